@@ -196,8 +196,35 @@ def _verbs(group: Any, level: str) -> Iterator[str]:
             yield from _verbs(verb, level + "#")
 
 
-def schemes(_: str = "") -> str:
+def gguf_schemes() -> str:
+    """Those of GGUF files, with the bits that an 8B model has per weight, everything in it counted."""
+    from math import prod
+
+    from meshwright.model.gguf.gguf_names import architecture_of, gguf_bindings
+    from meshwright.spec.block_types import BLOCK_TYPES
+    from meshwright.spec.gguf_schemes import GGUF_SCHEMES
+    from meshwright.spec.presets import model
+
+    shape = model("llama-3.1-8b")
+    sizes = {
+        name: size for one in gguf_bindings(shape, architecture_of(shape)) for name, size in one.theirs.items()
+        if len(size) > 1
+    }  # fmt: skip
+    lines = [
+        "| scheme | what it is | bits per weight | usual KL, nats per token | limit |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for one in GGUF_SCHEMES.values():
+        held = sum(BLOCK_TYPES[one.kind_of(name, size[-1], shape)].num_bytes(size) for name, size in sizes.items())
+        bits = f"{8 * held / sum(map(prod, sizes.values())):.3g}"
+        low, high = one.expected_kl
+        lines.append(f"| `{one.name}` | {_cell(one.about)} | {bits} | {low:g} to {high:g} | {one.max_kl:g} |")
+    return "\n".join(lines) + "\n"
+
+
+def schemes(which: str = "") -> str:
     """The schemes of quantization, as they are declared."""
+    if which == "gguf":
+        return gguf_schemes()
     from meshwright.spec.quantization_schemes import SCHEMES
 
     lines = [

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.api.quantization_text import quantization_text
+from meshwright.cli.main import main
 from meshwright.compress import calibrated_model as calibration
 from meshwright.compress.block_model import BlockModel
 from meshwright.compress.calibrated_block import quantize_block
@@ -32,6 +34,7 @@ from meshwright.spec import MLAShape, ModelShape
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.training.batches import Batch
+from tests.cli.toy import train, write_texts
 from tests.compress.test_formats import MOE, SHAPES, SIZES
 from tests.compress.test_quantize import batch
 from tests.train.test_weights import directory
@@ -313,6 +316,24 @@ def test_compressed_tensors_hold_the_same_codes(folder: Path) -> None:
         first, second = (mw.load(folder / name).model for name in (scheme, f"{scheme}-ct"))
         with torch.no_grad():
             assert torch.equal(first(batch().tokens), second(batch().tokens)), scheme
+
+
+def test_a_run_calibrates_on_what_it_trained_on_and_is_scored_on_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ["model.hidden=64", "model.ffn=96", "data.tokenizer=bytes", "data.validation=0.3"]
+    assert main([*train(write_texts(tmp_path / "texts"), tmp_path / "run", *shape)]) == 0
+    capsys.readouterr()
+    words = ["quantize", str(tmp_path / "run"), "--sequences", "8", "--calibration", "16", "--max-kl", "2"]
+    assert main([*words, "--scheme", "int4-gptq", "-o", str(tmp_path / "q")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tokens of what the run trained on" in said
+    opened = mw.load(tmp_path / "run")
+    plain, own = (quantization_text(opened, None, 8, windows) for windows in (None, 16))
+    assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(plain.scored, own.scored, strict=True))
+    scored = {tuple(row.tolist()) for some in own.scored for row in some.tokens}
+    read = {tuple(row.tolist()) for some in own.calibration for row in some.tokens}
+    assert read and not read & scored
 
 
 def test_sharded_models_are_read_as_they_come(folder: Path) -> None:

@@ -73,7 +73,7 @@ REAL = {
     "tp-muon": by_muon(plan(SMALL, 4, tp=2, micro_batch=2)),
     "dp-muon": by_muon(plan(SMALL, 4, dp_replicate=2, micro_batch=2)),
     "codes": plan(CODED, 8, micro_batch=2),
-    "codes again": plan(replace(CODED, lora=replace(CODED.lora, base="int4-hqq")), 4, micro_batch=2, recompute="full"),
+    "codes again": plan(CODED, 4, micro_batch=2, recompute="full"),
     "z2-codes": plan(CODED, 8, dp_shard=2, zero=2, micro_batch=2),
     "ep-muon": by_muon(plan(MIXED, 4, dp_shard=2, ep=2, zero=1, micro_batch=2)),
 }

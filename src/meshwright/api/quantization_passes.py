@@ -1,6 +1,6 @@
 """What `quantize` does to a model: the folder is made, and the model before is compared with it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, write_quantized
 from meshwright.model import Transformer
 from meshwright.spec import num_parameters
-from meshwright.spec.quantization_schemes import Scheme
 
 MOST_FP32 = 2**30
 """Parameters up to which models are calibrated and compared in fp32."""
@@ -73,10 +72,9 @@ class BeforeQuantized:
         """Of the original."""
         return self.opened.model
 
-    def against(self, target: Path, names: Mapping[str, Scheme]) -> tuple[Quality, Mapping[str, float]]:
-        """The folder that was written, read back; and the error of each layer whose inputs are the same in both."""
+    def against(self, target: Path, same: Iterable[str]) -> tuple[Quality, Mapping[str, float]]:
+        """What was written, read back; and the error of each layer, of those whose inputs are the same in both."""
         after = load(target, self.dtype).model
-        same = [name for name, scheme in names.items() if not scheme.scales_inputs]
         return compare(self.opened.model, after, self.scored), output_errors(
             self.opened.model, after, same, self.scored[:4]
         )

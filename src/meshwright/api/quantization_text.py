@@ -7,6 +7,7 @@ from meshwright.api.trained_model import TrainedModel
 from meshwright.spec.errors import DataError
 from meshwright.training.batches import Batch
 from meshwright.training.device import pick_device
+from meshwright.training.evaluate import HeldOutRows
 
 OUTLIER_WINDOWS = 16
 """Windows that outlier columns are found on; as many are left aside by schemes that find none."""
@@ -20,6 +21,8 @@ class QuantizationText:
 
     calibration: list[Batch]
     scored: list[Batch]
+    of: str
+    """Where the first part comes from, in words."""
 
     @property
     def calibration_tokens(self) -> int:
@@ -37,18 +40,17 @@ def quantization_text(
         data = "stdlib"
     if windows is not None and data is None:
         found = quantization_text(opened, None, sequences, None)
-        return replace(found, calibration=_batches(opened, None, windows, sequences, trained=True))
+        rows = opened.held_out_rows(None, windows, trained=True)
+        return replace(found, calibration=_batches(rows), of="what the run trained on")
     beside = OUTLIER_WINDOWS if windows is None else windows
-    batches = _batches(opened, data, sequences + beside, sequences, trained=False)
+    rows = opened.held_out_rows(data, sequences + beside)
+    batches = _batches(replace(rows, at_once=max(1, min(rows.at_once, sequences // 8))))
     if len(batches) < 2:
         raise DataError("the text has too few windows to calibrate and measure on: at least 2 are needed; give more")
     used = min(len(batches) - 1, max(1, round(len(batches) * beside / (sequences + beside))))
-    return QuantizationText(calibration=batches[:used], scored=batches[used:])
+    of = "what the run held out" if data is None else str(data)
+    return QuantizationText(calibration=batches[:used], scored=batches[used:], of=of)
 
 
-def _batches(
-    opened: TrainedModel, data: str | Path | None, limit: int, sequences: int, *, trained: bool
-) -> list[Batch]:  # fmt: skip
-    rows = opened.held_out_rows(data, limit, trained=trained)
-    rows = replace(rows, at_once=max(1, min(rows.at_once, sequences // 8)))
+def _batches(rows: HeldOutRows) -> list[Batch]:
     return [batch for batch in rows.batches(pick_device()) if batch.valid]

@@ -21,12 +21,14 @@ from meshwright.api.trained_model import described
 from meshwright.compress.bit_budget import bits_of, ladder
 from meshwright.compress.formats import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.compress.formats.folder_format import QuantizedModel
+from meshwright.compress.gguf_stream import check_gguf_path, plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError
+from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.presets import nearest
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.units import gib
@@ -80,12 +82,16 @@ class QuantizeAnswer(Answer):
     quantized_parameters: int
     calibration_tokens: int = 0
     """That a calibrated method read."""
+    calibration_text: str = ""
+    """Of which text."""
     budget_bytes: int | None = None
     """What the files may have together, where bits were chosen by it."""
     bits: Mapping[int, int] = field(default_factory=dict)
     """How many matrices have how many."""
     resumed_blocks: int = 0
     """Of those, the ones that an earlier run of the same command had made before it was killed."""
+    note: str = ""
+    """What a user of the file must know; empty = nothing."""
 
     @property
     def passed(self) -> bool:
@@ -136,7 +142,9 @@ class QuantizeAnswer(Answer):
                 **{name: None if found is None else getattr(found, name) for name in figures},
                 "max_kl": self.max_kl, "passed": self.passed, "outlier_share": self.outlier_share,
                 "layers": self.layers, "skipped": self.skipped, "calibration_tokens": self.calibration_tokens,
+                "calibration_text": self.calibration_text,
                 "resumed_blocks": self.resumed_blocks, "budget_bytes": self.budget_bytes, "bits": self.bits,
+                "note": self.note,
             }.items()
         }  # fmt: skip
 
@@ -181,7 +189,8 @@ def quantize(
 ) -> QuantizeAnswer:
     """Write a run or a Hugging Face directory with fewer bits per weight, and compare both on held-out text.
 
-    `scheme`: a name of meshwright.spec.quantization_schemes; `group`: another number of inputs that share a scale;
+    `scheme`: a name of meshwright.spec.quantization_schemes, or of gguf_schemes, with which `out` is one GGUF file;
+    `group`: another number of inputs that share a scale;
     `keep`: names of matrices, or patterns of them, that are left as they are. `outliers` of llm-int8: `calibrated`
     columns, or those above `threshold` in each batch. `data`: the text, None = what the run held out; of it `sequences`
     windows are scored. `calibration`: windows that a calibrated method reads, none of them scored; without `data` they
@@ -192,6 +201,12 @@ def quantize(
     HubError, DataError.
     """
     path, target = folder_of(model), Path(out)
+    if scheme in GGUF_SCHEMES or format == GGUF:
+        return _as_gguf(
+            path, target, scheme, format, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
+            checkpoint=checkpoint, quality=quality, keep=keep,
+            other={"group": group, "outliers": outliers, "threshold": threshold, "budget": budget},
+        )  # fmt: skip
     taken = _scheme(scheme, group, outliers, threshold)
     _check(format, sequences, calibration, max_kl, dtype, target)
     if format in FP16_SCALES:
@@ -222,21 +237,58 @@ def quantize(
             made.calibrated(text, compute_dtype(original), on_block or (lambda block, blocks: None))
         else:
             made.rounded(columns)
-    measured, errors = (None, {}) if before is None or not quality else before.against(target, whole_model.schemes)
+    same = [name for name, scheme in whole_model.schemes.items() if not scheme.scales_inputs]
+    measured, errors = (None, {}) if before is None or not quality else before.against(target, same)
     return QuantizeAnswer(
         run=target, original=path, scheme=taken.name, format=format, bytes=made.bytes, predicted_bytes=predicted,
         bytes_before=model_bytes(whole_model), quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl,
         layers=tuple(_record(one, errors) for one in made.layers), skipped=tuple(whole_model.skipped),
         quantized_parameters=sum(prod(quantizable(original.shape)[name]) for name in whole_model.schemes),
-        calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0, resumed_blocks=made.resumed,
+        calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0,
+        calibration_text=text.of if text and taken.calibrated else "", resumed_blocks=made.resumed,
         budget_bytes=limit, bits=bits_of(whole_model.schemes),
+    )  # fmt: skip
+
+
+def _as_gguf(
+    path: Path, target: Path, name: str, format: str, *, data: str | Path | None, sequences: int, max_kl: float | None,
+    dtype: str | None, checkpoint: str, quality: bool, keep: Sequence[str], other: Mapping[str, object],
+) -> QuantizeAnswer:  # fmt: skip
+    """The same as one GGUF file."""
+    if name not in GGUF_SCHEMES or format not in (GGUF, DEFAULT):
+        raise ArgumentError(
+            f"scheme={name} with format={format}: a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}; others "
+            "have none of these"
+        )
+    for option, given in other.items():
+        if given is not None:
+            raise ArgumentError(f"{option}={given} is not for GGUF files: leave it out")
+    taken = GGUF_SCHEMES[name]
+    _check(DEFAULT, sequences, 1, max_kl, dtype, target)
+    check_gguf_path(target)
+    original = open_original(path, checkpoint)
+    wanted, names = DTYPES[dtype] if dtype else original.dtype, _left(original, keep)
+    kept = tuple(one for one in quantizable(original.shape) if one not in names)
+    plan = plan_gguf(original, wanted, taken, kept)
+    text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
+    layers: list[QuantizedLayer] = []
+    with one_line(target, "OUT"):
+        written = write_gguf(target, original, plan, layers.append)
+    measured, errors = BeforeQuantized(path, checkpoint, text).against(target, names) if text else (None, {})
+    return QuantizeAnswer(
+        run=target, original=path, scheme=name, format=GGUF, bytes=written, predicted_bytes=plan.bytes,
+        bytes_before=model_bytes(QuantizedModel(shape=original.shape, schemes={}, kept={}, dtype=wanted)),
+        quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl, skipped=kept,
+        layers=tuple(_record(one, errors) for one in layers), quantized_parameters=plan.coded, note=plan.note,
     )  # fmt: skip
 
 
 def _scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
     if name not in SCHEMES:
-        close = nearest(name, list(SCHEMES), 1)[0]
-        raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(SCHEMES)}; nearest: {close}")
+        known = [*SCHEMES, *GGUF_SCHEMES]
+        raise ArgumentError(
+            f"scheme={name} is not known: take one of {', '.join(known)}; nearest: {nearest(name, known, 1)[0]}"
+        )
     found = SCHEMES[name]
     if group is not None:
         if not found.group:
@@ -258,7 +310,7 @@ def _check(
     format: str, sequences: int, calibration: int, max_kl: float | None, dtype: str | None, target: Path
 ) -> None:  # fmt: skip
     if format not in FORMATS:
-        raise ArgumentError(f"format={format} is not known: take one of {', '.join(FORMATS)}")
+        raise ArgumentError(f"format={format} is not known: take one of {', '.join((*FORMATS, GGUF))}")
     if sequences < 1:
         raise ArgumentError(f"sequences={sequences} must be 1 or more")
     if calibration < 1:
@@ -273,6 +325,12 @@ def _check(
 
 def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype: torch.dtype) -> QuantizedModel:
     """Every matrix but those that are kept; ArgumentError for a pattern without one."""
+    schemes = dict.fromkeys(_left(original, keep), scheme)
+    return QuantizedModel(shape=original.shape, schemes=schemes, kept={}, dtype=dtype)
+
+
+def _left(original: OriginalModel, keep: Sequence[str]) -> list[str]:
+    """Matrices that are quantized."""
     names = list(quantizable(original.shape))
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -282,7 +340,7 @@ def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype:
     left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
     if not left:
         raise ArgumentError(f"keep={keep[0]} leaves nothing to quantize")
-    return QuantizedModel(shape=original.shape, schemes=dict.fromkeys(left, scheme), kept={}, dtype=dtype)
+    return left
 
 
 def _record(one: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:

@@ -1,4 +1,4 @@
-"""A trained model from where it lies: a run folder, one of its checkpoints, or a Hugging Face directory."""
+"""A trained model: from a run folder, one of its checkpoints, a Hugging Face directory, or a GGUF file."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,12 +7,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.markup import whole
 from meshwright.compress.formats import FORMATS
 from meshwright.compress.formats.folder_format import fill
+from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_tokenizer
 from meshwright.compress.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.data import Corpus, Tokenizer, prepare
 from meshwright.data.corpus import MixedStream, TokenStream
@@ -20,6 +22,7 @@ from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.preparation import form_of
 from meshwright.model import Sampling, Transformer, build, generate
+from meshwright.model.gguf.gguf_model import GGUFModel, open_gguf
 from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
@@ -218,7 +221,8 @@ class TrainedModel:
 @checked
 def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> TrainedModel:
     """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
-    folder, one of its checkpoints, a Hugging Face directory, an adapter in PEFT's format, or the answer of `train`.
+    folder, one of its checkpoints, a Hugging Face directory, a GGUF file, an adapter in PEFT's format, or the answer of
+    `train`.
     `checkpoint` of a run: last, best (of the lowest held-out loss), or the number of a step.
 
     fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
@@ -233,10 +237,16 @@ def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> 
         if checkpoint != LAST:
             raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
         return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype)
+    if is_gguf_path(path):
+        if checkpoint != LAST:
+            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a GGUF file, which has none")
+        return _open_gguf(path, dtype)
     if is_adapter(path):
         return _open_hub(base_folder(path), dtype, adapter=path)
     what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
-    raise RunError(f"{path} {what}: give a run folder, one of its checkpoints, or a Hugging Face directory")
+    raise RunError(
+        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
+    )
 
 
 def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
@@ -250,11 +260,14 @@ def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
 
 
 def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
-    """A run folder, one of its checkpoints, or a Hugging Face directory as `load` finds it, with a model that has no
-    memory: for its shape, tokenizer and text. Errors as `load`."""
+    """A run folder, one of its checkpoints, a Hugging Face directory or a GGUF file as `load` finds it, with a model
+    that has no memory: for its shape, tokenizer and text. Errors as `load`."""
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
         run, found = locate(path, checkpoint)
         return _of_run(run, found, skeleton(run.plan.model.base), path)
+    if is_gguf_path(path):
+        opened = open_gguf(path)
+        return _of_gguf(opened, skeleton(opened.shape))
     folder = import_folder(path)
     return _with_tokenizer(skeleton(folder.shape), folder, path)
 
@@ -279,6 +292,25 @@ def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
     model = build_quantized(folder.shape, found.schemes, kept=found.kept, dtype=wanted, device=pick_device())
     fill(model, FORMATS[quant_method(path)].decoded(path, found))
     return _with_tokenizer(model, folder, path)
+
+
+def _open_gguf(path: Path, dtype: str | None) -> TrainedModel:
+    """Codes are restored in fp32 and cast."""
+    found = open_gguf(path)
+    wanted = DTYPES[dtype] if dtype else found.dtype
+    model = build(found.shape, dtype=wanted, device=pick_device(), initialize=False)
+    places = model.state_dict()
+    for name, tensor in found.weights(torch.float32):
+        places[name].copy_(tensor)
+    return _of_gguf(found, model)
+
+
+def _of_gguf(found: GGUFModel, model: Transformer) -> TrainedModel:
+    tokenizer = gguf_tokenizer(found)
+    return TrainedModel(
+        model=model.eval(), tokenizer=tokenizer, tokenizer_file=kept_tokenizer(tokenizer) if tokenizer else "",
+        plan=None, stop_ids=found.vocabulary.stop_ids if found.vocabulary else (), path=found.path,
+    )  # fmt: skip
 
 
 def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> TrainedModel:

@@ -1,4 +1,4 @@
-"""The model that is made smaller, from a run folder, one of its checkpoints, or a Hugging Face directory."""
+"""The model that is made smaller: a run folder, one of its checkpoints, a Hugging Face directory, or a GGUF file."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.compress.gguf_reading import gguf_generation, gguf_tokenizer, is_gguf_path
 from meshwright.data import Tokenizer
+from meshwright.model.gguf.gguf_model import open_gguf
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import is_adapter
 from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
@@ -39,10 +41,14 @@ def open_original(path: Path, which: str) -> OriginalModel:
         return _of_run(path, which)
     if (path / "config.json").is_file():
         return _of_directory(path)
+    if is_gguf_path(path):
+        return _of_gguf(path)
     if is_adapter(path):
         raise PlanError(f"{path} is an adapter: quantize the run that trained it, or its merged model")
     what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
-    raise RunError(f"{path} {what}: give a run folder, one of its checkpoints, or a Hugging Face directory")
+    raise RunError(
+        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
+    )
 
 
 def _of_run(path: Path, which: str) -> OriginalModel:
@@ -59,6 +65,14 @@ def _of_run(path: Path, which: str) -> OriginalModel:
         generation=read_json(run.path / GENERATION),
         dropout=run.plan.recipe.dropout,
     )
+
+
+def _of_gguf(path: Path) -> OriginalModel:
+    found = open_gguf(path)
+    return OriginalModel(
+        shape=found.shape, dtype=found.dtype, weights=found.weights, tokenizer=gguf_tokenizer(found),
+        chat_template=found.chat_template, generation=gguf_generation(found), dropout=0.0,
+    )  # fmt: skip
 
 
 def _of_directory(path: Path) -> OriginalModel:

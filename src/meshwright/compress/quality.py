@@ -105,7 +105,12 @@ def output_errors(
         one, other = (model.get_submodule(where) for model in (before, after))
         assert isinstance(one, Linear) and isinstance(other, Linear)
         y = one.kernels.linear(x, one.weight).float()
-        quantized = other.kernels.quantized_linears(x, [other.matrix], [None])[0].float()
+        codes = other.quantized
+        quantized = (
+            other.kernels.linear(x, other.weight)  # a file that is read as restored weights
+            if codes is None
+            else other.kernels.quantized_linears(x, [codes.matrix], [None])[0]
+        ).float()
         found = torch.stack(((y - quantized).square().sum(), y.square().sum())).double()
         sums[name] = sums[name] + found if name in sums else found
 

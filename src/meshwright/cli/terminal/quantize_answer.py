@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from meshwright.api.quantizing import QuantizeAnswer
 from meshwright.cli.terminal.screen_text import coloured, folded, plus_minus
+from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.units import many
 
@@ -19,12 +20,15 @@ def answer(found: QuantizeAnswer) -> Iterator[str]:
 
 def _details(found: QuantizeAnswer) -> Iterator[str]:
     matrices = many(len(found.layers), "matrix", "matrices")
-    yield f"folder      {found.run} ({found.format}), {matrices} of {found.original}"
+    place = "file  " if found.format == GGUF else "folder"
+    yield f"{place}      {found.run} ({found.format}), {matrices} of {found.original}"
     bits = 8 * sum(one.bytes for one in found.layers) / found.quantized_parameters
     same = "as predicted" if found.bytes == found.predicted_bytes else f"predicted {found.predicted_bytes:,}"
     yield f"size        {found.bytes:,} bytes, {same}; {bits:.3g} bits per quantized weight"
-    left = "embeddings, head, norms, biases, routers"
+    left = "norms, biases, routers" if found.format == GGUF else "embeddings, head, norms, biases, routers"
     yield f"left alone  {', '.join((left, *found.skipped))}"
+    if found.note:
+        yield f"tokenizer   {found.note}"
     if found.outlier_share:
         yield f"outliers    {100 * found.outlier_share:.2f} % of inputs stay in 16 bit"
     if found.budget_bytes is not None:
@@ -32,7 +36,7 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
         yield f"budget      {found.budget_bytes:,} bytes: {each}"
     if found.calibration_tokens:
         done = f"; {many(found.resumed_blocks, 'block')} from before" if found.resumed_blocks else ""
-        yield f"calibrated  on {found.calibration_tokens:,} tokens{done}"
+        yield f"calibrated  on {found.calibration_tokens:,} tokens of {found.calibration_text}{done}"
     rare = [one for one in found.layers if one.uncalibrated]
     if rare:
         experts = f"{many(rare[0].uncalibrated, 'expert')} of {rare[0].name}"
@@ -41,7 +45,7 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
     if found.quality is None:
         return
     one = found.quality
-    low, high = SCHEMES[found.scheme].expected_kl
+    low, high = (SCHEMES if found.scheme in SCHEMES else GGUF_SCHEMES)[found.scheme].expected_kl
     usual = "" if low <= one.kl <= high else f"; usual for {found.scheme}: {low:g} to {high:g}"
     error = plus_minus(f"{one.kl:.4g} ± {one.kl_error:.2g}")
     yield f"KL          {error} nats per token, limit {found.max_kl:g}; 99 % of tokens below {one.kl_p99:.3g}{usual}"

@@ -11,7 +11,9 @@ from meshwright.spec.errors import PlanError
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
+    ],
     data: Annotated[
         str | None, typer.Option("--data", metavar="PATH", help="Text, all of it; without it the run's held-out part.")
     ] = None,

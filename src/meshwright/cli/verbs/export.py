@@ -1,4 +1,4 @@
-"""`meshwright export`: a run as a Hugging Face directory."""
+"""`meshwright export`: a run as a Hugging Face directory, or as a GGUF file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +10,13 @@ from meshwright.spec.plan import RANDOM
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; it must not hold anything.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints; for GGUF any model."),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to make, which must not hold anything; or a .gguf file.")
+    ],
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
@@ -22,15 +27,47 @@ def export(
     json: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON document.")] = False,
 ) -> None:
     """Write the weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config. An adapter
-    is merged into the weights that it was trained beside."""
+    is merged into the weights that it was trained beside. OUT that ends with .gguf is one file for llama.cpp."""
     from meshwright.cli.terminal.output import print_json
 
+    if out.suffix == ".gguf":
+        found = write_gguf_file(run, out, dtype, checkpoint, adapter=adapter)
+        if json:
+            print_json(found)
+        else:
+            print(f"{out}: {found['bytes']:,} bytes of {run}, for llama.cpp and what is built on it")
+            if found["note"]:
+                print(f"tokenizer: {found['note']}")
+        return
     taken = write_directory(run, out, dtype, checkpoint, adapter=adapter)
     if json:
         print_json({"out": out, "checkpoint": taken, "files": sorted(path.name for path in out.iterdir())})
     else:
         readers = "for transformers (v4 and v5) and what reads its directories"
         print(f"{out}: {taken.name} of {run}, {'its adapter, for PEFT' if adapter else readers}")
+
+
+def write_gguf_file(
+    source: Path, out: Path, dtype: str | None = None, which: str = "last", *, adapter: bool = False
+) -> dict[str, object]:
+    """Export a run, one of its checkpoints, a Hugging Face directory or another GGUF file as one without codes; its
+    size is known before a byte is written. PlanError where llama.cpp would not compute the model as it is."""
+    from meshwright.compress.gguf_stream import check_gguf_path, plan_gguf, write_gguf
+    from meshwright.compress.original import open_original
+    from meshwright.store.durable import one_line
+    from meshwright.training.precision import DTYPES
+
+    if dtype is not None and dtype not in DTYPES:
+        raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
+    if adapter:
+        raise PlanError("--adapter is in PEFT's format, and no GGUF file: leave --adapter out, and it is merged")
+    check_gguf_path(out)
+    original = open_original(source, which)
+    wanted = DTYPES[dtype] if dtype else original.dtype
+    plan = plan_gguf(original, wanted)
+    with one_line(out, "OUT"):
+        written = write_gguf(out, original, plan)
+    return {"out": out, "bytes": written, "predicted_bytes": plan.bytes, "note": plan.note}
 
 
 def write_directory(

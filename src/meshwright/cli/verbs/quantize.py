@@ -7,21 +7,25 @@ import typer
 
 
 def quantize(
-    model: Annotated[Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder or Hugging Face directory.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
+    ],
     scheme: Annotated[
         str,
         typer.Option(
             "--scheme",
             metavar="NAME",
             help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4, int3; with text: int8-smooth, int4-gptq, "
-            "int4-awq, int4-awq-gptq, int3-gptq.",
+            "int4-awq, int4-awq-gptq, int3-gptq; of GGUF: q8_0, q6_k, q5_k_m, q4_k_m, q4_k_s, q4_0.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make; it must not hold anything.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make, or .gguf file.")],
     format: Annotated[
         str,
         typer.Option(
-            "--format", metavar="NAME", help="meshwright; compressed-tensors, gptq or awq for vLLM and others."
+            "--format",
+            metavar="NAME",
+            help="meshwright; compressed-tensors, gptq, awq or bitsandbytes for others; gguf.",
         ),
     ] = "meshwright",
     group: Annotated[

@@ -4,7 +4,7 @@ A row pairs a module of ours with one of theirs; `*` is the layer, `@` the exper
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,18 +25,19 @@ class WeightRow:
     transform: Transform
 
 
-def _rows(pairs: Mapping[str, str], transform: Transform = SAME) -> tuple[WeightRow, ...]:
+def weight_rows(pairs: Mapping[str, str], transform: Transform = SAME) -> tuple[WeightRow, ...]:
+    """Of modules of ours, several with + between, and theirs, all under one transform."""
     return tuple(WeightRow(tuple(ours.split(" + ")), theirs, transform) for ours, theirs in pairs.items())
 
 
-_OUTER = _rows({"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"})
-_NORMS = _rows(
+_OUTER = weight_rows({"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"})
+_NORMS = weight_rows(
     {
         "layers.*.attention_norm": "model.layers.*.input_layernorm",
         "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
     }
 )
-_ATTENTION = _rows(
+_ATTENTION = weight_rows(
     {
         "layers.*.attention.q": "model.layers.*.self_attn.q_proj",
         "layers.*.attention.k": "model.layers.*.self_attn.k_proj",
@@ -44,13 +45,13 @@ _ATTENTION = _rows(
         "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
     },
     ROTARY,
-) + _rows(
+) + weight_rows(
     {
         "layers.*.attention.v": "model.layers.*.self_attn.v_proj",
         "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
     }
 )
-_LATENT = _rows(
+_LATENT = weight_rows(
     {
         "layers.*.attention.q": "model.layers.*.self_attn.q_proj",
         "layers.*.attention.q_down": "model.layers.*.self_attn.q_a_proj",
@@ -62,14 +63,14 @@ _LATENT = _rows(
         "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
     }
 )
-_DENSE = _rows(
+_DENSE = weight_rows(
     {
         "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
         "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
         "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
     }
 )
-_ROUTED = _rows({"layers.*.mlp.router": "model.layers.*.mlp.gate"}) + _rows(
+_ROUTED = weight_rows({"layers.*.mlp.router": "model.layers.*.mlp.gate"}) + weight_rows(
     {
         "layers.*.mlp.experts.gate": "model.layers.*.mlp.experts.@.gate_proj.weight",
         "layers.*.mlp.experts.up": "model.layers.*.mlp.experts.@.up_proj.weight",
@@ -77,7 +78,7 @@ _ROUTED = _rows({"layers.*.mlp.router": "model.layers.*.mlp.gate"}) + _rows(
     },
     STACKED,
 )
-_SHARED = _rows(
+_SHARED = weight_rows(
     {
         "layers.*.mlp.router.correction_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
         "layers.*.mlp.shared.gate": "model.layers.*.mlp.shared_experts.gate_proj",
@@ -85,7 +86,7 @@ _SHARED = _rows(
         "layers.*.mlp.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
     }
 )
-_BLOCK_SPARSE = _rows({"layers.*.mlp.router": "model.layers.*.block_sparse_moe.gate"}) + _rows(
+_BLOCK_SPARSE = weight_rows({"layers.*.mlp.router": "model.layers.*.block_sparse_moe.gate"}) + weight_rows(
     {
         "layers.*.mlp.experts.gate": "model.layers.*.block_sparse_moe.experts.@.w1.weight",
         "layers.*.mlp.experts.up": "model.layers.*.block_sparse_moe.experts.@.w3.weight",
@@ -93,7 +94,7 @@ _BLOCK_SPARSE = _rows({"layers.*.mlp.router": "model.layers.*.block_sparse_moe.g
     },
     STACKED,
 )
-_GPT2 = _rows(
+_GPT2 = weight_rows(
     {
         "embed": "transformer.wte",
         "positions": "transformer.wpe",
@@ -102,7 +103,7 @@ _GPT2 = _rows(
         "norm": "transformer.ln_f",
         "head": "lm_head",
     }
-) + _rows(
+) + weight_rows(
     {
         "layers.*.attention.q + layers.*.attention.k + layers.*.attention.v": "transformer.h.*.attn.c_attn",
         "layers.*.attention.o": "transformer.h.*.attn.c_proj",
@@ -140,13 +141,16 @@ class Binding:
     transform: Transform
 
 
-def bindings(shape: ModelShape) -> list[Binding]:
-    """Every tensor of a shape bound to those of its family's files, in the order of the forward pass.
+def bindings(
+    shape: ModelShape, named: Sequence[WeightRow] | None = None, where: str = "a Hugging Face directory"
+) -> list[Binding]:
+    """Every tensor of a shape bound to those of its family's files, in the order of the forward pass. `named`: the
+    names of files of another kind, and `where` what they are called.
 
     HubError where the family has no name for one.
     """
     sizes = tensor_sizes(shape)
-    rows = {row.ours[0]: row for row in ROWS[shape.family]}
+    rows = {row.ours[0]: row for row in (ROWS[shape.family] if named is None else named)}
     followers = {module for row in rows.values() for module in row.ours[1:]}
     found = []
     for name in sizes:
@@ -154,7 +158,7 @@ def bindings(shape: ModelShape) -> list[Binding]:
         if module in followers:
             continue
         if module not in rows:
-            raise HubError(f"a Hugging Face directory of family {shape.family} has no place for {name}")
+            raise HubError(f"{where} of family {shape.family} has no place for {name}")
         found.append(_bind(rows[module], layer, leaf, sizes, shape))
     return found
 

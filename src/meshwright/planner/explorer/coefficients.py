@@ -1,9 +1,10 @@
 """What the explorer's page needs to count memory by itself: what is linear in tokens or in elements, as numbers.
 
 Bytes that a part of the model keeps are linear in the tokens of a rank, masks of documents also in the positions of a
-sequence; those of the head are the lower of two lines, since it runs chunk by chunk. Bytes of states are linear in a
-rank's elements. All else (padding of shards, micro-batches in flight, gathered layers, the worst moment) the page
-counts by itself: explorer/memory.js and explorer/peaks.js.
+sequence; those of the head are the lower of two lines, since it runs chunk by chunk, and those of matrices that are
+restored from codes the higher of two. Bytes of states are linear in a rank's elements. All else (padding of shards,
+micro-batches in flight, gathered layers, the worst moment) the page counts by itself: explorer/memory.js and
+explorer/peaks.js.
 """
 
 from collections import Counter
@@ -79,7 +80,7 @@ def legal_degrees(of: Estimator, devices: int) -> list[Degrees]:
 
 def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]]]:
     """recompute -> part -> for each of SIZES (bytes, bytes a token, bytes a token and position of its sequence), or two
-    lines (bytes, bytes a token) of which the lower holds."""
+    lines (bytes, bytes a token) of which the lower holds, or, where the second rises faster, the higher."""
     found: dict[str, dict[str, list[list[float]]]] = {}
     for recompute in RECOMPUTE:
         at = {tokens: _costs(of, one, recompute, tokens) for tokens in (FEW, 2 * FEW, 3 * FEW, MANY, 2 * MANY)}

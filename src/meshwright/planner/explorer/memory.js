@@ -126,11 +126,11 @@ function stageCosts(data, recipe, layout, tokens, split) {
   const key = `${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}${cp > 1 ? "c" : ""}`;
   const parts = data.memory.kept[key][layout.recompute];
   const at = (lines) => lines.length === 3 ? lines[0] + lines[1] * tokens + lines[2] * tokens * recipe.sequence :
-    Math.min(lines[0] + lines[1] * tokens, lines[2] + lines[3] * tokens);
+    Math[lines[3] > lines[1] ? "max" : "min"](lines[0] + lines[1] * tokens, lines[2] + lines[3] * tokens);
   const bytes = Object.fromEntries(Object.entries(parts).map(([part, lines]) =>
     [part, Object.fromEntries(lines.map((line, n) => [sizes[n], at(line)]))]));
   for (const [part, one] of Object.entries(bytes)) {
-    const made = data.memory.pieces[`${tp},${ep}`][part];
+    const made = data.memory.pieces[`${tp},${ep}`][part].filter(([, , , , trained]) => trained);
     one.weights = part === "dense" || part === "routed" ? Math.max(0, ...made.map(([shape]) => numel(shape))) : 0;
     one.made = one.weights * data.model.activation_bytes;
     one.split = Math.max(0, one.kept + Math.max(one.mlp, one.attention) - one.queued);

@@ -1,0 +1,152 @@
+"""A model's weights as a GGUF file, a tensor at a time; its size is known before a byte is written."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.compress.original import OriginalModel
+from meshwright.compress.stream import QuantizedLayer
+from meshwright.kernels.block_decoding import FLOAT_DTYPES, decode
+from meshwright.kernels.block_encoding import encode
+from meshwright.model.gguf.gguf_header import Value
+from meshwright.model.gguf.gguf_metadata import frequency_factors
+from meshwright.model.gguf.gguf_model import FILE_TYPES, general_keys, is_float, planned_tensors, stays_wide
+from meshwright.model.gguf.gguf_names import FREQUENCIES, architecture_of, gguf_bindings, ungguffable
+from meshwright.model.gguf.gguf_vocabulary import vocabulary_keys
+from meshwright.model.gguf.gguf_writer import GGUFWriter, PlannedBlocks, fresh_file, gguf_bytes
+from meshwright.model.hub.weight_names import Binding
+from meshwright.spec.block_types import BLOCK_TYPES
+from meshwright.spec.errors import HubError, PlanError
+from meshwright.spec.gguf_schemes import GGUFScheme
+from meshwright.spec.shape import ModelShape
+from meshwright.store.run_folder import ids_of
+
+CHECKED = 2**24
+"""Numbers that are encoded and compared at once."""
+FLOAT_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFPlan:
+    """Everything of a file but its data."""
+
+    shape: ModelShape
+    keys: Mapping[str, Value]
+    tensors: Sequence[PlannedBlocks]
+    note: str
+    """What a user of the file must know; empty = nothing."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole file."""
+        return gguf_bytes(self.keys, self.tensors)
+
+    @property
+    def coded(self) -> int:
+        """How many numbers are in codes."""
+        return sum(math.prod(one.size) for one in self.tensors if not is_float(one.kind.name))
+
+
+def check_gguf_path(out: Path) -> None:
+    """PlanError where a GGUF file cannot be there."""
+    if out.suffix != ".gguf":
+        raise PlanError(f"out={out} is one GGUF file, whose name ends with .gguf: take {out}.gguf")
+    if out.exists():
+        raise PlanError(f"out={out} is there already: take another name, or remove it")
+
+
+def plan_gguf(
+    original: OriginalModel, dtype: torch.dtype, scheme: GGUFScheme | None = None, kept: Sequence[str] = ()
+) -> GGUFPlan:
+    """Lay a file out. `scheme`: of its matrices, None = all are numbers of `dtype`; `kept`: our names of those that are
+    so all the same. PlanError where llama.cpp would not run the model as it is."""
+    shape = original.shape
+    why = ungguffable(shape)
+    if why:
+        raise PlanError(why)
+    float_type, kinds = FLOAT_NAMES[dtype], {}
+    for binding in gguf_bindings(shape, architecture_of(shape)):
+        for name, size in binding.theirs.items():
+            if not stays_wide(name, size):
+                plain = scheme is None or any(one in kept for one in binding.ours)
+                kinds[name] = BLOCK_TYPES[
+                    float_type if plain or scheme is None else scheme.kind_of(name, size[-1], shape)
+                ]
+    tokenizer = original.tokenizer
+    words, note = vocabulary_keys(
+        tokenizer.json if tokenizer else None, shape.vocab, bos=tokenizer.bos if tokenizer else None,
+        eos=tokenizer.eos if tokenizer else None, ends=ids_of((original.generation or {}).get("eos_token_id")),
+        template=original.chat_template,
+    )  # fmt: skip
+    keys = general_keys(
+        shape, shape.name, FILE_TYPES[float_type] if scheme is None else scheme.file_type, quantized=scheme is not None
+    )
+    return GGUFPlan(shape=shape, keys=keys | words, tensors=planned_tensors(shape, kinds), note=note)
+
+
+def write_gguf(
+    out: Path,
+    original: OriginalModel,
+    plan: GGUFPlan,
+    seen: Callable[[QuantizedLayer], None] = lambda layer: None,
+) -> int:
+    """Write the file from weights in fp32, so that norms lose nothing; it appears whole or not at all. Its bytes.
+    `seen` hears of each matrix in codes. HubError where `out` is taken, PlanError for weights that are not finite or
+    too large."""
+    planned = {one.name: one for one in plan.tensors}
+    with fresh_file(out) as partial:
+        with GGUFWriter(partial, plan.keys, plan.tensors) as writer:
+            factors = frequency_factors(plan.shape)
+            if factors is not None:
+                writer.write(FREQUENCIES, encode("F32", factors))
+            for binding, ours in _bound(plan.shape, original.weights(torch.float32)):
+                for name, tensor in zip(binding.theirs, binding.transform.export(ours, plan.shape), strict=True):
+                    writer.write(name, _encoded(binding, tensor, planned[name], seen))
+        return partial.stat().st_size
+
+
+def _bound(shape: ModelShape, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Binding, list[Tensor]]]:
+    """Bindings with all of their tensors, in the order in which the last one of each comes."""
+    binding_of = {name: one for one in gguf_bindings(shape, architecture_of(shape)) for name in one.ours}
+    pending: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if shape.tied and name == "head.weight":
+            continue
+        if name not in binding_of:
+            raise HubError(f"{name} is no parameter of this shape")
+        pending[name] = tensor
+        binding = binding_of[name]
+        if all(other in pending for other in binding.ours):
+            yield binding, [pending.pop(other) for other in binding.ours]
+
+
+def _encoded(
+    binding: Binding, tensor: Tensor, planned: PlannedBlocks, seen: Callable[[QuantizedLayer], None]
+) -> Tensor:  # fmt: skip
+    """Bytes of one tensor, made and checked some rows at a time, so that nothing of its size stands beside it."""
+    kind, name, columns = planned.kind.name, next(iter(binding.ours)), planned.size[-1]
+    rows = tensor.reshape(-1, columns)
+    raw = torch.empty(len(rows), planned.kind.num_bytes((1, columns)), dtype=torch.uint8)
+    wrong = whole = 0.0
+    at_once = max(1, CHECKED // columns)
+    for part, into in zip(rows.split(at_once), raw.split(at_once), strict=True):
+        if not bool(part.isfinite().all()):
+            raise PlanError(f"{name} has weights that are infinite or NaN: such a model cannot be written")
+        into.copy_(encode(kind, part))
+        restored = decode(kind, into).float()
+        if not bool(restored.isfinite().all()):
+            raise PlanError(f"{name} has weights beyond what {kind} can say: take dtype=bf16, or dtype=fp32")
+        wrong += float((part - restored).square().sum())
+        whole += float(part.square().sum())
+    if not is_float(kind):
+        seen(
+            QuantizedLayer(
+                name=" + ".join(binding.ours), scheme=kind, bytes=planned.num_bytes,
+                weight_error=math.sqrt(wrong / whole) if whole else 0.0, outliers=0.0,
+            )
+        )  # fmt: skip
+    return raw

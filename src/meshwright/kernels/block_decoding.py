@@ -1,0 +1,117 @@
+"""Blocks of GGUF files -> the numbers that they stand for, in fp32. Layouts are those of ggml-common.h.
+
+    Q8_0   d fp16, 32 codes int8                        d q
+    Q4_0   d fp16, 16 bytes: code i and i + 16          d (q - 8)
+    Q4_1   d, m fp16, the same                          d q + m
+    Q5_0   d, 4 bytes of fifth bits, the same           d (q - 16)
+    Q5_1   d, m, the same                               d q + m
+    Q4_K   d, m, 8 scales and 8 minima of 6 bits, 128 bytes   (d s) q - (m t), s and t of 32 numbers
+    Q5_K   the same with 32 bytes of fifth bits
+    Q6_K   128 bytes, 64 bytes of upper bits, 16 scales int8, d   (d s) (q - 32), s of 16 numbers
+
+Products are taken in this order, so that results are equal to the bit to those of the `gguf` package.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.block_types import BLOCK_TYPES, SUPER
+
+FLOAT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Of types without blocks."""
+
+
+def decode(kind: str, stored: Tensor) -> Tensor:
+    """Bytes (..., bytes of a row) uint8 -> numbers (..., K), fp32; those without blocks keep their dtype."""
+    if kind in FLOAT_DTYPES:
+        return stored.contiguous().view(FLOAT_DTYPES[kind])
+    found = BLOCK_TYPES[kind]
+    blocks = stored.reshape(-1, found.bytes)
+    return _DECODERS[kind](blocks).reshape(*stored.shape[:-1], stored.shape[-1] // found.bytes * found.block)
+
+
+def halves(blocks: Tensor, start: int) -> Tensor:
+    """The fp16 number at a byte of each block (N, 1), fp32."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def nibbles(packed: Tensor) -> Tensor:
+    """Bytes (N, groups, B) -> codes (N, groups, 2 B): all lower halves of a group, then all upper ones."""
+    return torch.cat((packed & 0xF, packed >> 4), dim=-1)
+
+
+def _shifted(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Bytes (N, groups, B) -> (N, groups * count, B): the lowest bits of all, then those above them."""
+    shifts = torch.arange(0, bits * count, bits, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
+    found: Tensor = (packed.unsqueeze(2) >> shifts) & (2**bits - 1)
+    return found.flatten(1, 2)
+
+
+def _fifths(packed: Tensor) -> Tensor:
+    """4 bytes of fifth bits (N, 4) -> (N, 32), each 0 or 16."""
+    return _shifted(packed.unsqueeze(2), 1, 8).view(len(packed), 32) << 4
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * halves(blocks, 0)
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return halves(blocks, 0) * (nibbles(blocks[:, None, 2:]).squeeze(1).float() - 8)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return halves(blocks, 0) * nibbles(blocks[:, None, 4:]).squeeze(1).float() + halves(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    codes = nibbles(blocks[:, None, 6:]).squeeze(1) | _fifths(blocks[:, 2:6])
+    return halves(blocks, 0) * (codes.float() - 16)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    codes = nibbles(blocks[:, None, 8:]).squeeze(1) | _fifths(blocks[:, 4:8])
+    return halves(blocks, 0) * codes.float() + halves(blocks, 2)
+
+
+def scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """12 bytes (N, 12) -> two times 8 numbers of 6 bits (N, 8), uint8."""
+    low, high, rest = packed.view(-1, 3, 4).unbind(1)
+    scales = torch.cat((low & 0x3F, (rest & 0xF) | ((low >> 2) & 0x30)), dim=1)
+    return scales, torch.cat((high & 0x3F, (rest >> 4) | ((high >> 2) & 0x30)), dim=1)
+
+
+def k_steps(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of Q4_K and Q5_K: step and minimum of each 32 numbers (N, 8, 1), fp32."""
+    scales, minima = scales_and_minima(blocks[:, 4:16])
+    return (halves(blocks, 0) * scales.float()).unsqueeze(2), (halves(blocks, 2) * minima.float()).unsqueeze(2)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    step, minimum = k_steps(blocks)
+    codes = _shifted(blocks[:, 16:].view(-1, 4, 32), 4, 2)
+    return (step * codes.float() - minimum).view(-1, SUPER)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    step, minimum = k_steps(blocks)
+    upper = _shifted(blocks[:, None, 16:48], 1, 8) << 4
+    codes = _shifted(blocks[:, 48:].view(-1, 4, 32), 4, 2) | upper
+    return (step * codes.float() - minimum).view(-1, SUPER)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    lower = _shifted(blocks[:, :128].view(-1, 2, 64), 4, 2).view(-1, 8, 32)
+    upper = _shifted(blocks[:, 128:192].view(-1, 2, 32), 2, 4) << 4
+    scales = blocks[:, 192:208].contiguous().view(torch.int8).float()
+    steps = (halves(blocks, 208) * scales).unsqueeze(2)
+    codes = (lower | upper).view(-1, 16, 16).float() - 32
+    return (steps * codes).view(-1, SUPER)
+
+
+_DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}  # fmt: skip

@@ -1,0 +1,252 @@
+"""The header of a GGUF file (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), read with suspicion.
+
+    "GGUF", version u32, tensors u64, keys u64
+    keys      name, type u32, value; a string is its length u64 and UTF-8; an array its type u32, length u64, items
+    tensors   name, dims u32, each u64, fastest first; type u32; offset u64 from the start of the data
+    data      at the next multiple of the alignment
+
+Every count is held against the bytes that are left before anything of that size is made.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from meshwright.spec.block_types import BLOCK_TYPES, OTHER_TYPES, BlockType
+from meshwright.spec.errors import HubError
+
+MAGIC, VERSIONS = b"GGUF", (2, 3)
+ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
+LARGEST_ALIGNMENT = 2**20
+MOST_DIMS, LONGEST_NAME = 4, 64
+"""As llama.cpp has them: a name ends with a zero byte there."""
+LONGEST_KEY = 2**16 - 1
+MOST_HEADER_BYTES, MOST_ITEMS = 2**27, 2**24
+"""No vocabulary needs as much; a file that claims it would fill the memory with what it claims."""
+STRING, ARRAY, BOOL = 8, 9, 7
+NUMBERS: Mapping[int, str] = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+"""Types of values: as `struct` spells them."""
+LEAST_TENSOR_BYTES, LEAST_KEY_BYTES = 8 + 4 + 8 + 4 + 8, 8 + 4 + 1
+Value = bool | int | float | str | list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBlocks:
+    """Where a tensor lies in a file."""
+
+    file: Path
+    start: int
+    """Of its first byte."""
+    size: tuple[int, ...]
+    """Of its numbers, the fastest last."""
+    kind: BlockType
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its data."""
+        return self.kind.num_bytes(self.size)
+
+    def read(self) -> Tensor:
+        """Its bytes (..., bytes of a row) uint8, in memory of their own. HubError where the file has become shorter."""
+        raw = torch.empty(self.num_bytes, dtype=torch.uint8)
+        with open(self.file, "rb") as file:
+            file.seek(self.start)
+            if file.readinto(raw.numpy().data) != self.num_bytes:
+                raise HubError(f"{self.file} ends too early: it is truncated; copy or download it again")
+        return raw.view(*self.size[:-1], -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFHeader:
+    """What a file says before its data."""
+
+    file: Path
+    keys: Mapping[str, Value]
+    tensors: Mapping[str, StoredBlocks]
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file says it is one, by its name or its first bytes."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return path.suffix == ".gguf" or file.read(4) == MAGIC
+
+
+def read_gguf_header(path: Path) -> GGUFHeader:
+    """HubError: no such file, or one that is damaged, truncated, big-endian, of another version, or in parts."""
+    if not path.is_file():
+        raise HubError(f"{path} is no file: give a .gguf")
+    with open(path, "rb") as file:
+        return _HeaderReader(path, file, path.stat().st_size).header()
+
+
+class _HeaderReader:
+    """A place in a file, and how much of it is left."""
+
+    def __init__(self, path: Path, file: BinaryIO, length: int) -> None:
+        self.path, self.file, self.length = path, file, length
+
+    @property
+    def left(self) -> int:
+        return self.length - self.file.tell()
+
+    def damaged(self, what: str) -> HubError:
+        return HubError(f"{self.path}: {what}; copy or download it again")
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.left:
+            raise self.damaged(f"{what} needs {count} bytes and {self.left} are left: the file is truncated or damaged")
+        if self.file.tell() + count > MOST_HEADER_BYTES:
+            raise self.damaged(f"its header is longer than {MOST_HEADER_BYTES} bytes")
+        return self.file.read(count)
+
+    def number(self, code: str, what: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+
+    def text(self, most: int, what: str) -> str:
+        count = self.number("Q", f"the length of {what}")
+        if count > most:
+            raise self.damaged(f"{what} has {count} bytes, and at most {most} are possible")
+        try:
+            return self.take(count, what).decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.damaged(f"{what} is no UTF-8") from None
+
+    def counted(self, least: int, what: str) -> int:
+        """How many of something that has `least` bytes each."""
+        count: int = self.number("Q", f"the number of {what}")
+        if count * least > self.left or count > MOST_ITEMS:
+            raise self.damaged(f"it claims {count} {what}, and has {self.left} bytes left for them")
+        return count
+
+    def header(self) -> GGUFHeader:
+        self.check_kind()
+        tensors = self.counted(LEAST_TENSOR_BYTES, "tensors")
+        count = self.counted(LEAST_KEY_BYTES, "keys")
+        keys: dict[str, Value] = {}
+        for _ in range(count):
+            name = self.text(LONGEST_KEY, "the name of a key")
+            if not name or name in keys:
+                raise self.damaged(f"key {name!r} is {'there twice' if name else 'without a name'}")
+            keys[name] = self.value(name)
+        if int_of(keys.get("split.count"), 1) > 1:
+            raise HubError(
+                f"{self.path} is one of {keys['split.count']} parts: join them first (llama-gguf-split --merge)"
+            )
+        found: dict[str, tuple[tuple[int, ...], BlockType, int]] = {}
+        for _ in range(tensors):
+            name = self.text(LONGEST_NAME - 1, "the name of a tensor")
+            if not name or name in found:
+                raise self.damaged(f"tensor {name!r} is {'there twice' if name else 'without a name'}")
+            found[name] = self.tensor(name)
+        return GGUFHeader(file=self.path, keys=keys, tensors=self.placed(found, self.alignment(keys)))
+
+    def check_kind(self) -> None:
+        if self.length < 4 or self.take(4, "the first word") != MAGIC:
+            raise HubError(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
+        raw = self.take(4, "the version")
+        version = int.from_bytes(raw, "little")
+        if int.from_bytes(raw, "big") in (1, *VERSIONS):
+            raise HubError(f"{self.path} is big-endian, which is not read: convert it (gguf-convert-endian)")
+        if version not in VERSIONS:
+            raise HubError(f"{self.path} is GGUF version {version}, and {VERSIONS[0]} and {VERSIONS[1]} are read")
+
+    def value(self, name: str) -> Value:
+        kind = self.number("I", f"the type of {name}")
+        if kind == STRING:
+            return self.text(self.left, name)
+        if kind == ARRAY:
+            return self.array(name)
+        if kind not in NUMBERS:
+            raise self.damaged(f"key {name} has type {kind}, which does not exist")
+        found: Value = self.number(NUMBERS[kind], name)
+        return found
+
+    def array(self, name: str) -> list[Any]:
+        kind = self.number("I", f"the type of the items of {name}")
+        if kind == STRING:
+            return [self.text(self.left, f"an item of {name}") for _ in range(self.counted(8, f"items of {name}"))]
+        if kind not in NUMBERS:
+            raise self.damaged(f"key {name} is an array of type {kind}, which is not possible")
+        width = struct.calcsize("<" + NUMBERS[kind])
+        count = self.counted(width, f"items of {name}")
+        return list(struct.unpack(f"<{count}{NUMBERS[kind]}", self.take(count * width, name)))
+
+    def tensor(self, name: str) -> tuple[tuple[int, ...], BlockType, int]:
+        """Size, type and offset."""
+        count = self.number("I", f"the dims of {name}")
+        if not 1 <= count <= MOST_DIMS:
+            raise self.damaged(f"tensor {name} has {count} dims, and 1 to {MOST_DIMS} are possible")
+        dims = [self.number("Q", f"a dim of {name}") for _ in range(count)]
+        number, offset = self.number("I", f"the type of {name}"), self.number("Q", f"the offset of {name}")
+        kind = next((one for one in BLOCK_TYPES.values() if one.number == number), None)
+        if kind is None:
+            known = OTHER_TYPES.get(number)
+            if known is None:
+                raise self.damaged(f"tensor {name} has type {number}, which does not exist")
+            raise HubError(f"{self.path}: tensor {name} is {known}, which is not read: {', '.join(BLOCK_TYPES)} are")
+        total = 1
+        for dim in dims:
+            total *= dim
+        if not 0 < total < 2**62:
+            raise self.damaged(f"tensor {name} has dims {dims}, which no file holds")
+        if dims[0] % kind.block:
+            raise self.damaged(
+                f"tensor {name} has rows of {dims[0]} numbers, no multiple of {kind.name}'s {kind.block}"
+            )
+        return tuple(reversed(dims)), kind, offset
+
+    def alignment(self, keys: Mapping[str, Value]) -> int:
+        found = keys.get(ALIGNMENT_KEY, ALIGNMENT)
+        possible = isinstance(found, int) and not isinstance(found, bool) and 8 <= found <= LARGEST_ALIGNMENT
+        if not possible or int_of(found, 0) & (int_of(found, 0) - 1):
+            raise self.damaged(f"{ALIGNMENT_KEY} is {found!r}, and must be a power of 2 from 8 to {LARGEST_ALIGNMENT}")
+        return int_of(found, ALIGNMENT)
+
+    def placed(
+        self, found: Mapping[str, tuple[tuple[int, ...], BlockType, int]], alignment: int
+    ) -> dict[str, StoredBlocks]:
+        """Where each lies; none beyond the end, none over another."""
+        base = padded(self.file.tell(), alignment)
+        tensors, before, end = {}, "the header", 0
+        for name, (size, kind, offset) in sorted(found.items(), key=lambda item: item[1][2]):
+            if offset % alignment:
+                raise self.damaged(f"tensor {name} is at {offset}, no multiple of {alignment}")
+            if offset < end:
+                raise self.damaged(f"tensor {name} begins at {offset}, inside of {before}, which ends at {end}")
+            before, end = name, offset + kind.num_bytes(size)
+            if base + end > self.length:
+                raise self.damaged(
+                    f"tensor {name} ends at {base + end}, and the file at {self.length}: it is truncated or damaged"
+                )
+            tensors[name] = StoredBlocks(file=self.path, start=base + offset, size=size, kind=kind)
+        return {name: tensors[name] for name in found}
+
+
+def padded(place: int, alignment: int = ALIGNMENT) -> int:
+    """The next multiple."""
+    return -(-place // alignment) * alignment
+
+
+def int_of(value: object, absent: int) -> int:
+    """A whole number as a key has it; `absent` where it is something else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else absent
+
+
+def typed(header: GGUFHeader, name: str, check: Callable[[object], bool], what: str) -> Any:
+    """The value of a key that must be there. HubError names it, and what it must be."""
+    if name not in header.keys:
+        raise HubError(f"{header.file} has no key {name}, which must be {what}")
+    found = header.keys[name]
+    if not check(found):
+        shown = repr(found) if len(repr(found)) <= 60 else type(found).__name__
+        raise HubError(f"{header.file}: key {name} is {shown}, and must be {what}")
+    return found

@@ -1,0 +1,222 @@
+"""A tokenizer as the keys of a GGUF file, and back.
+
+A byte-level BPE is the model `gpt2` there: tokens, merges, and the name of a rule for words. A BPE that spells spaces
+as a mark and falls back to bytes is the model `llama`: tokens, and scores that order the merges. The tokenizer.json
+itself goes beside, under the key that the format has for it, so that reading gives back the same one.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.model.gguf.gguf_header import GGUFHeader, Value, int_of
+from meshwright.model.gguf.gguf_words import ALSO, RULES, choose_rule, split_by
+from meshwright.spec.errors import HubError, PlanError
+
+WHOLE = "tokenizer.huggingface.json"
+TEMPLATE_KEY = "tokenizer.chat_template"
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Types of tokens."""
+WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
+SPACE = "\u2581"
+LONGEST_TOKEN = 512
+"""Characters of a token that is made of others."""
+ENDS = ("eos", "eot", "eom")
+BEGUN = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
+"""Rules with which a text has its first mark, where no key says whether."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFVocabulary:
+    """What a file says of a tokenizer."""
+
+    text: str
+    """Of a tokenizer.json."""
+    bos: str | None
+    """What every text begins with, spelled out; None = nothing."""
+    eos: str | None
+    stop_ids: tuple[int, ...]
+
+
+def vocabulary_keys(
+    text: str | None, vocab: int, *, bos: int | None, eos: int | None, ends: tuple[int, ...], template: str | None
+) -> tuple[dict[str, Value], str]:
+    """Keys of the tokenizer.json `text` for a model with so many rows, and what its user must know; None = there is
+    none. `ends`: more ids that end a text. PlanError where llama.cpp has no such tokenizer."""
+    if text is None:
+        return {"tokenizer.ggml.model": "none"}, "no tokenizer is in it: llama.cpp takes token ids alone"
+    tokenizer = json.loads(text)
+    model, added = tokenizer["model"], {one["id"]: one for one in tokenizer.get("added_tokens", [])}
+    if model.get("type", "BPE") != "BPE":
+        raise PlanError(f"a GGUF file has no place for a {model['type']} tokenizer: take a Hugging Face directory")
+    words = {int(id): token for token, id in model["vocab"].items()} | {id: one["content"] for id, one in added.items()}
+    if max(words) >= vocab:
+        raise PlanError(f"the tokenizer has {max(words) + 1} tokens, and the model {vocab} rows for them")
+    byte_level = "ByteLevel" in json.dumps(tokenizer.get("pre_tokenizer"))
+    kinds = [_kind(id, words, added, model) for id in range(vocab)]
+    found: dict[str, Value] = {"tokenizer.ggml.model": "gpt2" if byte_level else "llama"}
+    note = ""
+    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
+    if byte_level:
+        rule = choose_rule(tokenizer)
+        found["tokenizer.ggml.pre"] = rule.name
+        if rule.agreement < 1:
+            note = (
+                f"llama.cpp has no rule for words like this tokenizer's; the nearest, {rule.name}, sets "
+                f"{100 * rule.agreement:.0f} % of a sample's token borders alike"
+            )
+        note = note or ("" if eos is not None else WITHOUT_END)
+    else:
+        found |= {"tokenizer.ggml.pre": "default", **_spaces(tokenizer)}
+        found["tokenizer.ggml.scores"] = _scores(words, kinds, merges, vocab)
+    tokens = [words.get(id, f"[PAD{id}]") for id in range(vocab)]
+    if len(set(tokens)) < vocab:
+        raise PlanError("two tokens of the tokenizer are spelled alike, which llama.cpp refuses")
+    found["tokenizer.ggml.tokens"] = list(tokens)
+    found["tokenizer.ggml.token_type"] = list(kinds)
+    if byte_level:
+        found["tokenizer.ggml.merges"] = list(merges)
+    ids = {"bos": bos, "eos": eos, "unknown": _id(words, model.get("unk_token"))}
+    found |= {f"tokenizer.ggml.{mark}_token_id": id for mark, id in ids.items() if id is not None}
+    other = next((id for id in ends if id != eos), None)
+    found |= {} if other is None else {"tokenizer.ggml.eot_token_id": other}
+    found |= {"tokenizer.ggml.add_bos_token": bos is not None and bos != eos, "tokenizer.ggml.add_eos_token": False}
+    found |= {} if template is None else {TEMPLATE_KEY: template}
+    return found | {WHOLE: text}, note
+
+
+def _id(words: Mapping[int, str], token: str | None) -> int | None:
+    return next((id for id, word in words.items() if word == token), None) if token else None
+
+
+def _kind(id: int, words: Mapping[int, str], added: Mapping[int, Any], model: Mapping[str, Any]) -> int:
+    if id not in words:
+        return UNUSED
+    if words[id] == model.get("unk_token"):
+        return UNKNOWN
+    if id in added:
+        return CONTROL if added[id].get("special") else USER
+    word = words[id]
+    return BYTE if model.get("byte_fallback") and len(word) == 6 and word.startswith("<0x") else NORMAL
+
+
+def _spaces(tokenizer: Mapping[str, Any]) -> dict[str, Value]:
+    """Whether a text begins with a space. PlanError where spaces are no mark at all."""
+    before, normalizer = (json.dumps(tokenizer.get(key), ensure_ascii=False) for key in ("pre_tokenizer", "normalizer"))
+    if SPACE not in before + normalizer or not tokenizer["model"].get("byte_fallback"):
+        raise PlanError(
+            "a GGUF file holds a BPE of bytes, or one that spells spaces as a mark and falls back to bytes; this "
+            "tokenizer is neither: take a Hugging Face directory"
+        )
+    prefixed = '"Prepend"' in normalizer or '"first"' in before or '"always"' in before
+    return {"tokenizer.ggml.add_space_prefix": prefixed}
+
+
+def _scores(words: Mapping[int, str], kinds: list[int], merges: list[str], vocab: int) -> list[Any]:
+    """Of each token the higher the earlier it is merged, which is the order that llama.cpp merges in."""
+    order: dict[str, int] = {}
+    for merge in merges:
+        order.setdefault(merge.replace(" ", ""), len(order))
+    last = float(len(order))
+    return [
+        -float(order.get(words.get(id, ""), last)) if kinds[id] == NORMAL else 0.0 for id in range(vocab)
+    ]  # fmt: skip
+
+
+def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
+    """The tokenizer of a file; None where it has none, or one whose rules are not known here. HubError where its parts
+    do not fit."""
+    keys = header.keys
+    tokens = keys.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
+        return None
+    marks = {mark: int_of(keys.get(f"tokenizer.ggml.{mark}_token_id"), -1) for mark in ("bos", *ENDS)}
+    for mark, id in marks.items():
+        if id >= len(tokens):
+            raise HubError(f"{header.file}: its {mark} token is {id}, and it has {len(tokens)} tokens")
+    whole = keys.get(WHOLE)
+    text = whole if isinstance(whole, str) else _rebuilt(header, tokens)
+    if text is None:
+        return None
+    spelled = {mark: tokens[id] if id >= 0 else None for mark, id in marks.items()}
+    ends = tuple(dict.fromkeys(id for mark in ENDS if (id := marks[mark]) >= 0))
+    usual = keys.get("tokenizer.ggml.model") == "llama" or keys.get("tokenizer.ggml.pre") in BEGUN
+    begins = keys.get("tokenizer.ggml.add_bos_token", usual)
+    return GGUFVocabulary(
+        text=text, bos=spelled["bos"] if begins else None, eos=spelled["eos"], stop_ids=ends
+    )  # fmt: skip
+
+
+def _rebuilt(header: GGUFHeader, tokens: list[str]) -> str | None:
+    """A tokenizer.json of what other software has written."""
+    kinds = header.keys.get("tokenizer.ggml.token_type", [])
+    if not isinstance(kinds, list) or len(kinds) not in (0, len(tokens)):
+        raise HubError(f"{header.file}: tokenizer.ggml.token_type must have one number per token")
+    kinds = kinds or [NORMAL] * len(tokens)
+    vocab = {token: id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
+    which = header.keys.get("tokenizer.ggml.model")
+    found = _bytes_rebuilt(header, vocab) if which == "gpt2" else None
+    found = _marked_rebuilt(header, vocab, kinds) if which == "llama" else found
+    if found is None:
+        return None
+    added = [
+        {"id": id, "content": tokens[id], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": kind != USER}
+        for id, kind in enumerate(kinds) if kind in (CONTROL, USER, UNKNOWN)
+    ]  # fmt: skip
+    rest = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
+    return json.dumps(rest | found)
+
+
+def _bpe(vocab: Mapping[str, int], merges: list[list[str]], **more: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+        "vocab": vocab, "merges": merges, **more,
+    }  # fmt: skip
+
+
+def _bytes_rebuilt(header: GGUFHeader, vocab: Mapping[str, int]) -> dict[str, Any] | None:
+    """Of the model `gpt2`; None where its rule for words is not known here."""
+    merges, name = header.keys.get("tokenizer.ggml.merges"), str(header.keys.get("tokenizer.ggml.pre", ""))
+    rule = RULES.get(ALSO.get(name, name))
+    if rule is None or not isinstance(merges, list):
+        return None
+    pairs = [merge.split(" ", 1) for merge in merges if isinstance(merge, str)]
+    if any(len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
+        raise HubError(f"{header.file}: tokenizer.ggml.merges names tokens that its vocabulary does not have")
+    return {
+        "normalizer": {"type": "NFC"} if rule.name == "qwen2" else None,
+        "pre_tokenizer": split_by(rule),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": _bpe(vocab, pairs, ignore_merges=rule.whole_words),
+    }
+
+
+def _marked_rebuilt(header: GGUFHeader, vocab: Mapping[str, int], kinds: list[Any]) -> dict[str, Any]:
+    """Of the model `llama`: every way to make a token of two is a merge, in the order of the tokens' scores."""
+    scores = header.keys.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(kinds) or not all(isinstance(one, float) for one in scores):
+        raise HubError(f"{header.file}: tokenizer.ggml.scores must have one number per token")
+    merges: list[tuple[float, int, int, str, str]] = []
+    for token, id in vocab.items():
+        if kinds[id] == NORMAL and len(token) <= LONGEST_TOKEN:
+            pairs = ((token[:place], token[place:]) for place in range(1, len(token)))
+            merges += [(scores[id], len(a), len(b), a, b) for a, b in pairs if a in vocab and b in vocab]
+    merges.sort(key=lambda one: one[:3], reverse=True)
+    said = int_of(header.keys.get("tokenizer.ggml.unknown_token_id"), -1)
+    unknown = next((token for token, id in vocab.items() if id == said or (said < 0 and kinds[id] == UNKNOWN)), None)
+    prefixed = header.keys.get("tokenizer.ggml.add_space_prefix", True)
+    mark = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    ends: list[dict[str, Any]] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    ends += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
+    return {
+        "normalizer": {
+            "type": "Sequence", "normalizers": [*([{"type": "Prepend", "prepend": SPACE}] if prefixed else []), mark],
+        },
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": [back, *ends]},
+        "model": _bpe(vocab, [[a, b] for *_, a, b in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True),
+    }  # fmt: skip

@@ -1,0 +1,66 @@
+"""Types of tensors in GGUF files: how many numbers a block has, and how many bytes.
+
+Numbers and sizes: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and ggml-common.h.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SUPER = 256
+"""Numbers of a block of the K types, whose scales have scales themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockType:
+    """One type."""
+
+    name: str
+    number: int
+    """In the header of a file."""
+    block: int
+    """Numbers of a block; a row is a whole number of blocks."""
+    bytes: int
+    """Of a block."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Scales included."""
+        return 8 * self.bytes / self.block
+
+    def holds(self, columns: int) -> bool:
+        """Whether rows of so many numbers are whole blocks."""
+        return columns % self.block == 0
+
+    def num_bytes(self, size: Sequence[int]) -> int:
+        """Of a tensor whose rows are whole blocks."""
+        total = self.bytes
+        for dim in size[:-1]:
+            total *= dim
+        return total * (size[-1] // self.block)
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = {
+    name: BlockType(name=name, number=number, block=block, bytes=size)
+    for name, number, block, size in (
+        ("F32", 0, 1, 4),
+        ("F16", 1, 1, 2),
+        ("BF16", 30, 1, 2),
+        ("Q4_0", 2, 32, 18),
+        ("Q4_1", 3, 32, 20),
+        ("Q5_0", 6, 32, 22),
+        ("Q5_1", 7, 32, 24),
+        ("Q8_0", 8, 32, 34),
+        ("Q4_K", 12, SUPER, 144),
+        ("Q5_K", 13, SUPER, 176),
+        ("Q6_K", 14, SUPER, 210),
+    )
+}
+"""Those that are read; all but Q4_1 are written, too."""
+OTHER_TYPES: Mapping[int, str] = {
+    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+"""Types that are known by name alone, to say which one a file has."""
+FLOATS = ("F32", "F16", "BF16")
+"""Types without blocks."""

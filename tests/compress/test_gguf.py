@@ -1,0 +1,369 @@
+"""GGUF files: written, read back to the bit, refused at the start where llama.cpp would compute something else."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import meshwright as mw
+from meshwright.cli.main import main
+from meshwright.compress import gguf_stream
+from meshwright.compress.gguf_stream import plan_gguf, write_gguf
+from meshwright.compress.original import OriginalModel
+from meshwright.data import Tokenizer
+from meshwright.kernels.block_decoding import decode
+from meshwright.kernels.block_encoding import encode
+from meshwright.model.gguf.gguf_header import read_gguf_header
+from meshwright.model.gguf.gguf_metadata import OURS
+from meshwright.model.gguf.gguf_model import open_gguf
+from meshwright.model.gguf.gguf_vocabulary import WHOLE
+from meshwright.model.gguf.gguf_words import RULES, split_by
+from meshwright.model.gguf.gguf_writer import GGUFWriter, PlannedBlocks
+from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.spec import ModelShape, MoEShape
+from meshwright.spec.errors import ArgumentError, HubError, PlanError
+from meshwright.spec.gguf_schemes import GGUF_SCHEMES
+from meshwright.spec.shape import MLAShape, RopeScaling
+from tests.train.test_weights import directory
+
+SIZES: dict[str, Any] = {
+    "name": "dot", "vocab": 2100, "layers": 2, "hidden": 64, "heads": 4, "ffn": 96, "max_positions": 256,
+}  # fmt: skip
+EXPERTS = MoEShape(experts=4, top_k=2, ffn=32)
+BIASED: dict[str, Any] = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+SHAPES = {
+    "llama": ModelShape(**SIZES, kv_heads=2, norm_eps=1e-6, rope_theta=5e5),
+    "neighbours": ModelShape(**SIZES, kv_heads=2, rope_interleaved=True),
+    "biases": ModelShape(**SIZES, **BIASED, tied=True),
+    "linear": ModelShape(**SIZES, rope_scaling=RopeScaling(kind="linear", factor=4, original_positions=64)),
+    "yarn": ModelShape(
+        **SIZES, head_dim=32, rope_scaling=RopeScaling(kind="yarn", factor=4, original_positions=64, beta_fast=24)
+    ),
+    "llama3": ModelShape(
+        **SIZES, head_dim=32,
+        rope_scaling=RopeScaling(kind="llama3", factor=8, original_positions=96, low_frequency_factor=1.5),
+    ),
+    "mistral": ModelShape(**SIZES, family="mistral", kv_heads=2),
+    "mixtral": ModelShape(**SIZES | {"ffn": 32}, family="mixtral", kv_heads=2, moe=EXPERTS),
+    "qwen2": ModelShape(**SIZES, family="qwen2", kv_heads=2, qkv_bias=True, tied=True),
+    "qwen3": ModelShape(**SIZES, family="qwen3", kv_heads=2, qk_norm=True, head_dim=32),
+    "qwen3_moe": ModelShape(**SIZES, family="qwen3_moe", kv_heads=2, qk_norm=True, moe=EXPERTS),
+    "gpt2": ModelShape(
+        **SIZES, **BIASED, family="gpt2", norm="layernorm", positions="learned", mlp="gelu_tanh", tied=True
+    ),
+}  # fmt: skip
+
+
+def drawn(shape: ModelShape) -> dict[str, Tensor]:
+    """Weights by name; norms near 1."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(size, generator=generator) * 0.12 + (1 if name.endswith("norm.weight") else 0)
+        for name, size in tensor_sizes(shape).items()
+    }
+
+
+def model_of(shape: ModelShape, tokenizer: Tokenizer | None = None, **more: Any) -> OriginalModel:
+    found = drawn(shape)
+    given: dict[str, Any] = {
+        "shape": shape, "dtype": torch.float32, "tokenizer": tokenizer or Tokenizer.shipped(), "chat_template": None,
+        "generation": None, "dropout": 0.0,
+        "weights": lambda dtype: ((name, tensor.to(dtype)) for name, tensor in found.items()),
+    }  # fmt: skip
+    return OriginalModel(**given | more)
+
+
+def written(path: Path, original: OriginalModel, scheme: str | None = None, dtype: torch.dtype = torch.float32) -> Path:
+    """The file, whose size was known before."""
+    plan = plan_gguf(original, dtype, GGUF_SCHEMES[scheme] if scheme else None)
+    assert write_gguf(path, original, plan) == plan.bytes == path.stat().st_size
+    return path
+
+
+@pytest.mark.parametrize(("name", "dtype"), [
+    *((name, torch.float32) for name in SHAPES),
+    *((name, dtype) for name in ("llama", "qwen3_moe", "gpt2") for dtype in (torch.float16, torch.bfloat16)),
+])  # fmt: skip
+def test_files_are_read_back_to_the_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    shape, before = SHAPES[name], drawn(SHAPES[name])
+    found = open_gguf(written(tmp_path / "a.gguf", model_of(shape), dtype=dtype))
+    assert found.shape == replace(shape, rope_interleaved=False) and found.dtype == dtype
+    for key, tensor in found.weights(torch.float32):
+        wide = tensor.dim() == 1 or key.endswith("router.weight") or key.startswith("positions")
+        rotary = shape.rope_interleaved and key.split(".")[-2] in ("q", "k")
+        expected = before[key].float() if wide else before[key].to(dtype).float()
+        rows = [expected.unflatten(0, (-1, 8, 2)).transpose(1, 2).flatten(0, 2)] if rotary else [expected]
+        assert torch.equal(tensor, rows[0]), key
+    opened = mw.load(tmp_path / "a.gguf")
+    assert opened.tokenizer is not None and opened.tokenizer.fingerprint == Tokenizer.shipped().fingerprint
+
+
+@pytest.mark.parametrize("scheme", GGUF_SCHEMES)
+def test_codes_stand_for_what_their_blocks_say(scheme: str, tmp_path: Path) -> None:
+    shape = replace(SHAPES["llama"], hidden=256, head_dim=64, ffn=288, vocab=2048)
+    found = open_gguf(written(tmp_path / "a.gguf", model_of(shape), scheme))
+    before, restored = drawn(shape), dict(found.weights(torch.float32))
+    kinds = {name: one.kind.name for name, one in found.header.tensors.items()}
+    for ours, theirs in (("layers.0.mlp.up.weight", "blk.0.ffn_up.weight"), ("embed.weight", "token_embd.weight")):
+        assert torch.equal(restored[ours], decode(kinds[theirs], encode(kinds[theirs], before[ours])))
+    assert kinds["blk.1.attn_norm.weight"] == "F32" and kinds["output.weight"] in ("Q8_0", "Q6_K")
+    assert kinds["blk.0.ffn_down.weight"] in ("Q8_0", "Q5_0", "Q5_1", "Q4_0")  # 288 inputs are no whole super-block
+
+
+def test_keys_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}"
+    original = model_of(SHAPES["mixtral"], chat_template=template, generation={"eos_token_id": [0, 7]})
+    keys = read_gguf_header(written(tmp_path / "a.gguf", original, "q4_0")).keys
+    assert next(iter(keys)) == "general.architecture" and keys["general.architecture"] == "llama"
+    assert keys["general.file_type"] == 2 and keys["general.quantization_version"] == 2
+    assert keys["llama.expert_count"] == 4 and keys["llama.expert_used_count"] == 2
+    assert keys["llama.attention.head_count_kv"] == 2 and keys["llama.rope.dimension_count"] == 16
+    assert keys["tokenizer.chat_template"] == template and keys["tokenizer.ggml.eot_token_id"] == 7
+    tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list) and isinstance(kinds, list) and len(tokens) == len(kinds) == 2100
+    assert (kinds[0], kinds[1], kinds[2099]) == (3, 1, 5) and len(set(tokens)) == 2100
+    opened = mw.load(tmp_path / "a.gguf")
+    assert opened.stop_ids == (0, 7) and opened.tokenizer is not None and opened.tokenizer.chat_template == template
+    assert opened.chat_template()[1].render([{"role": "user", "content": "hm"}], prompt=True).text == "hm"
+
+
+def test_a_window_bounds_the_context(tmp_path: Path) -> None:
+    """llama.cpp has no sliding window there; up to its length there is none to see."""
+    shape = replace(SHAPES["mistral"], window=64)
+    found = open_gguf(written(tmp_path / "a.gguf", model_of(shape)))
+    assert found.shape == replace(shape, window=0, max_positions=64)
+
+
+def rewritten(path: Path, change: dict[str, Any], tensors: dict[str, str | None] | None = None) -> Path:
+    """The file with other keys (None = without) and other names of tensors (None = without)."""
+    header, names = read_gguf_header(path), tensors or {}
+    keys = {key: value for key, value in (dict(header.keys) | change).items() if value is not None}
+    kept = {name: one for name, one in header.tensors.items() if names.get(name, "") is not None}
+    planned = [PlannedBlocks(name=names.get(name) or name, size=one.size, kind=one.kind) for name, one in kept.items()]
+    new = path.with_name("changed.gguf")
+    with GGUFWriter(new, keys, planned) as writer:
+        for name, one in kept.items():
+            writer.write(names.get(name) or name, one.read())
+    return new
+
+
+def test_files_of_others_have_no_keys_of_ours(tmp_path: Path) -> None:
+    """Llama-3's numbers then follow from the factors, and a tokenizer.json from tokens and merges."""
+    scaling = RopeScaling(kind="llama3", factor=32, original_positions=8192)
+    shape = replace(SHAPES["llama3"], rope_scaling=scaling, rope_theta=5e5)
+    tokenizer = json.loads(Tokenizer.shipped().json)
+    tokenizer["pre_tokenizer"] = split_by(RULES["qwen2"])
+    original = model_of(shape, Tokenizer(json.dumps(tokenizer), bos=None, eos="<|endoftext|>"))
+    path = written(tmp_path / "a.gguf", original, dtype=torch.float16)
+    header = read_gguf_header(path)
+    gone = dict.fromkeys([WHOLE, *(key for key in header.keys if key.startswith(OURS))])
+    found = mw.load(rewritten(path, gone))
+    assert found.model.shape == shape and found.tokenizer is not None and original.tokenizer is not None
+    for text in ("def f(x):\n    return [1, 22]  # caf\u00e9's\n", "<|endoftext|>a"):
+        assert found.tokenizer.encode(text).tolist() == original.tokenizer.encode(text).tolist()
+        assert found.tokenizer.begin(text) == original.tokenizer.begin(text)
+    plain = mw.load(rewritten(path, gone | {"tokenizer.ggml.pre": "of-mars"}))
+    assert plain.tokenizer is None and plain.generate([1, 2], max_new_tokens=2).ids
+
+
+def marked_tokenizer() -> Tokenizer:
+    """A BPE that spells spaces as a mark and falls back to bytes, as Llama-2's."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, trainers
+
+    library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    back = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library.decoder = decoders.Sequence(back)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    library.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    spec = json.loads(library.to_str())
+    spec["added_tokens"] = spec["added_tokens"][:3]
+    return Tokenizer(json.dumps(spec), bos="<s>", eos="</s>")
+
+
+def test_a_tokenizer_with_marks_for_spaces_goes_there_and_back(tmp_path: Path) -> None:
+    tokenizer = marked_tokenizer()
+    path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"], tokenizer))
+    keys = read_gguf_header(path).keys
+    assert keys["tokenizer.ggml.model"] == "llama" and keys["tokenizer.ggml.add_bos_token"] is True
+    again = mw.load(rewritten(path, {WHOLE: None})).tokenizer
+    assert again is not None
+    for text in ("def rewritten(path: Path):\n    return None", "\u4f60 caf\u00e9  two"):
+        assert again.begin(text) == tokenizer.begin(text)
+        assert again.decode(again.encode(text)) == text
+
+
+@pytest.mark.parametrize(("shape", "said"), [
+    (replace(SHAPES["llama"], family="deepseek_v3", kv_heads=4, mla=MLAShape(
+        q_rank=0, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16), head_dim=16), "of family deepseek_v3 is not written"),
+    (replace(SHAPES["qwen3"], qkv_bias=True, out_bias=True), "qwen3 has no biases of attention"),
+    (replace(SHAPES["qwen3_moe"], moe=replace(EXPERTS, first_dense=1)), "no dense layers among routed ones"),
+    (replace(SHAPES["qwen3_moe"], moe=replace(EXPERTS, normalize_top_k=False)), "scores of experts that do not sum"),
+    (replace(SHAPES["qwen2"], rope_scaling=RopeScaling(kind="llama3", factor=8, original_positions=64)),
+     "qwen2 has no model.rope_scaling.kind=llama3"),
+    (replace(SHAPES["llama"], rope_scaling=RopeScaling(
+        kind="yarn", factor=4, original_positions=64, mscale=1, mscale_all_dim=0.5)), "no model.rope_scaling.mscale"),
+    (replace(SHAPES["qwen2"], head_dim=32), "no model.head_dim=32 with 4 heads of 64"),
+    (replace(SHAPES["gpt2"], mlp="gelu"), "gpt2 has no model.mlp=gelu"),
+    (replace(SHAPES["llama"], qk_norm=True), "model.qk_norm=True cannot be written"),
+])  # fmt: skip
+def test_what_llama_cpp_would_not_compute_is_refused_at_the_start(shape: ModelShape, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        plan_gguf(model_of(shape), torch.float32)
+
+
+@pytest.mark.parametrize(("keys", "tensors", "said"), [
+    ({"general.architecture": "mamba"}, {}, "architecture mamba is not read: llama, qwen2"),
+    ({"general.architecture": None}, {}, "has no key general.architecture"),
+    ({"llama.block_count": None}, {}, "has no key llama.block_count, which must be a whole number"),
+    ({"llama.block_count": 3}, {}, "lacks 9 tensors of a llama of 3 layers, first blk.2.attn_k.weight"),
+    ({"llama.block_count": 2**31}, {}, "llama.block_count is 2147483648, and must be a whole number from 1 to 9999"),
+    ({"llama.embedding_length": 32}, {}, "token_embd.weight is \\[2100, 64\\] where its keys say \\[2100, 32\\]"),
+    ({"llama.attention.head_count": "four"}, {}, "head_count is 'four', and must be a whole number"),
+    ({"llama.attention.head_count_kv": 3}, {}, "model.heads=4 is not a multiple"),
+    ({"llama.attention.value_length": 8}, {}, "llama.attention.value_length=8 differs from a head's 16"),
+    ({"llama.attention.layer_norm_rms_epsilon": 0.0}, {}, "is 0.0, and must be a number above 0"),
+    ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, {}, "type='longrope' is not supported"),
+    ({"llama.attention.sliding_window": 128}, {}, "llama.attention.sliding_window=128 is not supported"),
+    ({}, {"token_embd.weight": None}, "no tensor token_embd.weight"),
+    ({}, {"blk.1.ffn_up.weight": "blk.1.ffn_pu.weight"}, "lacks 1 tensors .*, first blk.1.ffn_up.weight"),
+    ({}, {"output.weight": "more.weight"}, "holds 1 tensors .* does not have, first more.weight"),
+    ({"tokenizer.ggml.eos_token_id": 9999}, {}, "its eos token is 9999, and it has 2100 tokens"),
+    ({WHOLE: "{}"}, {}, "its tokenizer is damaged"),
+    ({WHOLE: None, "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["no yes"]}, {}, "merges names tokens"),
+])  # fmt: skip
+def test_a_file_whose_parts_do_not_fit_is_refused(
+    keys: dict[str, Any], tensors: dict[str, str | None], said: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"]))
+    with pytest.raises(HubError, match=said):
+        mw.load(rewritten(path, keys, tensors))
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    shape, good = SHAPES["llama"], drawn(SHAPES["llama"])
+    for name, value, said in (("layers.1.mlp.up.weight", torch.nan, "has weights that are infinite or NaN"),
+                              ("layers.1.mlp.up.weight", 1e6, "beyond what F16 can say: take dtype=bf16")):  # fmt: skip
+        bad = {**good, name: good[name].clone()}
+        bad[name][3, 4] = value
+        original = model_of(shape, weights=lambda dtype, bad=bad: iter(bad.items()))
+        with pytest.raises(PlanError, match=said):
+            write_gguf(tmp_path / "a.gguf", original, plan_gguf(original, torch.float16))
+        assert not list(tmp_path.iterdir())
+    original = model_of(shape, weights=lambda dtype: iter(list(good.items())[:5]))
+    with pytest.raises(HubError, match="tensors were not given"):
+        write_gguf(tmp_path / "a.gguf", original, plan_gguf(original, torch.float16))
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
+    import weakref
+
+    shape = SHAPES["llama"]
+    alive: list[weakref.ref[Tensor]] = []
+
+    def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, size in tensor_sizes(shape).items():
+            assert sum(one() is not None for one in alive) <= 1
+            tensor = torch.zeros(size, dtype=dtype)
+            alive.append(weakref.ref(tensor))
+            yield name, tensor
+            del tensor
+
+    written(tmp_path / "a.gguf", model_of(shape, weights=weights), "q8_0")
+
+
+def test_rows_are_encoded_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = model_of(SHAPES["qwen3_moe"])
+    whole = written(tmp_path / "a.gguf", original, "q4_k_m").read_bytes()
+    monkeypatch.setattr(gguf_stream, "CHECKED", 200)
+    assert written(tmp_path / "b.gguf", original, "q4_k_m").read_bytes() == whole
+
+
+def test_a_tokenizer_without_ends_and_none_at_all_are_said() -> None:
+    spec = json.loads(Tokenizer.bytes().json)
+    plan = plan_gguf(model_of(SHAPES["llama"], Tokenizer(json.dumps(spec))), torch.float32)
+    assert "names no end of a text" in plan.note
+    plan = plan_gguf(replace(model_of(SHAPES["llama"]), tokenizer=None), torch.float32)
+    assert "takes token ids alone" in plan.note and plan.keys["tokenizer.ggml.model"] == "none"
+    with pytest.raises(PlanError, match="has no place for a WordLevel tokenizer"):
+        model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+        plan_gguf(model_of(SHAPES["llama"], Tokenizer(json.dumps(spec | {"model": model}))), torch.float32)
+    with pytest.raises(PlanError, match="the tokenizer has 2048 tokens, and the model 100 rows"):
+        plan_gguf(model_of(replace(SHAPES["llama"], vocab=100)), torch.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face directory `hf`, with a text beside it."""
+    directory(tmp_path / "hf", replace(SHAPES["llama"], vocab=2048))
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\nclass A:\n    pass\n\n" * 300)
+    return tmp_path
+
+
+@pytest.mark.parametrize("scheme", ["q8_0", "q4_k_m"])
+def test_the_verb_quantizes_measures_and_others_read(
+    scheme: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, data = folder / "q.gguf", ["--data", str(folder / "text.txt")]
+    words = ["quantize", str(folder / "hf"), "--scheme", scheme, "-o", str(out), *data, "--sequences", "16"]
+    assert main([*words, "--json", "--max-kl", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == found["predicted_bytes"] == out.stat().st_size and found["format"] == "gguf"
+    assert 0 < found["kl"] < 0.5 and found["passed"] and found["tokens"] > 500
+    names = [one["name"] for one in found["layers"]]
+    assert "embed.weight" in names and "layers.1.mlp.down.weight" in names and "norm.weight" not in names
+    errors = [one["output_error"] for one in found["layers"] if one["name"].startswith("layers.")]
+    assert all(0 < one < 0.2 for one in errors)
+    assert main(["generate", str(out), "--prompt", "def", "--greedy", "--max-new-tokens", "4"]) == 0
+    assert main(["eval", str(out), *data, "--json"]) == 0
+    loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
+    assert loss == pytest.approx(mw.load(folder / "hf").evaluate(folder / "text.txt").loss, rel=0.02)
+    again = mw.quantize(out, "int8", folder / "again", data=folder / "text.txt", sequences=16)
+    assert again.quality is not None and again.quality.kl < 0.01
+
+
+def test_what_is_printed_says_how_text_is_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["quantize", str(folder / "hf"), "--scheme", "q8_0", "-o", str(folder / "q.gguf"), "--no-quality"]
+    assert main([*words, "--keep", "layers.0.mlp.*"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "WRITTEN" in said and "as predicted" in said and "file " in said and "norms, biases, routers" in said
+    assert "llama.cpp has no rule for words like this tokenizer's; the nearest, dbrx" in said
+    kinds = {name: one.kind.name for name, one in read_gguf_header(folder / "q.gguf").tensors.items()}
+    assert kinds["blk.0.ffn_up.weight"] == "F32" and kinds["blk.1.ffn_up.weight"] == "Q8_0"
+
+
+def test_export_writes_a_file_without_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(folder / "hf"), str(folder / "a.gguf"), "--dtype", "fp16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == found["predicted_bytes"] == os.path.getsize(folder / "a.gguf")
+    assert open_gguf(folder / "a.gguf").kinds.keys() == {"F16", "F32"}
+    ids = [mw.load(folder / name).generate([5, 6], max_new_tokens=9, temperature=0.0).ids for name in ("hf", "a.gguf")]
+    assert ids[0] == ids[1]
+    assert main(["export", str(folder / "hf"), str(folder / "a.gguf")]) == 2
+    assert "is there already: take another name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("change", "kind", "said"), [
+    ({"scheme": "int8", "format": "gguf"}, ArgumentError, "a GGUF file has its own schemes, q8_0, q6_k"),
+    ({"scheme": "q8_0", "format": "compressed-tensors"}, ArgumentError, "a GGUF file has its own schemes"),
+    ({"scheme": "q8_0", "group": 32}, ArgumentError, "group=32 is not for GGUF files"),
+    ({"scheme": "q8_0", "out": "folder"}, PlanError, "name ends with .gguf: take .*folder.gguf"),
+    ({"scheme": "q8_0", "keep": ["head"]}, ArgumentError, "keep=head names no matrix"),
+    ({"scheme": "q8_1"}, ArgumentError, "scheme=q8_1 is not known: take one of int8.*nearest: q8_0"),
+])  # fmt: skip
+def test_bad_input_is_refused_before_anything_is_made(
+    change: dict[str, Any], kind: type[Exception], said: str, folder: Path
+) -> None:
+    given = {"model": folder / "hf", "out": folder / change.pop("out", "q.gguf"), **change}
+    with pytest.raises(kind, match=said):
+        mw.quantize(**given)
+    assert not (folder / "q.gguf").exists()
