@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu import attention_cases, narrow_cases, product_cases, rows_cases
+from benchmarks.gpu import attention_cases, narrow_cases, product_cases, quantized_cases, rows_cases
 from benchmarks.gpu.case import Case
 
 Build = Callable[..., Case]
@@ -61,6 +61,15 @@ ENTRIES = [
     _entry(5, narrow_cases.weight_gradient_fp8, 8192, 14336, 4096, small=(2048, 2048, 2048)),
     _entry(5, narrow_cases.grouped_fp8, 8192, 4096, 14336, 8, 2, small=(1024, 1024, 1024, 8, 2)),
     _entry(5, narrow_cases.restored, 14336, 4096),
+    _entry(5, quantized_cases.int4_linear, 1, 14336, 4096),
+    _entry(5, quantized_cases.int8_linear, 1, 14336, 4096),
+    _entry(5, quantized_cases.int4_linear, 16, 14336, 4096),
+    _entry(5, quantized_cases.int8_linear, 4096, 14336, 4096, small=(4096, 1024, 1024)),
+    _entry(6, quantized_cases.nf4_linear, 1, 14336, 4096),
+    _entry(6, quantized_cases.fp8_linear, 16, 14336, 4096),
+    _entry(6, quantized_cases.int4_linear, 256, 14336, 4096),
+    _entry(6, quantized_cases.int4_linear, 4096, 14336, 4096, small=(4096, 1024, 1024)),
+    _entry(6, quantized_cases.fp8_linear, 4096, 14336, 4096, small=(4096, 1024, 1024)),
     _entry(6, rows_cases.rms_norm, 4096, 1024),
     _entry(6, rows_cases.layer_norm, 8192, 4096),
     _entry(6, rows_cases.gelu, 8192, 16384, small=(2048, 16384)),
@@ -97,6 +106,10 @@ TINY = [
     _entry(5, narrow_cases.weight_gradient_fp8, 20, 32, 48),
     _entry(5, narrow_cases.grouped_fp8, 20, 32, 48, 4, 2),
     _entry(5, narrow_cases.restored, 5, 192),
+    _entry(5, quantized_cases.int4_linear, 3, 40, 96),
+    _entry(5, quantized_cases.int8_linear, 3, 40, 96),
+    _entry(6, quantized_cases.nf4_linear, 3, 40, 96),
+    _entry(6, quantized_cases.fp8_linear, 3, 48, 96),
     _entry(6, rows_cases.layer_norm, 5, 48),
     _entry(6, rows_cases.gelu, 5, 72),
 ]
@@ -119,6 +132,10 @@ MODEST = [
     _entry(5, narrow_cases.restored, 64, 1024),
     _entry(5, narrow_cases.weight_gradient_fp8, 300, 128, 256),
     _entry(5, narrow_cases.grouped_fp8, 256, 256, 512, 4, 2),
+    _entry(5, quantized_cases.int4_linear, 16, 512, 512),
+    _entry(5, quantized_cases.int8_linear, 64, 512, 512),
+    _entry(6, quantized_cases.nf4_linear, 16, 512, 512),
+    _entry(6, quantized_cases.fp8_linear, 64, 512, 512),
     _entry(6, rows_cases.layer_norm, 512, 1024),
     _entry(6, rows_cases.gelu, 256, 2048),
 ]

@@ -171,10 +171,10 @@ def test_every_kernel_of_ours_has_an_entry() -> None:
         "loss_rows": "head and loss", "rms_norm": "rms norm", "add_rms_norm": "add rms norm", "swiglu": "gated",
         "rope": "rotary", "merge": "merge", "permute": "permute", "grouped": "grouped product",
         "layer_norm": "layer norm", "gelu": "gelu", "attention": "causal", "narrow_adamw": "int8 update",
-        "restore": "restored",
+        "restore": "restored", "packed_product": "int4 linear", "int8_product": "int8 linear",
     }  # fmt: skip
     assert set(builders) == set(RULES)
-    others = "bf16 update", "weight gradient fp8", "grouped fp8"
+    others = "bf16 update", "weight gradient fp8", "grouped fp8", "nf4 linear", "fp8 linear"
     for some in (ENTRIES, TINY, MODEST):
         assert all(any(entry.name.startswith(name) for entry in some) for name in (*builders.values(), *others))
 

@@ -150,6 +150,12 @@ def test_gradients_are_those_of_the_restored_weights(name: str) -> None:
     assert x.grad is not None and torch.allclose(x.grad, torch.as_tensor(expected), rtol=1e-5, atol=1e-5)
 
 
+def test_a_bias_learns_where_its_input_does_not() -> None:
+    bias = numbers(48).requires_grad_()
+    quantized_linears(numbers(6, 64), [parts(SCHEMES["int4-rtn"])], [bias])[0].sum().backward()
+    assert bias.grad is not None and torch.equal(bias.grad, torch.full((48,), 6.0))
+
+
 def test_rows_go_to_their_experts() -> None:
     stack = quantize_matrix("some", numbers(3, 16, 64), SCHEMES["int4-rtn"])
     rows, counts = numbers(10, 64), [4, 0, 6]

@@ -34,6 +34,8 @@ class Sample:
     """Whether tensor cores must be used."""
     unaligned: tuple[str, ...] = ()
     """Integers that are no multiple of 16."""
+    whole: bool = False
+    """Whether products are of 8-bit whole numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,14 @@ class MachineCode:
     """Bytes of registers that went to memory, each thread."""
     text: str
 
-    def has_tensor_cores(self, capability: int) -> bool:
-        """Whether products are those of the tensor cores: HMMA, on Hopper by warp groups, on Blackwell UTC..MMA."""
-        return re.search({80: r"\bHMMA", 90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}[capability], self.text) is not None
+    def has_tensor_cores(self, capability: int, whole: bool = False) -> bool:
+        """Whether products are those of the tensor cores: HMMA, on Hopper by warp groups, on Blackwell UTC..MMA; of
+        whole numbers IMMA likewise."""
+        kinds = {80: r"\bIMMA", 90: r"\bIGMMA", 100: r"\bUTCIMMA"} if whole else _PRODUCTS
+        return re.search(kinds[capability], self.text) is not None
+
+
+_PRODUCTS = {80: r"\bHMMA", 90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}
 
 
 def compiled(sample: Sample, capability: int) -> MachineCode:

@@ -5,10 +5,12 @@ from meshwright.kernels.triton import (
     flash_backward,
     gated,
     grouped,
+    int8_product,
     loss_rows,
     mean_norm,
     merging,
     narrow_update,
+    packed_product,
     permute,
     restoring,
     root_norm,
@@ -45,6 +47,35 @@ NARROW_STATES = types(
         ("rate", "beta1", "rest1", "beta2", "rest2", "log_beta1", "log_beta2", "epsilon", "decay"), "fp32"), seed="i64",
 )  # fmt: skip
 BITS, CODES = {"first": "*i16", "second": "*i16"}, {"first": "*u8", "second": "*u8"}
+
+PACKED = types("x scales bias", table="*fp16", codes="*u8", zeros="*u8")
+INT8 = types("x scales kept bias", "x_scales", x_codes="*i8", codes="*i8", apart="*i32")
+INT8_FORM = {"KEPT": True, "BIAS": False, "WIDE": False, "OUTLIERS": int8_product.OUTLIERS}
+
+
+def packed_sample(rows: int, group: int, kind: int, shift: int, **others: str) -> Sample:
+    """Of so many rows. K is cut for a few of them."""
+    tile = packed_product.tile_of(rows, WIDTH if rows < 1000 else 14336, group, 132)
+    constants = {
+        "CODES": kind, "ZEROS": shift, "BIAS": True, "PART": rows <= 16, "WIDE": False, "COLUMNS": tile.columns,
+        "ROWS": tile.rows, "INNER": tile.inner,
+    }  # fmt: skip
+    made = PACKED | {"out": WIDE if rows <= 16 else NARROW} | others
+    return Sample(packed_product.packed_rows, made, constants, tile.warps, tile.stages, True, ("group",))
+
+
+def int8_sample(rows: int) -> Sample:
+    """The same of whole numbers, with columns of outliers."""
+    tile = int8_product.tile_of(rows, WIDTH if rows < 1000 else 14336, 132)
+    constants = INT8_FORM | {
+        "PART": rows <= 16, "ALONGSIDE": int8_product.ALONGSIDE, "COLUMNS": tile.columns, "ROWS": tile.rows,
+        "INNER": tile.inner,
+    }  # fmt: skip
+    made = INT8 | {"out": "*i32" if rows <= 16 else NARROW}
+    return Sample(int8_product.int8_rows, made, constants, tile.warps, tile.stages, True, ("outliers",), True)
+
+
+ROUNDED = types("x", "scales", left_out="*u8")
 
 SAMPLES = {
     "loss_rows": Sample(
@@ -96,12 +127,45 @@ SAMPLES = {
         {"FORMAT": 2, "WEIGHT": 2, "ROWS": 4, "BLOCK": 256}, 4,
     ),
     "restore_rows": Sample(
-        restoring.restore_rows, types("out", "scales zeros numbers", codes="*u8"), {"ZEROS": True, "BLOCK": ELEMENTS},
+        restoring.restore_rows, types("out", "scales zeros numbers", codes="*u8"), {"ZEROS": 1, "BLOCK": ELEMENTS},
         restoring.WARPS,
+    ),
+    "restore_rows_packed_zeros": Sample(
+        restoring.restore_rows, types("out scales", "numbers", codes="*u8", zeros="*u8"),
+        {"ZEROS": 2, "BLOCK": ELEMENTS}, restoring.WARPS,
     ),
     "grouped_rows": Sample(grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "in_stride": 1}, 4, 3, True, ("experts",)),
     "grouped_rows_transposed": Sample(
         grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "out_stride": 1}, 4, 3, True, ("experts",)
     ),
     "grouped_weights": Sample(grouped.grouped_weights, GROUPED, GROUPED_SIZES, 4, 3, True),
+    "packed_rows_whole_zeros": packed_sample(1, 32, packed_product.WHOLE, packed_product.PACKED),
+    "packed_rows_real_zeros": packed_sample(16, 32, packed_product.WHOLE, packed_product.REAL, zeros="*fp16"),
+    "packed_rows_symmetric": packed_sample(8, 128, packed_product.WHOLE, packed_product.FIXED),
+    "packed_rows_nf4": packed_sample(1, 64, packed_product.TABLE, packed_product.FIXED),
+    "packed_rows_e4m3": packed_sample(1, 0, packed_product.E4M3, packed_product.FIXED),
+    "packed_rows_64": packed_sample(64, 32, packed_product.WHOLE, packed_product.PACKED),
+    "packed_rows_128": packed_sample(128, 128, packed_product.WHOLE, packed_product.FIXED),
+    "packed_rows_1024": packed_sample(1024, 32, packed_product.WHOLE, packed_product.REAL, zeros="*fp16"),
+    "packed_rows_128_nf4": packed_sample(128, 64, packed_product.TABLE, packed_product.FIXED),
+    "packed_rows_128_e4m3": packed_sample(128, 0, packed_product.E4M3, packed_product.FIXED),
+    "sum_parts": Sample(
+        packed_product.sum_parts, types("bias out", "parts"), {"BIAS": True, "BLOCK": ELEMENTS}, 4, unaligned=("count",)
+    ),
+    "round_rows_int8": Sample(
+        int8_product.round_rows, ROUNDED | {"codes": "*i8"},
+        {"SKIPS": True, "WHOLE": True, "BLOCK": int8_product.BLOCK}, 8,
+    ),
+    "round_rows_e4m3": Sample(
+        int8_product.round_rows, ROUNDED | {"codes": "*u8"},
+        {"SKIPS": False, "WHOLE": False, "BLOCK": int8_product.BLOCK}, 8,
+    ),
+    "int8_rows_few": int8_sample(16),
+    "int8_rows_some": int8_sample(64),
+    "int8_rows_128": int8_sample(128),
+    "int8_rows_many": int8_sample(4096),
+    "finish_parts": Sample(
+        int8_product.finish_parts, INT8 | {"parts": "*i32", "out": NARROW},
+        INT8_FORM | {"COLUMNS": 64, "ROWS": 16}, 4, unaligned=("count", "outliers"),
+    ),
 }  # fmt: skip

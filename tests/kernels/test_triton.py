@@ -63,4 +63,4 @@ def test_compiled_for_gpus_that_are_not_here(sample: Sample, capability: int) ->
     assert found.shared <= SHARED_LIMIT[capability]
     assert found.spilled == 0, f"{found.registers} registers and {found.spilled} bytes of others in memory"
     if sample.products:
-        assert found.has_tensor_cores(capability)
+        assert found.has_tensor_cores(capability, sample.whole)

@@ -43,6 +43,8 @@ RULES = {
     "permute": Rule(True, "copies of rows are gathered and summed in one pass", (*FLOATS,)),
     "grouped": Rule(True, "one kernel for all experts where torch has a loop that waits", NARROW),
     "narrow_adamw": Rule(True, "moments are read, updated and rounded in one pass"),
+    "packed_product": Rule(True, "codes become numbers inside of the product: few rows wait for memory alone", NARROW),
+    "int8_product": Rule(True, "rows are rounded in one kernel; scales and outliers are applied behind the sum"),
     "restore": Rule(True, "4-bit codes are read once and the matrix written once"),
     "layer_norm": Rule(False, "torch's own is one kernel a pass already"),
     "gelu": Rule(False, "torch's own is one kernel a pass already"),

@@ -6,9 +6,9 @@ Two kinds of product:
     int8            x has a scale for each row and W one for each output; sums are of whole numbers, and exact:
                     y = (Qx Qw) sw sx + x_O W_O. Columns O of x are left out of Qx and multiplied in 16 bit or more
 
-On a CPU the second is oneDNN's; of the first, 4-bit weights have a product of their own for a few rows, and for more
-rows a copy that is restored once. Beside adapters W is restored for each product and gone behind it, in the dtype of x.
-None has a gradient for W; that of x is G W, with W restored again.
+What runs on a GPU, device_products says. On a CPU the second is oneDNN's; of the first, 4-bit weights have a product of
+their own for a few rows, and for more rows a copy that is restored once. Beside adapters W is restored for each product
+and gone behind it, in the dtype of x. None has a gradient for W; that of x is G W, with W restored again.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import integers
-from meshwright.kernels import cpu_product
+from meshwright.kernels import cpu_product, device_products
 from meshwright.kernels.linear import input_gradient, needs_wide, products
 from meshwright.kernels.quantization import absmax_scale, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
@@ -75,7 +75,8 @@ def quantized_linears(
     x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """As the reference, in x's dtype; its gradient is that of the restored weights."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    learns = (one.requires_grad for one in (x, *biases) if one is not None)
+    if not (torch.is_grad_enabled() and any(learns)):
         return _products(x, matrices, biases)
     found: tuple[Tensor, ...] = _QuantizedLinears.apply(x, *matrices)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return tuple(y if bias is None else y + bias for y, bias in zip(found, biases, strict=True))
@@ -101,7 +102,7 @@ def _products(
     rows = x.reshape(-1, x.shape[-1])
     known: dict[Any, tuple[Tensor, Tensor]] = {}
     found = (
-        _int8(rows, matrix, bias, known) if matrix.scheme.activations == "int8" else _restored(rows, matrix, bias)
+        (_int8 if matrix.scheme.activations == "int8" else _of_weights)(rows, matrix, bias, known)
         for matrix, bias in zip(matrices, biases, strict=True)
     )
     return tuple(y.to(x.dtype).view(*x.shape[:-1], matrix.size_out) for y, matrix in zip(found, matrices, strict=True))
@@ -112,6 +113,8 @@ def _int8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dic
     assert matrix.size_in < INT8_INPUTS
     columns, kept = outliers(rows, matrix)
     key = "all" if columns is None else "threshold" if matrix.columns is None else _listed(matrix)
+    if device_products.takes_int8(rows, matrix):
+        return device_products.int8(rows, matrix, columns, kept, bias, key, known)
     if key not in known:
         codes, scales = row_codes(rows, columns)
         known[key] = _for_device(codes, rows), scales
@@ -157,6 +160,11 @@ def _multiplied(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
         zeros = torch.zeros(matrix.size_out, dtype=torch.int64)
         matrix.prepared["onednn"] = integers.packed_int8(matrix.codes), scales.contiguous(), zeros
     return integers.int8_product(codes, *matrix.prepared["onednn"])
+
+
+def _of_weights(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
+    found = device_products.packed(rows, matrix, bias, known)
+    return _restored(rows, matrix, bias) if found is None else found
 
 
 def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:

@@ -12,11 +12,13 @@ from meshwright.kernels.triton import (
     flash,
     gated,
     grouped,
+    int8_product,
     loss_rows,
     mean_norm,
     merging,
     narrow_piece,
     narrow_update,
+    packed_product,
     permute,
     restoring,
     root_norm,
@@ -210,6 +212,48 @@ def _restored(make: Made) -> float:
     return error
 
 
+def _packed(make: Made) -> float:
+    """Codes with zeros of half a byte, without, by a table, and of 8 bits; K is cut, and its last group is short."""
+    x, scales, bias, device = make(3, 299), make(70, 10).float(), make(1, 70)[0], make(1).device
+    codes = (torch.arange(70 * 150, device=device) * 37 % 256).view(70, 150).to(torch.uint8)
+    zeros, table = (torch.arange(70 * 5, device=device) * 11 % 256).view(70, 5).to(torch.uint8), make(16).float()
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :299].double()
+    every = torch.stack((zeros & 15, zeros >> 4), -1).flatten(1).repeat_interleave(32, 1)[:, :299].double()
+    eight = make(70, 299).to(torch.float8_e4m3fn)
+    errors = [
+        _packed_error(x, packed_product.PackedMatrix(codes, scales, zeros, None, 299, 32), both - every, bias),
+        _packed_error(x, packed_product.PackedMatrix(codes, scales, None, None, 299, 32), both - 8, None),
+        _packed_error(
+            x, packed_product.PackedMatrix(codes, scales, None, table, 299, 32), table.double()[both.long()], None
+        ),
+        _packed_error(x, packed_product.PackedMatrix(eight, scales[:, :1], None, None, 299, 0), eight.double(), bias),
+    ]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _packed_error(x: Tensor, matrix: packed_product.PackedMatrix, numbers: Tensor, bias: Tensor | None) -> float:
+    wide = matrix.scales.double().repeat_interleave(matrix.group or 299, 1)[:, :299]
+    right = x.double() @ (numbers * wide).t() + (0 if bias is None else bias.double())
+    found = packed_product.packed_linear(x, matrix, bias)
+    error: float = ((found.double() - right).norm() / right.norm()).item()
+    return error
+
+
+def _int8(make: Made) -> float:
+    """Rows rounded beside two columns that are not, times codes; K is cut."""
+    x, scales, kept = make(3, 600), make(70, 1).float(), make(70, 2)
+    codes = (torch.arange(70 * 600, device=x.device) * 37 % 255 - 127).view(70, 600).to(torch.int8)
+    columns = torch.tensor([5, 500], dtype=torch.int32, device=x.device)
+    marks = torch.zeros(600, dtype=torch.uint8, device=x.device)
+    marks[columns.long()] = 1
+    narrow = int8_product.rounded(x, torch.int8, marks)
+    plain = x.double().index_fill(1, columns.long(), 0.0)
+    right = plain @ (codes.double() * scales.double()).t() + x[:, columns.long()].double() @ kept.double().t()
+    found = int8_product.int8_linear(x, narrow, int8_product.Int8Matrix(codes, scales, columns, kept), None)
+    error: float = ((found.double() - right).norm() / right.norm()).item()
+    return error if error == error else float("inf")
+
+
 TRIALS: dict[str, Callable[[Made], float]] = {
     "loss_rows": _loss,
     "rms_norm": _norm,
@@ -224,5 +268,7 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "attention": _attention,
     "narrow_adamw": _narrow,
     "restore": _restored,
+    "packed_product": _packed,
+    "int8_product": _int8,
 }
 """Of each operation of chooser.RULES."""

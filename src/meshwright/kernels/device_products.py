@@ -1,0 +1,168 @@
+"""Products with quantized matrices on a GPU: which form is taken, by the number of rows.
+
+    4 bits, up to FUSED_ROWS   codes become numbers inside of the product (triton/packed_product.py)
+    4 bits, more rows          a slab of the matrix is restored, which the cache holds, and torch multiplies with it
+    int8                       rows are rounded in one kernel and multiplied in another (triton/int8_product.py)
+    fp8                        as int8, by torch's product; without units for it as 4 bits, up to E4M3_ROWS
+
+The first two round a weight to the same number. Each function here says None where the plain product is to be taken:
+on a CPU, in compiled code and dry runs, and where the chooser does not take a kernel.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels import fp8
+from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.quantized_matrix import QuantizedMatrix, fixed_zero
+from meshwright.kernels.target import acts
+from meshwright.spec.quantization_schemes import NF4
+
+FUSED_ROWS, E4M3_ROWS = 256, 64
+"""Up to which making the numbers again for each block of rows costs less than writing and reading them, or, of 8 bits,
+than reading a copy that was restored once (benchmarks/quantized_estimate.py)."""
+SLAB_BYTES = 32 * 2**20
+"""Of a restored slab, which the last-level cache holds: 40 MiB of an A100, 50 of an H100."""
+SLAB_ROWS = 128
+"""Of the matrix: slabs are multiples of it."""
+GROUPS = (0, 32, 64, 128, 256)
+"""Inputs that may share a scale in the fused product, 0 = all."""
+
+
+def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor | None:
+    """rows (M, K) times weights alone that are codes -> (M, N), or None. `known`: what rows became for others."""
+    if not len(rows) or matrix.codes.dim() != 2:
+        return None
+    if matrix.scheme.activations == "fp8" and _has_fp8(rows, matrix):
+        return _fp8(rows, matrix, bias, known)
+    few = E4M3_ROWS if matrix.scheme.codes == "e4m3" else FUSED_ROWS
+    if len(rows) <= few and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=unfused(matrix)):
+        from meshwright.kernels.triton import packed_product
+
+        return packed_product.packed_linear(rows, _codes_of(matrix, rows.dtype), bias)
+    if matrix.scheme.bits == 4 and matrix.kept is None and uses_triton("restore", rows, prefer=matrix.prefer):
+        return _by_slabs(rows, matrix, bias)
+    return None
+
+
+def unfused(matrix: QuantizedMatrix) -> str:
+    """Why the fused product cannot take a matrix; empty where it can."""
+    scheme = matrix.scheme
+    if scheme.bits != 4 and scheme.codes != "e4m3":
+        return f"codes of {scheme.bits} bits are restored"
+    if scheme.group not in GROUPS:
+        return f"the kernel takes no groups of {scheme.group}"
+    return "" if matrix.kept is None else "some columns are not quantized"
+
+
+def _codes_of(matrix: QuantizedMatrix, dtype: torch.dtype) -> Any:
+    from meshwright.kernels.triton import packed_product
+
+    name = f"packed {dtype}"
+    if name in matrix.prepared:
+        return matrix.prepared[name]
+    short = packed_product.TABLE_DTYPE[dtype]
+    table = torch.tensor(NF4, device=matrix.codes.device).to(short) if matrix.scheme.codes == "nf4" else None
+    found = packed_product.PackedMatrix(
+        matrix.codes.contiguous(), matrix.scales if matrix.outer is None else matrix.every_scale(), matrix.zeros, table,
+        matrix.size_in, matrix.scheme.group,
+    )  # fmt: skip
+    if matrix.outer is None or matrix.keeps_copies:
+        matrix.prepared[name] = found
+    return found
+
+
+def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
+    from meshwright.kernels.triton import restoring
+
+    scales = matrix.scales if matrix.outer is None else matrix.every_scale()
+    zeros, table = matrix.zeros, _numbers_of_codes(matrix)
+    out = torch.empty(len(rows), matrix.size_out, dtype=rows.dtype, device=rows.device)
+    step = slab_rows(matrix.size_out, matrix.size_in, rows.dtype.itemsize)
+    scratch = torch.empty(step, matrix.size_in, dtype=rows.dtype, device=rows.device)
+    for start in range(0, matrix.size_out, step):
+        some = slice(start, start + step)
+        codes, own = matrix.codes[some], None if zeros is None else zeros[some]
+        weight = restoring.restore(codes, scales[some], own, table, matrix.scheme.group, scratch[: len(codes)])
+        if bias is None:
+            torch.mm(rows, weight.t(), out=out[:, some])
+        else:
+            torch.addmm(bias[some].to(rows.dtype), rows, weight.t(), out=out[:, some])
+    return out
+
+
+def slab_rows(outputs: int, inputs: int, itemsize: int) -> int:
+    """Outputs of a slab: all slabs of a matrix have nearly one size, and fit into SLAB_BYTES once restored."""
+    count = -(-outputs * inputs * itemsize // SLAB_BYTES)
+    return outputs if count <= 1 else -(-outputs // (count * SLAB_ROWS)) * SLAB_ROWS
+
+
+def _numbers_of_codes(matrix: QuantizedMatrix) -> Tensor:
+    """(16,) fp32, less the zero that all codes share."""
+    if "numbers" not in matrix.prepared:
+        numbers = torch.tensor(NF4 if matrix.scheme.codes == "nf4" else range(16), dtype=torch.float32)
+        numbers -= 0 if matrix.zeros is not None else fixed_zero(matrix.scheme)
+        matrix.prepared["numbers"] = numbers.to(matrix.codes.device)
+    found: Tensor = matrix.prepared["numbers"]
+    return found
+
+
+def takes_int8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
+    """Whether the kernels for 8-bit whole numbers run here."""
+    return len(rows) > 0 and uses_triton("int8_product", rows, prefer=matrix.prefer)
+
+
+def int8(
+    rows: Tensor, matrix: QuantizedMatrix, columns: Tensor | None, kept: Tensor, bias: Tensor | None, key: Any,
+    known: dict[Any, Any],
+) -> Tensor:  # fmt: skip
+    """rows (M, K) times codes -> (M, N). Columns (O,) of rows are multiplied with kept (N, O), None = none; `key`:
+    their name in `known`."""
+    from meshwright.kernels.triton import int8_product
+
+    if ("int8", key) not in known:
+        known["int8", key] = int8_product.rounded(rows, torch.int8, _left_out(matrix, columns))
+    parts = (None, None) if columns is None else (columns.int(), kept.contiguous())
+    made = int8_product.Int8Matrix(matrix.codes.contiguous(), matrix.scales, *parts)
+    return int8_product.int8_linear(rows, known["int8", key], made, bias)
+
+
+def _left_out(matrix: QuantizedMatrix, columns: Tensor | None) -> Tensor | None:
+    """(K,) uint8: 1 where a column is multiplied apart. Made once for columns that stay."""
+    if columns is None:
+        return None
+    if matrix.columns is not None and "left out" in matrix.prepared:
+        found: Tensor = matrix.prepared["left out"]
+        return found
+    marks = torch.zeros(matrix.size_in, dtype=torch.uint8, device=columns.device)
+    marks[columns.long()] = 1
+    if matrix.columns is not None:
+        matrix.prepared["left out"] = marks
+    return marks
+
+
+def _has_fp8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
+    """Whether torch multiplies 8-bit floating-point numbers of these sizes here, with a scale for each row: bf16 alone
+    comes out of that."""
+    if rows.device.type != "cuda" or acts() or torch.compiler.is_compiling() or rows.dtype != torch.bfloat16:
+        return False
+    fits = matrix.size_in % fp8.MULTIPLE == 0 and matrix.size_out % fp8.MULTIPLE == 0
+    return fits and not fp8.missing(rows.device)
+
+
+def _fp8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
+    if "fp8" not in known:
+        known["fp8"] = narrowed(rows, matrix.prefer)
+    weight = fp8.Narrow(matrix.codes, matrix.scales.float())
+    return fp8.product(known["fp8"], weight, rows.dtype, None if bias is None else bias.to(rows.dtype))
+
+
+def narrowed(rows: Tensor, prefer: str) -> fp8.Narrow:
+    """As fp8.narrow, in one kernel where it can run."""
+    if not uses_triton("int8_product", rows, prefer=prefer):
+        return fp8.narrow(rows)
+    from meshwright.kernels.triton import int8_product
+
+    return fp8.Narrow(*int8_product.rounded(rows, torch.float8_e4m3fn))

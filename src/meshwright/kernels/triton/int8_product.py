@@ -1,0 +1,235 @@
+"""Products of 8-bit whole numbers with what stands around them: rows are rounded in one kernel, multiplied in another.
+
+    y (M, N) = (Qx Qw^T) sx sw + x_O W_O^T + bias        Qx (M, K), Qw (N, K) int8, sums in int32: exact
+
+Columns O of x are left out of Qx and multiplied in 16 bit, behind the sum of the others. Where columns of the result
+are too few programs for the device, K is cut, too: the parts are whole numbers, so that the cut changes no bit.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, programs, wide_products
+from meshwright.kernels.triton.packed_product import ProgramTile, many_rows, parts_of
+
+BLOCK = 4096
+"""Elements of a row that are rounded at a time."""
+OUTLIERS = 32
+"""Columns that are multiplied apart at a time."""
+ALONGSIDE = 8
+"""Blocks of rows whose programs run side by side, so that they share blocks of the matrix in the cache."""
+
+
+class Int8Matrix(NamedTuple):
+    """W (N, K)."""
+
+    codes: Tensor
+    """(N, K) int8."""
+    scales: Tensor
+    """(N, 1)."""
+    columns: Tensor | None = None
+    """(O,), left out of the codes."""
+    kept: Tensor | None = None
+    """(N, O): their weights."""
+
+
+class NarrowRows(NamedTuple):
+    """x (M, K) as codes and scales."""
+
+    codes: Tensor
+    """(M, K) int8 or e4m3."""
+    scales: Tensor
+    """(M, 1) fp32."""
+
+
+@triton.jit
+def _e4m3_code(x: Arg) -> Arg:
+    """The 8-bit code of the nearest number, halves to the even one, of fp32 within -448 .. 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
+    return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def round_rows(
+    x: Arg, x_stride: Arg, left_out: Arg, codes: Arg, scales: Arg, width: Arg, SKIPS: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """A scale for each row of x (M, K), and its codes. WHOLE: within -127 .. 127, absmax; else e4m3, scaled by the
+    power of two that brings the largest number just below 448. SKIPS: where `left_out` (K,) is not 0, codes are 0."""
+    row = tl.program_id(0).to(tl.int64)
+    peak = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        some = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
+        if SKIPS:
+            some = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, some)
+        peak = tl.maximum(peak, tl.abs(some), propagate_nan=tl.PropagateNan.ALL)
+    most, broken = tl.max(peak, 0), tl.max((peak != peak).to(tl.int32), 0)
+    if WHOLE:
+        scale = tl.div_rn(most, 127.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+    else:
+        bits = tl.div_rn(448.0, tl.maximum(most, 1e-12)).to(tl.int32, bitcast=True)
+        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = tl.div_rn(1.0, power)
+    scale = tl.where(broken > 0, float("nan"), scale)
+    tl.store(scales + row, scale)
+    for start in range(0, width, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        some = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
+        if SKIPS:
+            some = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, some)
+        scaled = tl.div_rn(some, tl.where(scale < float("inf"), scale, 1.0))
+        here = codes + row * width + at
+        if WHOLE:  # adding 1.5 x 2^23 rounds to the nearest whole number, halves to the even one
+            rounded = (scaled + 12582912.0) - 12582912.0
+            scaled = tl.where(rounded == rounded, tl.minimum(tl.maximum(rounded, -127.0), 127.0), 0.0)
+            tl.store(here, scaled.to(tl.int8), mask=at < width)
+        else:
+            tl.store(here, _e4m3_code(scaled), mask=at < width)
+
+
+@triton.jit
+def _finished(
+    total: Arg, row: Arg, column: Arg, rows: Arg, columns: Arg, x: Arg, x_stride: Arg, x_scales: Arg, scales: Arg,
+    apart: Arg, kept: Arg, outliers: Arg, bias: Arg, KEPT: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    OUTLIERS: tl.constexpr,
+) -> Arg:  # fmt: skip
+    """Exact sums (COLUMNS, ROWS) int32 -> y transposed, fp32."""
+    here, wanted = column < columns, row < rows
+    right = tl.load(scales + column, mask=here, other=0.0).to(tl.float32)
+    found = total.to(tl.float32) * right[:, None] * tl.load(x_scales + row, mask=wanted, other=0.0)[None, :]
+    if KEPT:
+        for start in range(0, outliers, OUTLIERS):
+            at = start + tl.arange(0, OUTLIERS)
+            inside = at < outliers
+            where = tl.load(apart + at, mask=inside, other=0).to(tl.int64)
+            left = x + row[None, :].to(tl.int64) * x_stride + where[:, None]
+            some = tl.load(left, mask=inside[:, None] & wanted[None, :], other=0.0)
+            own = kept + column[:, None].to(tl.int64) * outliers + at[None, :]
+            weight = tl.load(own, mask=here[:, None] & inside[None, :], other=0.0).to(some.dtype)
+            if WIDE:
+                some, weight = some.to(tl.float32), weight.to(tl.float32)
+            found = tl.dot(weight, some, found, input_precision="ieee")
+    if BIAS:
+        found += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)[:, None]
+    return found
+
+
+@triton.jit
+def int8_rows(
+    x_codes: Arg, codes: Arg, x: Arg, x_stride: Arg, x_scales: Arg, scales: Arg, apart: Arg, kept: Arg, outliers: Arg,
+    bias: Arg, out: Arg, rows: Arg, columns: Arg, inner: Arg, each: Arg, KEPT: tl.constexpr, BIAS: tl.constexpr,
+    PART: tl.constexpr, WIDE: tl.constexpr, OUTLIERS: tl.constexpr, ALONGSIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr,
+) -> None:  # fmt: skip
+    """One block of y (M, N), or PART: of the sum over one run of `each` inputs, int32."""
+    blocks, across = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+    first = (tl.program_id(0) // (ALONGSIDE * blocks)) * ALONGSIDE
+    beside = tl.minimum(across - first, ALONGSIDE)
+    number = tl.program_id(0) % (ALONGSIDE * blocks)
+    row = (first + number % beside) * ROWS + tl.arange(0, ROWS)
+    column = (number // beside) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    here, wanted = column < columns, row < rows
+    place, line = column.to(tl.int64), row.to(tl.int64)
+    total = tl.zeros((COLUMNS, ROWS), tl.int32)
+    for start in range(part * each, tl.minimum(part * each + each, inner), INNER):
+        at = start + tl.arange(0, INNER)
+        mask = here[:, None] & (at[None, :] < inner)
+        weight = tl.load(codes + place[:, None] * inner + at[None, :], mask=mask, other=0)
+        mask = (at[:, None] < inner) & wanted[None, :]
+        some = tl.load(x_codes + line[None, :] * inner + at[:, None], mask=mask, other=0)
+        total = tl.dot(weight, some, total, out_dtype=tl.int32)
+    mask = here[:, None] & wanted[None, :]
+    if PART:
+        tl.store(out + (part.to(tl.int64) * rows + line[None, :]) * columns + place[:, None], total, mask=mask)
+    else:
+        found = _finished(
+            total, row, column, rows, columns, x, x_stride, x_scales, scales, apart, kept, outliers, bias, KEPT, BIAS,
+            WIDE, OUTLIERS,
+        )  # fmt: skip
+        tl.store(out + line[None, :] * columns + place[:, None], found.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def finish_parts(
+    parts: Arg, count: Arg, x: Arg, x_stride: Arg, x_scales: Arg, scales: Arg, apart: Arg, kept: Arg, outliers: Arg,
+    bias: Arg, out: Arg, rows: Arg, columns: Arg, KEPT: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    OUTLIERS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
+    """y (M, N) of the parts (count, M, N) of its sums."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    line, place = row.to(tl.int64), column.to(tl.int64)
+    mask = (column < columns)[:, None] & (row < rows)[None, :]
+    total = tl.zeros((COLUMNS, ROWS), tl.int32)
+    for part in range(count):
+        at = parts + (part * rows + line[None, :]) * columns + place[:, None]
+        total += tl.load(at, mask=mask, other=0)
+    found = _finished(
+        total, row, column, rows, columns, x, x_stride, x_scales, scales, apart, kept, outliers, bias, KEPT, BIAS, WIDE,
+        OUTLIERS,
+    )  # fmt: skip
+    tl.store(out + line[None, :] * columns + place[:, None], found.to(out.dtype.element_ty), mask=mask)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, left_out: Tensor | None = None) -> NarrowRows:
+    """x (M, K) as int8 or e4m3. `left_out` (K,) uint8: columns that are not 0 there count as zeros."""
+    x = _side_by_side(x)
+    rows, width = x.shape
+    codes = torch.empty((rows, width), dtype=dtype, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    whole, block = dtype == torch.int8, min(BLOCK, power_of_two(width))
+    round_rows[(rows,)](
+        x, x.stride(0), x if left_out is None else left_out, codes.view(torch.int8 if whole else torch.uint8), scales,
+        width, SKIPS=left_out is not None, WHOLE=whole, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+    return NarrowRows(codes, scales)
+
+
+def tile_of(rows: int, columns: int, processors: int) -> ProgramTile:
+    """For a product (rows, columns)."""
+    if rows <= 64:
+        return ProgramTile(columns=64, rows=max(16, power_of_two(rows)), inner=128, warps=4, stages=4)
+    return many_rows(rows, columns, 128, processors)
+
+
+def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
+    """x (M, K), and the same rounded without the matrix's columns, times it transposed, plus bias (N,) -> (M, N)."""
+    x = _side_by_side(x)
+    (rows, inner), columns = x.shape, len(matrix.codes)
+    tile = tile_of(rows, columns, programs(x))
+    parts = parts_of(rows, columns, inner, tile, programs(x))
+    each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
+    parts = ceil_div(inner, each)
+    out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    kept = matrix.columns is not None and matrix.kept is not None
+    beside = (
+        x, x.stride(0), narrow.scales, matrix.scales.reshape(-1), matrix.columns if kept else x,
+        matrix.kept if kept else x, 0 if matrix.columns is None else len(matrix.columns), x if bias is None else bias,
+    )  # fmt: skip
+    forms = {
+        "KEPT": kept, "BIAS": bias is not None, "WIDE": wide_products(int8_rows, x), "OUTLIERS": OUTLIERS,
+        "COLUMNS": tile.columns, "ROWS": tile.rows, "num_warps": tile.warps,
+    }  # fmt: skip
+    into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.int32, device=x.device)
+    blocks = ceil_div(columns, tile.columns), ceil_div(rows, tile.rows)
+    int8_rows[(blocks[0] * blocks[1], parts)](
+        narrow.codes, matrix.codes, *beside, into, rows, columns, inner, each, PART=parts > 1, ALONGSIDE=ALONGSIDE,
+        INNER=tile.inner, num_stages=tile.stages, **forms,
+    )  # fmt: skip
+    if parts > 1:
+        finish_parts[blocks](into, parts, *beside, out, rows, columns, **forms)
+    return out
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()

@@ -1,0 +1,49 @@
+"""Products with quantized matrices by counting: where the choice changes over, and what is not slower than bf16."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks import quantized_estimate as estimate
+from meshwright.kernels.device_products import FUSED_ROWS
+
+LARGE = "llama-3.1-8b"
+
+
+def layer_us(how, name: str, rows: int, scheme: str) -> float:  # type: ignore[no-untyped-def]  # fused or slabs
+    kernel = estimate.from_memory(name)
+    return sum(how(kernel, work, scheme) for work in estimate.layer(LARGE, rows))
+
+
+@pytest.mark.parametrize("name", estimate.DEVICES)
+def test_the_choice_changes_over_where_the_other_form_is_the_faster_one(name: str) -> None:
+    for scheme in ("int4-rtn", "int4-sym"):
+        for rows, wins, loses in (
+            (FUSED_ROWS, estimate.fused, estimate.slabs),
+            (2 * FUSED_ROWS, estimate.slabs, estimate.fused),
+        ):
+            assert layer_us(wins, name, rows, scheme) < layer_us(loses, name, rows, scheme) * 1.1
+
+
+@pytest.mark.parametrize("name", estimate.DEVICES)
+def test_a_few_rows_are_faster_than_in_bf16(name: str) -> None:
+    for scheme in ("int4-rtn", "int4-sym", "nf4", "int8", "fp8"):
+        assert min(estimate.speed(name, LARGE, rows, scheme) for rows in (1, 4, 16)) > 1.0
+
+
+@pytest.mark.parametrize("name", estimate.DEVICES)
+def test_8_bits_are_faster_with_any_number_of_rows(name: str) -> None:
+    assert min(estimate.speed(name, LARGE, rows, "int8") for rows in estimate.ROWS) > 1.2
+
+
+def test_many_rows_hide_what_restoring_costs() -> None:
+    speeds = [estimate.speed("h100", LARGE, rows, "int4-rtn") for rows in (1024, 4096, 16384)]
+    assert speeds == sorted(speeds) and 0.95 < speeds[-1] < 1.0
+
+
+def test_a_table_has_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "DEVICES", ("a100-80", "h200"))
+    monkeypatch.setattr(estimate, "MODELS", ("llama-3.2-1b",))
+    found = list(estimate.table())
+    assert len(found) == len(estimate.MODELS) * len(estimate.DEVICES) * len(estimate.SHOWN)
+    assert all(set(one.speeds) == set(estimate.ROWS) and min(one.speeds.values()) > 0.3 for one in found)
