@@ -16,10 +16,11 @@ from meshwright.api.determinism import set_environment
 from meshwright.api.plan_reading import sort_words
 from meshwright.cli.main import main
 from meshwright.cli.process.invocation import command
-from meshwright.cli.terminal.streaming import TextStream, printable
+from meshwright.cli.terminal.streaming import printable
 from meshwright.cli.verbs import quickstart
 from meshwright.cli.verbs.train import again
 from meshwright.data import Tokenizer
+from meshwright.data.text_stream import TextStream
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from tests.cli import toy

@@ -25,6 +25,9 @@ from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
 from meshwright.model.quantized_model import build_quantized
 from meshwright.parallel import on_one_device
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.served_request import ServedAnswer
+from meshwright.serve.serving_engine import EngineOptions, ServingEngine
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.inventory import adapter_parts
@@ -115,6 +118,46 @@ class TrainedModel:
             ids=tuple(found.ids),
             logprobs=tuple(found.logprobs),
             text=decode(found.ids) if decode else None,
+        )
+
+    @checked
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        *,
+        engine: EngineOptions | None = None,
+    ) -> tuple[Generated, ...]:
+        """Continue many texts, or lists of token ids, at once. `options`: of all, or of each; greedy by default. An
+        option n makes n answers, one behind the other. PlanError, ArgumentError."""
+        chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
+        if len(chosen) != len(prompts):
+            raise ArgumentError(f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each")
+        serving = self.engine(engine)
+        ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        asked = [serving.add(own, one) for own, one in zip(ids, chosen, strict=True)]
+        serving.run(asked)
+        found = zip(prompts, asked, strict=True)
+        return tuple(
+            self._generated(prompt, request.prompt, one) for prompt, request in found for one in request.answers
+        )
+
+    @checked
+    def engine(self, options: EngineOptions | None = None) -> ServingEngine:
+        """An engine that answers many requests with this model, step by step."""
+        decode = self.tokenizer.decode if self.tokenizer else None
+        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids)
+
+    def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
+        """A stop string ends the text, not the ids."""
+        decode = self.tokenizer.decode if self.tokenizer else None
+        text = decode(answer.ids) if decode else None
+        return Generated(
+            prompt=prompt if isinstance(prompt, str) else decode(ids) if decode else None,
+            prompt_ids=tuple(ids),
+            ids=tuple(answer.ids),
+            logprobs=tuple(answer.logprobs),
+            text=answer.text if answer.options.stop else text,
         )
 
     def encode(self, text: str) -> list[int]:

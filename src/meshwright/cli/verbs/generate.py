@@ -67,7 +67,8 @@ def generate(
 def tell(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Generated]") -> None:
     """Print the prompt, dimmed on a terminal, and what follows as it comes."""
     from meshwright.cli.terminal.output import console
-    from meshwright.cli.terminal.streaming import TextStream, printable
+    from meshwright.cli.terminal.streaming import printable
+    from meshwright.data.text_stream import TextStream
     from meshwright.model.generate import check_prompt
 
     check_prompt(opened.model, ids)
