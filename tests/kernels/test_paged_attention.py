@@ -5,7 +5,14 @@ import itertools
 import pytest
 import torch
 
-from meshwright.kernels.paged_attention import HIDDEN, PagedCall, attend_paged, attend_paged_reference
+from meshwright.kernels.paged_attention import (
+    HIDDEN,
+    DenseCall,
+    PagedCall,
+    attend_dense,
+    attend_paged,
+    attend_paged_reference,
+)
 
 BLOCK, BLOCKS = 4, 12
 
@@ -59,3 +66,18 @@ def test_a_query_of_one_row_has_the_same_bits_beside_any_others() -> None:
     alone = torch.cat([attended((row,)) for row in range(5)])
     for rows in itertools.chain(itertools.permutations(range(5), 3), [(0, 1, 2, 3, 4)]):
         assert torch.equal(attended(rows), alone[list(rows)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0]], ids=["all", "some"])
+def test_keys_in_one_piece_are_blocks_of_that_length(dtype: torch.dtype, rows: list[int]) -> None:
+    torch.manual_seed(2)
+    keys, values = torch.randn(4, 8, 2, 6, dtype=dtype), torch.randn(4, 8, 2, 5, dtype=dtype)
+    q, seen = torch.randn(len(rows), 4, 6, dtype=dtype), bias([7, 0, 3, 5], 8)[:, None, None]
+    slots = torch.tensor(rows)
+    paged = PagedCall(0, len(rows), 1, slots[:, None], seen[slots])
+    right = attend_paged_reference(q, q[:, :2], values[slots, 0], keys, values, [paged], scale=0.3)
+    call = DenseCall(None if len(rows) == 4 else slots, seen)
+    found = attend_dense(q, keys, values, call, scale=0.3, width=5)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)

@@ -15,9 +15,9 @@ from meshwright.serve.serving_engine import EngineOptions, ServingEngine
 from tests.model.shrunk import KINDS, VOCAB, model
 
 CHANCE = random.Random(0)
-PROMPTS = [[CHANCE.randrange(VOCAB) for _ in range(CHANCE.randint(1, 30))] for _ in range(8)]
-PROMPTS += [PROMPTS[0] + [1, 2, 3], PROMPTS[7] + [5]]
-NEW = 10
+PROMPTS = [[CHANCE.randrange(VOCAB) for _ in range(CHANCE.randint(1, 30))] for _ in range(6)]
+PROMPTS += [PROMPTS[0] + [1, 2, 3], PROMPTS[5] + [5]]
+NEW = 8
 
 
 @cache
@@ -57,11 +57,10 @@ def test_bits_do_not_depend_on_batch_chunks_hits_or_preemption(name: str) -> Non
     right = bits(together)
     backwards, _ = served(found, PROMPTS[::-1], exact=True)
     assert bits(backwards) == right[::-1]
-    for chunk in (2, 5, 64):
-        alone = [served(found, [prompt], exact=True, most_tokens=chunk, most_sequences=1)[0] for prompt in PROMPTS[:4]]
-        assert [bits(one)[0] for one in alone] == right[:4]
+    for chunk, prompt, own in ((3, PROMPTS[0], right[0]), (7, PROMPTS[1], right[1]), (64, PROMPTS[2], right[2])):
+        assert bits(served(found, [prompt], exact=True, most_tokens=chunk, most_sequences=1)[0]) == [own]
     block = ServingEngine(found, EngineOptions(block=4)).cache.bytes
-    tight, engine = served(found, PROMPTS, exact=True, cache_bytes=14 * block // _blocks(found), most_tokens=17)
+    tight, engine = served(found, PROMPTS, exact=True, cache_bytes=12 * block // _blocks(found), most_tokens=17)
     assert bits(tight) == right
     assert engine.scheduler.preemptions or engine.cache.widest, "a window leaves blocks enough"
 
@@ -91,8 +90,8 @@ def test_fast_mode_is_another_thing() -> None:
 def test_bf16() -> None:
     found = model("qwen3-0.6b", dtype=torch.bfloat16).eval()
     together, _ = served(found, PROMPTS, exact=True)
-    assert together[0].answers[0].ids and bits(together) == [
-        bits(served(found, [prompt], exact=True, most_tokens=9)[0])[0] for prompt in PROMPTS
+    assert together[0].answers[0].ids and bits(together[:3]) == [
+        bits(served(found, [prompt], exact=True, most_tokens=9)[0])[0] for prompt in PROMPTS[:3]
     ]
 
 

@@ -42,6 +42,16 @@ class PagedCall:
         return self.begin + self.sequences * self.queries
 
 
+@dataclass(frozen=True, slots=True)
+class DenseCall:
+    """Queries of several sequences, one each, over keys in one piece for each sequence."""
+
+    rows: Tensor | None
+    """(B,) which of R rows of keys each query reads; None = all, in order."""
+    bias: Tensor
+    """(R, 1, 1, T) fp32, added to scores: 0 or HIDDEN. A row that no query reads sees something all the same."""
+
+
 def attend_paged_reference(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
 ) -> Tensor:
@@ -75,7 +85,7 @@ def _per_key_head(row: Tensor, group: int) -> Tensor:
 def attend_paged(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
 ) -> Tensor:
-    """As the reference, by torch's fused attention. What a row gets follows from its own call's T, S and keys alone;
+    """As the reference, by torch's fused attention. What a query gets follows from its own call's T, S and keys alone;
     with S = 1 never from how many sequences are in the call."""
     width = v.shape[-1]
     parts = [_attend(call, q, k, v, keys, values, scale)[..., :width] for call in calls]
@@ -85,25 +95,42 @@ def attend_paged(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, scale: float, width: int) -> Tensor:
+    """q (B, H, E), keys (R, T, K, E), values (R, T, K, V or more) -> (B, H, width): as `attend_paged` with blocks of T
+    positions, of which each sequence has one. What a query gets follows from its own row alone."""
+    rows, _, heads, _ = keys.shape
+    if call.rows is not None:
+        q = q.new_zeros(rows, *q.shape[1:]).index_copy_(0, call.rows, q)
+    found = _fused(q.unflatten(1, (heads, -1)), keys.transpose(1, 2), values.transpose(1, 2), call.bias, scale)
+    found = found.flatten(1, 2)[..., :width]
+    return found if call.rows is None else found[call.rows]
+
+
 def _attend(call: PagedCall, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """(B S, H, width of keys)."""
     rows = slice(call.begin, call.end)
-    heads, wide = q.shape[1], needs_wide(q)
-    # one query: all heads of a key head are queries of it
-    fold = (call.sequences, k.shape[1], -1) if call.queries == 1 else (call.sequences, call.queries, heads)
-    queries = q[rows].view(*fold, q.shape[-1])
-    queries = queries if call.queries == 1 else queries.transpose(1, 2)
     seen_k, seen_v = (_seen(call, *pair) for pair in ((k[rows], keys), (v[rows], values)))
-    if seen_v.shape[-1] < seen_k.shape[-1]:
-        seen_v = F.pad(seen_v, (0, seen_k.shape[-1] - seen_v.shape[-1]))
-    if wide:
-        queries, seen_k, seen_v = queries.float(), seen_k.float(), seen_v.float()
+    if call.queries == 1:
+        found = _fused(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
+        return found.flatten(1, 2)
+    queries = q[rows].unflatten(0, (call.sequences, call.queries)).transpose(1, 2)
+    return _fused(queries, seen_k, seen_v, call.bias, scale).transpose(1, 2).flatten(0, 1)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """q (B, heads, queries, E), k and v (B, K, T, width) -> (B, heads, queries, E); causal without a bias. One query of
+    a sequence comes as K heads with H / K queries each."""
+    dtype = q.dtype
+    if v.shape[-1] < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    if needs_wide(q):
+        q, k, v = q.float(), k.float(), v.float()
+    bias = None if bias is None else bias.to(q.dtype)
+    grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(
-        queries, seen_k, seen_v, scale=scale, enable_gqa=queries.shape[1] != k.shape[1],
-        attn_mask=None if call.bias is None else call.bias.to(queries.dtype), is_causal=call.blocks is None,
+        q, k, v, scale=scale, enable_gqa=grouped, attn_mask=bias, is_causal=bias is None
     )  # fmt: skip
-    out = out if call.queries == 1 else out.transpose(1, 2)
-    return out.reshape(-1, heads, out.shape[-1]).to(q.dtype)
+    return out.to(dtype)
 
 
 def _seen(call: PagedCall, own: Tensor, kept: Tensor) -> Tensor:

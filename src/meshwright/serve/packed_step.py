@@ -14,9 +14,10 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from meshwright.kernels.paged_attention import HIDDEN, PagedCall
+from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall
 from meshwright.serve.cached_sequence import CachedSequence
-from meshwright.serve.paged_cache import PagedCache, StepPlaces
+from meshwright.serve.dense_copies import CopyPlan, DenseCopies
+from meshwright.serve.paged_cache import CopyStep, PagedCache, StepPlaces
 
 
 def _lengths(longest: int, size: int, part: int) -> list[int]:
@@ -25,6 +26,10 @@ def _lengths(longest: int, size: int, part: int) -> list[int]:
     while found[-1] * size < longest:
         found.append(found[-1] + max(1, found[-1] // part))
     return [blocks * size for blocks in found]
+
+
+PART = 2
+"""Of a length that the next one is longer by: calls are fewer, or hide fewer keys for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +59,15 @@ class PackedStep:
 class RowPacker:
     """Makes the rows of steps over one cache."""
 
-    def __init__(self, cache: PagedCache, longest: int, *, exact: bool) -> None:
-        """`longest`: positions of a sequence."""
+    def __init__(self, cache: PagedCache, longest: int, *, exact: bool, copies_bytes: int) -> None:
+        """`longest`: positions of a sequence; `copies_bytes`: most bytes of dense copies."""
         self._cache, self._exact = cache, exact
-        self._lengths = _lengths(longest, cache.size, 4 if exact else 1)
+        self._lengths = _lengths(longest, cache.size, PART)
+        self._copies = DenseCopies(cache.copied_bytes, copies_bytes)
 
     def pack(self, runs: Sequence[Run], rows: int) -> PackedStep:
         """`rows` at least as many as the runs have tokens; those beyond are written where nobody reads."""
-        # runs that share a call come one after another
-        runs = sorted(runs, key=lambda run: (run.end - run.begin > 1, self._keys(run.end)))
+        plans, runs = self._sorted(runs)
         size, table = self._cache.size, [run.sequence.table for run in runs]
         tokens, positions, slots, last = list[int](), list[int](), list[int](), list[int]()
         owners = list[CachedSequence]()
@@ -76,8 +81,36 @@ class RowPacker:
         more = rows - len(tokens)
         fed = torch.tensor((tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more))
         fed = fed.to(self._cache.device)
-        places = StepPlaces(fed[2], {window: self._calls(runs, window) for window in self._cache.windows})
+        copied = sum(len(plan.used) for plan in plans)
+        calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
+        places = StepPlaces(fed[2], [self._copy(plan) for plan in plans], calls)
         return PackedStep(fed[:1], fed[1:2], places, last, owners)
+
+    def _sorted(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:
+        """Runs that share a call one after another, first those with a row of a dense copy; and these copies."""
+        growing = [(run.sequence, run.begin, self._keys(run.end)) for run in runs if run.end - run.begin == 1]
+        plans = self._copies.plan(growing) if growing else []
+        place = {one.sequence: (plan.keys, one.row) for plan in plans for one in plan.used}
+        last = self._lengths[-1] + 1
+        order = [
+            (*place.get(run.sequence, (last, 0)), run.end - run.begin > 1, self._keys(run.end), number)
+            for number, run in enumerate(runs)
+        ]
+        return plans, [runs[number] for *_, number in sorted(order)]
+
+    def _copy(self, plan: CopyPlan) -> CopyStep:
+        device, size = self._cache.device, self._cache.size
+        places = [0] * plan.rows
+        for one in plan.used:
+            places[one.row] = one.position
+        rows = torch.tensor([one.row for one in plan.used], device=device)
+        added = rows, torch.tensor([one.position for one in plan.used], device=device)
+        new = [one for one in plan.used if one.new]
+        zero, number = self._cache.zero, plan.keys // size
+        tables = [(one.sequence.table + [zero] * number)[:number] for one in new]
+        gathered = torch.tensor([one.row for one in new], device=device), torch.tensor(tables, device=device)
+        call = DenseCall(None if len(plan.used) == plan.rows else rows, self._bias(places, plan.keys, 0)[:, None])
+        return CopyStep(plan.keys, plan.room, plan.rows, len(rows), gathered if new else None, added, call)
 
     def _keys(self, seen: int) -> int:
         """The number of keys of a call for so many that are seen."""

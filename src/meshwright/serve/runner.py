@@ -19,11 +19,20 @@ from meshwright.serve.scheduler import StepPlan
 class Runner:
     """One model on one device. Use under `torch.no_grad`, with the model in evaluation mode."""
 
-    def __init__(self, model: Transformer, cache: PagedCache, *, longest: int, most_tokens: int, exact: bool) -> None:
-        """`longest`: positions of a sequence; `most_tokens` of a step. `exact`: a row's bits depend on its own sequence
-        alone."""
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        *,
+        longest: int,
+        most_tokens: int,
+        exact: bool,
+        copies_bytes: int,
+    ) -> None:
+        """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
+        (dense_copies.py). `exact`: a row's bits depend on its own sequence alone."""
         self._model, self.cache = model, cache
-        self._packer = RowPacker(cache, longest, exact=exact)
+        self._packer = RowPacker(cache, longest, exact=exact, copies_bytes=copies_bytes)
         low_rank = cache.layers[0].low_rank
         self._exact = ExactRows(model, most_tokens, low_rank=low_rank) if exact else None
         self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens

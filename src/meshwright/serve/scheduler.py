@@ -153,29 +153,29 @@ class Scheduler:
         beside = sequence, self.tables.pool.free, len(self.running)
         if self._refused == beside and not self._outranks(sequence):
             return 0
-        while not self._has_room(sequence):
+        while (prefix := self._prefix_beside(sequence)) is None:
             if not self._outranks(sequence):
                 self._refused = beside
                 return 0
             self._preempt(self.running[-1], step)
-        found, key = self.tables.prefix(sequence)
         heappop(self._waiting)
-        self.tables.begin(sequence, found, key)
+        self.tables.begin(sequence, *prefix)
         sequence.phase = Phase.RUNNING
         insort(self.running, sequence, key=_rank)
         count = min(left, len(sequence.tokens) - sequence.computed)
         return count if self._grow(sequence, count, step) else 0
 
-    def _has_room(self, sequence: CachedSequence) -> bool:
-        """Whether all of its tokens so far fit beside those that run; alone it may take what the watermark keeps."""
+    def _prefix_beside(self, sequence: CachedSequence) -> tuple[list[int], bytes] | None:
+        """What `prefix` finds of it, where all of its tokens so far fit beside those that run; alone it may take what
+        the watermark keeps. None = they do not."""
         if sequence.copies + sum(one.copies for one in self.running) > self.most_sequences:
-            return False
+            return None
         pool, tables = self.tables.pool, self.tables
-        found, _ = tables.prefix(sequence)
+        found, key = tables.prefix(sequence)
         free = pool.free - sum(not pool.holders[block] for block in found)
         tokens = len(sequence.tokens)
         needs = min(tables.blocks_of(tokens) - len(found), tables.most_blocks(tokens, self.most_tokens))
-        return not self.running or free - self._watermark >= needs
+        return (found, key) if not self.running or free - self._watermark >= needs else None
 
     def _outranks(self, sequence: CachedSequence) -> bool:
         """Whether one that runs makes way for it."""

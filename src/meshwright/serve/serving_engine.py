@@ -29,6 +29,9 @@ class EngineOptions:
     CPUs. Else they depend on these by the rounding of sums in another order."""
     cache_bytes: int = 2**30
     """Most bytes of keys and values; less where `most_sequences` of the model's length take less."""
+    copies_bytes: int = 2**28
+    """Most bytes of keys and values that answers have beside the blocks once more while they grow, in one piece each:
+    attention is then sooner. 0 = none."""
     block: int = 16
     """Positions of a block of the cache."""
     most_tokens: int = 512
@@ -70,8 +73,9 @@ class ServingEngine:
         )  # fmt: skip
         with torch.no_grad():
             self._runner = Runner(
-                model, self.cache, longest=self._longest, most_tokens=options.most_tokens, exact=options.exact
-            )
+                model, self.cache, longest=self._longest, most_tokens=options.most_tokens, exact=options.exact,
+                copies_bytes=options.copies_bytes,
+            )  # fmt: skip
         self._waiting: dict[CachedSequence, ServedRequest] = {}
         self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
 
