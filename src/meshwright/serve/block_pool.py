@@ -6,6 +6,8 @@ key are given away first, then those that have been free the longest. Each opera
 number of blocks: free blocks are a doubly linked list.
 """
 
+from array import array
+
 from meshwright.spec.errors import ArgumentError
 
 
@@ -20,8 +22,8 @@ class BlockPool:
         self.holders = [0] * size
         """How many hold each block."""
         self._end = size  # of the list: a node that is no block, before the first and behind the last
-        self._next: list[int] = [*range(1, size + 1), 0]
-        self._before: list[int] = [size, *range(size)]
+        self._next = array("q", [*range(1, size + 1), 0])
+        self._before = array("q", [size, *range(size)])
         self._keys: list[bytes | None] = [None] * size
         self._found: dict[bytes, int] = {}
         self.evicted = 0
