@@ -22,8 +22,8 @@ class BlockPool:
         self.holders = [0] * size
         """How many hold each block."""
         self._end = size  # of the list: a node that is no block, before the first and behind the last
-        self._next = array("q", [*range(1, size + 1), 0])
-        self._before = array("q", [size, *range(size)])
+        self._next: array[int] = array("q", [*range(1, size + 1), 0])
+        self._before: array[int] = array("q", [size, *range(size)])
         self._keys: list[bytes | None] = [None] * size
         self._found: dict[bytes, int] = {}
         self.evicted = 0
