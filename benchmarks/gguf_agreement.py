@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import meshwright as mw
+from meshwright.api.model_opening import described
 from meshwright.api.quantization_text import quantization_text
-from meshwright.api.trained_model import described
 from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.original import open_original
 from meshwright.compress.quality import compare

@@ -36,9 +36,10 @@ BELOW: dict[str, set[str]] = {
     "store": STORE - {"store"},
     "training": TRAINING - {"training"},
     "compress": TRAINING,
+    "serve": TENSORS | {"kernels", "model", "data"},
     "observe": TRAINING | {"planner"},
-    "api": TRAINING | {"planner", "observe", "compress"},
-    "cli": TRAINING | {"planner", "observe", "compress", "api"},
+    "api": TRAINING | {"planner", "observe", "compress", "serve"},
+    "cli": TRAINING | {"planner", "observe", "compress", "serve", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 

@@ -22,26 +22,29 @@ if TYPE_CHECKING:
     from meshwright.api.distilling import distill
     from meshwright.api.dry_runs import dry_run
     from meshwright.api.evaluation import evaluate
+    from meshwright.api.model_opening import load
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
     from meshwright.api.quantizing import quantize
-    from meshwright.api.trained_model import load
     from meshwright.api.training_run import train
     from meshwright.api.tuning import tune
+    from meshwright.serve.request_options import RequestOptions
+    from meshwright.serve.serving_engine import EngineOptions
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DoesNotFit", "MeshwrightError", "PlanError", "compare", "distill", "dry_run", "evaluate", "load", "plan",
-    "profile", "quantize", "report", "train", "tune",
+    "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "compare", "distill", "dry_run",
+    "evaluate", "load", "plan", "profile", "quantize", "report", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
-    "load": "api.trained_model", "plan": "api.planning",
+    "load": "api.model_opening", "plan": "api.planning",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "train": "api.training_run", "tune": "api.tuning",
+    "EngineOptions": "serve.serving_engine", "RequestOptions": "serve.request_options",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 }  # fmt: skip
 

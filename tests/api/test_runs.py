@@ -87,6 +87,21 @@ def test_a_trained_model_says_what_generate_says(run: Any, capsys: pytest.Captur
         model.generate("x", max_new_tokens=-1)
 
 
+def test_many_prompts_are_answered_at_once(run: Any) -> None:
+    model, prompts = mw.load(run), ["def f", [65, 66], "class"]
+    found = model.generate_many(prompts, mw.RequestOptions(max_new_tokens=8), engine=mw.EngineOptions(exact=True))
+    right = [model.generate(prompt, max_new_tokens=8, temperature=0.0) for prompt in prompts]
+    assert [(one.prompt, one.prompt_ids, one.ids, one.text) for one in found] == [
+        (one.prompt, one.prompt_ids, one.ids, one.text) for one in right
+    ]
+    spelled = {"max_new_tokens": 8, "logit_bias": {ord("x"): 1000.0}}
+    options = [mw.RequestOptions(**spelled, stop=("xxx",)), mw.RequestOptions(**spelled, n=2)]
+    cut, *twice = model.generate_many(prompts[:2], options)
+    assert (cut.text, cut.ids) == ("", (ord("x"),) * 3) and [one.text for one in twice] == ["x" * 8] * 2
+    with pytest.raises(mw.PlanError, match="options has 1 entries for 3 prompts"):
+        model.generate_many(prompts, options[:1])
+
+
 def test_a_trained_model_is_scored_as_eval_scores_it(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     found, score = printed(capsys, "eval", str(run.run)), run.load(None).evaluate()
     assert (score.loss, score.tokens) == (found["loss"], found["tokens"])

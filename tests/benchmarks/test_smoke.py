@@ -22,6 +22,8 @@ from benchmarks import (
     recomputation,
     resident,
     resume,
+    serve_operations,
+    serve_speed,
     startup,
     update_host_time,
 )
@@ -172,3 +174,27 @@ def test_whole_routed_blocks_are_one_graph_in_every_turn(monkeypatch: pytest.Mon
     found = compiled_experts.compared("none", 2)
     assert found["whole"]["graphs"] == 1 < found["around experts"]["graphs"] and found["eager"]["graphs"] == 0
     assert found["compiled_later"] == 0 and found["eager"]["over_eager"] == 1
+
+
+def test_serving_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
+    monkeypatch.setattr(serve_speed, "REQUESTS", 3)
+    monkeypatch.setattr(serve_speed, "BATCH", 2)
+    threads = torch.get_num_threads()
+    try:
+        for part in serve_speed.PARTS:
+            serve_speed.main(["--json", "--rounds", "1", "--part", part])
+    finally:
+        torch.set_num_threads(threads)
+    found: dict[str, float] = {}
+    for line in capsys.readouterr().out.splitlines():
+        found |= json.loads(line) if line.startswith("{") else {}
+    assert found["wrong"] == 0 and found["prefix_hit_tokens"] == 1024
+    for name in ("over_one_by_one", "over_static", "exact_costs", "blocks_100k_over_1k", "scheduler_step_microseconds"):
+        assert found[name] > -1
+
+
+def test_serving_operations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["serve_operations", "--json", "--operations", "300"])
+    serve_operations.main()
+    assert json.loads(capsys.readouterr().out)["faults"] == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.cli.verbs.export import write_directory
 from meshwright.cli.verbs.import_ import import_hf
 from meshwright.data import Tokenizer

@@ -16,10 +16,11 @@ from meshwright.api.determinism import set_environment
 from meshwright.api.plan_reading import sort_words
 from meshwright.cli.main import main
 from meshwright.cli.process.invocation import command
-from meshwright.cli.terminal.streaming import TextStream, printable
+from meshwright.cli.terminal.streaming import printable
 from meshwright.cli.verbs import quickstart
 from meshwright.cli.verbs.train import again
 from meshwright.data import Tokenizer
+from meshwright.data.text_stream import TextStream
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from tests.cli import toy
@@ -103,7 +104,7 @@ def test_generate_gives_ids_logprobs_and_text(run: Path, capsys: pytest.CaptureF
 
 def test_logprobs_are_those_of_the_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One plain forward pass over prompt and answer, without a cache, gives the same log-probabilities."""
-    from meshwright.api.trained_model import load
+    from meshwright.api.model_opening import load
 
     words = ("--prompt-ids", "5,6,7", "--max-new-tokens", "5", "--temperature", "1.5", "--seed", "3", "--json")
     found = json.loads(call(capsys, "generate", run, *words)[1])

@@ -226,6 +226,8 @@ PAGE = 4
 class Paged:
     """Past keys and values in pages of PAGE positions, as a server keeps them."""
 
+    low_rank = False
+
     def __init__(self) -> None:
         self.pages: list[tuple[Tensor, Tensor]] = []
 

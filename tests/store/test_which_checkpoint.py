@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.spec.errors import ArgumentError, CheckpointError
 from meshwright.store import checkpoint

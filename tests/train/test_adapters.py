@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model import build

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import export_folder, import_folder

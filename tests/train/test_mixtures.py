@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.data import prepare, token_cache
 from meshwright.data.corpus import MixedStream
 from meshwright.data.numbered_rows import numbered_rows

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.data import prepare
 from meshwright.data.rendering import ROLES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.data import prepare
 from meshwright.model import generate
 from meshwright.observe.ranks import on_ranks

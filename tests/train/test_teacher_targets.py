@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks

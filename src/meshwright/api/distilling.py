@@ -100,7 +100,7 @@ def write_answers(
     answers to each prompt; `limit` prompts, 0 = all. Answers that do not end, or say nothing, are left out.
     DataError, RunError.
     """
-    from meshwright.api.trained_model import load
+    from meshwright.api.model_opening import load
     from meshwright.compress.distill_sequences import Answerer, AnswerSearch, questions
 
     how = AnswerSearch(

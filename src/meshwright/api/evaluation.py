@@ -11,7 +11,8 @@ from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
-from meshwright.api.trained_model import TrainedModel, load
+from meshwright.api.model_opening import load
+from meshwright.api.trained_model import TrainedModel
 from meshwright.data import Tokenizer
 from meshwright.data.rendering import ROLES
 from meshwright.model.hub.adapter import base_folder, is_adapter

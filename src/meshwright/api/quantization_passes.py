@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.api.model_opening import load
 from meshwright.api.quantization_text import QuantizationText
-from meshwright.api.trained_model import TrainedModel, load
+from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.compress.original import OriginalModel, open_original

@@ -14,10 +14,10 @@ from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
+from meshwright.api.model_opening import described
 from meshwright.api.quantization_budget import bytes_of, within_budget
 from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
 from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
-from meshwright.api.trained_model import described
 from meshwright.compress.bit_budget import bits_of, ladder
 from meshwright.compress.formats import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.compress.formats.folder_format import QuantizedModel

@@ -1,4 +1,4 @@
-"""A trained model: from a run folder, one of its checkpoints, a Hugging Face directory, or a GGUF file."""
+"""A trained model and what it is asked for: answers, and the score of a text. `model_opening` reads one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,38 +7,23 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from meshwright.api.arguments import Place, checked, folder_of
+from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
-from meshwright.compress.formats import FORMATS
-from meshwright.compress.formats.folder_format import fill
-from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_tokenizer
-from meshwright.compress.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.data import Corpus, Tokenizer, prepare
 from meshwright.data.corpus import MixedStream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.preparation import form_of
-from meshwright.model import Sampling, Transformer, build, generate
-from meshwright.model.gguf.gguf_model import GGUFModel, open_gguf
-from meshwright.model.hub import HubFolder, import_folder
-from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
-from meshwright.model.low_rank import merged
-from meshwright.model.quantized_model import build_quantized
-from meshwright.model.transformer import skeleton
+from meshwright.model import Sampling, Transformer, generate
 from meshwright.parallel import on_one_device
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.served_request import ServedAnswer
+from meshwright.serve.serving_engine import EngineOptions, ServingEngine
 from meshwright.spec import Data, Plan, Recipe, num_parameters
-from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
-from meshwright.spec.inventory import adapter_parts
+from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.plan import SAMPLES
 from meshwright.spec.units import count
-from meshwright.store import checkpoint_folder
-from meshwright.store.model_weights import LAST, final_weights, locate
-from meshwright.store.run_folder import RunFolder, ids_of
-from meshwright.training.device import pick_device
 from meshwright.training.evaluate import HeldOutRows
 from meshwright.training.held_out_scores import score_sources
 from meshwright.training.precision import DTYPES
@@ -119,6 +104,46 @@ class TrainedModel:
             ids=tuple(found.ids),
             logprobs=tuple(found.logprobs),
             text=decode(found.ids) if decode else None,
+        )
+
+    @checked
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        *,
+        engine: EngineOptions | None = None,
+    ) -> tuple[Generated, ...]:
+        """Continue many texts, or lists of token ids, at once. `options`: of all, or of each; greedy by default. An
+        option n makes n answers, one behind the other. PlanError, ArgumentError."""
+        chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
+        if len(chosen) != len(prompts):
+            raise ArgumentError(f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each")
+        serving = self.engine(engine)
+        ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        asked = [serving.add(own, one) for own, one in zip(ids, chosen, strict=True)]
+        serving.run(asked)
+        found = zip(prompts, asked, strict=True)
+        return tuple(
+            self._generated(prompt, request.prompt, one) for prompt, request in found for one in request.answers
+        )
+
+    @checked
+    def engine(self, options: EngineOptions | None = None) -> ServingEngine:
+        """An engine that answers many requests with this model, step by step."""
+        decode = self.tokenizer.decode if self.tokenizer else None
+        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids)
+
+    def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
+        """A stop string ends the text, not the ids."""
+        decode = self.tokenizer.decode if self.tokenizer else None
+        text = decode(answer.ids) if decode else None
+        return Generated(
+            prompt=prompt if isinstance(prompt, str) else decode(ids) if decode else None,
+            prompt_ids=tuple(ids),
+            ids=tuple(answer.ids),
+            logprobs=tuple(answer.logprobs),
+            text=answer.text if answer.options.stop else text,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -216,124 +241,3 @@ class TrainedModel:
         dtype = next(name for name, kind in DTYPES.items() if kind == weight.dtype)
         parameters = count(num_parameters(self.model.shape))
         return f"{self.model.shape.name}: {parameters} parameters, {dtype} on {weight.device} ({self.path})"
-
-
-@checked
-def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> TrainedModel:
-    """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
-    folder, one of its checkpoints, a Hugging Face directory, a GGUF file, an adapter in PEFT's format, or the answer of
-    `train`.
-    `checkpoint` of a run: last, best (of the lowest held-out loss), or the number of a step.
-
-    fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
-    or HubError where it is damaged.
-    """
-    path = folder_of(path)
-    if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        return _open_run(path, dtype, checkpoint)
-    if (path / "config.json").is_file():
-        if checkpoint != LAST:
-            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
-        return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype)
-    if is_gguf_path(path):
-        if checkpoint != LAST:
-            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a GGUF file, which has none")
-        return _open_gguf(path, dtype)
-    if is_adapter(path):
-        return _open_hub(base_folder(path), dtype, adapter=path)
-    what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
-    raise RunError(
-        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
-    )
-
-
-def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
-    run, checkpoint = locate(path, which)
-    wanted = DTYPES[dtype or run.plan.recipe.precision]
-    model = build(run.plan.model.base, dtype=wanted, device=pick_device(), initialize=False)
-    places = model.state_dict()
-    for name, tensor in final_weights(run.plan, checkpoint, wanted):
-        places[name].copy_(tensor)
-    return _of_run(run, checkpoint, model, path)
-
-
-def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
-    """A run folder, one of its checkpoints, a Hugging Face directory or a GGUF file as `load` finds it, with a model
-    that has no memory: for its shape, tokenizer and text. Errors as `load`."""
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        run, found = locate(path, checkpoint)
-        return _of_run(run, found, skeleton(run.plan.model.base), path)
-    if is_gguf_path(path):
-        opened = open_gguf(path)
-        return _of_gguf(opened, skeleton(opened.shape))
-    folder = import_folder(path)
-    return _with_tokenizer(skeleton(folder.shape), folder, path)
-
-
-def _of_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) -> TrainedModel:
-    tokenizer = run.known_tokenizer(checkpoint)
-    return TrainedModel(
-        model=model.eval(),
-        tokenizer=tokenizer,
-        tokenizer_file=str(run.tokenizer),
-        plan=run.plan,
-        stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *run.end_ids()))),
-        path=path,
-    )
-
-
-def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
-    """`dtype` is that of activations, and of what is not quantized."""
-    folder = import_folder(path, quantized=True)
-    found = open_quantized(folder)
-    wanted = DTYPES[dtype] if dtype else folder.dtype
-    model = build_quantized(folder.shape, found.schemes, kept=found.kept, dtype=wanted, device=pick_device())
-    fill(model, FORMATS[quant_method(path)].decoded(path, found))
-    return _with_tokenizer(model, folder, path)
-
-
-def _open_gguf(path: Path, dtype: str | None) -> TrainedModel:
-    """Codes are restored in fp32 and cast."""
-    found = open_gguf(path)
-    wanted = DTYPES[dtype] if dtype else found.dtype
-    model = build(found.shape, dtype=wanted, device=pick_device(), initialize=False)
-    places = model.state_dict()
-    for name, tensor in found.weights(torch.float32):
-        places[name].copy_(tensor)
-    return _of_gguf(found, model)
-
-
-def _of_gguf(found: GGUFModel, model: Transformer) -> TrainedModel:
-    tokenizer = gguf_tokenizer(found)
-    return TrainedModel(
-        model=model.eval(), tokenizer=tokenizer, tokenizer_file=kept_tokenizer(tokenizer) if tokenizer else "",
-        plan=None, stop_ids=found.vocabulary.stop_ids if found.vocabulary else (), path=found.path,
-    )  # fmt: skip
-
-
-def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> TrainedModel:
-    return TrainedModel(
-        model=model.eval(),
-        tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
-        tokenizer_file=str(folder.tokenizer or ""),
-        plan=None,
-        stop_ids=ids_of(folder.generation.get("eos_token_id")),
-        path=path,
-    )
-
-
-def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> TrainedModel:
-    """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
-    folder = import_folder(path)
-    shape, low = (folder.shape, dict[str, Tensor]()) if adapter is None else load_adapter(adapter, folder.shape)
-    model = build(folder.shape, dtype=DTYPES[dtype] if dtype else folder.dtype, device=pick_device(), initialize=False)
-    places = model.state_dict()
-
-    def put(name: str, tensor: Tensor) -> None:
-        parts = adapter_parts(name, low)
-        places[name].copy_(merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
-
-    folder.load(put)
-    return _with_tokenizer(model, folder, adapter or path)

@@ -77,7 +77,7 @@ class TrainAnswer(Answer):
 
     def load(self, dtype: str | None = "fp32", *, checkpoint: str = "last") -> "TrainedModel":
         """The trained model; `checkpoint`: last, best, or the number of a step."""
-        from meshwright.api.trained_model import load
+        from meshwright.api.model_opening import load
 
         return load(self.run, dtype, checkpoint=checkpoint)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
 from meshwright.model.kv_cache import Past
-from meshwright.model.linear import Linear, read, write
+from meshwright.model.linear import Linear, is_plain, read, write
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
 from meshwright.model.seams import Seams
@@ -39,12 +39,14 @@ class AttentionBase(nn.Module):
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: Past | None) -> Tensor:
         """q (B, S, H, E), k and v of the same positions -> (B, S, D)."""
+        return write(self.seams.dense, self.over_past(q, k, v, sight, cache).flatten(2), self.o)
+
+    def over_past(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: Past | None) -> Tensor:
+        """The same before the last product: (B, S, H, width of values)."""
         attend = self.seams.attend or self.kernels.attend
         if cache is not None:
-            out = cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
-        else:
-            out = attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
-        return write(self.seams.dense, out.flatten(2), self.o)
+            return cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
+        return attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
 
 
 class Attention(AttentionBase):
@@ -102,12 +104,36 @@ class LatentAttention(AttentionBase):
         q = q.unflatten(-1, (-1, mla.nope_dim + mla.rope_dim))
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
         latent, k_rope = low.split((mla.kv_rank, mla.rope_dim), dim=-1)
-        kv = self.kv_up(self.kv_norm(latent)).unflatten(-1, (-1, mla.nope_dim + mla.v_dim))
-        k_nope, v = kv.split((mla.nope_dim, mla.v_dim), dim=-1)
+        low = self.kv_norm(latent)
+        over_low = cache is not None and cache.low_rank
+        kv = low if over_low else self.kv_up(low)
         pair = (q_rope, k_rope.unsqueeze(2))
         q_rope, k_rope = self.kernels.rotate_pair(
             *pair, sight.cos, sight.sin, self.shape.rope_interleaved, in_place=False
         )
+        if cache is not None and over_low:
+            return self.attended_low((q_nope, q_rope), (low.unsqueeze(2), k_rope), sight, cache)
+        k_nope, v = kv.unflatten(-1, (-1, mla.nope_dim + mla.v_dim)).split((mla.nope_dim, mla.v_dim), dim=-1)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
         return self.attended(q, k, v, sight, cache)
+
+    @property
+    def folds_keys(self) -> bool:
+        """Whether what makes keys and values may be multiplied into queries and results: it is a matrix."""
+        return is_plain(self.kv_up)
+
+    def attended_low(self, q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], sight: Sight, cache: Past) -> Tensor:
+        """As `attended`, over the low rank (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): with c the low rank of a
+        position, q (W_k c) = (W_k^T q) c, and sums of W_v c are W_v times sums of c.
+
+        q: without and with rotation (B, S, H, width); k: low rank and rotary key (B, S, 1, width).
+        """
+        mla = self.mla
+        matrix = self.kv_up.weight.view(self.shape.heads, mla.nope_dim + mla.v_dim, mla.kv_rank)
+        of_keys, of_values = matrix.split((mla.nope_dim, mla.v_dim), dim=1)
+        low = torch.einsum("bshn,hnr->bshr", q[0], of_keys)
+        keys = torch.cat(k, dim=-1)
+        summed = self.over_past(torch.cat((low, q[1]), dim=-1), keys, keys[..., : mla.kv_rank], sight, cache)
+        out = torch.einsum("bshr,hvr->bshv", summed, of_values)
+        return write(self.seams.dense, out.flatten(2), self.o)

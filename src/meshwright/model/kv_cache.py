@@ -13,6 +13,11 @@ class Past(Protocol):
     """What one layer keeps of the past. It owns attention over itself, so that how it is kept is its own affair."""
 
     @property
+    def low_rank(self) -> bool:
+        """Whether latent attention keeps its low rank here: one head of keys for all, whose first dims are the values.
+        Else it keeps the keys and values of every head."""
+
+    @property
     def length(self) -> int:
         """Positions held."""
 
@@ -27,6 +32,8 @@ class Past(Protocol):
 
 class LayerCache:
     """Past keys and values of one layer, in buffers that double when full. Tensors (B, T, K, E)."""
+
+    low_rank = False
 
     def __init__(self) -> None:
         self.length = 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright import evaluate as score_on_tasks
-from meshwright.api.trained_model import load
+from meshwright.api.model_opening import load
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
 from meshwright.observe.tasks.paired_statistics import Aggregate, estimate

@@ -60,7 +60,7 @@ def evaluate(
 
 def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:
     """One model on text: nats per token, perplexity, bits per byte, and the loss of each role."""
-    from meshwright.api.trained_model import load
+    from meshwright.api.model_opening import load
     from meshwright.cli.terminal import fields
     from meshwright.cli.terminal.output import print_json
 

@@ -44,7 +44,7 @@ def generate(
     if chat and given is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template writes text, give it as --prompt")
 
-    from meshwright.api.trained_model import load
+    from meshwright.api.model_opening import load
     from meshwright.cli.terminal.output import print_json
     from meshwright.model import Sampling
 
@@ -69,7 +69,8 @@ def generate(
 def tell(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Generated]") -> None:
     """Print the prompt, dimmed on a terminal, and what follows as it comes."""
     from meshwright.cli.terminal.output import console
-    from meshwright.cli.terminal.streaming import TextStream, printable
+    from meshwright.cli.terminal.streaming import printable
+    from meshwright.data.text_stream import TextStream
     from meshwright.model.generate import check_prompt
 
     check_prompt(opened.model, ids)

@@ -92,7 +92,8 @@ def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
     """Encode, sample, train, sample, export; or the word of Summary.stopped where it was ended before, and saved."""
     people.print(_opening(plan), markup=False)  # before torch is loaded, which takes seconds
     from meshwright.api import training_run
-    from meshwright.api.trained_model import TrainedModel, load
+    from meshwright.api.model_opening import load
+    from meshwright.api.trained_model import TrainedModel
     from meshwright.cli.terminal.display import choose
     from meshwright.cli.verbs.export import write_directory
     from meshwright.data import prepare

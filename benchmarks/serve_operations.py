@@ -1,0 +1,203 @@
+"""Random operations on the scheduler and the cache of the serving engine: is any block lost, owned twice, or wrong?
+
+    python -m benchmarks.serve_operations [--json] [--operations 100000] [--seed 0]
+
+A cache without a model stands in for the real one: each slot of a block keeps the tokens that lead to it, so a block
+that is read at the wrong place, before it is written, or after it was given away shows at once. The next token is a
+function of all tokens before it: what a sequence becomes must not depend on others, on chunks, or on preemption.
+After each operation the books are checked: who holds a block is counted from the tables, free and held blocks are all
+blocks, keys lead to what they name. It prints how many operations were made and how many faults were found.
+"""
+
+import argparse
+import json
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+
+from meshwright.serve.block_pool import BlockPool
+from meshwright.serve.block_tables import BlockTables
+from meshwright.serve.cached_sequence import GONE, CachedSequence, Phase
+from meshwright.serve.scheduler import Scheduler, StepPlan
+
+WORDS = 3
+"""Tokens there are: few, so that beginnings are often equal."""
+
+
+def follows(tokens: list[int], voice: int) -> int:
+    """The token behind tokens, for a sequence of a voice."""
+    return blake2b(bytes([voice, *tokens]), digest_size=2).digest()[0] % WORDS
+
+
+def right(prompt: list[int], voice: int, limit: int) -> list[int]:
+    """What becomes of a prompt."""
+    tokens = list(prompt)
+    while len(tokens) < limit:
+        tokens.append(follows(tokens, voice))
+    return tokens
+
+
+@dataclass(slots=True)
+class Simulation:
+    """A scheduler over a cache that keeps, in place of keys and values, the tokens that lead to each position."""
+
+    size: int
+    block: int = 4
+    window: int = 0
+    most_tokens: int = 12
+    most_sequences: int = 5
+    scheduler: Scheduler = field(init=False)
+    slots: dict[tuple[int, int], tuple[bytes | None, ...]] = field(init=False, default_factory=dict)
+    open: dict[CachedSequence, tuple[list[int], int]] = field(init=False, default_factory=dict)
+    """Sequences that are not ended, with prompt and voice."""
+    salts: dict[CachedSequence, bytes] = field(init=False, default_factory=dict)
+    prompts: list[list[int]] = field(init=False, default_factory=list)
+    ended: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        tables = BlockTables(BlockPool(self.size), self.block, self.window)
+        self.scheduler = Scheduler(tables, most_tokens=self.most_tokens, most_sequences=self.most_sequences)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence that the cache can hold."""
+        return (self.size if not self.window else 4 * self.size) * self.block
+
+    def add(
+        self, prompt: list[int], more: int, priority: int = 0, salt: bytes = b"", copies: int = 1
+    ) -> CachedSequence:
+        """A new sequence, in voice 0; the copies have the next ones."""
+        limit = len(prompt) + more
+        found = self.scheduler.add(prompt, limit, priority=priority, salt=salt, copies=copies)
+        self.open[found], self.salts[found] = (list(prompt), 0), salt
+        return found
+
+    def step(self) -> StepPlan:
+        """One step: blocks are copied, positions written, all that a window reaches read, and tokens made."""
+        first = self.scheduler.running[0] if self.scheduler.running else None
+        plan = self.scheduler.plan()
+        if first is not None and first.phase is Phase.RUNNING:
+            leader = self.scheduler.running[0]
+            assert leader in plan.chunks, "the first in the order makes progress"
+        assert plan.chunks or self.scheduler.idle, "a step computes something while somebody waits"
+        assert all(count >= 1 for count in plan.chunks.values()), "logits come from a token that is computed"
+        assert sum(plan.chunks.values()) <= self.most_tokens
+        copied = {(new, slot): self.slots.get((old, slot)) for old, new in plan.copies for slot in range(self.block)}
+        self.slots.update({place: kept for place, kept in copied.items() if kept is not None})
+        for sequence, count in plan.chunks.items():
+            self._write(sequence, count)
+        for sequence, count in plan.chunks.items():
+            self._read(sequence, count)
+        self.scheduler.advance(plan)
+        for sequence in list(plan.chunks):
+            if sequence.computed == len(sequence.tokens):
+                self._continue(sequence)
+        return plan
+
+    def cancel(self, sequence: CachedSequence) -> None:
+        """Nobody wants it any more."""
+        self.scheduler.end(sequence)
+        del self.open[sequence]
+
+    def check(self) -> None:
+        """The books."""
+        pool, running = self.scheduler.tables.pool, self.scheduler.running
+        holders = Counter(block for one in running for block in one.table if block != GONE)
+        assert [holders[block] for block in range(pool.size)] == pool.holders, "holders are those of the tables"
+        free = pool.free_blocks()
+        assert len(free) == len(set(free)) == pool.free, "a free block is free once"
+        assert sorted(free) == [block for block, count in enumerate(pool.holders) if not count]
+        keys = [pool.key_of(block) is not None for block in free]
+        assert all(one <= other for one, other in pairwise(keys)), "blocks without content are given away first"
+        for block in range(pool.size):
+            key = pool.key_of(block)
+            assert key is None or pool.find(key) == block
+        assert [one.rank for one in running] == sorted(one.rank for one in running)
+        assert all(one.phase is Phase.RUNNING for one in running)
+        assert sum(one.copies for one in running) <= self.most_sequences
+        if not running:
+            assert pool.free == pool.size, "who does not run holds nothing"
+
+    def _write(self, sequence: CachedSequence, count: int) -> None:
+        for position in range(sequence.computed, sequence.computed + count):
+            block = sequence.table[position // self.block]
+            assert self.scheduler.tables.pool.holders[block] == 1, "nobody else holds what is written to"
+            self.slots[block, position % self.block] = self._content(sequence, position)
+
+    def _read(self, sequence: CachedSequence, count: int) -> None:
+        end = sequence.computed + count
+        begin = max(0, sequence.computed - self.window + 1) if self.window else 0
+        for position in range(begin, end):
+            kept = self.slots.get((sequence.table[position // self.block], position % self.block))
+            assert kept == self._content(sequence, position), f"position {position} is not what it should be"
+
+    def _content(self, sequence: CachedSequence, position: int) -> tuple[bytes | None, ...]:
+        return self.salts[sequence], bytes(sequence.tokens[: position + 1])
+
+    def _continue(self, sequence: CachedSequence) -> None:
+        voices = [sequence, *(self.scheduler.fork(sequence) if sequence.copies > 1 else [])]
+        prompt, first = self.open[sequence]
+        for voice, one in enumerate(voices, first):
+            self.open[one], self.salts[one] = (prompt, voice), self.salts[sequence]
+            one.tokens.append(follows(one.tokens, voice))
+            if len(one.tokens) == one.limit:
+                assert one.tokens == right(prompt, voice, one.limit), "what a sequence becomes is its own affair"
+                self.cancel(one)
+                self.ended += 1
+
+
+def random_operation(simulation: Simulation, chance: random.Random) -> None:
+    """A request, a step, or one that is given up."""
+    what = chance.random()
+    if what < 0.15 and len(simulation.open) < 12:
+        prompt = [chance.randrange(WORDS) for _ in range(chance.randint(1, simulation.longest - 1))]
+        if simulation.prompts and chance.random() < 0.7:  # as long, and begun as another one
+            begun = chance.choice(simulation.prompts[-8:])[: chance.randint(1, len(prompt))]
+            prompt[: len(begun)] = begun
+        simulation.prompts.append(prompt)
+        more = chance.randint(1, simulation.longest + 1 - len(prompt))
+        salt, copies = chance.choice([b"", b"", b"other"]), chance.choice([1, 1, 1, 2, 3])
+        if (len(prompt) + more) * copies <= 255:
+            simulation.add(prompt, more, chance.choice([0, 0, 0, 1, -1]), salt, copies)
+    elif what < 0.18 and simulation.open:
+        simulation.cancel(chance.choice(list(simulation.open)))
+    else:
+        simulation.step()
+
+
+def run(operations: int, seed: int) -> dict[str, int]:
+    """So many random operations on simulations of several sizes, each drained at its end."""
+    chance = random.Random(seed)
+    made, found = 0, Counter[str]()
+    while made < operations:
+        window = chance.choice([0, 0, 5, 9])
+        simulation = Simulation(chance.randint(8, 20), window=window)
+        for _ in range(min(2000, operations - made)):
+            random_operation(simulation, chance)
+            simulation.check()
+            made += 1
+        while not simulation.scheduler.idle:
+            simulation.step()
+        simulation.check()
+        found["ended"] += simulation.ended
+        found["preempted"] += simulation.scheduler.preemptions
+        found["hit_tokens"] += simulation.scheduler.tables.hits
+        found["left"] += simulation.size - simulation.scheduler.tables.pool.free + len(simulation.open)
+    return {"operations": made, "faults": found.pop("left"), **found}
+
+
+def main() -> None:
+    """As the module says. An assertion that fails ends it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--operations", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    found = run(asked.operations, asked.seed)
+    print(json.dumps(found) if asked.json else "\n".join(f"{name:12} {count:,}" for name, count in found.items()))
+
+
+if __name__ == "__main__":
+    main()

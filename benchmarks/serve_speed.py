@@ -1,0 +1,239 @@
+"""The serving engine beside transformers, on requests of mixed lengths; and what its parts cost.
+
+    python -m benchmarks.serve_speed [--json] [--rounds 3] [--part load|prefix|blocks|scheduler]
+
+Load: the same 32 requests (prompts of 16 to 256 tokens, answers of 16 to 128, greedy) to the same random llama-10m in
+fp32, answered by transformers one after another, by transformers in batches of 8 with left padding, and by the engine
+in both of its modes. They take turns in one process with one thread; seconds are those of the processor, and of each
+contestant the fewest of all rounds count. A token counts if it was asked for: what a batch computes beyond that is its
+own loss. Answers are compared token by token; where transformers' own two likeliest tokens are within 1e-4 of the
+logit, either is right, and that is counted.
+
+Prefix: seconds until the first token behind a prefix of 1,024 tokens and 32 more, with the prefix in the cache over
+without. Blocks: seconds per operation of a pool of 100,000 blocks over those of 1,000. Scheduler: seconds of a step
+with 64 sequences that decode, without the model.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from meshwright.model import Transformer, build
+from meshwright.model.hub import export_folder
+from meshwright.serve.block_pool import BlockPool
+from meshwright.serve.block_tables import BlockTables
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.scheduler import Scheduler
+from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.spec import presets
+
+REQUESTS, BATCH = 32, 8
+TIE = 1e-4
+"""Of the logit: two tokens as near as this are as likely."""
+Answers = list[list[int]]
+Load = list[tuple[list[int], int]]
+"""Prompts, and how many tokens are asked for."""
+
+
+def requests(vocab: int, number: int, seed: int = 0) -> Load:
+    """Of mixed lengths."""
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(vocab) for _ in range(chance.randint(16, 256))] for _ in range(number)]
+    return [(prompt, chance.randint(16, 128)) for prompt in prompts]
+
+
+def peer_of(model: Transformer) -> Any:
+    """The same model of transformers."""
+    import transformers
+
+    with tempfile.TemporaryDirectory() as place:
+        tensors = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
+        export_folder(Path(place), model_tensors=tensors, shape=model.shape, tokenizer=None, dtype=torch.float32)
+        return transformers.AutoModelForCausalLM.from_pretrained(place).eval()
+
+
+def theirs(peer: Any, load: Load, batch: int) -> Answers:
+    """transformers, so many requests at a time, as long as the longest of them asks for."""
+    answers = []
+    for begin in range(0, len(load), batch):
+        some = load[begin : begin + batch]
+        longest = max(len(prompt) for prompt, _ in some)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in some])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in some])
+        most = max(count for _, count in some)
+        found = peer.generate(
+            ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=0
+        )
+        answers += [row[longest : longest + count].tolist() for row, (_, count) in zip(found, some, strict=True)]
+    return answers
+
+
+def ours(engine: ServingEngine, load: Load, salt: int) -> Answers:
+    """The engine; of a salt that is new nothing is in its cache."""
+    asked = [engine.add(prompt, RequestOptions(max_new_tokens=count, salt=str(salt))) for prompt, count in load]
+    engine.run(asked)
+    assert not any(one.cached for one in asked)
+    return [one.answers[0].ids for one in asked]
+
+
+@torch.no_grad()
+def differences(peer: Any, load: Load, right: Answers, found: Answers) -> tuple[int, int]:
+    """Answers that differ from transformers' own at a place that is no tie, and those that do at a tie."""
+    wrong = ties = 0
+    for (prompt, _), one, other in zip(load, right, found, strict=True):
+        place = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+        if place is not None:
+            logits = peer(torch.tensor([prompt + one[:place]])).logits[0, -1]
+            gap = abs(float(logits[one[place]] - logits[other[place]]))
+            near = gap < TIE * float(logits[one[place]].abs())
+            wrong, ties = wrong + (not near), ties + near
+    return wrong, ties
+
+
+def cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    """Of the processor, and what it gave."""
+    began = time.process_time()
+    found = call()
+    return time.process_time() - began, found
+
+
+def race(rounds: int) -> dict[str, float]:
+    """All contestants in turns."""
+    model = build(presets.model("llama-10m")).eval()
+    peer, load = peer_of(model), requests(model.shape.vocab, REQUESTS)
+    fast, exact = (ServingEngine(model, EngineOptions(exact=exact, cache_bytes=2**28)) for exact in (False, True))
+    ways: dict[str, Callable[[int], Answers]] = {
+        "one_by_one": lambda _: theirs(peer, load, 1),
+        "static": lambda _: theirs(peer, load, BATCH),
+        "engine": lambda turn: ours(fast, load, turn),
+        "exact": lambda turn: ours(exact, load, turn),
+    }
+    seconds, answers = dict.fromkeys(ways, float("inf")), dict[str, Answers]()
+    for turn in range(rounds):
+        for name, way in ways.items():
+            took, answers[name] = cpu_seconds(lambda way=way, turn=turn: way(turn))
+            seconds[name] = min(seconds[name], took)
+    tokens = sum(count for _, count in load)
+    found = [differences(peer, load, answers["one_by_one"], answers[name]) for name in ("engine", "exact")]
+    wrong, ties = map(sum, zip(*found, strict=True))
+    return {
+        **{f"{name}_tokens_per_second": tokens / took for name, took in seconds.items()},
+        "over_one_by_one": seconds["one_by_one"] / seconds["engine"],
+        "over_static": seconds["static"] / seconds["engine"],
+        "exact_over_one_by_one": seconds["one_by_one"] / seconds["exact"],
+        "exact_over_static": seconds["static"] / seconds["exact"],
+        "exact_costs": seconds["exact"] / seconds["engine"] - 1,
+        "wrong": wrong,
+        "ties": ties,
+    }
+
+
+def prefix(rounds: int) -> dict[str, float]:
+    """The first token behind a long prefix."""
+    model = build(presets.model("llama-10m")).eval()
+    chance = random.Random(1)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    engine = ServingEngine(model, EngineOptions(cache_bytes=2**28, most_tokens=2048))
+    hits = 0
+    for _ in range(2 * rounds):
+        shared = [chance.randrange(model.shape.vocab) for _ in range(1024)]
+        for hit in (False, True):
+            prompt = shared + [chance.randrange(model.shape.vocab) for _ in range(32)]
+            asked = engine.add(prompt, RequestOptions(max_new_tokens=1))
+            took, _ = cpu_seconds(lambda asked=asked: engine.run([asked]))
+            seconds[hit].append(took)
+            hits += asked.cached if hit else 0
+    return {"prefix_sooner": min(seconds[False]) / min(seconds[True]), "prefix_hit_tokens": hits / (2 * rounds)}
+
+
+def block_operations(rounds: int) -> dict[str, float]:
+    """A mixture of all operations of a pool, most of whose blocks have content."""
+    best = dict.fromkeys((1000, 100_000), float("inf"))
+    for _ in range(3 * rounds):
+        best = {size: min(seconds, _of_pool(size)) for size, seconds in best.items()}
+    return {
+        "block_operation_nanoseconds": best[1000] * 1e9,
+        "block_operation_nanoseconds_100k": best[100_000] * 1e9,
+        "blocks_100k_over_1k": best[100_000] / best[1000],
+    }
+
+
+def _of_pool(size: int, operations: int = 20_000) -> float:
+    """Seconds of the processor for one."""
+    pool, chance = BlockPool(size), random.Random(0)
+    for number in range(size):
+        pool.publish(pool.take(), number.to_bytes(32))
+    for block in range(size):
+        pool.release(block)
+    # the same few hundred blocks in every pool, far apart: else this would time the processor's cache
+    some = [chance.randrange(1000) * (size // 1000) for _ in range(operations // 4)]
+
+    def mixed() -> None:
+        for number, block in enumerate(some):
+            pool.hold(block)
+            taken = pool.take()
+            pool.publish(taken, (size + number).to_bytes(32))
+            pool.release(block)
+            pool.release(taken)
+
+    return cpu_seconds(mixed)[0] / (5 * len(some))
+
+
+def scheduler_step(rounds: int, sequences: int = 64) -> dict[str, float]:
+    """Median seconds of a step in which all sequences decode."""
+    tables = BlockTables(BlockPool(8192), 16)
+    scheduler = Scheduler(tables, most_tokens=512, most_sequences=sequences)
+    for number in range(sequences):
+        scheduler.add([number] * (16 + number), 1000)
+    took = []
+    for step in range(300 * rounds):
+        seconds, plan = cpu_seconds(lambda: _stepped(scheduler))
+        for sequence in plan.chunks:
+            if sequence.computed == len(sequence.tokens):
+                sequence.tokens.append(step)
+                if len(sequence.tokens) == sequence.limit:
+                    scheduler.end(sequence)
+        if len(plan.chunks) == sum(plan.chunks.values()) == sequences:
+            took.append(seconds)
+    return {
+        "scheduler_step_microseconds": median(took) * 1e6,
+        "scheduler_mean_microseconds": sum(took) / len(took) * 1e6,
+    }
+
+
+def _stepped(scheduler: Scheduler) -> Any:
+    plan = scheduler.plan()
+    scheduler.advance(plan)
+    return plan
+
+
+PARTS: dict[str, Callable[[int], dict[str, float]]] = {
+    "load": race, "prefix": prefix, "blocks": block_operations, "scheduler": scheduler_step,
+}  # fmt: skip
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """As the module says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--part", choices=PARTS)
+    asked = parser.parse_args(words)
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    for name, part in PARTS.items():
+        if asked.part in (None, name):
+            found |= part(asked.rounds)
+    print(json.dumps(found) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Opening a trained model: a run, a checkpoint, a Hugging Face directory, an adapter, or a GGUF file."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.api.arguments import Place, checked, folder_of
+from meshwright.api.trained_model import TrainedModel
+from meshwright.compress.formats import FORMATS
+from meshwright.compress.formats.folder_format import fill
+from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_tokenizer
+from meshwright.compress.quantized_folder import is_quantized, open_quantized, quant_method
+from meshwright.data import Tokenizer
+from meshwright.model import Transformer, build
+from meshwright.model.gguf.gguf_model import GGUFModel, open_gguf
+from meshwright.model.hub import HubFolder, import_folder
+from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
+from meshwright.model.low_rank import merged
+from meshwright.model.quantized_model import build_quantized
+from meshwright.model.transformer import skeleton
+from meshwright.spec.errors import ArgumentError, RunError
+from meshwright.spec.inventory import adapter_parts
+from meshwright.store import checkpoint_folder
+from meshwright.store.model_weights import LAST, final_weights, locate
+from meshwright.store.run_folder import RunFolder, ids_of
+from meshwright.training.device import pick_device
+from meshwright.training.precision import DTYPES
+
+
+@checked
+def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> TrainedModel:
+    """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
+    folder, one of its checkpoints, a Hugging Face directory, a GGUF file, an adapter in PEFT's format, or the answer of
+    `train`.
+    `checkpoint` of a run: last, best (of the lowest held-out loss), or the number of a step.
+
+    fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
+    or HubError where it is damaged.
+    """
+    path = folder_of(path)
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+        return _open_run(path, dtype, checkpoint)
+    if (path / "config.json").is_file():
+        if checkpoint != LAST:
+            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
+        return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype)
+    if is_gguf_path(path):
+        if checkpoint != LAST:
+            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a GGUF file, which has none")
+        return _open_gguf(path, dtype)
+    if is_adapter(path):
+        return _open_hub(base_folder(path), dtype, adapter=path)
+    what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
+    raise RunError(
+        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
+    )
+
+
+def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
+    run, checkpoint = locate(path, which)
+    wanted = DTYPES[dtype or run.plan.recipe.precision]
+    model = build(run.plan.model.base, dtype=wanted, device=pick_device(), initialize=False)
+    places = model.state_dict()
+    for name, tensor in final_weights(run.plan, checkpoint, wanted):
+        places[name].copy_(tensor)
+    return _of_run(run, checkpoint, model, path)
+
+
+def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
+    """A run folder, one of its checkpoints, a Hugging Face directory or a GGUF file as `load` finds it, with a model
+    that has no memory: for its shape, tokenizer and text. Errors as `load`."""
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+        run, found = locate(path, checkpoint)
+        return _of_run(run, found, skeleton(run.plan.model.base), path)
+    if is_gguf_path(path):
+        opened = open_gguf(path)
+        return _of_gguf(opened, skeleton(opened.shape))
+    folder = import_folder(path)
+    return _with_tokenizer(skeleton(folder.shape), folder, path)
+
+
+def _of_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) -> TrainedModel:
+    tokenizer = run.known_tokenizer(checkpoint)
+    return TrainedModel(
+        model=model.eval(),
+        tokenizer=tokenizer,
+        tokenizer_file=str(run.tokenizer),
+        plan=run.plan,
+        stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *run.end_ids()))),
+        path=path,
+    )
+
+
+def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
+    """`dtype` is that of activations, and of what is not quantized."""
+    folder = import_folder(path, quantized=True)
+    found = open_quantized(folder)
+    wanted = DTYPES[dtype] if dtype else folder.dtype
+    model = build_quantized(folder.shape, found.schemes, kept=found.kept, dtype=wanted, device=pick_device())
+    fill(model, FORMATS[quant_method(path)].decoded(path, found))
+    return _with_tokenizer(model, folder, path)
+
+
+def _open_gguf(path: Path, dtype: str | None) -> TrainedModel:
+    """Codes are restored in fp32 and cast."""
+    found = open_gguf(path)
+    wanted = DTYPES[dtype] if dtype else found.dtype
+    model = build(found.shape, dtype=wanted, device=pick_device(), initialize=False)
+    places = model.state_dict()
+    for name, tensor in found.weights(torch.float32):
+        places[name].copy_(tensor)
+    return _of_gguf(found, model)
+
+
+def _of_gguf(found: GGUFModel, model: Transformer) -> TrainedModel:
+    tokenizer = gguf_tokenizer(found)
+    return TrainedModel(
+        model=model.eval(), tokenizer=tokenizer, tokenizer_file=kept_tokenizer(tokenizer) if tokenizer else "",
+        plan=None, stop_ids=found.vocabulary.stop_ids if found.vocabulary else (), path=found.path,
+    )  # fmt: skip
+
+
+def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> TrainedModel:
+    return TrainedModel(
+        model=model.eval(),
+        tokenizer=Tokenizer.load(folder.tokenizer) if folder.tokenizer else None,
+        tokenizer_file=str(folder.tokenizer or ""),
+        plan=None,
+        stop_ids=ids_of(folder.generation.get("eos_token_id")),
+        path=path,
+    )
+
+
+def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> TrainedModel:
+    """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
+    folder = import_folder(path)
+    shape, low = (folder.shape, dict[str, Tensor]()) if adapter is None else load_adapter(adapter, folder.shape)
+    model = build(folder.shape, dtype=DTYPES[dtype] if dtype else folder.dtype, device=pick_device(), initialize=False)
+    places = model.state_dict()
+
+    def put(name: str, tensor: Tensor) -> None:
+        parts = adapter_parts(name, low)
+        places[name].copy_(merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
+
+    folder.load(put)
+    return _with_tokenizer(model, folder, adapter or path)

@@ -1,0 +1,145 @@
+"""Attention of packed queries over keys and values that lie in blocks.
+
+Queries of many sequences are rows of one tensor. A call takes a run of rows: some sequences with as many queries each,
+over keys that are gathered block by block, or are the run's own.
+
+Letters: N packed rows, B sequences of a call, S queries of each, T keys of each, H query heads, K key heads, E and V
+widths of heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.linear import needs_wide
+
+HIDDEN = float("-inf")
+"""Added to the score of a key that a query does not see."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall:
+    """Rows that are attended in one call."""
+
+    begin: int
+    """First row."""
+    sequences: int
+    """B."""
+    queries: int
+    """S of each: rows begin + s + S b."""
+    blocks: Tensor | slice | None
+    """(B, T / block) of each sequence, (1, T / block) of all, or a run of blocks of all; None = the rows are one
+    sequence from its first position on, whose keys and values were just made."""
+    bias: Tensor | None
+    """(B or 1, 1, S, T) fp32, added to scores: 0 or HIDDEN. None = all keys are seen; of own keys, those before."""
+
+    @property
+    def end(self) -> int:
+        """Behind the last row."""
+        return self.begin + self.sequences * self.queries
+
+
+@dataclass(frozen=True, slots=True)
+class DenseCall:
+    """Queries of several sequences, one each, over keys in one piece for each sequence."""
+
+    rows: Tensor | None
+    """(B,) which of R rows of keys each query reads; None = all, in order."""
+    bias: Tensor
+    """(R, 1, 1, T) fp32, added to scores: 0 or HIDDEN. A row that no query reads sees something all the same."""
+
+
+def attend_paged_reference(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
+) -> Tensor:
+    """q (N, H, E), k (N, K, E) and v (N, K, V) of the same rows; keys (blocks, block, K, E), values (blocks, block, K,
+    V), into which k and v are written already -> (N, H, V). Rows of no call are zero."""
+    out = q.new_zeros(*q.shape[:2], v.shape[-1])
+    group = q.shape[1] // k.shape[1]
+    for call in calls:
+        for row in range(call.begin, call.end):
+            sequence, query = divmod(row - call.begin, call.queries)
+            if call.blocks is None:
+                seen_k, seen_v, bias = k[call.begin : row + 1], v[call.begin : row + 1], None
+            else:
+                blocks = call.blocks
+                own = blocks if isinstance(blocks, slice) else blocks[min(sequence, len(blocks) - 1)]
+                seen_k, seen_v, bias = keys[own].flatten(0, 1), values[own].flatten(0, 1), call.bias
+            scores = torch.einsum("hke,tke->hkt", _per_key_head(q[row], group), seen_k.float()) * scale
+            if bias is not None:
+                scores = scores + bias[min(sequence, len(bias) - 1), 0, query]
+            found = torch.einsum("hkt,tkv->khv", scores.softmax(-1), seen_v.float())
+            out[row] = found.flatten(0, 1).to(q.dtype)
+    return out
+
+
+def _per_key_head(row: Tensor, group: int) -> Tensor:
+    """(H, E) -> (H / K, K, E) fp32: query head h reads key head h // (H / K)."""
+    found: Tensor = row.float().unflatten(0, (-1, group))
+    return found.transpose(0, 1)
+
+
+def attend_paged(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
+) -> Tensor:
+    """As the reference, by torch's fused attention. What a query gets follows from its own call's T, S and keys alone;
+    with S = 1 never from how many sequences are in the call."""
+    width = v.shape[-1]
+    parts = [_attend(call, q, k, v, keys, values, scale)[..., :width] for call in calls]
+    end = calls[-1].end if calls else 0
+    if end < len(q):
+        parts.append(q.new_zeros(len(q) - end, q.shape[1], width))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, scale: float, width: int) -> Tensor:
+    """q (B, H, E), keys (R, T, K, E), values (R, T, K, V or more) -> (B, H, width): as `attend_paged` with blocks of T
+    positions, of which each sequence has one. What a query gets follows from its own row alone."""
+    rows, _, heads, _ = keys.shape
+    if call.rows is not None:
+        q = q.new_zeros(rows, *q.shape[1:]).index_copy_(0, call.rows, q)
+    found = _fused(q.unflatten(1, (heads, -1)), keys.transpose(1, 2), values.transpose(1, 2), call.bias, scale)
+    found = found.flatten(1, 2)[..., :width]
+    return found if call.rows is None else found[call.rows]
+
+
+def _attend(call: PagedCall, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """(B S, H, width of keys)."""
+    rows = slice(call.begin, call.end)
+    seen_k, seen_v = (_seen(call, *pair) for pair in ((k[rows], keys), (v[rows], values)))
+    if call.queries == 1:
+        found = _fused(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
+        return found.flatten(1, 2)
+    queries = q[rows].unflatten(0, (call.sequences, call.queries)).transpose(1, 2)
+    return _fused(queries, seen_k, seen_v, call.bias, scale).transpose(1, 2).flatten(0, 1)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """q (B, heads, queries, E), k and v (B, K, T, width) -> (B, heads, queries, E); causal without a bias. One query of
+    a sequence comes as K heads with H / K queries each."""
+    dtype = q.dtype
+    if v.shape[-1] < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    if needs_wide(q):
+        q, k, v = q.float(), k.float(), v.float()
+    bias = None if bias is None else bias.to(q.dtype)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, scale=scale, enable_gqa=grouped, attn_mask=bias, is_causal=bias is None
+    )  # fmt: skip
+    return out.to(dtype)
+
+
+def _seen(call: PagedCall, own: Tensor, kept: Tensor) -> Tensor:
+    """(B, K, T, width) of a call's keys or values: its own (B S, K, width), or what its blocks keep."""
+    if call.blocks is None:
+        return own.unsqueeze(0).transpose(1, 2)
+    if isinstance(call.blocks, slice):
+        found = kept[call.blocks].unsqueeze(0)
+    else:
+        found = kept.flatten(1).index_select(0, call.blocks.flatten())
+        found = found.view(*call.blocks.shape, *kept.shape[1:])
+    return found.flatten(1, 2).transpose(1, 2).expand(call.sequences, -1, -1, -1)

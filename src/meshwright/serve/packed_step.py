@@ -1,0 +1,196 @@
+"""The rows of a step: tokens of many sequences in one row, where they are kept, and which are attended together.
+
+Two ways of grouping rows into calls of attention (kernels/paged_attention.py):
+
+    fast    new tokens of all sequences that decode, in a call for each of a few lengths; a chunk of a prompt is a call
+    exact   each row is a sequence of one query over a number of keys that follows from its position alone
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall
+from meshwright.serve.cached_sequence import CachedSequence
+from meshwright.serve.dense_copies import CopyPlan, DenseCopies
+from meshwright.serve.paged_cache import CopyStep, PagedCache, StepPlaces
+
+
+def _lengths(longest: int, size: int, part: int) -> list[int]:
+    """Numbers of keys that calls have, in blocks of `size`: each is longer than the last by a `part` of it."""
+    found = [1]
+    while found[-1] * size < longest:
+        found.append(found[-1] + max(1, found[-1] // part))
+    return [blocks * size for blocks in found]
+
+
+PART = 2
+"""Of a length that the next one is longer by: calls are fewer, or hide fewer keys for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive tokens of a sequence."""
+
+    sequence: CachedSequence
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A forward pass of packed rows."""
+
+    tokens: Tensor
+    """(1, N)."""
+    positions: Tensor
+    """(1, N)."""
+    places: StepPlaces
+    last: list[int]
+    """Rows behind which a token is made."""
+    owners: list[CachedSequence]
+    """Whose they are."""
+
+
+class RowPacker:
+    """Makes the rows of steps over one cache."""
+
+    def __init__(self, cache: PagedCache, longest: int, *, exact: bool, copies_bytes: int) -> None:
+        """`longest`: positions of a sequence; `copies_bytes`: most bytes of dense copies."""
+        self._cache, self._exact = cache, exact
+        self._lengths = _lengths(longest, cache.size, PART)
+        self._copies = DenseCopies(cache.copied_bytes, copies_bytes)
+
+    def pack(self, runs: Sequence[Run], rows: int) -> PackedStep:
+        """`rows` at least as many as the runs have tokens; those beyond are written where nobody reads."""
+        plans, runs = self._sorted(runs)
+        size, table = self._cache.size, [run.sequence.table for run in runs]
+        tokens, positions, slots, last = list[int](), list[int](), list[int](), list[int]()
+        owners = list[CachedSequence]()
+        for run, blocks in zip(runs, table, strict=True):
+            tokens += run.sequence.tokens[run.begin : run.end]
+            positions += range(run.begin, run.end)
+            slots += [blocks[place // size] * size + place % size for place in range(run.begin, run.end)]
+            if run.end == len(run.sequence.tokens):
+                last.append(len(tokens) - 1)
+                owners.append(run.sequence)
+        more = rows - len(tokens)
+        fed = torch.tensor((tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more))
+        fed = fed.to(self._cache.device)
+        copied = sum(len(plan.used) for plan in plans)
+        calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
+        places = StepPlaces(fed[2], [self._copy(plan) for plan in plans], calls)
+        return PackedStep(fed[:1], fed[1:2], places, last, owners)
+
+    def _sorted(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:
+        """Runs that share a call one after another, first those with a row of a dense copy; and these copies."""
+        growing = [(run.sequence, run.begin, self._keys(run.end)) for run in runs if run.end - run.begin == 1]
+        plans = self._copies.plan(growing) if growing else []
+        place = {one.sequence: (plan.keys, one.row) for plan in plans for one in plan.used}
+        last = self._lengths[-1] + 1
+        order = [
+            (*place.get(run.sequence, (last, 0)), run.end - run.begin > 1, self._keys(run.end), number)
+            for number, run in enumerate(runs)
+        ]
+        return plans, [runs[number] for *_, number in sorted(order)]
+
+    def _copy(self, plan: CopyPlan) -> CopyStep:
+        device, size = self._cache.device, self._cache.size
+        places = [0] * plan.rows
+        for one in plan.used:
+            places[one.row] = one.position
+        rows = torch.tensor([one.row for one in plan.used], device=device)
+        added = rows, torch.tensor([one.position for one in plan.used], device=device)
+        new = [one for one in plan.used if one.new]
+        zero, number = self._cache.zero, plan.keys // size
+        tables = [(one.sequence.table + [zero] * number)[:number] for one in new]
+        gathered = torch.tensor([one.row for one in new], device=device), torch.tensor(tables, device=device)
+        call = DenseCall(None if len(plan.used) == plan.rows else rows, self._bias(places, plan.keys, 0)[:, None])
+        return CopyStep(plan.keys, plan.room, plan.rows, len(rows), gathered if new else None, added, call)
+
+    def _keys(self, seen: int) -> int:
+        """The number of keys of a call for so many that are seen."""
+        return self._lengths[bisect_left(self._lengths, seen)]
+
+    def _first(self, position: int, window: int) -> int:
+        """The first block that a query sees."""
+        return max(0, position - window + 1) // self._cache.size if window else 0
+
+    def _calls(self, runs: Sequence[Run], window: int) -> list[PagedCall]:
+        begin, calls = 0, []
+        for alone, some in groupby(runs, lambda run: self._kind(run, window)):
+            together = list(some)
+            if alone[0] == "queries":
+                made = [self._queries(run, window, begin_of) for run, begin_of in _begun(together, begin)]
+                calls += [call for one in made for call in one]
+            elif alone[0] == "decode":
+                calls.append(self._decode(together, window, begin, alone[1]))
+            else:
+                calls += [self._chunk(run, window, begin_of) for run, begin_of in _begun(together, begin)]
+            begin += sum(run.end - run.begin for run in together)
+        return calls
+
+    def _kind(self, run: Run, window: int) -> tuple[str, int]:
+        if run.end - run.begin == 1:
+            return "decode", self._keys(run.end - self._first(run.begin, window) * self._cache.size)
+        return "queries" if self._exact else "chunk", 0
+
+    def _decode(self, runs: Sequence[Run], window: int, begin: int, keys: int) -> PagedCall:
+        """A query of each, over as many keys."""
+        firsts = [self._first(run.begin, window) for run in runs]
+        number = keys // self._cache.size
+        blocks = [run.sequence.table[first : first + number] for run, first in zip(runs, firsts, strict=True)]
+        positions = [run.begin - first * self._cache.size for run, first in zip(runs, firsts, strict=True)]
+        return PagedCall(begin, len(runs), 1, self._table(blocks, number), self._bias(positions, keys, window)[:, None])
+
+    def _queries(self, run: Run, window: int, begin: int) -> list[PagedCall]:
+        """As `_decode` for each token of a run; those with equal blocks and keys in one call."""
+        size, calls = self._cache.size, []
+        places = ((position, self._first(position, window)) for position in range(run.begin, run.end))
+        for (first, keys), some in groupby(places, lambda one: (one[1], self._keys(one[0] + 1 - one[1] * size))):
+            positions = [position - first * size for position, _ in some]
+            blocks = self._table([run.sequence.table[first : first + keys // size]], keys // size)
+            bias = self._bias(positions, keys, window)[:, None]
+            calls.append(PagedCall(begin, len(positions), 1, blocks, bias))
+            begin += len(positions)
+        return calls
+
+    def _chunk(self, run: Run, window: int, begin: int) -> PagedCall:
+        """All queries of a run."""
+        count = run.end - run.begin
+        if not run.begin and not 0 < window < count:
+            return PagedCall(begin, 1, count, None, None)
+        first = self._first(run.begin, window)
+        number = -(-run.end // self._cache.size) - first
+        positions = range(run.begin - first * self._cache.size, run.end - first * self._cache.size)
+        bias = self._bias(list(positions), number * self._cache.size, window)
+        blocks = self._table([run.sequence.table[first : first + number]], number)
+        return PagedCall(begin, 1, count, blocks, bias[None].transpose(1, 2))
+
+    def _table(self, blocks: list[list[int]], number: int) -> Tensor | slice:
+        """(B, number), padded with the block that stays zero; a run of blocks where one sequence has such a run, with
+        what lies behind."""
+        own = blocks[0]
+        if len(blocks) == 1 and own[0] + number <= self._cache.unread and own == list(range(own[0], own[0] + len(own))):
+            return slice(own[0], own[0] + number)
+        zero = self._cache.zero
+        return torch.tensor([own + [zero] * (number - len(own)) for own in blocks], device=self._cache.device)
+
+    def _bias(self, positions: list[int], keys: int, window: int) -> Tensor:
+        """(rows, 1, keys) fp32 for queries at positions among the keys."""
+        query = torch.tensor(positions, device=self._cache.device)[:, None]
+        key = torch.arange(keys, device=self._cache.device)
+        seen = key <= query
+        if window:
+            seen &= key > query - window
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, HIDDEN)[:, None]
+
+
+def _begun(runs: Sequence[Run], begin: int) -> Iterable[tuple[Run, int]]:
+    for run in runs:
+        yield run, begin
+        begin += run.end - run.begin

@@ -1,0 +1,195 @@
+"""Where keys and values of all sequences are kept: blocks of positions, one store for each layer.
+
+Latent attention keeps its low rank alone: a vector and a rotary key that all heads share, once, for keys and values.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.attention import Mask
+from meshwright.kernels.paged_attention import DenseCall, PagedCall, attend_dense, attend_paged
+from meshwright.model.attention import LatentAttention
+from meshwright.model.kv_cache import Cache
+from meshwright.model.transformer import Block, Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """What a step does with a dense copy (dense_copies.py) in each layer that sees everything."""
+
+    keys: int
+    """T of its rows."""
+    room: int
+    """Rows that it has memory for; 0 = it is given up."""
+    rows: int
+    """Rows that are attended to."""
+    queries: int
+    """How many rows of the step, behind those of the copies before, read it."""
+    gathered: tuple[Tensor, Tensor] | None
+    """(L,) rows that are filled from blocks (L, T / size) first."""
+    added: tuple[Tensor, Tensor]
+    """(queries,) rows and positions at which the step's keys and values are added."""
+    call: DenseCall
+
+
+@dataclass(slots=True)
+class StepPlaces:
+    """Where the rows of a step are kept and what they see."""
+
+    slots: Tensor
+    """(N,) block * size + position within, of each row."""
+    copies: Sequence[CopyStep]
+    """Of layers without a window; their queries are the first rows."""
+    calls: Mapping[int, Sequence[PagedCall]]
+    """By window; of layers without one, the rows behind those of the copies."""
+
+
+@final
+class PagedLayer:
+    """The store of one layer. As Past, for packed rows of many sequences (B = 1)."""
+
+    length = 0
+    """Positions are given with each step."""
+
+    def __init__(self, block: Block, number: int, size: int, like: Tensor) -> None:
+        """Room for `number` blocks of `size` positions, all zero, in the dtype of `like`."""
+        attention, shape = block.attention, block.attention.shape
+        self.window = block.window
+        self.low_rank = isinstance(attention, LatentAttention) and attention.folds_keys
+        heads, width = shape.kv_heads, shape.head_dim
+        values = shape.mla.v_dim if shape.mla else width
+        if self.low_rank:
+            assert shape.mla is not None
+            heads, width, values = 1, shape.mla.kv_rank + shape.mla.rope_dim, 0
+        room = (number, size, heads)
+        self.keys = like.new_zeros(*room, width)
+        self.values = like.new_zeros(*room, values) if values else self.keys
+        self.places: StepPlaces | None = None
+        self._copies: dict[int, list[Tensor]] = {}  # by T: keys and values (room, T, K, width)
+
+    @property
+    def bytes(self) -> int:
+        """Of its blocks."""
+        return self.keys.nbytes + (0 if self.low_rank else self.values.nbytes)
+
+    def attend(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
+    ) -> Tensor:
+        """As Past. Who sees whom stands in the step's calls, not in the mask."""
+        assert self.places is not None
+        q, k, v = q[0], k[0], v[0]
+        news = (k,) if self.low_rank else (k, v)
+        for store, new in zip(self._stores, news, strict=True):
+            store.flatten(0, 1).index_copy_(0, self.places.slots, new)
+        done, parts = 0, list[Tensor]()
+        for step in () if self.window else self.places.copies:
+            rows = slice(done, done + step.queries)
+            copied = self._copied(step, [new[rows] for new in news])
+            if copied:
+                given = (copied[0][: step.rows], copied[-1][: step.rows], step.call)
+                parts.append(attend_dense(q[rows], *given, scale=scale, width=v.shape[-1]))
+            done = rows.stop
+        if done < len(q):
+            calls = self.places.calls[self.window]
+            parts.append(attend_paged(q[done:], k[done:], v[done:], self.keys, self.values, calls, scale=scale))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+
+    @property
+    def _stores(self) -> list[Tensor]:
+        return [self.keys] if self.low_rank else [self.keys, self.values]
+
+    def _copied(self, step: CopyStep, news: Sequence[Tensor]) -> list[Tensor]:
+        """Keys and values (room, T, K, width) of a copy with those of the step, (queries, K, width) each."""
+        if not step.room:
+            self._copies.pop(step.keys, None)
+            return []
+        kept = self._copies.get(step.keys)
+        if kept is None or len(kept[0]) < step.room:
+            kept = [
+                _grown(None if kept is None else kept[place], store, step) for place, store in enumerate(self._stores)
+            ]
+            self._copies[step.keys] = kept
+        for copy, store, new in zip(kept, self._stores, news, strict=True):
+            if step.gathered is not None:
+                rows, blocks = step.gathered
+                copy[rows] = store[blocks].flatten(1, 2)
+            copy[step.added] = new
+        return kept
+
+    def copy(self, old: Tensor, new: Tensor) -> None:
+        """Blocks (C,) to other blocks (C,)."""
+        for store in self._stores:
+            store[new] = store[old]
+
+    def clear(self, blocks: Tensor) -> None:
+        """Blocks (C,) become zero."""
+        for store in self._stores:
+            store[blocks] = 0
+
+    def select(self, rows: Tensor) -> None:
+        """Sequences leave and come by their tables."""
+        raise TypeError("a paged cache is not selected from: rows of a step name their blocks")
+
+
+def _grown(old: Tensor | None, store: Tensor, step: CopyStep) -> Tensor:
+    """A copy with more room; rows are zero until they are filled."""
+    found = store.new_zeros(step.room, step.keys, *store.shape[2:])
+    if old is not None:
+        found[: len(old)] = old
+    return found
+
+
+@final
+class PagedCache:
+    """The stores of a model's layers, and two blocks behind the last one: one that stays zero, which pads tables, and
+    one that nobody reads, into which rows without a sequence are written."""
+
+    def __init__(self, model: Transformer, number: int, size: int) -> None:
+        self.number, self.size = number, size
+        self.zero, self.unread = number, number + 1
+        self.layers = [PagedLayer(block, number + 2, size, model.embed.weight) for block in model.blocks]
+        self.windows = sorted({layer.window for layer in self.layers})
+        self.device = self.layers[0].keys.device
+
+    @property
+    def widest(self) -> int:
+        """Positions behind which no layer looks; 0 = some layer looks at all."""
+        return 0 if 0 in self.windows else max(self.windows)
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks."""
+        return sum(layer.bytes for layer in self.layers)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of a position in the layers that have dense copies: those without a window."""
+        positions = (self.number + 2) * self.size
+        return sum(layer.bytes for layer in self.layers if not layer.window) // positions
+
+    def at(self, places: StepPlaces) -> Cache:
+        """The cache for a forward pass over rows with these places."""
+        for layer in self.layers:
+            layer.places = places
+        return Cache(len(self.layers), iter(self.layers).__next__)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Blocks to other blocks: (from, to)."""
+        if pairs:
+            old, new = torch.tensor(pairs, device=self.device).t()
+            for layer in self.layers:
+                layer.copy(old, new)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """What they held was no numbers: else it would spoil who gets them next."""
+        for layer in self.layers:
+            layer.clear(torch.tensor(blocks, device=self.device))
+
+
+def bytes_per_block(model: Transformer, size: int) -> int:
+    """Of keys and values of `size` positions in all layers."""
+    return PagedCache(model, 1, size).bytes // 3

@@ -1,0 +1,78 @@
+"""What a request asks for beside its prompt. Each field is honoured; what makes no sense is refused."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.spec.errors import ArgumentError
+
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Stop strings of a request, and characters of one: each is searched for behind every token."""
+MOST_LOGPROBS = 20
+SEEDS = 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """How a prompt is continued. The steps come in this order: penalties and bias, temperature, top_k, top_p, min_p."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    """0 = always the likeliest token, of several the one with the lowest id."""
+    top_k: int = 0
+    """Only the k likeliest; 0 = all."""
+    top_p: float = 1.0
+    """Only the likeliest that together reach p of what top_k leaves (Holtzman et al. 2020, arXiv:1904.09751)."""
+    min_p: float = 0.0
+    """Only those at least this share as likely as the likeliest (arXiv:2407.01082)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that prompt or answer have are divided by it where positive, else multiplied
+    (arXiv:1909.05858)."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of tokens that the answer has."""
+    frequency_penalty: float = 0.0
+    """The same, times how often it has them."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of tokens."""
+    seed: int = 0
+    """Of the sampling. What a request gets depends on its own seed alone."""
+    n: int = 1
+    """Answers to the prompt, which is computed once; answer i is sampled with seed + i."""
+    stop: tuple[str, ...] = ()
+    """An answer ends before the first of these strings."""
+    stop_ids: tuple[int, ...] = ()
+    """An answer ends with any of these tokens, beside those that end a text of the model."""
+    ignore_end: bool = False
+    """Tokens that end a text of the model do not end the answer."""
+    logprobs: int = 0
+    """Likeliest tokens whose log-probabilities are wanted for each new token."""
+    priority: int = 0
+    """Lower goes first."""
+    salt: str | None = ""
+    """Requests of one salt share prefixes in the cache; None = with nobody."""
+
+    def __post_init__(self) -> None:
+        """ArgumentError, which names the field."""
+        self._check("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or above")
+        self._check("max_new_tokens", self.max_new_tokens >= 0, "0 or more")
+        self._check("top_k", self.top_k >= 0, "0 (all) or more")
+        self._check("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._check("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        self._check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0")
+        self._check("presence_penalty", math.isfinite(self.presence_penalty), "a number")
+        self._check("frequency_penalty", math.isfinite(self.frequency_penalty), "a number")
+        self._check("logit_bias", all(map(math.isfinite, self.logit_bias.values())), "numbers by token")
+        self._check("n", self.n >= 1, "at least 1")
+        self._check("seed", 0 <= self.seed <= SEEDS - self.n, "between 0 and 2**63 - n")
+        self._check("logprobs", 0 <= self.logprobs <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}")
+        self._check("stop", len(self.stop) <= MOST_STOPS, f"at most {MOST_STOPS} strings")
+        self._check("stop", all(1 <= len(one) <= LONGEST_STOP for one in self.stop), f"of 1 to {LONGEST_STOP} letters")
+
+    def _check(self, name: str, holds: bool, must: str) -> None:
+        if not holds:
+            raise ArgumentError(f"{name}={getattr(self, name)!r} must be {must}")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether it matters which tokens there were."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)

@@ -1,0 +1,92 @@
+"""Computes steps: the trainer's own model over packed rows, with the paged cache."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import final
+
+import torch
+from torch import Tensor
+
+from meshwright.model.transformer import Transformer
+from meshwright.serve.cached_sequence import CachedSequence
+from meshwright.serve.exact_rows import ExactRows
+from meshwright.serve.packed_step import PackedStep, RowPacker, Run
+from meshwright.serve.paged_cache import PagedCache
+from meshwright.serve.scheduler import StepPlan
+
+
+@final
+class Runner:
+    """One model on one device. Use under `torch.no_grad`, with the model in evaluation mode."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        *,
+        longest: int,
+        most_tokens: int,
+        exact: bool,
+        copies_bytes: int,
+    ) -> None:
+        """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
+        (dense_copies.py). `exact`: a row's bits depend on its own sequence alone."""
+        self._model, self.cache = model, cache
+        self._packer = RowPacker(cache, longest, exact=exact, copies_bytes=copies_bytes)
+        low_rank = cache.layers[0].low_rank
+        self._exact = ExactRows(model, most_tokens, low_rank=low_rank) if exact else None
+        self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens
+        """Rows of the largest forward pass."""
+
+    def run(self, step: StepPlan) -> tuple[list[CachedSequence], Tensor]:
+        """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each."""
+        self.cache.copy(step.copies)
+        runs = [Run(one, one.computed, one.computed + count) for one, count in step.chunks.items()]
+        owners, states = list[CachedSequence](), list[Tensor]()
+        with self._exact.exact_experts() if self._exact else nullcontext():
+            for rows in self._passes(runs):
+                cache = self.cache.at(rows.places)
+                x, _ = self._model.hidden(rows.tokens, positions=rows.positions, cache=cache)
+                if rows.owners:
+                    owners += rows.owners
+                    states.append(x[0, rows.last])
+        if not owners:
+            return [], torch.empty(0, self._model.shape.vocab)
+        return owners, self._logits(torch.cat(states)).float()
+
+    def _passes(self, runs: list[Run]) -> Iterator[PackedStep]:
+        """Forward passes: one, or in exact mode as many as rows allow."""
+        if self._exact is None:
+            yield self._packer.pack(runs, sum(run.end - run.begin for run in runs))
+            return
+        for some in cut(runs, self._exact.most):
+            yield self._packer.pack(some, self._exact.padded(sum(run.end - run.begin for run in some)))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Of hidden states (R, D)."""
+        linear, head = self._model.kernels.linear, self._model.head_weight
+        if self._exact is None:
+            return linear(states, head)
+        parts = []
+        for some in states.split(self._exact.most):
+            padded = some.new_zeros(self._exact.padded(len(some)), some.shape[1])
+            padded[: len(some)] = some
+            parts.append(linear(padded, head)[: len(some)])
+        return torch.cat(parts)
+
+
+def cut(runs: list[Run], most: int) -> Iterator[list[Run]]:
+    """Runs in lists of at most so many tokens; a run may be cut."""
+    some, left = list[Run](), most
+    for run in runs:
+        begin = run.begin
+        while begin < run.end:
+            end = min(run.end, begin + left)
+            some.append(Run(run.sequence, begin, end))
+            left -= end - begin
+            begin = end
+            if not left:
+                yield some
+                some, left = [], most
+    if some:
+        yield some

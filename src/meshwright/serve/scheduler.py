@@ -1,0 +1,205 @@
+"""Which sequences compute how many tokens in the next step.
+
+Continuous batching: a step has one new token of every running sequence that decodes, and what is left of its budget are
+chunks of prompts. Sequences are served by priority, then in order of arrival.
+
+Where blocks run out, the running sequence that is last in this order gives its own back and waits again: it is computed
+once more later, or found in the cache. The first in the order is never preempted, can have every block (`add` refuses
+what would not fit alone), and computes one token at least in each step: so it ends, and then the next one is first.
+"""
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from meshwright.serve.block_tables import BlockTables
+from meshwright.serve.cached_sequence import CachedSequence, Phase
+from meshwright.serve.prefix_keys import first_key
+from meshwright.spec.errors import ArgumentError
+
+WATERMARK = 0.01
+"""Share of blocks that stays free when a sequence begins, so that those that run can grow."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What the next step computes."""
+
+    chunks: dict[CachedSequence, int] = field(default_factory=dict)
+    """How many tokens of which sequences, behind those that are computed."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks that are copied before: (from, to)."""
+
+
+class Scheduler:
+    """Sequences that wait and run over one pool of blocks."""
+
+    def __init__(self, tables: BlockTables, *, most_tokens: int, most_sequences: int) -> None:
+        """`most_tokens` of a step; more than `most_sequences`, which run at once. ArgumentError."""
+        if not 1 <= most_sequences < most_tokens:
+            raise ArgumentError(
+                f"most_tokens={most_tokens} must be more than most_sequences={most_sequences}, which is at least 1: "
+                "each sequence has a token in a step, and prompts have the others"
+            )
+        self.tables, self.most_tokens, self.most_sequences = tables, most_tokens, most_sequences
+        self.running: list[CachedSequence] = []
+        """In order of rank."""
+        self.preemptions = 0
+        self._waiting: list[tuple[tuple[int, int], CachedSequence]] = []
+        self._refused: tuple[CachedSequence, int, int] | None = None  # who found no room: free blocks, and who ran
+        self._number = 0
+        self._watermark = int(tables.pool.size * WATERMARK)
+
+    def add(
+        self, tokens: Sequence[int], limit: int, *, priority: int = 0, salt: bytes | None = b"", copies: int = 1
+    ) -> CachedSequence:
+        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it. ArgumentError
+        where the cache could never hold it."""
+        most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
+        if most > size:
+            raise ArgumentError(
+                f"a sequence of {limit} tokens takes {most} blocks of keys and values and the cache has {size}: "
+                "give the cache more blocks, or ask for fewer tokens"
+            )
+        if not 1 <= copies <= self.most_sequences:
+            raise ArgumentError(f"n={copies} must lie between 1 and the {self.most_sequences} sequences of a step")
+        sequence = CachedSequence(
+            number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b""), priority=priority,
+            copies=copies, cacheable=salt is not None,
+        )  # fmt: skip
+        self._number += copies
+        heappush(self._waiting, (sequence.rank, sequence))
+        return sequence
+
+    def end(self, sequence: CachedSequence) -> None:
+        """Its answer is whole, or nobody wants it: its blocks are free at once."""
+        if sequence.phase is Phase.RUNNING:
+            self.running.remove(sequence)
+            self.tables.give_back(sequence)
+        sequence.phase = Phase.ENDED
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait."""
+        return sum(one.phase is Phase.WAITING for _, one in self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to compute."""
+        return not self.running and self._next_waiting() is None
+
+    def plan(self) -> StepPlan:
+        """The next step. `advance` follows it."""
+        step, left = StepPlan(), self.most_tokens
+        prompts, block, holders = [], self.tables.block, self.tables.pool.holders
+        for sequence in self.running.copy():
+            if len(sequence.tokens) - sequence.computed > 1:
+                prompts.append(sequence)
+            elif sequence.phase is Phase.RUNNING and sequence.computed % block and holders[sequence.table[-1]] == 1:
+                step.chunks[sequence] = 1  # as `_grow`, which is a third of the time of a step
+                left -= 1
+            elif sequence.phase is Phase.RUNNING and self._grow(sequence, 1, step):
+                left -= 1
+        for sequence in prompts:
+            count = min(left, len(sequence.tokens) - sequence.computed)
+            if count and sequence.phase is Phase.RUNNING and self._grow(sequence, count, step):
+                left -= count
+        while left and (waiting := self._next_waiting()) is not None:
+            count = self._admit(waiting, left, step)
+            if not count:
+                break
+            left -= count
+        return step
+
+    def advance(self, step: StepPlan) -> None:
+        """What `plan` gave is computed."""
+        block, tables = self.tables.block, self.tables
+        for sequence, count in step.chunks.items():
+            if count == 1 and (sequence.computed + 1) % block and not tables.window:
+                sequence.computed += 1
+            else:
+                tables.advance(sequence, count)
+
+    def fork(self, sequence: CachedSequence) -> list[CachedSequence]:
+        """The other sequences that go on from a prompt that is computed."""
+        children = []
+        for place in range(1, sequence.copies):
+            child = CachedSequence(
+                number=sequence.number + place, tokens=list(sequence.tokens), limit=sequence.limit,
+                first=sequence.first, priority=sequence.priority, cacheable=sequence.cacheable, phase=Phase.RUNNING,
+            )  # fmt: skip
+            child.prompt = sequence.prompt
+            self.tables.fork(sequence, child)
+            insort(self.running, child, key=_rank)
+            children.append(child)
+        sequence.copies = 1
+        return children
+
+    def _grow(self, sequence: CachedSequence, count: int, step: StepPlan) -> bool:
+        """Room for so many tokens, from those behind it if need be; False where it was preempted itself."""
+        tables = self.tables
+        while tables.needs(sequence, count) > tables.pool.free:
+            last = self.running[-1]
+            self._preempt(last, step)
+            if last is sequence:
+                return False
+        copied = tables.grow(sequence, count)
+        if copied is not None:
+            step.copies.append(copied)
+        step.chunks[sequence] = count
+        return True
+
+    def _admit(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
+        """Tokens of a waiting sequence that the step computes, 0 = it goes on waiting."""
+        beside = sequence, self.tables.pool.free, len(self.running)
+        if self._refused == beside and not self._outranks(sequence):
+            return 0
+        while (prefix := self._prefix_beside(sequence)) is None:
+            if not self._outranks(sequence):
+                self._refused = beside
+                return 0
+            self._preempt(self.running[-1], step)
+        heappop(self._waiting)
+        self.tables.begin(sequence, *prefix)
+        sequence.phase = Phase.RUNNING
+        insort(self.running, sequence, key=_rank)
+        count = min(left, len(sequence.tokens) - sequence.computed)
+        return count if self._grow(sequence, count, step) else 0
+
+    def _prefix_beside(self, sequence: CachedSequence) -> tuple[list[int], bytes] | None:
+        """What `prefix` finds of it, where all of its tokens so far fit beside those that run; alone it may take what
+        the watermark keeps. None = they do not."""
+        if sequence.copies + sum(one.copies for one in self.running) > self.most_sequences:
+            return None
+        pool, tables = self.tables.pool, self.tables
+        found, key = tables.prefix(sequence)
+        free = pool.free - sum(not pool.holders[block] for block in found)
+        tokens = len(sequence.tokens)
+        needs = min(tables.blocks_of(tokens) - len(found), tables.most_blocks(tokens, self.most_tokens))
+        return (found, key) if not self.running or free - self._watermark >= needs else None
+
+    def _outranks(self, sequence: CachedSequence) -> bool:
+        """Whether one that runs makes way for it."""
+        return bool(self.running) and self.running[-1].priority > sequence.priority
+
+    def _preempt(self, sequence: CachedSequence, step: StepPlan) -> None:
+        step.chunks.pop(sequence, None)
+        own = set(sequence.table)
+        step.copies = [pair for pair in step.copies if pair[1] not in own]
+        self.running.remove(sequence)
+        self.tables.give_back(sequence)
+        sequence.phase = Phase.WAITING
+        sequence.preemptions += 1
+        self.preemptions += 1
+        heappush(self._waiting, (sequence.rank, sequence))
+
+    def _next_waiting(self) -> CachedSequence | None:
+        """The first that waits; those that were given up in the meantime are dropped."""
+        while self._waiting and self._waiting[0][1].phase is not Phase.WAITING:
+            heappop(self._waiting)
+        return self._waiting[0][1] if self._waiting else None
+
+
+def _rank(sequence: CachedSequence) -> tuple[int, int]:
+    return sequence.rank

@@ -1,0 +1,92 @@
+"""A request and its answers, as they grow."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from meshwright.data.text_stream import TextStream
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.sampler import SampledRow
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> text."""
+Ending = Literal["", "stop", "length", "cancelled", "broken"]
+"""Why an answer ended: a token or string that ends it, max_new_tokens or the model's last position, nobody wanted it,
+or its logits were no numbers. Empty while it grows."""
+
+
+@dataclass(slots=True, eq=False)
+class ServedAnswer:
+    """One continuation of a prompt."""
+
+    options: RequestOptions
+    row: SampledRow
+    end_ids: frozenset[int]
+    """Tokens that end it; they are kept."""
+    stream: TextStream | None
+    """Makes its text; None = there is no tokenizer."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """That the model's own logits gave each."""
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    """For each, the likeliest tokens and their log-probabilities."""
+    text: str = ""
+    """What is certain: whole characters, and nothing that a stop string may begin with."""
+    ending: Ending = ""
+    _held: str = ""
+
+    def take(self, token: int, logprob: float, top: list[tuple[int, float]], room: int) -> None:
+        """One more token; `room`: how many the answer may have."""
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        self.top.append(top)
+        if token in self.end_ids:
+            self.ending = "stop"
+        elif len(self.ids) >= room:
+            self.ending = "length"
+        if self.stream is not None:
+            self._read("" if token in self.end_ids else self.stream.push(token))
+        if self.stream is not None and self.ending:
+            self._finish(self.stream.rest())
+
+    def _read(self, piece: str) -> None:
+        """More text: up to a stop string, holding back what may begin one."""
+        self._held += piece
+        stops = self.options.stop
+        found = min((place for place in map(self._held.find, stops) if place >= 0), default=-1)
+        if found >= 0:
+            self.text, self._held, self.ending = self.text + self._held[:found], "", "stop"
+            self.stream = None
+            return
+        kept = max((_begun(self._held, stop) for stop in stops), default=0)
+        sure = len(self._held) - kept
+        self.text, self._held = self.text + self._held[:sure], self._held[sure:]
+
+    def _finish(self, rest: str) -> None:
+        """No token follows: what was held back is text too."""
+        self._read(rest)
+        self.text, self._held = self.text + self._held, ""
+
+
+def _begun(text: str, stop: str) -> int:
+    """Letters at the end of a text that a stop string begins with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+@dataclass(slots=True, eq=False)
+class ServedRequest:
+    """A prompt, what is asked for, and the answers."""
+
+    prompt: tuple[int, ...]
+    options: RequestOptions
+    answers: list[ServedAnswer]
+    cached: int = 0
+    """Tokens of the prompt whose keys and values were in the cache."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether all answers are whole."""
+        return all(answer.ending for answer in self.answers)

@@ -1,0 +1,211 @@
+"""The serving engine: requests in, tokens out, one step at a time."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.data.text_stream import TextStream
+from meshwright.model.generate import broken, check_prompt
+from meshwright.model.transformer import Transformer
+from meshwright.serve.block_pool import BlockPool
+from meshwright.serve.block_tables import BlockTables
+from meshwright.serve.cached_sequence import CachedSequence
+from meshwright.serve.paged_cache import PagedCache, bytes_per_block
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.runner import Runner
+from meshwright.serve.sampler import SampledRow, sample
+from meshwright.serve.scheduler import Scheduler
+from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
+from meshwright.spec.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine uses its machine."""
+
+    exact: bool = False
+    """An answer's bits depend on its own request alone: not on others, chunks, hits of the cache, or preemption. On
+    CPUs. Else they depend on these by the rounding of sums in another order."""
+    cache_bytes: int = 2**30
+    """Most bytes of keys and values; less where `most_sequences` of the model's length take less."""
+    copies_bytes: int = 2**28
+    """Most bytes of keys and values that answers have beside the blocks once more while they grow, in one piece each:
+    attention is then sooner. 0 = none."""
+    block: int = 16
+    """Positions of a block of the cache."""
+    most_tokens: int = 512
+    """Of a step: new tokens of all sequences, and chunks of prompts."""
+    most_sequences: int = 64
+    """Answers that are made at once; others wait."""
+    longest: int = 0
+    """Most tokens of prompt and answer; 0 = the model's positions."""
+
+
+class ServingEngine:
+    """One model that answers many requests at once.
+
+    `add` requests, then `step` until they have ended, or let `run` or `stream` do so. For one thread.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: EngineOptions | None = None,
+        *,
+        decode: Decode | None = None,
+        end_ids: Iterable[int] = (),
+    ) -> None:
+        """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text. The model
+        is put into evaluation mode. ArgumentError where options make no sense."""
+        self.options = options = options or EngineOptions()
+        self.model = model.eval()
+        self._decode, self._end_ids = decode, frozenset(end_ids)
+        self._longest = min(options.longest or model.shape.max_positions, model.shape.max_positions)
+        self._check(model)
+        size = options.block
+        most = options.most_sequences * -(-self._longest // size)
+        number = min(most, options.cache_bytes // bytes_per_block(model, size))
+        self.cache = PagedCache(model, max(1, number), size)
+        self.tables = BlockTables(BlockPool(self.cache.number), size, self.cache.widest)
+        self.scheduler = Scheduler(
+            self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences
+        )  # fmt: skip
+        with torch.no_grad():
+            self._runner = Runner(
+                model, self.cache, longest=self._longest, most_tokens=options.most_tokens, exact=options.exact,
+                copies_bytes=options.copies_bytes,
+            )  # fmt: skip
+        self._waiting: dict[CachedSequence, ServedRequest] = {}
+        self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
+
+    def add(self, prompt: Sequence[int], options: RequestOptions | None = None) -> ServedRequest:
+        """A request for answers to prompt tokens. ArgumentError, PlanError where there can be none."""
+        options = options or RequestOptions()
+        check_prompt(self.model, prompt)
+        if len(prompt) > self._longest:
+            raise ArgumentError(f"the prompt has {len(prompt)} tokens and longest={self._longest}: shorten it")
+        outside = [token for token in options.logit_bias if not 0 <= token < self.model.shape.vocab]
+        if outside:
+            raise ArgumentError(
+                f"logit_bias names token {outside[0]}, which is outside the model's vocabulary of "
+                f"{self.model.shape.vocab}"
+            )
+        if options.stop and self._decode is None:
+            raise ArgumentError("stop strings need a tokenizer, and there is none: give stop_ids")
+        ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_end else self._end_ids)
+        request = ServedRequest(tuple(prompt), options, [])
+        request.answers = [self._answer(request, ends, number) for number in range(options.n)]
+        room = self._room(request)
+        if not room:
+            for answer in request.answers:
+                answer.ending = "length"
+            return request
+        salt = None if options.salt is None else options.salt.encode()
+        limit = len(prompt) + room
+        sequence = self.scheduler.add(prompt, limit, priority=options.priority, salt=salt, copies=options.n)
+        self._growing[sequence] = request, request.answers[0]
+        if options.n > 1:
+            self._waiting[sequence] = request
+        return request
+
+    def cancel(self, request: ServedRequest) -> None:
+        """Nobody wants its answers any more: blocks are free at once."""
+        for sequence, (owner, answer) in list(self._growing.items()):
+            if owner is request:
+                answer.ending = "cancelled"
+                self._end(sequence)
+        for answer in request.answers:
+            answer.ending = answer.ending or "cancelled"
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of the largest forward pass."""
+        return self._runner.most_rows
+
+    @property
+    def idle(self) -> bool:
+        """Whether no answer grows."""
+        return not self._growing
+
+    @torch.no_grad()
+    def step(self) -> list[ServedAnswer]:
+        """Compute one step. Answers that have one more token."""
+        plan = self.scheduler.plan()
+        owners, logits = self._runner.run(plan)
+        self.scheduler.advance(plan)
+        if not owners:
+            return []
+        logits = self._forked(owners, logits)
+        grown = [self._growing[sequence] for sequence in owners]
+        found = sample(logits, [answer.row for _, answer in grown])
+        for place, (sequence, (request, answer)) in enumerate(zip(owners, grown, strict=True)):
+            if found.broken[place]:
+                answer.ending = "broken"
+                self.cache.clear(self.tables.withdraw(sequence))
+            else:
+                if not answer.ids:
+                    request.cached = sequence.found
+                sequence.tokens.append(found.tokens[place])
+                answer.take(found.tokens[place], found.logprobs[place], found.top[place], self._room(request))
+            if answer.ending:
+                self._end(sequence)
+        return [answer for _, answer in grown]
+
+    def run(self, requests: Iterable[ServedRequest]) -> None:
+        """Step until these have ended. RunError: the model's logits are no numbers."""
+        for request in requests:
+            while not request.ended:
+                self.step()
+            _check(request)
+
+    def stream(self, request: ServedRequest) -> Iterator[ServedAnswer]:
+        """Step until a request has ended; its answers, each time one has grown. What is not read to its end is
+        cancelled. RunError: the model's logits are no numbers."""
+        try:
+            while not request.ended:
+                yield from (answer for answer in self.step() if answer in request.answers)
+            _check(request)
+        finally:
+            self.cancel(request)
+
+    def _check(self, model: Transformer) -> None:
+        options = self.options
+        for name in ("block", "most_sequences", "cache_bytes"):
+            if getattr(options, name) < 1:
+                raise ArgumentError(f"{name}={getattr(options, name)} must be at least 1")
+        if options.exact and model.embed.weight.device.type != "cpu":
+            raise ArgumentError("exact=True is for CPUs: take exact=False, or a model on the CPU")
+
+    def _answer(self, request: ServedRequest, ends: frozenset[int], number: int) -> ServedAnswer:
+        ids = list[int]()
+        row = SampledRow(request.options, request.options.seed + number, request.prompt, ids)
+        stream = TextStream(self._decode, request.prompt) if self._decode else None
+        return ServedAnswer(request.options, row, ends, stream, ids)
+
+    def _room(self, request: ServedRequest) -> int:
+        """Tokens that an answer may have."""
+        return min(request.options.max_new_tokens, self._longest - len(request.prompt) + 1)
+
+    def _forked(self, owners: list[CachedSequence], logits: torch.Tensor) -> torch.Tensor:
+        """Let the other answers of prompts that are computed begin with the same logits."""
+        rows = list(range(len(owners)))
+        for place, sequence in enumerate(list(owners)):
+            request = self._waiting.pop(sequence, None)
+            if request is not None:
+                children = self.scheduler.fork(sequence)
+                for child, answer in zip(children, request.answers[1:], strict=True):
+                    self._growing[child] = request, answer
+                owners += children
+                rows += [place] * len(children)
+        return logits[rows] if len(rows) > len(logits) else logits
+
+    def _end(self, sequence: CachedSequence) -> None:
+        self.scheduler.end(sequence)
+        del self._growing[sequence]
+        self._waiting.pop(sequence, None)
+
+
+def _check(request: ServedRequest) -> None:
+    if any(answer.ending == "broken" for answer in request.answers):
+        raise broken()

@@ -1,0 +1,83 @@
+"""Attention over blocks: the fused form against the plain one, and one row against any others."""
+
+import itertools
+
+import pytest
+import torch
+
+from meshwright.kernels.paged_attention import (
+    HIDDEN,
+    DenseCall,
+    PagedCall,
+    attend_dense,
+    attend_paged,
+    attend_paged_reference,
+)
+
+BLOCK, BLOCKS = 4, 12
+
+
+def bias(positions: list[int], keys: int, window: int = 0) -> torch.Tensor:
+    query, key = torch.tensor(positions)[:, None], torch.arange(keys)
+    seen = (key <= query) & ((key > query - window) | (window == 0))
+    return torch.zeros(seen.shape).masked_fill(~seen, HIDDEN)
+
+
+def calls() -> list[PagedCall]:
+    """Rows 0 to 2 decode, 3 to 6 are a fresh prompt, 7 to 9 a chunk behind five positions, 10 and 11 share blocks."""
+    return [
+        PagedCall(0, 3, 1, torch.tensor([[1, 2], [3, 0], [4, 5]]), bias([6, 1, 7], 8)[:, None, None]),
+        PagedCall(3, 1, 4, None, None),
+        PagedCall(7, 1, 3, torch.tensor([[6, 7]]), bias([5, 6, 7], 8, window=3)[None, None]),
+        PagedCall(10, 2, 1, slice(8, 11), bias([9, 11], 12)[:, None, None]),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads, key_heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize("width, value_width", [(8, 8), (8, 5)])
+def test_the_fused_form_equals_the_plain_one(
+    dtype: torch.dtype, heads: int, key_heads: int, width: int, value_width: int
+) -> None:
+    torch.manual_seed(0)
+    rows = 14  # two of them of no call
+    q, k = torch.randn(rows, heads, width, dtype=dtype), torch.randn(rows, key_heads, width, dtype=dtype)
+    v = torch.randn(rows, key_heads, value_width, dtype=dtype)
+    keys = torch.randn(BLOCKS, BLOCK, key_heads, width, dtype=dtype)
+    values = torch.randn(BLOCKS, BLOCK, key_heads, value_width, dtype=dtype)
+    given = (q, k, v, keys, values, calls())
+    found, right = attend_paged(*given, scale=0.3), attend_paged_reference(*given, scale=0.3)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
+    assert found.shape == (rows, heads, value_width) and not found[12:].any()
+
+
+def test_a_query_of_one_row_has_the_same_bits_beside_any_others() -> None:
+    torch.manual_seed(1)
+    keys, values = torch.randn(2, BLOCKS, BLOCK, 2, 16).unbind()
+    q, k = torch.randn(5, 4, 16), torch.randn(5, 2, 16)
+    blocks, positions = torch.randint(BLOCKS, (5, 4)), [3, 15, 8, 0, 11]
+
+    def attended(rows: tuple[int, ...]) -> torch.Tensor:
+        some = list(rows)
+        call = PagedCall(0, len(some), 1, blocks[some], bias([positions[row] for row in some], 16)[:, None, None])
+        return attend_paged(q[some], k[some], k[some], keys, values, [call], scale=0.25)
+
+    alone = torch.cat([attended((row,)) for row in range(5)])
+    for rows in itertools.chain(itertools.permutations(range(5), 3), [(0, 1, 2, 3, 4)]):
+        assert torch.equal(attended(rows), alone[list(rows)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2, 0]], ids=["all", "some"])
+def test_keys_in_one_piece_are_blocks_of_that_length(dtype: torch.dtype, rows: list[int]) -> None:
+    torch.manual_seed(2)
+    keys, values = torch.randn(4, 8, 2, 6, dtype=dtype), torch.randn(4, 8, 2, 5, dtype=dtype)
+    q, seen = torch.randn(len(rows), 4, 6, dtype=dtype), bias([7, 0, 3, 5], 8)[:, None, None]
+    slots = torch.tensor(rows)
+    paged = PagedCall(0, len(rows), 1, slots[:, None], seen[slots])
+    right = attend_paged_reference(q, q[:, :2], values[slots, 0], keys, values, [paged], scale=0.3)
+    call = DenseCall(None if len(rows) == 4 else slots, seen)
+    found = attend_dense(q, keys, values, call, scale=0.3, width=5)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,112 @@
+"""Exact mode: bits of an answer do not depend on what is computed beside it, in which chunks, or what the cache had."""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from meshwright.model import Transformer, generate
+from meshwright.serve.exact_rows import ExactRows
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.served_request import ServedRequest
+from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from tests.model.shrunk import KINDS, VOCAB, model
+
+CHANCE = random.Random(0)
+PROMPTS = [[CHANCE.randrange(VOCAB) for _ in range(CHANCE.randint(1, 30))] for _ in range(6)]
+PROMPTS += [PROMPTS[0] + [1, 2, 3], PROMPTS[5] + [5]]
+NEW = 8
+
+
+@cache
+def shrunk(name: str) -> Transformer:
+    return model(name).eval()
+
+
+def served(
+    found: Transformer, prompts: Sequence[Sequence[int]], *, exact: bool, **options: int
+) -> tuple[list[ServedRequest], ServingEngine]:
+    sizes = {"block": 4, "most_tokens": 24, "most_sequences": 8, **options}
+    engine = ServingEngine(found, EngineOptions(exact=exact, **sizes))
+    asked = [engine.add(one, RequestOptions(max_new_tokens=NEW, logprobs=3)) for one in prompts]
+    engine.run(asked)
+    assert engine.idle and engine.tables.pool.free == engine.tables.pool.size
+    return asked, engine
+
+
+def bits(asked: Sequence[ServedRequest]) -> list[object]:
+    return [(answer.ids, answer.logprobs, answer.top) for one in asked for answer in one.answers]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_greedy_tokens_are_those_of_one_prompt_after_another(name: str, exact: bool) -> None:
+    asked, _ = served(shrunk(name), PROMPTS, exact=exact)
+    for prompt, one in zip(PROMPTS, asked, strict=True):
+        right = generate(shrunk(name), prompt, max_new_tokens=NEW)
+        assert one.answers[0].ids == right.ids
+        assert one.answers[0].logprobs == pytest.approx(right.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_bits_do_not_depend_on_batch_chunks_hits_or_preemption(name: str) -> None:
+    found = shrunk(name)
+    together, _ = served(found, PROMPTS, exact=True)
+    right = bits(together)
+    backwards, _ = served(found, PROMPTS[::-1], exact=True)
+    assert bits(backwards) == right[::-1]
+    for chunk, prompt, own in ((3, PROMPTS[0], right[0]), (7, PROMPTS[1], right[1]), (64, PROMPTS[2], right[2])):
+        assert bits(served(found, [prompt], exact=True, most_tokens=chunk, most_sequences=1)[0]) == [own]
+    block = ServingEngine(found, EngineOptions(block=4)).cache.bytes
+    tight, engine = served(found, PROMPTS, exact=True, cache_bytes=12 * block // _blocks(found), most_tokens=17)
+    assert bits(tight) == right
+    assert engine.scheduler.preemptions or engine.cache.widest, "a window leaves blocks enough"
+
+
+def _blocks(found: Transformer) -> int:
+    return ServingEngine(found, EngineOptions(block=4)).cache.number + 2
+
+
+def test_a_hit_gives_the_same_bits() -> None:
+    found = shrunk("llama-3.1-8b")
+    (cold,), engine = served(found, [PROMPTS[1] + PROMPTS[2]], exact=True)
+    warm = engine.add(cold.prompt, cold.options)
+    engine.run([warm])
+    assert warm.cached >= 16 > cold.cached and bits([warm]) == bits([cold])
+    apart = engine.add(cold.prompt, RequestOptions(max_new_tokens=NEW, logprobs=3, salt="another"))
+    engine.run([apart])
+    assert not apart.cached and bits([apart]) == bits([cold])
+
+
+def test_fast_mode_is_another_thing() -> None:
+    """Else the tests above would show nothing."""
+    found = shrunk("llama-3.1-8b")
+    alone = [served(found, [prompt], exact=False)[0][0] for prompt in PROMPTS]
+    assert bits(alone) != bits(served(found, PROMPTS, exact=False)[0])
+
+
+def test_bf16() -> None:
+    found = model("qwen3-0.6b", dtype=torch.bfloat16).eval()
+    together, _ = served(found, PROMPTS, exact=True)
+    assert together[0].answers[0].ids and bits(together[:3]) == [
+        bits(served(found, [prompt], exact=True, most_tokens=9)[0])[0] for prompt in PROMPTS[:3]
+    ]
+
+
+def test_rows_are_padded_to_numbers_that_agree() -> None:
+    found = shrunk("llama-3.1-8b")
+    with torch.no_grad():
+        rows = ExactRows(found, 40, low_rank=False)
+    assert rows.tile == 16 and rows.most >= 16 and rows.padded(3) == 16
+
+
+def test_where_the_order_of_rows_matters_they_are_computed_one_by_one() -> None:
+    """A norm that adds some noise, which depends on the place of a row."""
+    found = model("llama-3.1-8b").eval()
+    found.norm.register_forward_hook(lambda _, __, x: x + torch.arange(x.shape[1])[:, None] * 1e-3)
+    asked, engine = served(found, PROMPTS[:2], exact=True)
+    assert engine.rows_at_once == 1
+    alone, _ = served(found, PROMPTS[1:2], exact=True)
+    assert bits(alone)[0] == bits(asked)[1]

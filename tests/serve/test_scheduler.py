@@ -1,0 +1,139 @@
+"""The scheduler as a state machine over a cache that keeps tokens: benchmarks/serve_operations.py has what is checked
+in each step. `python -m benchmarks.serve_operations` makes 100,000 operations."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from benchmarks.serve_operations import Simulation, right, run
+from meshwright.serve.block_pool import BlockPool
+from meshwright.serve.block_tables import BlockTables
+from meshwright.serve.scheduler import Scheduler
+from meshwright.spec.errors import ArgumentError
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests come, go on, and are given up, in any order."""
+
+    asked = Bundle("asked")
+    simulation: Simulation
+
+    @initialize(
+        size=st.integers(8, 16), window=st.sampled_from([0, 0, 3, 9]), tokens=st.integers(3, 12), sequences=st.data()
+    )
+    def begin(self, size: int, window: int, tokens: int, sequences: Any) -> None:
+        most = sequences.draw(st.integers(1, min(5, tokens - 1)))
+        self.simulation = Simulation(size, window=window, most_tokens=tokens, most_sequences=most)
+
+    @rule(
+        target=asked, prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), more=st.integers(1, 12),
+        priority=st.integers(-1, 1), salt=st.sampled_from([b"", b"other"]), copies=st.integers(1, 3),
+    )  # fmt: skip
+    def add(self, prompt: list[int], more: int, priority: int, salt: bytes, copies: int) -> Any:
+        return self.simulation.add(prompt, more, priority, salt, min(copies, self.simulation.most_sequences))
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.simulation.step()
+            self.simulation.check()
+
+    @rule(one=asked)
+    def cancel(self, one: Any) -> None:
+        if one in self.simulation.open:
+            self.simulation.cancel(one)
+
+    @invariant()
+    def books(self) -> None:
+        if hasattr(self, "simulation"):
+            self.simulation.check()
+
+    def teardown(self) -> None:
+        """All that is left ends, in a number of steps that the tokens bound."""
+        if hasattr(self, "simulation"):
+            bound = sum(one.limit * one.copies for one in self.simulation.open)
+            steps = 0
+            while not self.simulation.scheduler.idle:
+                self.simulation.step()
+                steps += 1
+            assert steps <= bound and not self.simulation.open
+            self.simulation.check()
+
+
+Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, derandomize=True)
+TestMachine = Machine.TestCase
+
+
+def test_random_operations() -> None:
+    found = run(4000, seed=1)
+    assert found["faults"] == 0
+    assert min(found["ended"], found["preempted"], found["hit_tokens"]) > 20, "what is rare was not met at all"
+
+
+def scheduler(blocks: int = 8, tokens: int = 8, sequences: int = 3) -> Scheduler:
+    return Scheduler(BlockTables(BlockPool(blocks), 4), most_tokens=tokens, most_sequences=sequences)
+
+
+def test_a_prompt_is_cut_into_chunks_beside_tokens_of_others() -> None:
+    found = scheduler(blocks=20)
+    first = found.add([1, 2], 10)
+    plan = found.plan()
+    found.advance(plan)
+    first.tokens.append(3)
+    second = found.add([0] * 20, 30)
+    sizes = []
+    for _ in range(3):
+        plan = found.plan()
+        sizes.append((plan.chunks[first], plan.chunks[second]))
+        found.advance(plan)
+        first.tokens.append(3)
+    assert sizes == [(1, 7), (1, 7), (1, 6)]
+
+
+def test_the_last_to_come_makes_way_and_goes_on_where_its_prefix_is_found() -> None:
+    simulation = Simulation(8, most_tokens=40, most_sequences=2)
+    old, new = simulation.add([0, 1] * 6, 14), simulation.add([1, 1, 0] * 4, 12)
+    while old in simulation.open:
+        simulation.step()
+    assert new.preemptions and simulation.scheduler.preemptions == new.preemptions and not old.preemptions
+    while new in simulation.open:
+        simulation.step()
+    assert new.tokens == right([1, 1, 0] * 4, 0, 24) and new.found
+
+
+def test_priority_goes_first_even_where_that_preempts() -> None:
+    found = scheduler(blocks=4, tokens=16)
+    late = found.add([1] * 12, 16, priority=1)
+    found.advance(found.plan())
+    late.tokens.append(1)
+    urgent = found.add([2] * 8, 10)
+    plan = found.plan()
+    assert list(plan.chunks) == [urgent] and found.running == [urgent] and found.waiting == 1
+    assert late.preemptions == 1 and late.computed == 0
+
+
+def test_refusals_name_what_to_change() -> None:
+    with pytest.raises(ArgumentError, match=r"takes 9 blocks .* the cache has 8"):
+        scheduler().add([1] * 30, 34)
+    scheduler().add([1] * 30, 33)
+    with pytest.raises(ArgumentError, match="n=4"):
+        scheduler().add([1], 3, copies=4)
+    with pytest.raises(ArgumentError, match="most_tokens=3 must be more than most_sequences=3"):
+        scheduler(tokens=3)
+
+
+def test_the_watermark_lets_nobody_in_whom_the_next_step_would_drive_out() -> None:
+    found = Scheduler(BlockTables(BlockPool(200), 4), most_tokens=900, most_sequences=9)
+    first = found.add([1] * 790, 800)
+    found.advance(found.plan())  # 198 blocks
+    first.tokens.append(1)
+    found.add([2], 3)
+    assert list(found.plan().chunks) == [first] and found.waiting == 1, "two blocks are free, and are the watermark"
+
+
+def test_the_same_seed_makes_the_same_operations() -> None:
+    assert run(500, seed=3) == run(500, seed=3) != run(500, seed=random.Random(0).randrange(100))

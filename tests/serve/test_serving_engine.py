@@ -1,0 +1,187 @@
+"""Requests to the engine: what each option does to an answer, and that nothing is left behind."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.serve_speed import differences, theirs
+from meshwright.model import Transformer, generate
+from meshwright.model.hub import import_folder
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.spec.errors import ArgumentError, PlanError, RunError
+from tests.model.hub.peers import PEERS
+from tests.model.shrunk import VOCAB, model
+
+PROMPT = [3, 14, 15, 9, 2, 6, 5]
+MODEL = model("llama-3.1-8b").eval()
+
+
+def spelled(ids: Sequence[int]) -> str:
+    return "".join(chr(ord("A") + token) for token in ids)
+
+
+def engine(found: Transformer = MODEL, end_ids: Sequence[int] = (), **options: Any) -> ServingEngine:
+    return ServingEngine(found, EngineOptions(exact=True, **options), decode=spelled, end_ids=end_ids)
+
+
+def answers(serving: ServingEngine, **options: Any) -> list[Any]:
+    asked = serving.add(PROMPT, RequestOptions(**{"max_new_tokens": 8, **options}))
+    serving.run([asked])
+    assert serving.idle and serving.scheduler.idle and serving.tables.pool.free == serving.tables.pool.size
+    return asked.answers
+
+
+RIGHT = answers(engine())[0].ids
+
+
+def test_an_answer_ends_by_its_length() -> None:
+    (found,) = answers(engine())
+    assert found.ending == "length" and found.ids == generate(MODEL, PROMPT, max_new_tokens=8).ids
+    assert found.text == spelled(found.ids) and len(found.logprobs) == 8
+
+
+def test_an_answer_ends_at_the_last_position() -> None:
+    room = MODEL.shape.max_positions - len(PROMPT) + 1
+    (found,) = answers(engine(), max_new_tokens=10**6)
+    assert found.ending == "length" and len(found.ids) == room
+    assert len(answers(engine(longest=10), max_new_tokens=50)[0].ids) == 4
+
+
+def test_an_answer_of_no_tokens() -> None:
+    (found,) = answers(engine(), max_new_tokens=0)
+    assert (found.ids, found.text, found.ending) == ([], "", "length")
+
+
+def test_tokens_that_end_a_text() -> None:
+    end = RIGHT[3]
+    kept = RIGHT[: RIGHT.index(end) + 1]
+    for found in (*answers(engine(end_ids=[end])), *answers(engine(), stop_ids=(end,))):
+        assert (found.ids, found.ending, found.text) == (kept, "stop", spelled(kept[:-1]))
+    assert answers(engine(end_ids=[end]), ignore_end=True)[0].ids == RIGHT
+
+
+def test_stop_strings_end_a_text_before_them_across_tokens() -> None:
+    text = spelled(RIGHT)
+    for begin, end in ((2, 4), (0, 1), (5, 8)):
+        stop = text[begin:end]
+        (found,) = answers(engine(), stop=("never", stop))
+        place = text.index(stop)
+        assert (found.text, found.ending) == (text[:place], "stop")
+        assert found.ids == RIGHT[: place + len(stop)]
+    (found,) = answers(engine(), stop=(text[6:8] + "!",))
+    assert (found.text, found.ending) == (text, "length"), "what was held back comes at the end"
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    text = spelled(RIGHT)
+    serving = engine()
+    asked = serving.add(PROMPT, RequestOptions(max_new_tokens=8, stop=(text[2:5] + "!",)))
+    seen = [answer.text for answer in serving.stream(asked)]
+    assert seen[2:5] == [text[:2], text[:2], text[:2]] and seen[-1] == text
+
+
+def test_several_answers_share_a_prompt_and_differ_by_seed() -> None:
+    several = answers(engine(), n=4, temperature=1.0, seed=7)
+    alone = [answers(engine(), temperature=1.0, seed=7 + number)[0] for number in range(4)]
+    assert [one.ids for one in several] == [one.ids for one in alone]
+    assert [one.logprobs for one in several] == [one.logprobs for one in alone]
+    assert len({tuple(one.ids) for one in several}) > 1
+
+
+def test_several_answers_without_room_for_all_at_once() -> None:
+    tight = engine(block=4, cache_bytes=7 * 4 * 2 * 8 * MODEL.shape.layers * 4 * MODEL.shape.kv_heads, longest=16)
+    assert tight.tables.pool.size < 4 * 4
+    several = answers(tight, n=4, temperature=1.0, seed=7)
+    roomy = answers(engine(block=4), n=4, temperature=1.0, seed=7)
+    assert [one.ids for one in several] == [one.ids for one in roomy]
+
+
+def test_options_change_an_answer() -> None:
+    plain = answers(engine())[0]
+    assert answers(engine(), logit_bias={RIGHT[0]: -100.0})[0].ids[0] != RIGHT[0]
+    assert answers(engine(), repetition_penalty=50.0)[0].ids != RIGHT
+    assert answers(engine(), logprobs=2)[0].top[0][0] == (RIGHT[0], plain.logprobs[0])
+    assert answers(engine(), temperature=3.0)[0].ids != answers(engine(), temperature=3.0, seed=1)[0].ids
+
+
+def test_a_stream_gives_an_answer_as_it_grows() -> None:
+    serving = engine()
+    other = serving.add(PROMPT[:3], RequestOptions(max_new_tokens=3))
+    asked = serving.add(PROMPT, RequestOptions(max_new_tokens=8))
+    assert [len(one.ids) for one in serving.stream(asked)] == list(range(1, 9))
+    assert len(other.answers[0].ids) == 3, "others go on meanwhile"
+
+
+def test_a_stream_that_is_left_gives_its_blocks_back() -> None:
+    serving = engine()
+    asked = serving.add(PROMPT, RequestOptions(max_new_tokens=8, n=2))
+    stream = serving.stream(asked)
+    next(stream)
+    stream.close()
+    assert serving.idle and serving.tables.pool.free == serving.tables.pool.size
+    assert [one.ending for one in asked.answers] == ["cancelled", "cancelled"]
+
+
+def test_a_request_is_cancelled_before_it_begins() -> None:
+    serving = engine()
+    asked = serving.add(PROMPT, RequestOptions(n=2))
+    serving.cancel(asked)
+    assert asked.ended and serving.idle and serving.scheduler.idle and not serving.step()
+
+
+def test_a_broken_model_is_an_error_and_spoils_nobody() -> None:
+    found = model("llama-3.1-8b").eval()
+    with torch.no_grad():
+        found.embed.weight[60] = float("nan")
+    serving = engine(found)
+    with pytest.raises(RunError, match="no numbers"):
+        serving.run([serving.add([60, 1], RequestOptions(max_new_tokens=2))])
+    # the same blocks again, of which a part is read that is not written
+    assert serving.idle and answers(serving)[0].ids == answers(engine(found))[0].ids
+
+
+def test_refusals() -> None:
+    with pytest.raises(PlanError, match="the prompt is empty"):
+        engine().add([])
+    with pytest.raises(PlanError, match=f"vocabulary of {VOCAB}"):
+        engine().add([VOCAB])
+    with pytest.raises(ArgumentError, match="longest=5"):
+        engine(longest=5).add(PROMPT)
+    with pytest.raises(ArgumentError, match="logit_bias names token 999"):
+        engine().add(PROMPT, RequestOptions(logit_bias={999: 1.0}))
+    with pytest.raises(ArgumentError, match="give stop_ids"):
+        ServingEngine(MODEL).add(PROMPT, RequestOptions(stop=("x",)))
+    with pytest.raises(ArgumentError, match="the cache has 1"):
+        engine(cache_bytes=1).add(PROMPT, RequestOptions(max_new_tokens=20))
+    with pytest.raises(ArgumentError, match="n=65"):
+        engine().add(PROMPT, RequestOptions(n=65))
+    with pytest.raises(ArgumentError, match="block=0"):
+        engine(block=0)
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.filterwarnings("ignore")
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Different at a tie only."""
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
+    from benchmarks.agreement import loaded
+    from tests.model.hub.peers import peer
+
+    transformers.logging.set_verbosity_error()
+    other = peer(name).eval()
+    other.generation_config.eos_token_id = None
+    other.save_pretrained(tmp_path)
+    chance = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (12,), generator=chance).tolist()
+    load = [(torch.randint(import_folder(tmp_path).shape.vocab, (n,), generator=chance).tolist(), 12) for n in lengths]
+    right = theirs(other, load, 1)
+    for exact in (False, True):
+        serving = ServingEngine(loaded(tmp_path), EngineOptions(exact=exact, most_tokens=48, most_sequences=8))
+        asked = [serving.add(prompt, RequestOptions(max_new_tokens=count)) for prompt, count in load]
+        serving.run(asked)
+        wrong, _ = differences(other, load, right, [one.answers[0].ids for one in asked])
+        assert not wrong
