@@ -1,4 +1,4 @@
-"""Meshwright plans, trains and observes transformer language models.
+"""Meshwright plans, trains, shrinks and observes transformer language models.
 
     import meshwright as mw
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from meshwright.cli.terminal.screen_text import width, wrapped
 
-ABOUT = "Plans, trains and observes transformer language models: from text on disk to a model that others can load."
+ABOUT = "Plans, trains, shrinks and observes transformer language models: from text on disk to a model others can load."
 GROUPS = {
     "Start": {
         "quickstart": "Train a first model, here and now.",

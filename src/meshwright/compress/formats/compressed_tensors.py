@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compress.formats.folder_format import QuantizedModel, Weights
+from meshwright.compress.formats.hub_tensors import encoded_tensors, planned_tensors
 from meshwright.compress.formats.native import check
 from meshwright.kernels.quantization import pack, unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
@@ -63,29 +64,11 @@ class CompressedTensors:
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
         """As QuantizedFormat."""
-        found = []
-        for binding in bindings(model.shape):
-            own = next(iter(binding.ours))
-            for name, size in binding.theirs.items():
-                scheme = model.schemes.get(own)
-                if scheme is None:
-                    dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
-                    found.append(Planned(name=name, size=size, dtype=dtype))
-                else:
-                    found += _planned(name, size, scheme, model.dtype)
-        return found
+        return planned_tensors(model, lambda name, size, scheme: _planned(name, size, scheme, model.dtype))
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """As QuantizedFormat."""
-        binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
-        for name, found in weights:
-            if model.shape.tied and name == "head.weight":
-                continue
-            binding = binding_of[name]
-            if isinstance(found, QuantizedMatrix):
-                yield from _encoded(binding, found, model)
-            else:
-                yield from zip(binding.theirs, binding.transform.export([found], model.shape), strict=True)
+        return encoded_tensors(model, weights, lambda _, binding, matrix: _encoded(binding, matrix, model))
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
         """One group of all quantized layers; what is not quantized is named."""

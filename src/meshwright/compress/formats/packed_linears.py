@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.compress.formats.folder_format import QuantizedModel, Weights
+from meshwright.compress.formats.hub_tensors import encoded_tensors, planned_tensors
 from meshwright.compress.formats.native import check
 from meshwright.kernels.quantization import pack, unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, fixed_zero
@@ -103,33 +104,22 @@ class PackedLinears(ABC):
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
         """As QuantizedFormat."""
-        found = []
-        for binding in bindings(model.shape):
-            scheme = model.schemes.get(next(iter(binding.ours)))
-            for name, size in binding.theirs.items():
-                if scheme is None:
-                    dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
-                    found.append(Planned(name=name, size=size, dtype=dtype))
-                    continue
-                own = self.sizes(size[0], size[1], scheme)
-                found += [
-                    Planned(name=_start(name) + part, size=dims, dtype=kind) for part, (dims, kind) in own.items()
-                ]
-        return found
+
+        def plan(name: str, size: tuple[int, ...], scheme: Scheme) -> list[Planned]:
+            own = self.sizes(size[0], size[1], scheme)
+            return [Planned(name=_start(name) + part, size=dims, dtype=kind) for part, (dims, kind) in own.items()]
+
+        return planned_tensors(model, plan)
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """As QuantizedFormat."""
-        binding_of = {name: binding for binding in bindings(model.shape) for name in binding.ours}
-        for name, found in weights:
-            if model.shape.tied and name == "head.weight":
-                continue
-            binding = binding_of[name]
-            if isinstance(found, QuantizedMatrix):
-                for their, one in _each(binding, found, model.shape):
-                    parts = self.packed(name, one, found.scheme).items()
-                    yield from ((_start(their) + part, tensor) for part, tensor in parts)
-            else:
-                yield from zip(binding.theirs, binding.transform.export([found], model.shape), strict=True)
+
+        def encode(name: str, binding: Binding, matrix: QuantizedMatrix) -> Iterator[tuple[str, Tensor]]:
+            for their, one in _each(binding, matrix, model.shape):
+                parts = self.packed(name, one, matrix.scheme).items()
+                yield from ((_start(their) + part, tensor) for part, tensor in parts)
+
+        return encoded_tensors(model, weights, encode)
 
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
