@@ -36,7 +36,7 @@ def _summed(scales: Tensor, x: Tensor) -> Tensor:
 
 def _one_over_rms(x: Tensor, eps: float) -> Tensor:
     """Of rows x (..., D) -> (..., 1)."""
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 

@@ -93,8 +93,11 @@ class PagedLayer:
             store.write(self.places.slots, new, self.loops)
         done, parts = 0, list[Tensor]()
         if self.places.rows is not None and self.loops is not None:
-            done, given = len(self.places.rows.last), {"width": v.shape[-1], "window": self.window, "scale": scale}
-            parts.append(attend_rows(self.loops, q[:done], self.keys, self.values, self.places.rows, **given))
+            done, stores = len(self.places.rows.last), (self.keys, self.values)
+            found = attend_rows(
+                self.loops, q[:done], *stores, self.places.rows, width=v.shape[-1], window=self.window, scale=scale
+            )
+            parts.append(found)
         for step in () if self.window else self.places.copies:
             rows = slice(done, done + step.queries)
             copied = self._copied(step, [new[rows] for new in news])

@@ -66,9 +66,9 @@ class NgramIndex:
 
     def guess(self, tokens: Sequence[int], count: int) -> list[int]:
         """What followed the last tokens of a text where they stood before, at most so many."""
-        for place in range(self._known, len(tokens)):  # the run that ends the text is not among them
-            for length in range(SHORTEST, min(self._longest, place) + 1):
-                self._behind[tuple(tokens[place - length : place])] = place
+        for end in range(self._known, len(tokens)):  # the run that ends the text is not among them
+            for length in range(SHORTEST, min(self._longest, end) + 1):
+                self._behind[tuple(tokens[end - length : end])] = end
         self._known = len(tokens)
         for length in range(min(self._longest, len(tokens)), SHORTEST - 1, -1):
             place = self._behind.get(tuple(tokens[-length:]))
