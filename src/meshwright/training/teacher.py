@@ -21,7 +21,7 @@ from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import digest
 from meshwright.parallel.data import local
-from meshwright.spec import ModelShape, Plan
+from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
@@ -151,16 +151,23 @@ class OnlineTeacher:
         return found[0]
 
 
+def lay_out(
+    shape: ModelShape, layout: Layout, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, seed: int | None = None
+) -> Engine:  # fmt: skip
+    """A frozen model over the ranks of a mesh; without a seed its weights are left as memory is."""
+    engine = build_engine(
+        shape, layout, mesh=make_mesh(layout, rank=mesh.rank, made=mesh.made), device=device, dtype=dtype,
+        seed=seed or 0, initialize=seed is not None, trains=False,
+    )  # fmt: skip
+    engine.eval()
+    return engine
+
+
 def build_teacher(plan: Plan, mesh: Mesh, device: torch.device) -> Engine:
     """The teacher of a plan, without weights yet."""
     assert plan.teacher is not None, "a distillation has one"
     layout = teacher_layout(plan.layout, plan.teacher)
-    engine = build_engine(
-        plan.teacher, layout, mesh=make_mesh(layout, rank=mesh.rank, made=mesh.made), device=device,
-        dtype=DTYPES[plan.recipe.precision], initialize=False, trains=False,
-    )  # fmt: skip
-    engine.eval()
-    return engine
+    return lay_out(plan.teacher, layout, mesh, device, DTYPES[plan.recipe.precision])
 
 
 @torch.no_grad()
