@@ -4,7 +4,7 @@ It runs where the student's loss is made, without gradients: hidden states of bo
 are ever whole. It has a traffic of its own, so that a run's counts are those of its student.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -32,6 +32,7 @@ from meshwright.training.batches import Batch
 from meshwright.training.distillation import Distillation, form_of
 from meshwright.training.precision import DTYPES
 from meshwright.training.pretrained import means_the_same
+from meshwright.training.staged_teacher import StagedTeacher
 from meshwright.training.step import Objective
 
 OTHERWISE = "or train without one, by recipe.objective=cross-entropy"
@@ -131,6 +132,9 @@ class OnlineTeacher:
     engine: Engine
     shared: int = 0
 
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        """As AsksTeacher: nothing, since each micro-batch is asked about when its loss is made."""
+
     def against(
         self, predictions: Predictions, batch: Batch, scale: Tensor | None, form: Divergence
     ) -> DistillationLoss:  # fmt: skip
@@ -193,12 +197,19 @@ def distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = 
     engine = build_teacher(plan, mesh, device)
     if loads:
         fill(engine, folder_of(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
-    return Distillation(form=form, teacher=OnlineTeacher(engine=engine, shared=shared), shared=shared)
+    return Distillation(form=form, teacher=beside(engine, shared), shared=shared)
+
+
+def beside(engine: Engine, shared: int = 0) -> OnlineTeacher | StagedTeacher:
+    """A teacher on the student's ranks, asked as its layout allows."""
+    if engine.pipeline is None:
+        return OnlineTeacher(engine=engine, shared=shared)
+    return StagedTeacher(engine, shared)
 
 
 def teacher_tensors(objective: Objective) -> list[Tensor]:
     """Parameters and buffers of a teacher that stands beside the model; none where there is no such teacher."""
-    if not isinstance(objective, Distillation) or not isinstance(objective.teacher, OnlineTeacher):
+    if not isinstance(objective, Distillation) or objective.teacher is None:
         return []
     engine = objective.teacher.engine
     return [*engine.parameters.values(), *engine.buffers.values()]

@@ -2,9 +2,9 @@
 
     kv_heads=1 heads=2 tp=2 clip=0.05
 
-Keys are the fields of Case, ModelShape and Layout, with `moe.`, `mla.`, `rope_scaling.` and `lora.` before those of parts
-of a shape, and `teacher.` before those of a teacher. A field that is not written has its default; for fields without
-one it is that of BASE.
+Keys are the fields of Case, ModelShape and Layout; with `moe.`, `mla.`, `rope_scaling.` and `lora.` before them those
+of parts of a shape, and with `teacher.` those of a teacher. A field that is not written has its default; for fields
+without one it is that of BASE.
 """
 
 from collections.abc import Iterator, Mapping

@@ -13,7 +13,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
 from meshwright.training.distillation import Distillation
 from meshwright.training.step import CROSS_ENTROPY, Objective
-from meshwright.training.teacher import OnlineTeacher, lay_out
+from meshwright.training.teacher import beside, lay_out
 
 SHARP = 6.0
 """Gain of the last norm over that of drawn weights, whose distributions are almost even: a divergence between two of
@@ -63,7 +63,7 @@ class DrawnTeacher:
         engine = lay_out(shape, teacher_layout(layout, shape), mesh, device, dtype, seed=seed)
         sharpen(engine)
         shared = student.vocab if self.filled else 0
-        return Distillation(form=self.form, teacher=OnlineTeacher(engine=engine, shared=shared), shared=shared), engine
+        return Distillation(form=self.form, teacher=beside(engine, shared), shared=shared), engine
 
 
 def objective_of(
