@@ -1,4 +1,4 @@
-"""What `plan --serve` prints: does it fit, how fast, for how many at once; other layouts; throughput against latency."""
+"""What `plan --serve` prints: does it fit, how fast, for how many at once; other layouts; the load varied."""
 
 from collections.abc import Iterator
 

@@ -7,7 +7,7 @@ divides the requests in flight by them.
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.planner.accuracy.serving_models import served_model
@@ -18,12 +18,11 @@ from meshwright.planner.serving.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.serving.number_formats import formats_of
 from meshwright.spec import presets
 from meshwright.spec.errors import MeshwrightError
-from meshwright.spec.shape import ModelShape
 
 DEVICES = {
     "H100-SXM-80": "h100", "H200-SXM": "h200", "B200": "b200", "GB200": "gb200", "B300": "b300", "GB300": "gb300",
 }  # fmt: skip
-TABLES = "serving_measured.csv"
+TABLE = "serving_measured.csv"
 LARGEST_ENGINE = 8
 """GPUs of one engine where requests are not split into prompts and decoding: a node. Rows with more are deployments of
 several engines whose split is not given."""
@@ -147,7 +146,7 @@ def _deployment(
     device = presets.device(DEVICES[columns["system"]])
     width = 2.0 if columns["precision"] in ("", "bf16") else 1.0
     return batch, Deployment(
-        model=_on(model, columns), device=device, degrees=degrees, framework=framework,
+        model=model, device=device, degrees=degrees, framework=framework,
         formats=formats_of(columns["gemm_quant_mode"] or "bf16", experts=model.shape.moe is not None),
         cache_width=width, drafted=_drafted(columns, degrees),
         per_node=72 if device.name.startswith("GB") else 8,
@@ -167,10 +166,6 @@ def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int) -> Degrees:
     return Degrees(tp=tp, attention_dp=dp, expert_tp=expert_tp, expert_ep=expert_ep)
 
 
-def _on(model: ServedModel, columns: Mapping[str, str]) -> ServedModel:
-    return model
-
-
 DRAFTING = (("1.2.0rc6.post3", 1), ("1.1.0rc2.post2", 2))
 """Versions of TensorRT-LLM that InferenceX ran DeepSeek-R1 with multi-token prediction on, and the expert parallel
 degree from which on (configs/nvidia-master.yaml of 2026-02 to 2026-05)."""
@@ -187,14 +182,3 @@ def _drafted(columns: Mapping[str, str], degrees: Degrees) -> int:
 
 ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.4}
 """Drafted tokens -> tokens that a step gives. Published runs print no acceptance."""
-
-
-def shape_of(row: ServingRow) -> ModelShape:
-    """Of its model."""
-    return row.decode.model.shape
-
-
-def with_framework(row: ServingRow, framework: Framework) -> ServingRow:
-    """The same under other rules."""
-    prefill = replace(row.prefill, framework=framework) if row.prefill else None
-    return replace(row, decode=replace(row.decode, framework=framework), prefill=prefill)

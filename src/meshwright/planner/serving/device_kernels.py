@@ -71,7 +71,8 @@ class DeviceKernels:
         moving = batch * context * keys * cache_width / (kernel.chip.memory * LATENT_MEMORY)
         flop = 2.0 * batch * context * max(heads, 16.0) * (keys + of.kv_rank)
         computing = flop / (kernel.chip.peak * LATENT_RATE * (2 / cache_width) ** 0.5)
-        return (kernel.figures["launch_us"] + (moving**3 + computing**3) ** (1 / 3)) / 1e6
+        found: float = (kernel.figures["launch_us"] + (moving**3 + computing**3) ** (1 / 3)) / 1e6
+        return found
 
     def experts(
         self, tokens: float, hidden: float, ffn: float, top_k: float, number: float, tp: float, ep: float,

@@ -34,9 +34,9 @@ class Framework(NamedTuple):
 
 
 LATENT = 4.0
-VLLM = Framework("vllm", 10.0, 600.0, 3.0, 4e4, 300.0, 0.9, mixes=True, budget=8192)
-SGLANG = Framework("sglang", 12.0, 400.0, 3.0, 3e4, 400.0, 0.9, mixes=False, budget=16384, reserve=0.85)
-TENSORRT = Framework("trtllm", 10.0, 300.0, 3.0, 2e4, 400.0, 0.9, mixes=True, budget=8192)
+VLLM = Framework("vllm", 6.0, 600.0, 3.0, 4.5e4, 200.0, 0.9, mixes=True, budget=8192)
+SGLANG = Framework("sglang", 6.0, 400.0, 3.0, 3.5e4, 400.0, 0.9, mixes=False, budget=16384, reserve=0.85)
+TENSORRT = Framework("trtllm", 6.0, 300.0, 3.0, 3.5e4, 400.0, 0.95, mixes=True, budget=8192)
 FRAMEWORKS = {one.name: one for one in (VLLM, SGLANG, TENSORRT)}
 """Of GPUs, and of the benchmarks that docs/accuracy.md scores; constants as its page says."""
 MESHWRIGHT = Framework(

@@ -52,7 +52,7 @@ class MeasuredKernels:
     ) -> float:  # fmt: skip
         """As KernelTimes: products of each expert that has tokens, evenly routed."""
         pairs, held = tokens * top_k / ep, number / ep
-        active = held * (1 - (1 - 1 / held) ** pairs)
+        active: float = held * (1 - (1 - 1 / held) ** pairs)
         rows, inner = max(1.0, pairs / active), ffn / tp
         return active * (self.product(rows, hidden, 2 * inner, of) + self.product(rows, inner, hidden, of))
 

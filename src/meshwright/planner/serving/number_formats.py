@@ -39,9 +39,11 @@ class WeightFormats(NamedTuple):
 
 
 def formats_of(name: str, *, experts: bool) -> WeightFormats:
-    """fp32 and bf16 are of everything. As checkpoints are published, 8 bits are of all matrices. 4 bits are of all matrices of a dense model, and of
-    the routed experts of a mixture, whose attention stays in 16 bit. `name`: one of FORMATS, or a scheme of
-    `quantize`. PlanError for others."""
+    """fp32 and bf16 are of everything. As checkpoints are published, 8 bits are of all matrices. 4 bits are of all
+    matrices of a dense model, and of the routed experts of a mixture, whose attention stays in 16 bit.
+
+    `name`: one of FORMATS, or a scheme of `quantize`. PlanError for others.
+    """
     found = FORMATS.get(name) or _of_scheme(name)
     if found.width > 2:
         return WeightFormats(found, found, found, found.width)

@@ -183,9 +183,11 @@ def curve(best: ServingLayout, timed: Timed = StepTimes) -> list[CurvePoint]:
         served = played(best.asked, times, best.memory, each)
         found.append(
             CurvePoint(
-                concurrency=each * best.groups, first_token_s=served.first_token_s, per_token_s=served.per_token_s,
+                concurrency=each * best.groups,
+                first_token_s=served.first_token_s,
+                per_token_s=served.per_token_s,
                 tokens_per_s=served.output_tokens_per_s * best.groups,
-            )  # fmt: skip
+            )
         )
     return found
 

@@ -25,9 +25,7 @@ class StepTimes:
         self._cores: dict[float, dict[float, float]] = {}
         self._chunks: dict[tuple[float, float], float] = {}
 
-    def prefill_s(
-        self, chunks: Sequence[tuple[float, float]], batch: float = 0.0, context: float = 0.0
-    ) -> float:
+    def prefill_s(self, chunks: Sequence[tuple[float, float]], batch: float = 0.0, context: float = 0.0) -> float:
         """Of a step with chunks of prompts, (new tokens, tokens read before) each, and `batch` sequences that decode
         beside them."""
         tokens = sum(new for new, _ in chunks)
@@ -48,7 +46,7 @@ class StepTimes:
         logits = self.on_grid(self._heads, tokens, self._logits)
         core = self.core_s(batch, context) * (1 + 0.1 * drafted)
         if drafted:
-            each = (self.on_grid(self._layers, batch, self._linear) + self.core_s(batch, context))
+            each = self.on_grid(self._layers, batch, self._linear) + self.core_s(batch, context)
             each = each / self.of.model.shape.layers + self.on_grid(self._heads, batch, self._logits)
             linear += drafted * each
         return (linear + logits + core) / self.of.framework.share + self._host(batch)
