@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
     from meshwright.api.quantizing import quantize
+    from meshwright.api.serve_planning import plan_serving
     from meshwright.api.training_run import train
     from meshwright.api.tuning import tune
     from meshwright.serve.request_options import RequestOptions
@@ -36,12 +37,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "compare", "distill", "dry_run",
-    "evaluate", "load", "plan", "profile", "quantize", "report", "train", "tune",
+    "evaluate", "load", "plan", "plan_serving", "profile", "quantize", "report", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
-    "load": "api.model_opening", "plan": "api.planning",
+    "load": "api.model_opening", "plan": "api.planning", "plan_serving": "api.serve_planning",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "train": "api.training_run", "tune": "api.tuning",
     "EngineOptions": "serve.serving_engine", "RequestOptions": "serve.request_options",

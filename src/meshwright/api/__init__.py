@@ -4,6 +4,7 @@
     plan_request     model, cluster and recipe -> the Plan whose layout is searched
     layout_argument  what of it is fixed
     planning         plan          -> PlanAnswer, of planned_layout.PlannedLayout
+    serve_planning   plan_serving  -> ServingAnswer
     dry_runs         dry_run       -> DryRunAnswer
     profiling        profile       -> ProfileAnswer
     training_run     train         -> TrainAnswer; foresight: what is said before the first step
