@@ -132,7 +132,7 @@ class TrainedModel:
     def engine(self, options: EngineOptions | None = None) -> ServingEngine:
         """An engine that answers many requests with this model, step by step."""
         decode = self.tokenizer.decode if self.tokenizer else None
-        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids)
+        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer)
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
         """A stop string ends the text, not the ids."""
