@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -69,20 +69,20 @@ class Running:
         return self.server.service.engine.engine
 
     def client(self, key: str = KEYS[0], **more: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.server.address}/v1", api_key=key, max_retries=0, timeout=60, **more)
+        return openai.OpenAI(base_url=f"{self.server.address}/v1", api_key=key, max_retries=0, timeout=300, **more)
 
     def ask(
         self, path: str, body: Any = None, *, key: str | None = KEYS[0], method: str = "", headers: Any = ()
     ) -> tuple[int, dict[str, str], Any]:
         """Status, headers and JSON, or bytes where it is none."""
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=300)
         sent = {"Authorization": f"Bearer {key}"} if key else {}
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         connection.request(method or ("GET" if data is None else "POST"), path, data, sent | dict(headers))
         answer = connection.getresponse()
         content = answer.read()
         connection.close()
-        plain = "json" not in (answer.headers["content-type"] or "")
+        plain = not content or "json" not in (answer.headers["content-type"] or "")
         return answer.status, dict(answer.headers.items()), content if plain else json.loads(content)
 
 
@@ -102,22 +102,26 @@ def running(
     thread.start()
     try:
         if open_model is None:
-            assert ready.wait(60)
+            assert ready.wait(300)
         found = Running(server)
         found.lines = lines
         yield found
     finally:
         server.stop()
         server.stop()
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
 
 
-def answers(prompt: str, **options: Any) -> list[Any]:
-    """What an engine of its own makes of a prompt."""
+@cache
+def _own_engine() -> ServingEngine:
     hosted = small()
     assert hosted.tokenizer is not None
-    serving = ServingEngine(hosted.model, EXACT, decode=hosted.tokenizer.decode, end_ids=hosted.end_ids)
-    asked = serving.add(hosted.tokenizer.begin(prompt), RequestOptions(**options))
-    serving.run([asked])
+    return ServingEngine(hosted.model, EXACT, decode=hosted.tokenizer.decode, end_ids=hosted.end_ids)
+
+
+def answers(prompt: Sequence[int], **options: Any) -> list[Any]:
+    """What an engine of its own makes of a prompt."""
+    asked = _own_engine().add(prompt, RequestOptions(**options))
+    _own_engine().run([asked])
     return asked.answers

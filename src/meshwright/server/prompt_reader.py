@@ -34,9 +34,8 @@ class PromptReader:
         self._children = set[subprocess.Popen[bytes]]()
 
     async def start(self) -> None:
-        """Start the processes, so that the first prompts do not wait for them. ApiError."""
-        loop = asyncio.get_running_loop()
-        await asyncio.gather(*(loop.run_in_executor(self._threads, self._own_child) for _ in range(PROCESSES)))
+        """Start the first process, so that no prompt waits for it; another follows when two come at once. ApiError."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._own_child)
 
     async def text(self, text: str) -> list[int]:
         """Ids of a text that is to be gone on with. ApiError."""
@@ -77,10 +76,10 @@ class PromptReader:
                 f"the prompt took more than {self._limit_s:g} s or too much memory to become tokens: shorten it",
                 code="prompt_too_slow",
             )
-        error, ids = answer
+        error, *ids = answer
         if error:
             raise refused(error.decode("utf-8", "replace")[:500], code="prompt_refused")
-        return array("I", ids).tolist()
+        return array("I", ids[0]).tolist()
 
     def _own_child(self) -> "subprocess.Popen[bytes]":
         """Of this thread; started where there is none that lives."""
