@@ -134,7 +134,7 @@ class TrainedModel:
     def engine(self, options: EngineOptions | None = None) -> ServingEngine:
         """An engine that answers many requests with this model, step by step."""
         decode = self.tokenizer.decode if self.tokenizer else None
-        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids)
+        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer)
 
     @checked
     def serve(

@@ -6,18 +6,20 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.data.text_stream import TextStream
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
+from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, RunError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,16 @@ class ServingEngine:
         *,
         decode: Decode | None = None,
         end_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text. The model
-        is put into evaluation mode. ArgumentError where options make no sense."""
+        """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text; `tokenizer`:
+        what constrained answers are spelled by. The model is put into evaluation mode. ArgumentError where options
+        make no sense."""
         self.options = options = options or EngineOptions()
         self.model = model.eval()
         self._decode, self._end_ids = decode, frozenset(end_ids)
+        self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
         self._longest = min(options.longest or model.shape.max_positions, model.shape.max_positions)
         self._check(model)
         size = options.block
@@ -94,8 +100,9 @@ class ServingEngine:
         if options.stop and self._decode is None:
             raise ArgumentError("stop strings need a tokenizer, and there is none: give stop_ids")
         ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_end else self._end_ids)
+        grammar = self._grammar(options, ends)
         request = ServedRequest(tuple(prompt), options, [])
-        request.answers = [self._answer(request, ends, number) for number in range(options.n)]
+        request.answers = [self._answer(request, ends, number, grammar) for number in range(options.n)]
         room = self._room(request)
         if not room:
             for answer in request.answers:
@@ -149,6 +156,8 @@ class ServingEngine:
             if found.broken[place]:
                 answer.ending = "broken"
                 self.cache.clear(self.tables.withdraw(sequence))
+            elif answer.row.grammar is not None and answer.row.grammar.failure:
+                answer.ending = "grammar"
             else:
                 if not answer.ids:
                     request.cached = sequence.found
@@ -159,7 +168,7 @@ class ServingEngine:
         return [answer for _, answer in grown]
 
     def run(self, requests: Iterable[ServedRequest]) -> None:
-        """Step until these have ended. RunError: the model's logits are no numbers."""
+        """Step until these have ended. RunError: the model's logits are no numbers, or a grammar is too much."""
         for request in requests:
             while not request.ended:
                 self.step()
@@ -167,7 +176,7 @@ class ServingEngine:
 
     def stream(self, request: ServedRequest) -> Iterator[ServedAnswer]:
         """Step until a request has ended; its answers, each time one has grown. What is not read to its end is
-        cancelled. RunError: the model's logits are no numbers."""
+        cancelled. RunError: the model's logits are no numbers, or a grammar is too much."""
         try:
             while not request.ended:
                 yield from (answer for answer in self.step() if answer in request.answers)
@@ -183,9 +192,21 @@ class ServingEngine:
         if options.exact and model.embed.weight.device.type != "cpu":
             raise ArgumentError("exact=True is for CPUs: take exact=False, or a model on the CPU")
 
-    def _answer(self, request: ServedRequest, ends: frozenset[int], number: int) -> ServedAnswer:
+    def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
+        if not options.constrained:
+            return None
+        if self._grammars is None:
+            if self._tokenizer is None:
+                raise ArgumentError("json_schema and regex need a tokenizer, and there is none: leave them out")
+            self._grammars = Grammars(self._tokenizer, self.model.shape.vocab)
+        return self._grammars.begin(options, ends)
+
+    def _answer(
+        self, request: ServedRequest, ends: frozenset[int], number: int, grammar: GrammarState | None
+    ) -> ServedAnswer:
         ids = list[int]()
-        row = SampledRow(request.options, request.options.seed + number, request.prompt, ids)
+        own = grammar.copy() if grammar else None
+        row = SampledRow(request.options, request.options.seed + number, request.prompt, ids, own)
         stream = TextStream(self._decode, request.prompt) if self._decode else None
         return ServedAnswer(request.options, row, ends, stream, ids)
 
@@ -213,5 +234,8 @@ class ServingEngine:
 
 
 def _check(request: ServedRequest) -> None:
-    if any(answer.ending == "broken" for answer in request.answers):
-        raise broken()
+    for answer in request.answers:
+        if answer.ending == "broken":
+            raise broken()
+        if answer.ending == "grammar" and answer.row.grammar is not None:
+            raise RunError(f"an answer cannot be continued by its schema or regex: {answer.row.grammar.failure}")
