@@ -13,7 +13,8 @@
     comparing        compare       -> ComparisonAnswer; report
     evaluation       evaluate      -> EvaluationAnswer
     quantizing       quantize      -> QuantizeAnswer
-    model_opening    load          -> trained_model.TrainedModel: generate, generate_many, evaluate
+    model_opening    load          -> trained_model.TrainedModel: generate, generate_many, evaluate, serve
+    serving          a model behind an HTTP address
     answer           what they have in common; documents: as JSON, markup: as HTML
 
 `import meshwright` offers the functions by name, and loads each when it is first used. Printing belongs to `cli`.

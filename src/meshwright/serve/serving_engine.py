@@ -112,6 +112,7 @@ class ServingEngine:
         limit = len(prompt) + room
         sequence = self.scheduler.add(prompt, limit, priority=options.priority, salt=salt, copies=options.n)
         self._growing[sequence] = request, request.answers[0]
+        request.sequence = sequence
         if options.n > 1:
             self._waiting[sequence] = request
         return request
@@ -124,6 +125,11 @@ class ServingEngine:
                 self._end(sequence)
         for answer in request.answers:
             answer.ending = answer.ending or "cancelled"
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and answer but the last, whose keys and values nobody needs."""
+        return self._longest
 
     @property
     def rows_at_once(self) -> int:
