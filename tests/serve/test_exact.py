@@ -98,7 +98,7 @@ def test_bf16() -> None:
 def test_rows_are_padded_to_numbers_that_agree() -> None:
     found = shrunk("llama-3.1-8b")
     with torch.no_grad():
-        rows = ExactRows(found, 40, low_rank=False)
+        rows = ExactRows(found, 40, lambda x: found.kernels.linear(x, found.head_weight), low_rank=False)
     assert rows.tile == 16 and rows.most >= 16 and rows.padded(3) == 16
 
 

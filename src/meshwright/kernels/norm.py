@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.chooser import NARROW, uses_triton
+from meshwright.kernels.compiled import library
 from meshwright.kernels.target import acts, kind
 
 WIDEST, WIDEST_CENTERED = 16384, 4096
@@ -33,6 +34,12 @@ def _summed(scales: Tensor, x: Tensor) -> Tensor:
     return blocks.sum((0, 1)) + rest.view(-1)
 
 
+def _one_over_rms(x: Tensor, eps: float) -> Tensor:
+    """Of rows x (..., D) -> (..., 1)."""
+    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
 class _RmsNorm(torch.autograd.Function):
     """For CPUs, where torch's operation is composed of many passes. Saves x and one number a row.
 
@@ -41,8 +48,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = _one_over_rms(x, eps)
         ctx.save_for_backward(x, weight, scale)
         out: Tensor = (x * scale).mul_(weight)
         return out
@@ -66,6 +72,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Ten
 
         return root_norm.rms_norm(x, weight, eps)
     if kind(x) == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            own = library.loops()
+            return own.rms_norm(x, weight, eps) if own else (x * _one_over_rms(x, eps)).mul_(weight)
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
     if acts() == "cuda":
@@ -85,6 +94,8 @@ def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, prefer: s
         from meshwright.kernels.triton import root_norm
 
         return root_norm.add_rms_norm(x, added, weight, eps)
+    if (own := library.loops()) and library.takes(x, added):
+        return own.add_rms_norm(x, added, weight, eps)
     total = x + added
     return rms_norm(total, weight, eps, prefer), total
 

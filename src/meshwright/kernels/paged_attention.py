@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.linear import needs_wide
 
 HIDDEN = float("-inf")
@@ -50,6 +51,44 @@ class DenseCall:
     """(B,) which of R rows of keys each query reads; None = all, in order."""
     bias: Tensor
     """(R, 1, 1, T) fp32, added to scores: 0 or HIDDEN. A row that no query reads sees something all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsCall:
+    """Rows that are attended one by one, each over its own sequence up to its own position."""
+
+    tables: Tensor
+    """(all,) int64: blocks of the sequences, one sequence behind the other."""
+    offsets: Tensor
+    """(R,) int64: where in the tables the sequence of each row begins."""
+    last: Tensor
+    """(R,) int64: position of each row."""
+    longest: int
+    """Positions that a row sees at most."""
+
+
+def attend_rows_reference(
+    q: Tensor, keys: Tensor, values: Tensor, call: RowsCall, *, width: int, window: int, scale: float
+) -> Tensor:
+    """q (R, H, E), keys (blocks, block, K, E), values (blocks, block, K, V or more), of which `width` are taken ->
+    (R, H, width). `window`: positions that are seen, 0 = all."""
+    size, group, found = keys.shape[1], q.shape[1] // keys.shape[2], []
+    for row, offset, last in zip(q, call.offsets.tolist(), call.last.tolist(), strict=True):
+        seen = torch.arange(max(0, last + 1 - window) if window else 0, last + 1)
+        blocks = call.tables[offset + seen // size]
+        seen_k, seen_v = keys[blocks, seen % size], values[blocks, seen % size][..., :width]
+        scores = torch.einsum("hke,tke->hkt", _per_key_head(row, group), seen_k.float()) * scale
+        summed = torch.einsum("hkt,tkv->hkv", scores.softmax(-1), seen_v.float())
+        found.append(summed.transpose(0, 1).flatten(0, 1).to(q.dtype))
+    return torch.stack(found)
+
+
+def attend_rows(
+    own: Loops, q: Tensor, keys: Tensor, values: Tensor, call: RowsCall, *, width: int, window: int, scale: float
+) -> Tensor:
+    """As the reference, in fp32, by compiled loops. What a row gets follows from its own sequence alone."""
+    where = call.tables, call.offsets, call.last, call.longest
+    return own.attend(q, keys, values, None, None, *where, width=width, window=window, scale=scale)
 
 
 def attend_paged_reference(

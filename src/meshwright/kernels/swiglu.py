@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.compiled import library
 from meshwright.kernels.linear import (
     SAME,
     Kept,
@@ -51,6 +52,10 @@ def swiglu(gate: Tensor, up: Tensor, prefer: str = "auto") -> Tensor:
         from meshwright.kernels.triton import gated
 
         return gated.swiglu(gate, up)
+    if not torch.is_grad_enabled():
+        own = library.loops()
+        apart = own is None or gate.numel() != gate.shape[-2] * gate.shape[-1] or not library.takes(gate, up)
+        return F.silu(gate).mul_(up) if own is None or apart else own.swiglu(gate, up)
     result: Tensor = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention import Mask
-from meshwright.kernels.paged_attention import DenseCall, PagedCall, attend_dense, attend_paged
+from meshwright.kernels.compiled.library import Loops, takes
+from meshwright.kernels.paged_attention import DenseCall, PagedCall, RowsCall, attend_dense, attend_paged, attend_rows
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Block, Transformer
@@ -46,6 +47,8 @@ class StepPlaces:
     """Of layers without a window; their queries are the first rows."""
     calls: Mapping[int, Sequence[PagedCall]]
     """By window; of layers without one, the rows behind those of the copies."""
+    rows: RowsCall | None = None
+    """The first rows, where compiled loops attend: there are no copies then, and calls are of the rows behind them."""
 
 
 @final
@@ -55,8 +58,9 @@ class PagedLayer:
     length = 0
     """Positions are given with each step."""
 
-    def __init__(self, block: Block, number: int, size: int, like: Tensor) -> None:
+    def __init__(self, block: Block, number: int, size: int, like: Tensor, loops: Loops | None) -> None:
         """Room for `number` blocks of `size` positions, all zero, in the dtype of `like`."""
+        self.loops = loops
         attention, shape = block.attention, block.attention.shape
         self.window = block.window
         self.low_rank = isinstance(attention, LatentAttention) and attention.folds_keys
@@ -86,6 +90,9 @@ class PagedLayer:
         for store, new in zip(self._stores, news, strict=True):
             store.flatten(0, 1).index_copy_(0, self.places.slots, new)
         done, parts = 0, list[Tensor]()
+        if self.places.rows is not None and self.loops is not None:
+            done, given = len(self.places.rows.last), {"width": v.shape[-1], "window": self.window, "scale": scale}
+            parts.append(attend_rows(self.loops, q[:done], self.keys, self.values, self.places.rows, **given))
         for step in () if self.window else self.places.copies:
             rows = slice(done, done + step.queries)
             copied = self._copied(step, [new[rows] for new in news])
@@ -148,10 +155,13 @@ class PagedCache:
     """The stores of a model's layers, and two blocks behind the last one: one that stays zero, which pads tables, and
     one that nobody reads, into which rows without a sequence are written."""
 
-    def __init__(self, model: Transformer, number: int, size: int) -> None:
+    def __init__(self, model: Transformer, number: int, size: int, loops: Loops | None = None) -> None:
+        """`loops`: what attends, where the model is in fp32 on a CPU; None = torch."""
+        weight = model.embed.weight
+        self.loops = loops if takes(weight) else None
         self.number, self.size = number, size
         self.zero, self.unread = number, number + 1
-        self.layers = [PagedLayer(block, number + 2, size, model.embed.weight) for block in model.blocks]
+        self.layers = [PagedLayer(block, number + 2, size, weight, self.loops) for block in model.blocks]
         self.windows = sorted({layer.window for layer in self.layers})
         self.device = self.layers[0].keys.device
 

@@ -12,6 +12,7 @@ from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.exact_rows import ExactRows
 from meshwright.serve.packed_step import PackedStep, RowPacker, Run
 from meshwright.serve.paged_cache import PagedCache
+from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.scheduler import StepPlan
 
 
@@ -23,6 +24,7 @@ class Runner:
         self,
         model: Transformer,
         cache: PagedCache,
+        layers: PreparedLayers,
         *,
         longest: int,
         most_tokens: int,
@@ -31,10 +33,11 @@ class Runner:
     ) -> None:
         """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
         (dense_copies.py). `exact`: a row's bits depend on its own sequence alone."""
-        self._model, self.cache = model, cache
+        self._model, self.cache, self._layers = model, cache, layers
         self._packer = RowPacker(cache, longest, exact=exact, copies_bytes=copies_bytes)
         low_rank = cache.layers[0].low_rank
-        self._exact = ExactRows(model, most_tokens, low_rank=low_rank) if exact else None
+        with layers.used():
+            self._exact = ExactRows(model, most_tokens, layers.logits, low_rank=low_rank) if exact else None
         self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens
         """Rows of the largest forward pass."""
 
@@ -43,7 +46,7 @@ class Runner:
         self.cache.copy(step.copies)
         runs = [Run(one, one.computed, one.computed + count) for one, count in step.chunks.items()]
         owners, states = list[CachedSequence](), list[Tensor]()
-        with self._exact.exact_experts() if self._exact else nullcontext():
+        with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
                 cache = self.cache.at(rows.places)
                 x, _ = self._model.hidden(rows.tokens, positions=rows.positions, cache=cache)
@@ -64,14 +67,13 @@ class Runner:
 
     def _logits(self, states: Tensor) -> Tensor:
         """Of hidden states (R, D)."""
-        linear, head = self._model.kernels.linear, self._model.head_weight
         if self._exact is None:
-            return linear(states, head)
+            return self._layers.logits(states)
         parts = []
         for some in states.split(self._exact.most):
             padded = some.new_zeros(self._exact.padded(len(some)), some.shape[1])
             padded[: len(some)] = some
-            parts.append(linear(padded, head)[: len(some)])
+            parts.append(self._layers.logits(padded)[: len(some)])
         return torch.cat(parts)
 
 

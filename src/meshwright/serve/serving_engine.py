@@ -7,6 +7,7 @@ import torch
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.kernels.compiled import library
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.block_pool import BlockPool
@@ -14,6 +15,7 @@ from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
+from meshwright.serve.prepared_layers import HeadForm, PreparedLayers
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import SampledRow, sample
@@ -42,6 +44,15 @@ class EngineOptions:
     """Answers that are made at once; others wait."""
     longest: int = 0
     """Most tokens of prompt and answer; 0 = the model's positions."""
+    packed: bool = True
+    """On a CPU, copies of the model's matrices in the order in which products of few rows read them: as large as the
+    matrices, in fp32 where the CPU has no units for 16 bits."""
+    compiled: bool = True
+    """On a CPU with a C compiler, and in fp32: loops that are compiled in the first second take the place of several
+    operations of torch each. Answers of the other way differ by rounding."""
+    head: HeadForm = "model"
+    """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
+    of its own. A quantized model's head is not quantized."""
 
 
 class ServingEngine:
@@ -72,14 +83,16 @@ class ServingEngine:
         size = options.block
         most = options.most_sequences * -(-self._longest // size)
         number = min(most, options.cache_bytes // bytes_per_block(model, size))
-        self.cache = PagedCache(model, max(1, number), size)
+        loops = library.compiled() if options.compiled else None
+        self.cache = PagedCache(model, max(1, number), size, loops)
         self.tables = BlockTables(BlockPool(self.cache.number), size, self.cache.widest)
         self.scheduler = Scheduler(
             self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences
         )  # fmt: skip
         with torch.no_grad():
             self._runner = Runner(
-                model, self.cache, longest=self._longest, most_tokens=options.most_tokens, exact=options.exact,
+                model, self.cache, PreparedLayers(model, packed=options.packed, head=options.head, loops=loops),
+                longest=self._longest, most_tokens=options.most_tokens, exact=options.exact,
                 copies_bytes=options.copies_bytes,
             )  # fmt: skip
         self._waiting: dict[CachedSequence, ServedRequest] = {}
