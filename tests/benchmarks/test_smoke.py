@@ -52,7 +52,7 @@ def in_this_process(place: Path, *words: str) -> dict[str, Any]:
 
 def test_a_card_of_24_gb_is_compared() -> None:
     found = dry_qlora.compared("qwen2.5-0.5b", "rtx4090x1")
-    assert 0 < found["peak_gib"] < found["usable_gib"] and found["error"] < 0.05  # type: ignore[operator]  # numbers
+    assert 0 < found["peak_bytes"] < found["usable_bytes"] and found["error"] < 0.05
 
 
 def test_startup_tells_time_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from meshwright.spec.errors import ArgumentError
 
@@ -14,7 +15,8 @@ SEEDS = 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """How a prompt is continued. The steps come in this order: penalties and bias, temperature, top_k, top_p, min_p."""
+    """How a prompt is continued. The steps come in this order: penalties and bias, grammar, temperature,
+    top_k, top_p, min_p."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -44,6 +46,10 @@ class RequestOptions:
     """An answer ends with any of these tokens, beside those that end a text of the model."""
     ignore_end: bool = False
     """Tokens that end a text of the model do not end the answer."""
+    json_schema: Mapping[str, Any] | None = None
+    """The answer is JSON of this schema; of the empty one any object. Tokens that end a text come where it is whole."""
+    regex: str | None = None
+    """The answer matches this regular expression from its first letter to its last."""
     logprobs: int = 0
     """Likeliest tokens whose log-probabilities are wanted for each new token."""
     priority: int = 0
@@ -65,6 +71,8 @@ class RequestOptions:
         self._check("n", self.n >= 1, "at least 1")
         self._check("seed", 0 <= self.seed <= SEEDS - self.n, "between 0 and 2**63 - n")
         self._check("logprobs", 0 <= self.logprobs <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}")
+        self._check("regex", self.regex is None or self.json_schema is None, "left out beside json_schema")
+        self._check("ignore_end", not (self.ignore_end and self.constrained), "False beside json_schema or regex")
         self._check("stop", len(self.stop) <= MOST_STOPS, f"at most {MOST_STOPS} strings")
         self._check("stop", all(1 <= len(one) <= LONGEST_STOP for one in self.stop), f"of 1 to {LONGEST_STOP} letters")
 
@@ -76,3 +84,8 @@ class RequestOptions:
     def penalizes(self) -> bool:
         """Whether it matters which tokens there were."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the answer must keep to a grammar."""
+        return self.json_schema is not None or self.regex is not None

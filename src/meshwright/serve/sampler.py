@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model.generate import LEAST_TEMPERATURE
+from meshwright.serve.grammar import GrammarState
 from meshwright.serve.request_options import RequestOptions
 
 FEW = 1024
@@ -28,6 +29,8 @@ class SampledRow:
     prompt: Sequence[int]
     made: Sequence[int]
     """New tokens so far."""
+    grammar: GrammarState | None = None
+    """What the answer must keep to."""
     counts: Tensor | None = field(default=None, init=False)
     """(2, V): how often the prompt has each token, and the answer. Of rows with penalties."""
     counted: int = field(default=0, init=False)
@@ -67,10 +70,12 @@ def _top(logs: Tensor, rows: Sequence[SampledRow]) -> list[list[tuple[int, float
 
 
 def _changed(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
-    """Logits with penalties and bias, or the same tensor where no row has any."""
+    """Logits with penalties, bias, and grammars, or the same tensor where no row has any. A row whose grammar allows no
+    token is left as it is: its grammar's `failure` says so."""
     penalized = [place for place, row in enumerate(rows) if row.options.penalizes]
     biased = [(place, pair) for place, row in enumerate(rows) for pair in row.options.logit_bias.items()]
-    if not penalized and not biased:
+    bound = [place for place, row in enumerate(rows) if row.grammar is not None]
+    if not penalized and not biased and not bound:
         return logits
     logits = logits.clone()
     if penalized:
@@ -78,6 +83,10 @@ def _changed(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     if biased:
         where = [place for place, _ in biased], [token for _, (token, _) in biased]
         logits[where] += torch.tensor([amount for _, (_, amount) in biased], device=logits.device)
+    if bound:
+        allowed = torch.stack([grammar.allowed() for row in rows if (grammar := row.grammar) is not None])
+        allowed |= ~allowed.any(1, keepdim=True)
+        logits[bound] = logits[bound].masked_fill(~allowed.to(logits.device), float("-inf"))
     return logits
 
 

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.data.text_stream import TextStream
+from meshwright.serve.cached_sequence import CachedSequence, Phase
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.sampler import SampledRow
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
-Ending = Literal["", "stop", "length", "cancelled", "broken"]
-"""Why an answer ended: a token or string that ends it, max_new_tokens or the model's last position, nobody wanted it,
-or its logits were no numbers. Empty while it grows."""
+Ending = Literal["", "stop", "length", "cancelled", "broken", "grammar"]
+"""Why an answer ended: a token or string that ends it or the end of its grammar, max_new_tokens or the model's last
+position, nobody wanted it, its logits were no numbers, or its grammar went beyond a limit. Empty while it grows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +41,7 @@ class ServedAnswer:
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.top.append(top)
-        if token in self.end_ids:
+        if token in self.end_ids or self._complete(token):
             self.ending = "stop"
         elif len(self.ids) >= room:
             self.ending = "length"
@@ -48,6 +49,13 @@ class ServedAnswer:
             self._read("" if token in self.end_ids else self.stream.push(token))
         if self.stream is not None and self.ending:
             self._finish(self.stream.rest())
+
+    def _complete(self, token: int) -> bool:
+        """Whether its grammar allows nothing more."""
+        if self.row.grammar is None:
+            return False
+        self.row.grammar.take(token)
+        return self.row.grammar.ended
 
     def _read(self, piece: str) -> None:
         """More text: up to a stop string, holding back what may begin one."""
@@ -85,6 +93,14 @@ class ServedRequest:
     answers: list[ServedAnswer]
     cached: int = 0
     """Tokens of the prompt whose keys and values were in the cache."""
+    sequence: CachedSequence | None = None
+    """What the scheduler sees of it; None = there is nothing to compute."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it no longer waits for its first step."""
+        sequence = self.sequence
+        return sequence is None or sequence.phase is not Phase.WAITING or bool(sequence.preemptions)
 
     @property
     def ended(self) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.data.text_stream import TextStream
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.kernels.compiled import library
 from meshwright.kernels.kept_numbers import FORMS, CacheForm
 from meshwright.model.generate import broken, check_prompt
@@ -14,6 +15,7 @@ from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.draft_model import DraftModel, following
+from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
 from meshwright.serve.prepared_layers import HeadForm, PreparedLayers
 from meshwright.serve.request_options import RequestOptions
@@ -22,7 +24,7 @@ from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
 from meshwright.serve.speculation import GuessCounts, Guesser, Refuted, Speculation
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, RunError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,8 @@ class EngineOptions:
     """On a CPU with a C compiler, and in fp32: loops that are compiled in the first second take the place of several
     operations of torch each. Answers of the other way differ by rounding."""
     speculation: Speculation | None = None
-    """Guesses of several tokens that are computed in one step; None = there are none. Answers stay what they are."""
+    """Guesses of several tokens that are computed in one step; None = there are none. Answers stay what they are; those
+    that keep to a schema or regex have no guesses."""
     head: HeadForm = "model"
     """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
     of its own. A quantized model's head is not quantized."""
@@ -74,12 +77,16 @@ class ServingEngine:
         *,
         decode: Decode | None = None,
         end_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text. The model
-        is put into evaluation mode. ArgumentError where options make no sense."""
+        """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text; `tokenizer`:
+        what constrained answers are spelled by. The model is put into evaluation mode. ArgumentError where options
+        make no sense."""
         self.options = options = options or EngineOptions()
         self.model = model.eval()
         self._decode, self._end_ids = decode, frozenset(end_ids)
+        self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
         self._longest = min(options.longest or model.shape.max_positions, model.shape.max_positions)
         self._check(model)
         size = options.block
@@ -118,8 +125,9 @@ class ServingEngine:
         if options.stop and self._decode is None:
             raise ArgumentError("stop strings need a tokenizer, and there is none: give stop_ids")
         ends = frozenset(options.stop_ids) | (frozenset() if options.ignore_end else self._end_ids)
+        grammar = self._grammar(options, ends)
         request = ServedRequest(tuple(prompt), options, [])
-        request.answers = [self._answer(request, ends, number) for number in range(options.n)]
+        request.answers = [self._answer(request, ends, number, grammar) for number in range(options.n)]
         room = self._room(request)
         if not room:
             for answer in request.answers:
@@ -129,6 +137,7 @@ class ServingEngine:
         limit = len(prompt) + room
         sequence = self.scheduler.add(prompt, limit, priority=options.priority, salt=salt, copies=options.n)
         self._growing[sequence] = request, request.answers[0]
+        request.sequence = sequence
         if options.n > 1:
             self._waiting[sequence] = request
         return request
@@ -141,6 +150,11 @@ class ServingEngine:
                 self._end(sequence)
         for answer in request.answers:
             answer.ending = answer.ending or "cancelled"
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of prompt and answer but the last, whose keys and values nobody needs."""
+        return self._longest
 
     @property
     def rows_at_once(self) -> int:
@@ -161,7 +175,8 @@ class ServingEngine:
     def step(self) -> list[ServedAnswer]:
         """Compute one step. Answers that have one more token, or several where guesses were right."""
         if self._guesser is not None:
-            self._guesser.propose(self.scheduler.running)
+            free = [one for one in self.scheduler.running if self._growing[one][1].row.grammar is None]
+            self._guesser.propose(free)
         plan = self.scheduler.plan()
         guesses = self._guesses(plan)
         owners, logits = self._runner.run(plan)
@@ -204,6 +219,8 @@ class ServingEngine:
             if found.broken[place]:
                 answer.ending = "broken"
                 self.cache.clear(self.tables.withdraw(sequence))
+            elif answer.row.grammar is not None and answer.row.grammar.failure:
+                answer.ending = "grammar"
             else:
                 if not answer.ids:
                     request.cached = sequence.found
@@ -221,7 +238,7 @@ class ServingEngine:
                 self._end(sequence)
 
     def run(self, requests: Iterable[ServedRequest]) -> None:
-        """Step until these have ended. RunError: the model's logits are no numbers."""
+        """Step until these have ended. RunError: the model's logits are no numbers, or a grammar is too much."""
         for request in requests:
             while not request.ended:
                 self.step()
@@ -229,7 +246,7 @@ class ServingEngine:
 
     def stream(self, request: ServedRequest) -> Iterator[ServedAnswer]:
         """Step until a request has ended; its answers, each time one has grown. What is not read to its end is
-        cancelled. RunError: the model's logits are no numbers."""
+        cancelled. RunError: the model's logits are no numbers, or a grammar is too much."""
         try:
             while not request.ended:
                 yield from (answer for answer in self.step() if answer in request.answers)
@@ -263,9 +280,21 @@ class ServingEngine:
             copies_bytes=options.copies_bytes,
         )
 
-    def _answer(self, request: ServedRequest, ends: frozenset[int], number: int) -> ServedAnswer:
+    def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
+        if not options.constrained:
+            return None
+        if self._grammars is None:
+            if self._tokenizer is None:
+                raise ArgumentError("json_schema and regex need a tokenizer, and there is none: leave them out")
+            self._grammars = Grammars(self._tokenizer, self.model.shape.vocab)
+        return self._grammars.begin(options, ends)
+
+    def _answer(
+        self, request: ServedRequest, ends: frozenset[int], number: int, grammar: GrammarState | None
+    ) -> ServedAnswer:
         ids = list[int]()
-        row = SampledRow(request.options, request.options.seed + number, request.prompt, ids)
+        own = grammar.copy() if grammar else None
+        row = SampledRow(request.options, request.options.seed + number, request.prompt, ids, own)
         stream = TextStream(self._decode, request.prompt) if self._decode else None
         return ServedAnswer(request.options, row, ends, stream, ids)
 
@@ -295,5 +324,8 @@ class ServingEngine:
 
 
 def _check(request: ServedRequest) -> None:
-    if any(answer.ending == "broken" for answer in request.answers):
-        raise broken()
+    for answer in request.answers:
+        if answer.ending == "broken":
+            raise broken()
+        if answer.ending == "grammar" and answer.row.grammar is not None:
+            raise RunError(f"an answer cannot be continued by its schema or regex: {answer.row.grammar.failure}")

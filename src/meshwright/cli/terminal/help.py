@@ -13,6 +13,7 @@ GROUPS = {
         "tune": "Fine-tune a model on conversations.",
         "distill": "Train a small model on a large one's predictions.",
         "generate": "Continue a prompt.",
+        "serve": "Answer HTTP requests with a model, as OpenAI's interface.",
     },
     "Plan": {
         "plan": "Rank the layouts of a model on a cluster.",
