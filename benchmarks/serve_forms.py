@@ -60,7 +60,9 @@ def logits(model: Transformer, tokens: Sequence[int], form: CacheForm) -> Tensor
     cache = PagedCache(model, -(-len(tokens) // 16), 16, form=form, loops=library.compiled())
     sequence = CachedSequence(number=0, tokens=list(tokens), limit=len(tokens), first=b"")
     sequence.table = list(range(cache.number))
-    packed = RowPacker(cache, len(tokens), exact=True, copies_bytes=0).pack([Run(sequence, 0, len(tokens))], len(tokens))
+    packed = RowPacker(cache, len(tokens), exact=True, copies_bytes=0).pack(
+        [Run(sequence, 0, len(tokens))], len(tokens)
+    )
     x, _ = model.hidden(packed.tokens, positions=packed.positions, cache=cache.at(packed.places))
     return model.kernels.linear(x[0], model.head_weight).float()
 
