@@ -1,6 +1,7 @@
 """Compiled loops against their twins in torch, and products with prepared matrices against plain ones."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -112,9 +113,10 @@ def coded(scheme: str, rows: int, columns: int = 128, seed: int = 0) -> Quantize
 @pytest.mark.parametrize("scheme", ["plain", "int8", "int4-sym", "nf4"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("with_loops", [False, True])
-def test_prepared_products(loops: Loops, scheme: str, bias: bool, with_loops: bool) -> None:
-    matrices = [drawn(n, 128, seed=n) if scheme == "plain" else coded(scheme, n, seed=n) for n in (20, 8)]
-    biases = [drawn(20) if bias else None, None]
+@pytest.mark.parametrize("sizes", [(20, 8), (32, 16)])
+def test_prepared_products(loops: Loops, scheme: str, bias: bool, with_loops: bool, sizes: tuple[int, int]) -> None:
+    matrices = [drawn(n, 128, seed=n) if scheme == "plain" else coded(scheme, n, seed=n) for n in sizes]
+    biases = [drawn(sizes[0]) if bias else None, None]
     product = prepared_product.prepared_product(matrices, biases)
     assert product is not None
     for rows in ROWS:
@@ -124,14 +126,24 @@ def test_prepared_products(loops: Loops, scheme: str, bias: bool, with_loops: bo
         assert torch.allclose(found, prepared_product.reference(matrices, biases, x), rtol=1e-4, atol=1e-3)
 
 
-def test_a_product_in_onednn_order() -> None:
+def test_rows_of_floats_do_not_depend_on_others(loops: Loops) -> None:
+    product, x = prepared_product.prepared_product([drawn(48, 100)], [drawn(48)]), drawn(70, 100)
+    assert isinstance(product, prepared_product.PanelProduct)
+    with library.used(loops):
+        found = product(x[:64])
+        for rows in ROWS:
+            assert torch.equal(product(x[:rows]), found[:rows])
+        assert torch.allclose(product(x)[:64], found, atol=1e-4), "torch's own, for more rows"
+
+
+@pytest.mark.parametrize("product", [prepared_product.OnednnProduct, prepared_product.TransposedProduct])
+def test_products_without_loops(product: Any) -> None:
     weight, bias, x = drawn(20, 128), drawn(20), drawn(5, 128)
-    found = prepared_product.OnednnProduct(weight, bias)(x)
-    assert torch.allclose(found, F.linear(x, weight, bias), atol=1e-4)
+    assert torch.allclose(product(weight, bias)(x), F.linear(x, weight, bias), atol=1e-4)
 
 
 def test_int8_rows_do_not_depend_on_others_nor_on_the_library(loops: Loops) -> None:
-    matrix, x = coded("int8", 24), drawn(33, 128)
+    matrix, x = coded("int8", 48), drawn(33, 128)
     product = Int8Product([matrix], None)
     with library.used(loops):
         found = product(x)

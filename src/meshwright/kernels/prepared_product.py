@@ -2,10 +2,11 @@
 
 Several matrices that read the same input are one product. Which copy is made:
 
-    plain numbers      (K, N), which MKL multiplies few rows with up to 2.5 times as fast as with (N, K); oneDNN's own
-                       order where torch's BLAS library is slow (compat.blas_is_slow). In fp32 where this CPU has no
-                       units for 16 bits: such matrices would be widened for each product
-    codes, int8 rows   oneDNN's order of 8-bit numbers; for a few rows codes as they are, if there are compiled loops.
+    plain numbers      panels of 16 columns for compiled loops. Without these (K, N), which MKL multiplies few rows with
+                       up to 2.5 times as fast as with (N, K), or oneDNN's own order where torch's BLAS library is slow
+                       (compat.blas_is_slow). In fp32 where this CPU has no units for 16 bits: such matrices would be
+                       widened for each product
+    codes, int8 rows   oneDNN's order of 8-bit numbers; for few rows also panels, if there are compiled loops.
                        Rows have a scale each, and sums are of whole numbers: a row's result depends on no other row
     other codes        as plain numbers, restored once
 
@@ -21,10 +22,11 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import integers
+from meshwright.kernels import cpu_product
 from meshwright.kernels.compiled import library
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.quantization import absmax_scale, highest
-from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears
+from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 
 Matrix = Tensor | QuantizedMatrix
@@ -65,7 +67,7 @@ def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows:
             wide = F.linear(rows.float(), matrix.float(), None if bias is None else bias.float())
             found.append(wide.to(rows.dtype))
         else:
-            found += quantized_linears(rows, [matrix], [bias])
+            found += quantized_linears_reference(rows, [matrix], [bias])
     return torch.cat(found, dim=-1)
 
 
@@ -101,7 +103,26 @@ def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dty
     if dtype != torch.float32 and not needs_wide(weights[0]) and integers.has_bf16_units():
         return None
     whole = torch.cat([one.detach().float() for one in weights])
+    if library.compiled() is not None and (panels := library.float_panels(whole)) is not None:
+        return PanelProduct(panels, whole, bias)
     return OnednnProduct(whole, bias) if compat.blas_is_slow() else TransposedProduct(whole, bias)
+
+
+@final
+class PanelProduct:
+    """By compiled loops for few rows, and by torch for more."""
+
+    def __init__(self, panels: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` (N, K) fp32, `panels` of it, `bias` (N,)."""
+        self._panels, self._weight, self._bias = panels, weight, bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As PreparedProduct."""
+        own = library.loops()
+        if own is not None and rows.shape[0] <= library.ROWS and library.takes(rows):
+            found = own.linear(rows, self._panels)
+            return found if self._bias is None else found.add_(self._bias)
+        return cpu_product.linear(rows.float(), self._weight, self._bias).to(rows.dtype)
 
 
 @final
@@ -168,10 +189,10 @@ class Int8Product:
         self._packed, self._scales = integers.packed_int8(codes), scales.contiguous()
         self._zeros = torch.zeros(len(codes), dtype=torch.int64)
         self._bias, self._columns = bias, None
-        self._rows: tuple[Tensor, Tensor] | None = None  # codes as they are, and their sums, for a few rows
-        fits = codes.shape[1] % library.INT8_INPUTS == 0 and codes.shape[0] % library.INT8_OUTPUTS == 0
-        if fits and (own := library.compiled()) and own.has_int8_linear:
-            self._rows = codes.contiguous(), codes.sum(1, dtype=torch.int32)
+        self._rows: tuple[Tensor, Tensor] | None = None  # panels of codes, and sums of their columns, for few rows
+        own, panels = library.compiled(), library.int8_panels(codes)
+        if own is not None and own.has_int8_linear and panels is not None:
+            self._rows = panels, codes.sum(1, dtype=torch.int32)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
@@ -187,7 +208,7 @@ class Int8Product:
     def _multiplied(self, rows: Tensor) -> Tensor:
         """rows (M, K) fp32 -> (M, N); the same bits by either library."""
         own = library.loops()
-        if own is not None and self._rows is not None and rows.shape[0] <= library.FEW_ROWS:
+        if own is not None and self._rows is not None and rows.shape[0] <= library.INT8_ROWS:
             return own.int8_linear(rows, *self._rows, self._scales)
         if own is None:
             codes, scales = rounded_rows(rows)

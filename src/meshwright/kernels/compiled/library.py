@@ -25,8 +25,10 @@ FLAGS = (
 )  # fmt: skip
 FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
 """Of which the first is taken that the compiler takes."""
-FEW_ROWS, INT8_INPUTS, INT8_OUTPUTS = 16, 64, 4
-"""Rows up to which `int8_linear` is faster than oneDNN's product, and what its inputs and outputs are multiples of."""
+ROWS, INT8_ROWS = 64, 32
+"""Rows up to which `linear` and `int8_linear` are faster than the products of torch's libraries."""
+LANES, FOUR = 16, 4
+"""Columns of a panel, and inputs of 8 bits that a lane adds up at once."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -46,6 +48,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "swiglu": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "round_rows": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT],
     "keep_int8": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
+    "linear": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
     "int8_linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
 }
 
@@ -56,6 +59,20 @@ def takes(*tensors: Tensor) -> bool:
         if one.dtype != torch.float32 or one.device.type != "cpu" or one.stride(-1) != 1:
             return False
     return True
+
+
+def float_panels(weight: Tensor) -> Tensor | None:
+    """(N, K) fp32 -> (N / 16, K, 16); None where N is no multiple of 16."""
+    rows, width = weight.shape
+    return None if rows % LANES else weight.view(-1, LANES, width).permute(0, 2, 1).contiguous()
+
+
+def int8_panels(codes: Tensor) -> Tensor | None:
+    """(N, K) int8 -> (N / 16, K / 4, 16, 4); None where N or K is no such multiple."""
+    rows, width = codes.shape
+    if rows % LANES or width % FOUR:
+        return None
+    return codes.reshape(-1, LANES, width // FOUR, FOUR).permute(0, 2, 1, 3).contiguous()
 
 
 @final
@@ -125,13 +142,20 @@ class Loops:
             heads, width,
         )  # fmt: skip
 
-    def int8_linear(self, rows: Tensor, matrix: Tensor, sums: Tensor, matrix_scales: Tensor) -> Tensor:
-        """rows (M, K), rounded, times matrix (N, K) int8 whose rows sum to `sums` (N,) int32 -> (M, N): sums are exact,
-        times matrix_scales (N,), then times the scales of the rows. K is a multiple of 64, N of 4."""
-        (count, width), columns = rows.shape, matrix.shape[0]
+    def linear(self, rows: Tensor, panels: Tensor) -> Tensor:
+        """rows (M, K) times a matrix (N, K) as `float_panels` -> (M, N). A sum's order is the same for any M."""
+        (count, width), columns = rows.shape, panels.shape[0] * LANES
+        out = torch.empty(count, columns)
+        self._of.linear(rows.data_ptr(), rows.stride(0), panels.data_ptr(), out.data_ptr(), count, columns, width)
+        return out
+
+    def int8_linear(self, rows: Tensor, panels: Tensor, sums: Tensor, matrix_scales: Tensor) -> Tensor:
+        """rows (M, K), rounded, times a matrix (N, K) int8 as `int8_panels`, whose rows sum to `sums` (N,) int32 ->
+        (M, N): sums are exact, times matrix_scales (N,), then times the scales of the rows."""
+        (count, width), columns = rows.shape, panels.shape[0] * LANES
         out = torch.empty(count, columns)
         if self._of.int8_linear(
-            rows.data_ptr(), rows.stride(0), matrix.data_ptr(), sums.data_ptr(), matrix_scales.data_ptr(),
+            rows.data_ptr(), rows.stride(0), panels.data_ptr(), sums.data_ptr(), matrix_scales.data_ptr(),
             out.data_ptr(), count, columns, width,
         ):  # fmt: skip
             raise MemoryError(f"no memory for {count} rows of {width} codes")

@@ -119,75 +119,97 @@ int64_t has_int8_linear(void) {
 #endif
 }
 
-#ifdef __AVX512VNNI__
-/* Sums of the numbers of each of four vectors. */
-static inline __m128i sums_of_four(__m512i a, __m512i b, __m512i c, __m512i d) {
-    __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-}
+/* Products of R rows with a matrix (N, D) in panels: `panels` is (N / 16, D / 4, 16, 4) of int8, (N / 16, D, 16) of
+   floats. A lane of a vector is a column, so that no vector is summed up; AT_ONCE rows share what is read of a panel. */
+#define AT_ONCE 8
+#define AHEAD 8192 /* bytes of a panel that are asked of memory before they are read */
 
-/* `rows` (at most 4) of codes times four rows of a matrix, times the scales of these, into out. */
-static inline __attribute__((always_inline)) void four_columns(const uint8_t *codes, const int8_t *matrix,
-                                                               const int32_t *sums, const float *scales, float *out,
-                                                               int64_t columns, int64_t width, const int rows) {
-    __m512i total[4][4];
-    for (int r = 0; r < rows; r++)
-        for (int c = 0; c < 4; c++) total[r][c] = _mm512_setzero_si512();
-    for (int64_t i = 0; i < width; i += 64) {
-        __m512i w[4];
-        for (int c = 0; c < 4; c++) {
-            w[c] = _mm512_loadu_si512(matrix + c * width + i);
-            _mm_prefetch((const char *)(matrix + c * width + i + 4 * width), _MM_HINT_T0);
-        }
-        for (int r = 0; r < rows; r++) {
-            __m512i code = _mm512_loadu_si512(codes + r * width + i);
-            for (int c = 0; c < 4; c++) total[r][c] = _mm512_dpbusd_epi32(total[r][c], code, w[c]);
-        }
-    }
-    __m128i shift = _mm_slli_epi32(_mm_loadu_si128((const __m128i *)sums), 7);
-    __m128 scale = _mm_loadu_ps(scales);
-    for (int r = 0; r < rows; r++) {
-        __m128i sum = sums_of_four(total[r][0], total[r][1], total[r][2], total[r][3]);
-        _mm_storeu_ps(out + r * columns, _mm_mul_ps(_mm_cvtepi32_ps(_mm_sub_epi32(sum, shift)), scale));
-    }
-}
+#ifdef __AVX512VNNI__
+#define INT8_PANELS(ROWS)                                                                                               \
+    case ROWS: {                                                                                                        \
+        __m512i total[ROWS][2];                                                                                         \
+        for (int r = 0; r < ROWS; r++) total[r][0] = total[r][1] = _mm512_setzero_si512();                              \
+        for (int64_t i = 0; i < width; i += 4) {                                                                        \
+            __m512i first = _mm512_loadu_si512(from + 16 * i), second = _mm512_loadu_si512(from + apart + 16 * i);      \
+            __builtin_prefetch(from + 16 * i + AHEAD), __builtin_prefetch(from + apart + 16 * i + AHEAD);               \
+            for (int r = 0; r < ROWS; r++) {                                                                            \
+                int32_t four;                                                                                           \
+                memcpy(&four, codes + (begin + r) * width + i, 4);                                                      \
+                __m512i code = _mm512_set1_epi32(four);                                                                 \
+                total[r][0] = _mm512_dpbusd_epi32(total[r][0], code, first);                                            \
+                total[r][1] = _mm512_dpbusd_epi32(total[r][1], code, second);                                           \
+            }                                                                                                           \
+        }                                                                                                               \
+        for (int r = 0; r < ROWS; r++)                                                                                  \
+            for (int64_t g = 0; g < (n + 32 <= columns ? 2 : 1); g++) {                                                 \
+                __m512i shift = _mm512_slli_epi32(_mm512_loadu_si512(sums + n + 16 * g), 7);                            \
+                __m512 found = _mm512_cvtepi32_ps(_mm512_sub_epi32(total[r][g], shift));                                \
+                found = _mm512_mul_ps(found, _mm512_loadu_ps(matrix_scales + n + 16 * g));                              \
+                __asm__("" : "+v"(found)); /* the order of these two is oneDNN's */                                     \
+                found = _mm512_mul_ps(found, _mm512_set1_ps(scales[begin + r]));                                        \
+                _mm512_storeu_ps(out + (begin + r) * columns + n + 16 * g, found);                                      \
+            }                                                                                                           \
+    } break;
 #endif
 
-/* x (R, D) rounded as by round_rows, times matrix (N, D) transposed, whose rows sum to `sums`; times scales of the matrix
-   (N,), then those of the rows, into out (R, N). D is a multiple of 64, N of 4. Returns 0, or 1 where there was no
-   memory. */
-int64_t int8_linear(const float *x, int64_t x_row, const int8_t *matrix, const int32_t *sums, const float *matrix_scales,
+/* x (R, D) rounded as by round_rows, times int8 panels, whose columns sum to `sums`; times scales of the matrix (N,), then
+   those of the rows, into out (R, N). D is a multiple of 4, N of 16. Returns 0, or 1 where there was no memory. */
+int64_t int8_linear(const float *x, int64_t x_row, const int8_t *panels, const int32_t *sums, const float *matrix_scales,
                     float *out, int64_t rows, int64_t columns, int64_t width) {
 #ifdef __AVX512VNNI__
     uint8_t *codes = malloc(rows * width);
     float *scales = malloc(rows * sizeof(float));
     if (codes && scales) {
         round_rows(x, x_row, codes, scales, rows, width);
-        for (int64_t n = 0; n < columns; n += 4) {
-            const int8_t *from = matrix + n * width;
-            int64_t r = 0;
-            for (; r + 4 <= rows; r += 4)
-                four_columns(codes + r * width, from, sums + n, matrix_scales + n, out + r * columns + n, columns, width, 4);
-            const uint8_t *rest = codes + r * width;
-            float *to = out + r * columns + n;
-            if (rows - r == 3) four_columns(rest, from, sums + n, matrix_scales + n, to, columns, width, 3);
-            else if (rows - r == 2) four_columns(rest, from, sums + n, matrix_scales + n, to, columns, width, 2);
-            else if (rows - r == 1) four_columns(rest, from, sums + n, matrix_scales + n, to, columns, width, 1);
+        for (int64_t n = 0; n < columns; n += 32) {
+            const int8_t *from = panels + n * width;
+            const int64_t apart = n + 32 <= columns ? 16 * width : 0;
+            for (int64_t begin = 0; begin < rows; begin += AT_ONCE)
+                switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) {
+                    INT8_PANELS(1) INT8_PANELS(2) INT8_PANELS(3) INT8_PANELS(4)
+                    INT8_PANELS(5) INT8_PANELS(6) INT8_PANELS(7) INT8_PANELS(8)
+                }
         }
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t n = 0; n < columns; n++) out[r * columns + n] *= scales[r];
     }
     int64_t failed = !codes || !scales;
     free(codes);
     free(scales);
     return failed;
 #else
-    (void)x, (void)x_row, (void)matrix, (void)sums, (void)matrix_scales, (void)out, (void)rows, (void)columns, (void)width;
+    (void)x, (void)x_row, (void)panels, (void)sums, (void)matrix_scales, (void)out, (void)rows, (void)columns, (void)width;
     return 1;
 #endif
+}
+
+#define PANELS(ROWS)                                                                                                    \
+    case ROWS: {                                                                                                        \
+        lanes total[ROWS][2];                                                                                           \
+        for (int r = 0; r < ROWS; r++) total[r][0] = total[r][1] = (lanes){0};                                          \
+        for (int64_t i = 0; i < width; i++) {                                                                           \
+            lanes first = *(const lanes *)(from + 16 * i), second = *(const lanes *)(from + apart + 16 * i);            \
+            for (int r = 0; r < ROWS; r++) {                                                                            \
+                float number = x[(begin + r) * x_row + i];                                                              \
+                total[r][0] += number * first;                                                                          \
+                total[r][1] += number * second;                                                                         \
+            }                                                                                                           \
+        }                                                                                                               \
+        for (int r = 0; r < ROWS; r++) {                                                                                \
+            *(lanes *)(out + (begin + r) * columns + n) = total[r][0];                                                  \
+            if (apart) *(lanes *)(out + (begin + r) * columns + n + 16) = total[r][1];                                  \
+        }                                                                                                               \
+    } break;
+
+/* x (R, D) times panels of floats, into out (R, N). N is a multiple of 16. A sum has one order, whatever R is. */
+void linear(const float *x, int64_t x_row, const float *panels, float *out, int64_t rows, int64_t columns,
+            int64_t width) {
+    for (int64_t n = 0; n < columns; n += 32) {
+        const float *from = panels + n * width;
+        const int64_t apart = n + 32 <= columns ? 16 * width : 0;
+        for (int64_t begin = 0; begin < rows; begin += AT_ONCE)
+            switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) {
+                PANELS(1) PANELS(2) PANELS(3) PANELS(4) PANELS(5) PANELS(6) PANELS(7) PANELS(8)
+            }
+    }
 }
 
 /* Attention of rows, each over the positions `first` .. `last` of its own sequence.
