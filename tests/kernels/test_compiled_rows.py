@@ -51,9 +51,10 @@ def test_norms(loops: Loops, rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_rotation_of_parts_of_one_product(loops: Loops, in_place: bool) -> None:
-    both, angles = drawn(1, 5, 6 * 16), drawn(1, 5, 1, 8)
-    q, k = both[..., :64].unflatten(-1, (4, 16)), both[..., 64:].unflatten(-1, (2, 16))
+@pytest.mark.parametrize("apart", [0, 16])
+def test_rotation_of_parts_of_one_product(loops: Loops, in_place: bool, apart: int) -> None:
+    both, angles = drawn(1, 5, 6 * 16 + apart), drawn(1, 5, 1, 8)
+    q, k = both[..., :64].unflatten(-1, (4, 16)), both[..., 64 + apart :].unflatten(-1, (2, 16))
     right = rope.rotate_pair_reference(q, k, angles.cos(), angles.sin())
     with library.used(loops):
         found = rope.rotate_pair(q, k, angles.cos(), angles.sin(), in_place=in_place)
@@ -183,6 +184,15 @@ def test_a_bf16_model_is_multiplied_in_fp32_where_the_cpu_has_no_units() -> None
     product = prepared_product.TransposedProduct(weight.float(), None)
     assert product(x).dtype == torch.bfloat16
     assert torch.allclose(product(x).float(), F.linear(x.float(), weight.float()), rtol=1e-2, atol=1e-1)
+
+
+def test_numbers_are_kept_where_torch_keeps_them(loops: Loops) -> None:
+    both, slots = drawn(7, 2 * 24 + 5), torch.tensor([3, 0, 11, 5, 6, 7, 8])
+    numbers = both[:, 5:].unflatten(1, (2, 24))
+    stores = KeptNumbers((3, 4, 2, 24), numbers, "model"), KeptNumbers((3, 4, 2, 24), numbers, "model")
+    stores[0].write(slots, numbers)
+    stores[1].write(slots, numbers, loops)
+    assert torch.equal(stores[0].codes, stores[1].codes)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])

@@ -197,6 +197,8 @@ class Int8Product:
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
         wide = rows.float()
+        if self._columns is None and self._bias is None:
+            return self._multiplied(wide).to(rows.dtype)
         left = wide if self._columns is None else wide.index_fill(1, self._columns, 0.0)
         found = self._multiplied(left)
         if self._columns is not None:

@@ -73,7 +73,7 @@ def rotate_pair(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As the reference; on a GPU in the memory of q and k where that is allowed."""
     if (own := library.loops()) and library.takes(q, k, cos, sin) and len(q) == len(cos) == 1 and not interleaved:
-        return own.rotate(q, cos, sin, in_place), own.rotate(k, cos, sin, in_place)
+        return own.rotate_pair(q, k, cos, sin, in_place)
     if uses_triton("rope", q, prefer=prefer):
         from meshwright.kernels.triton import rotary
 

@@ -47,6 +47,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "rotate": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT],
     "swiglu": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "round_rows": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT],
+    "keep_floats": [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
     "keep_int8": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
     "linear": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
     "int8_linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
@@ -117,6 +118,20 @@ class Loops:
         )  # fmt: skip
         return out
 
+    def rotate_pair(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Both, in one call where they are parts of one product, side by side."""
+        heads = q.shape[2]
+        beside = q.data_ptr() + heads * q.stride(2) * q.itemsize == k.data_ptr() and q.stride() == k.stride()
+        if not in_place or not beside:
+            return self.rotate(q, cos, sin, in_place), self.rotate(k, cos, sin, in_place)
+        given = q.data_ptr(), q.stride(1), q.stride(2)
+        self._of.rotate(
+            *given, cos.data_ptr(), sin.data_ptr(), *given, q.shape[1], heads + k.shape[2], q.shape[3] // 2
+        )  # fmt: skip
+        return q, k
+
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate and up (..., F) with one stride from row to row: as kernels.swiglu."""
         out = torch.empty(gate.shape)
@@ -133,6 +148,13 @@ class Loops:
         codes, scales = torch.empty(count, width, dtype=torch.uint8), torch.empty(count, 1)
         self._of.round_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), scales.data_ptr(), count, width)
         return codes, scales
+
+    def keep_floats(self, new: Tensor, slots: Tensor, store: Tensor) -> None:
+        """new (N, K, E) to slots (N,) of a store (blocks, block, K, E)."""
+        rows, heads, width = new.shape
+        self._of.keep_floats(
+            new.data_ptr(), new.stride(0), new.stride(1), slots.data_ptr(), store.data_ptr(), rows, heads, width
+        )  # fmt: skip
 
     def keep_int8(self, new: Tensor, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
         """new (N, K, E) to slots (N,) of codes (blocks, block, K, E) int8 and scales (blocks, block, K)."""

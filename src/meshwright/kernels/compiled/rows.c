@@ -98,6 +98,14 @@ void round_rows(const float *x, int64_t x_row, uint8_t *codes, float *scales, in
     }
 }
 
+/* x (R, K, E) to slots (R,) of a store (P, K, E). */
+void keep_floats(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, float *store, int64_t rows,
+                 int64_t heads, int64_t width) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++)
+            memcpy(store + (slots[row] * heads + head) * width, x + row * x_row + head * x_head, width * sizeof(float));
+}
+
 /* x (R, K, E) -> codes and scales of K heads at slots (R,): stores (P, K, E) and (P, K). As round_rows, without the 128. */
 void keep_int8(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, int8_t *codes, float *scales,
                int64_t rows, int64_t heads, int64_t width) {
