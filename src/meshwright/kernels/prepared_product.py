@@ -119,7 +119,7 @@ class PanelProduct:
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
         own = library.loops()
-        if own is not None and rows.shape[0] <= library.ROWS and library.takes(rows):
+        if own is not None and rows.shape[0] <= own.rows and library.takes(rows):
             found = own.linear(rows, self._panels)
             return found if self._bias is None else found.add_(self._bias)
         return cpu_product.linear(rows.float(), self._weight, self._bias).to(rows.dtype)

@@ -270,6 +270,8 @@ class ServingEngine:
     def _computing(self, model: Transformer, number: int, *, exact: bool) -> Runner:
         """What computes a model over `number` blocks."""
         options, loops = self.options, self._loops
+        if exact and loops is not None:
+            loops = loops.for_any_rows()
         return Runner(
             model,
             PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops),

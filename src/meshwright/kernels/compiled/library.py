@@ -80,16 +80,22 @@ def int8_panels(codes: Tensor) -> Tensor | None:
 class Loops:
     """The functions of the library. Tensors are as `takes` says."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, rows: int = ROWS) -> None:
+        """`rows`: see there."""
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
         library.attend.argtypes = [_POINTER, _INT]
         for name in ("attend", "int8_linear", "has_int8_linear"):
             getattr(library, name).restype = _INT
-        self._of = library
+        self._of, self.rows = library, rows
+        """Rows up to which products are `linear`."""
         self.has_int8_linear = bool(library.has_int8_linear())
         """Whether this processor has instructions for sums of 8-bit products."""
+
+    def for_any_rows(self) -> "Loops":
+        """The same with products of any number of rows, whose sums then have one order."""
+        return Loops(self._of, rows=2**62)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As kernels.rms_norm."""
