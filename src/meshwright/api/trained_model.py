@@ -1,11 +1,11 @@
 """A trained model and what it is asked for: answers, and the score of a text. `model_opening` reads one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
@@ -156,8 +156,12 @@ class TrainedModel:
     def encode_chat(self, said: str) -> list[int]:
         """Ids of what a user says, as the chat template of the model asks for an answer. PlanError without a tokenizer;
         DataError where the template fails."""
+        return self.encode_messages([{"role": "user", "content": said}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation, as the chat template of the model asks for the next answer. As `encode_chat`."""
         tokenizer, template = self.chat_template()
-        text = template.render([{"role": "user", "content": said}], prompt=True).text
+        text = template.render(list(messages), prompt=True).text
         ids: list[int] = tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
         return ids
 
