@@ -18,15 +18,15 @@ def tasks_of(
     fields: AnswerFields, prompts: Sequence[list[int]], engine: ServingEngine, limits: ServerLimits, tenant: Tenant
 ) -> tuple[list[EngineTask], asyncio.Event]:
     """A task for each prompt, and the event of their news. ApiError: beyond a limit, or no sense."""
-    if fields.n > limits.n:
-        raise refused(f"n={fields.n} is more than the {limits.n} answers of a request", "n")
+    if fields.n > limits.max_n:
+        raise refused(f"n={fields.n} is more than the {limits.max_n} answers of a request", "n")
     if fields.n > engine.options.most_sequences:
         raise refused(f"n={fields.n} is more than the {engine.options.most_sequences} answers at once", "n")
     most = [_answer_tokens(fields, len(ids), engine, limits, len(prompts)) for ids in prompts]
-    if sum(most) * fields.n > limits.answer_tokens:
+    if sum(most) * fields.n > limits.max_answer_tokens:
         raise refused(
             f"{sum(most) * fields.n:,} new tokens are asked for (prompts x n x max_tokens), and a request may have "
-            f"{limits.answer_tokens:,}",
+            f"{limits.max_answer_tokens:,}",
             "max_tokens",
         )
     news = asyncio.Event()
@@ -45,14 +45,14 @@ def _answer_tokens(
     longest = engine.longest
     if not prompt:
         raise refused("the prompt is empty: give at least one token", "prompt")
-    if prompt > min(longest, limits.prompt_tokens or longest):
-        most = min(longest, limits.prompt_tokens or longest)
+    if prompt > min(longest, limits.max_prompt_tokens or longest):
+        most = min(longest, limits.max_prompt_tokens or longest)
         raise refused(
             f"the prompt has {prompt:,} tokens and may have {most:,}: shorten it", code="context_length_exceeded"
         )
     room = longest - prompt + 1
     if fields.wanted is None:
-        return min(room, limits.answer_tokens // (fields.n * prompts))
+        return min(room, limits.max_answer_tokens // (fields.n * prompts))
     if fields.wanted > room:
         raise refused(
             f"max_tokens={fields.wanted:,} and a prompt of {prompt:,} tokens are more than the {longest:,} tokens of "
@@ -80,6 +80,8 @@ def _options(fields: AnswerFields, tokens: int, tenant: Tenant) -> RequestOption
             stop=fields.stops,
             stop_ids=tuple(fields.stop_token_ids),
             ignore_end=fields.ignore_eos,
+            json_schema=fields.schema_wanted,
+            regex=fields.regex_wanted,
             logprobs=fields.likeliest or 0,
             priority=fields.priority,
             salt=f"{tenant.salt}\0{fields.cache_salt}",

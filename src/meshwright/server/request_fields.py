@@ -20,13 +20,13 @@ MOST_BIASES = 1024
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (), "function_call": ("none",), "functions": ([],), "logit_processors": (), "metadata": ({},),
     "min_tokens": (0,), "modalities": (["text"],), "parallel_tool_calls": (), "prediction": (), "prompt_cache_key": (),
-    "prompt_cache_retention": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
+    "prompt_cache_retention": (), "reasoning_effort": (),
     "safety_identifier": (), "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
     "tool_choice": ("none",), "tools": ([],),
     "use_beam_search": (False,), "verbosity": (), "web_search_options": (), "prompt_logprobs": (),
     "chat_template_kwargs": ({},), "chat_template": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "length_penalty": (1.0,), "moderation": (), "truncate_prompt_tokens": (), "mm_processor_kwargs": (),
-    "structured_outputs": (), "add_generation_prompt": (True,), "continue_final_message": (False,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's interfaces that this server has not -> values that ask for nothing."""
 
@@ -42,6 +42,30 @@ class StreamFields(CheckedFields):
 
     include_usage: bool = False
     """One more event before the last, with the tokens of all answers."""
+
+
+class SchemaFields(CheckedFields):
+    """A JSON schema and its name."""
+
+    name: str = Field(max_length=64)
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str = ""
+    strict: bool | None = True
+    """It is kept to in any case."""
+
+
+class FormatFields(CheckedFields):
+    """What an answer is: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFields | None = None
+
+
+class StructureFields(CheckedFields):
+    """The same as vLLM says it: a schema, or a regular expression."""
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
 
 
 class AnswerFields(CheckedFields):
@@ -70,6 +94,23 @@ class AnswerFields(CheckedFields):
     user: str = Field("", max_length=256)
     """For the log."""
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    response_format: FormatFields | None = None
+    structured_outputs: StructureFields | None = None
+
+    @property
+    def schema_wanted(self) -> dict[str, Any] | None:
+        """JSON schema of the answer; of the empty one any object."""
+        form, structure = self.response_format, self.structured_outputs
+        if form is not None and form.type == "json_object":
+            return {}
+        if form is not None and form.json_schema is not None:
+            return form.json_schema.schema_
+        return structure.json_ if structure else None
+
+    @property
+    def regex_wanted(self) -> str | None:
+        """What the answer must match."""
+        return self.structured_outputs.regex if self.structured_outputs else None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -214,6 +255,7 @@ def _without_nulls(value: Any) -> Any:
 def _check_together(fields: CheckedFields) -> None:
     if not isinstance(fields, AnswerFields):
         return
+    _check_structure(fields)
     if fields.stream_options is not None and not fields.stream:
         raise refused("stream_options needs stream=true", "stream_options")
     if isinstance(fields, CompletionFields) and fields.best_of not in (None, fields.n):
@@ -224,6 +266,20 @@ def _check_together(fields: CheckedFields) -> None:
         raise refused("top_logprobs needs logprobs=true", "top_logprobs")
     if fields.max_tokens is not None and fields.max_completion_tokens not in (None, fields.max_tokens):
         raise refused("max_tokens and max_completion_tokens contradict each other: give one", "max_tokens")
+
+
+def _check_structure(fields: AnswerFields) -> None:
+    form, structure = fields.response_format, fields.structured_outputs
+    if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
+        raise refused("response_format has a json_schema exactly where its type is json_schema", "response_format")
+    asked = [form] if form is not None and form.type != "text" else []
+    given = [one for one in (structure.json_, structure.regex) if one is not None] if structure else []
+    if len([*asked, *given]) > 1 or (structure and not given):
+        raise refused(
+            "give one of response_format, structured_outputs.json and structured_outputs.regex", "structured_outputs"
+        )
+    if fields.ignore_eos and (asked or given):
+        raise refused("ignore_eos contradicts an answer that ends with its form", "ignore_eos")
 
 
 def _explained(error: ValidationError) -> ApiError:

@@ -137,8 +137,10 @@ async def completions(call: Call) -> Response | None:
     fields = checked_fields(CompletionFields, await call.body())
     hosted = call.service.hosted(fields.model)
     given = fields.prompts
-    if len(given) > call.service.limits.prompts:
-        raise refused(f"{len(given)} prompts are more than the {call.service.limits.prompts} of a request", "prompt")
+    if len(given) > call.service.limits.max_prompts:
+        raise refused(
+            f"{len(given)} prompts are more than the {call.service.limits.max_prompts} of a request", "prompt"
+        )
     if fields.stops and hosted.tokenizer is None:
         raise refused("stop needs a tokenizer, and the model has none: give stop_token_ids", "stop")
     ids = [one if isinstance(one, list) else await call.service.text_reader().text(one) for one in given]
@@ -222,7 +224,7 @@ async def _answered(
         logprobs=fields.likeliest is not None,
     )  # fmt: skip
     record.tasks, record.id, record.user = tasks, document.id, fields.user
-    answering = Answering(service.engine, tasks, news, service.limits.request_seconds)
+    answering = Answering(service.engine, tasks, news, service.limits.max_request_seconds)
     with service.admission.answering(answering), watched(answering, call.request.receive):
         if not fields.stream:
             await whole(answering)
