@@ -224,6 +224,8 @@ async def _answered(
         logprobs=fields.likeliest is not None,
     )  # fmt: skip
     record.tasks, record.id, record.user = tasks, document.id, fields.user
+    for task in tasks:
+        task.arrived = record.arrived  # the prompt was waited for, too
     answering = Answering(service.engine, tasks, news, service.limits.max_request_seconds)
     with service.admission.answering(answering), watched(answering, call.request.receive):
         if not fields.stream:
