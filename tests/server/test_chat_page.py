@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -173,7 +172,6 @@ def test_it_fits(browser: Browser, server: Running, width: int, dark: bool) -> N
     write(browser, "w" * 90)
     until(lambda: len(turns(browser)) == 2 and idle(browser))
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    Path(f"/tmp/page-{width}-{dark}.png").write_bytes(browser.picture(whole=False))
     boxes = browser.evaluate(
         "[...document.querySelectorAll('body *')].filter((one) => one.offsetParent).map((one) => "
         "[one.tagName, one.getBoundingClientRect().left, one.getBoundingClientRect().right])"
