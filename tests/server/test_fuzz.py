@@ -12,7 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.server.request_fields import NEUTRAL, ChatFields, CompletionFields
+from meshwright.server.chat_fields import ChatFields
+from meshwright.server.checked_fields import NEUTRAL
+from meshwright.server.request_fields import CompletionFields
 from meshwright.server.server_options import ServerLimits
 from tests.server.running import KEYS, Running, answers, letters, running
 from tests.server.test_limits import free, until

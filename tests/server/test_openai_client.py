@@ -394,9 +394,18 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "bad regex": ("both", {"structured_outputs": {"regex": "("}}, "", "invalid_value"),
     "two forms": ("both", {"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "invalid_value"),
     "no end": ("both", {"ignore_eos": True, "structured_outputs": {"regex": "a"}}, "ignore_eos", "invalid_value"),
-    "tools": (
-        "chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "unsupported_parameter",
+    "tools of a model without": (
+        "chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "invalid_value",
     ),
+    "choice without tools": ("chat", {"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    "answer of no tool": ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "invalid_value"),
+    "call of a user": (
+        "chat",
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]},
+        "messages", "invalid_value",
+    ),
+    "no content": ("chat", {"messages": [{"role": "user", "content": None}]}, "messages", "invalid_value"),
     "role": ("chat", {"messages": [{"role": "king", "content": "x"}]}, "messages", "invalid_value"),
 }  # fmt: skip
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
@@ -15,9 +16,15 @@ from meshwright.spec.errors import MeshwrightError
 
 
 def tasks_of(
-    fields: AnswerFields, prompts: Sequence[list[int]], engine: ServingEngine, limits: ServerLimits, tenant: Tenant
+    fields: AnswerFields,
+    prompts: Sequence[list[int]],
+    engine: ServingEngine,
+    limits: ServerLimits,
+    tenant: Tenant,
+    schema: Mapping[str, Any] | None = None,
 ) -> tuple[list[EngineTask], asyncio.Event]:
-    """A task for each prompt, and the event of their news. ApiError: beyond a limit, or no sense."""
+    """A task for each prompt, and the event of their news. `schema`: that answers keep to, where fields say none.
+    ApiError: beyond a limit, or no sense."""
     if fields.n > limits.max_n:
         raise refused(f"n={fields.n} is more than the {limits.max_n} answers of a request", "n")
     if fields.n > engine.options.most_sequences:
@@ -32,7 +39,7 @@ def tasks_of(
     news = asyncio.Event()
     scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
     return [
-        EngineTask(prompt=list(ids), options=_options(fields, tokens, tenant), changed=news, scored=scored)
+        EngineTask(prompt=list(ids), options=_options(fields, tokens, tenant, schema), changed=news, scored=scored)
         for ids, tokens in zip(prompts, most, strict=True)
     ], news
 
@@ -62,7 +69,9 @@ def _answer_tokens(
     return fields.wanted
 
 
-def _options(fields: AnswerFields, tokens: int, tenant: Tenant) -> RequestOptions:
+def _options(
+    fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None
+) -> RequestOptions:  # fmt: skip
     """As the engine takes them. A request without a seed gets one of its own."""
     try:
         return RequestOptions(
@@ -80,7 +89,7 @@ def _options(fields: AnswerFields, tokens: int, tenant: Tenant) -> RequestOption
             stop=fields.stops,
             stop_ids=tuple(fields.stop_token_ids),
             ignore_end=fields.ignore_eos,
-            json_schema=fields.schema_wanted,
+            json_schema=fields.schema_wanted if schema is None else schema,
             regex=fields.regex_wanted,
             logprobs=fields.likeliest or 0,
             priority=fields.priority,
