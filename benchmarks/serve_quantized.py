@@ -28,9 +28,13 @@ from typing import Any
 import torch
 
 from benchmarks.serve_speed import peer_of
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer, build
+from meshwright.model.quantized_model import build_quantized
+from meshwright.model.quantized_weights import QuantizedWeight, place, quantizable
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.shape import ModelShape
 from tests.compress.test_gguf import model_of, written
 
@@ -94,11 +98,11 @@ def llama(folder: Path) -> Decoding:
         """(sequence, position, token) each -> the likeliest next token of each."""
         batch = library.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
-        for place, (sequence, position, token) in enumerate(tokens):
-            batch.token[place], batch.pos[place], batch.logits[place] = token, position, True
-            batch.n_seq_id[place], batch.seq_id[place][0] = 1, sequence
+        for row, (sequence, position, token) in enumerate(tokens):
+            batch.token[row], batch.pos[row], batch.logits[row] = token, position, True
+            batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
         assert library.llama_decode(context, batch) == 0
-        rows = [library.llama_get_logits_ith(context, place) for place in range(len(tokens))]
+        rows = [library.llama_get_logits_ith(context, row) for row in range(len(tokens))]
         found = [int(torch.frombuffer(row_of(row), dtype=torch.float32).argmax()) for row in rows]
         library.llama_batch_free(batch)
         return found
@@ -111,7 +115,7 @@ def llama(folder: Path) -> Decoding:
         library.llama_memory_clear(library.llama_get_memory(context), True)
         last = []
         for number, prompt in enumerate(prompts):
-            last.append(fed([(number, place, token) for place, token in enumerate(prompt)])[-1])
+            last.append(fed([(number, position, token) for position, token in enumerate(prompt)])[-1])
         began = time.process_time()
         for step in range(new):
             last = fed([(number, PROMPT + step, token) for number, token in enumerate(last)])
@@ -120,12 +124,29 @@ def llama(folder: Path) -> Decoding:
     return decode
 
 
+@torch.no_grad()
+def quantized(model: Transformer, scheme: str) -> Transformer:
+    """The same weights by a scheme that needs no text; what it leaves out is shared with the model."""
+    sizes = quantizable(model.shape)
+    found = build_quantized(model.shape, dict.fromkeys(sizes, SCHEMES[scheme]), kept={}, dtype=torch.float32)
+    own = dict(found.named_parameters())
+    for name, weight in model.named_parameters():
+        if name in sizes:
+            module = found.get_submodule(place(name))
+            assert isinstance(module, QuantizedWeight)
+            module.take(quantize_matrix(name, weight, SCHEMES[scheme]))
+        else:
+            own[name].copy_(weight)
+    return found.eval()
+
+
 def race(rounds: int, new: int) -> dict[str, float]:
     """All contestants in turns."""
     model = build(SHAPE).eval()
     ways: dict[str, Decoding] = {"hf": hf(model)}
     answers: dict[str, dict[int, list[list[int]]]] = {"engine": {}, "int8": {}}
     ways["engine"] = engine(model, answers["engine"])
+    ways["int8"] = engine(quantized(model, "int8"), answers["int8"], head="int8")
     chance = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         if find_spec("llama_cpp"):
@@ -136,7 +157,18 @@ def race(rounds: int, new: int) -> dict[str, float]:
                 prompts = [[chance.randrange(SHAPE.vocab) for _ in range(PROMPT)] for _ in range(batch)]
                 for name, way in ways.items():
                     best[name, batch] = min(best[name, batch], way(prompts, new))
-    return {f"{name}_{batch}_tokens_per_second": batch * new / seconds for (name, batch), seconds in best.items()}
+    found = {f"{name}_{batch}_tokens_per_second": batch * new / seconds for (name, batch), seconds in best.items()}
+    for batch in BATCHES:
+        for peer in ("hf", "llama"):
+            if peer in ways:
+                found[f"int8_over_{peer}_{batch}"] = best[peer, batch] / best["int8", batch]
+    pairs = [
+        (one, other)
+        for batch in BATCHES
+        for some in zip(answers["engine"][batch], answers["int8"][batch], strict=True)
+        for one, other in zip(*some, strict=True)
+    ]
+    return found | {"top1": sum(one == other for one, other in pairs) / len(pairs)}
 
 
 def main(words: Sequence[str] | None = None) -> None:

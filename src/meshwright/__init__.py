@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from meshwright.api.tuning import tune
     from meshwright.serve.request_options import RequestOptions
     from meshwright.serve.serving_engine import EngineOptions
+    from meshwright.serve.speculation import Speculation
     from meshwright.server.server_options import ServerLimits
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "compare",
-    "distill", "dry_run", "evaluate", "load", "plan", "plan_serving", "profile", "quantize", "report", "train", "tune",
+    "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
+    "compare", "distill", "dry_run", "evaluate", "load", "plan", "plan_serving", "profile", "quantize", "report",
+    "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
@@ -47,7 +49,7 @@ _MODULES = {
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "train": "api.training_run", "tune": "api.tuning",
     "EngineOptions": "serve.serving_engine", "RequestOptions": "serve.request_options",
-    "ServerLimits": "server.server_options",
+    "ServerLimits": "server.server_options", "Speculation": "serve.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 }  # fmt: skip
 

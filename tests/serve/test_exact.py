@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def shrunk(name: str) -> Transformer:
 
 
 def served(
-    found: Transformer, prompts: Sequence[Sequence[int]], *, exact: bool, **options: int
+    found: Transformer, prompts: Sequence[Sequence[int]], *, exact: bool, **options: Any
 ) -> tuple[list[ServedRequest], ServingEngine]:
     sizes = {"block": 4, "most_tokens": 24, "most_sequences": 8, **options}
     engine = ServingEngine(found, EngineOptions(exact=exact, **sizes))

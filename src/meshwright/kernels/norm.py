@@ -36,7 +36,7 @@ def _summed(scales: Tensor, x: Tensor) -> Tensor:
 
 def _one_over_rms(x: Tensor, eps: float) -> Tensor:
     """Of rows x (..., D) -> (..., 1)."""
-    squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
     return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -67,14 +67,15 @@ class _RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Tensor:
     """As the reference; only x and one number a row are saved."""
+    if (own := library.loops()) and library.takes(x, weight):
+        return own.rms_norm(x, weight, eps)
     if uses_triton("rms_norm", x, prefer=prefer, feature=_too_wide(x)):
         from meshwright.kernels.triton import root_norm
 
         return root_norm.rms_norm(x, weight, eps)
     if kind(x) == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
-            own = library.loops()
-            return own.rms_norm(x, weight, eps) if own else (x * _one_over_rms(x, eps)).mul_(weight)
+            return (x * _one_over_rms(x, eps)).mul_(weight)
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
     if acts() == "cuda":
@@ -90,12 +91,12 @@ def add_rms_norm_reference(x: Tensor, added: Tensor, weight: Tensor, eps: float)
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> tuple[Tensor, Tensor]:
     """As the reference; only the sum and one number a row are saved."""
+    if (own := library.loops()) and library.takes(x, added, weight):
+        return own.add_rms_norm(x, added, weight, eps)
     if x.shape == added.shape and uses_triton("add_rms_norm", x, prefer=prefer, feature=_too_wide(x)):
         from meshwright.kernels.triton import root_norm
 
         return root_norm.add_rms_norm(x, added, weight, eps)
-    if (own := library.loops()) and library.takes(x, added):
-        return own.add_rms_norm(x, added, weight, eps)
     total = x + added
     return rms_norm(total, weight, eps, prefer), total
 

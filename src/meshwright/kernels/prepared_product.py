@@ -169,7 +169,8 @@ class Int8Product:
         self._zeros = torch.zeros(len(codes), dtype=torch.int64)
         self._bias, self._columns = bias, None
         self._rows: tuple[Tensor, Tensor] | None = None  # codes as they are, and their sums, for a few rows
-        if (own := library.compiled()) and own.has_int8_product and codes.shape[1] % library.INT8_WIDTH == 0:
+        fits = codes.shape[1] % library.INT8_INPUTS == 0 and codes.shape[0] % library.INT8_OUTPUTS == 0
+        if fits and (own := library.compiled()) and own.has_int8_linear:
             self._rows = codes.contiguous(), codes.sum(1, dtype=torch.int32)
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -186,12 +187,11 @@ class Int8Product:
     def _multiplied(self, rows: Tensor) -> Tensor:
         """rows (M, K) fp32 -> (M, N); the same bits by either library."""
         own = library.loops()
+        if own is not None and self._rows is not None and rows.shape[0] <= library.FEW_ROWS:
+            return own.int8_linear(rows, *self._rows, self._scales)
         if own is None:
             codes, scales = rounded_rows(rows)
             codes = codes.add_(128.0).to(torch.uint8)
         else:
             codes, scales = own.round_rows(rows)
-            if self._rows is not None and len(rows) <= library.FEW_ROWS:
-                return own.int8_product(codes, scales, *self._rows, self._scales)
         return integers.int8_product(codes, self._packed, self._scales, self._zeros).mul_(scales)
-

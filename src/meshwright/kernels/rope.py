@@ -72,12 +72,12 @@ def rotate_pair(
     prefer: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As the reference; on a GPU in the memory of q and k where that is allowed."""
+    if (own := library.loops()) and library.takes(q, k, cos, sin) and len(q) == len(cos) == 1 and not interleaved:
+        return own.rotate(q, cos, sin, in_place), own.rotate(k, cos, sin, in_place)
     if uses_triton("rope", q, prefer=prefer):
         from meshwright.kernels.triton import rotary
 
         return rotary.rotate_pair(q, k, cos, sin, interleaved, in_place=in_place)
-    if (own := library.loops()) and library.takes(q, k, cos, sin) and len(q) == len(cos) == 1 and not interleaved:
-        return own.rotate(q, cos, sin, in_place), own.rotate(k, cos, sin, in_place)
     if q.shape[0] * q.shape[1] <= FEW and q.dtype == k.dtype and not torch.is_grad_enabled():
         both = rotate(torch.cat((q, k), dim=2), cos, sin, interleaved)
         return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]

@@ -60,8 +60,8 @@ class Border:
     write: SummedProduct | None = None
     """The product with the part's last matrix and `leave` in one, where that is better than one after the other."""
     prepared: Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...] | None] | None = None
-    """Products of x (..., in) with layers whose matrices an engine has prepared, for its own steps; None for layers that
-    it has not."""
+    """Products of x (..., in) with layers whose matrices an engine has prepared for its steps; None for layers that it
+    has not."""
 
 
 def as_given(experts: Any, *given: Any) -> Any:

@@ -55,7 +55,7 @@ class PackedStep:
     """(1, N)."""
     places: StepPlaces
     last: list[int]
-    """Rows behind which a token is made."""
+    """Rows behind which a token is made: of the last token of a sequence, and of each of its guesses."""
     owners: list[CachedSequence]
     """Whose they are."""
 
@@ -67,7 +67,7 @@ class RowPacker:
         """`longest`: positions of a sequence; `copies_bytes`: most bytes of dense copies."""
         self._cache, self._exact = cache, exact
         self._lengths = _lengths(longest, cache.size, PART)
-        self._copies = DenseCopies(cache.copied_bytes, copies_bytes)
+        self._copies = DenseCopies(cache.copied_bytes, copies_bytes if cache.form == "model" else 0)
 
     def pack(self, runs: Sequence[Run], rows: int) -> PackedStep:
         """`rows` at least as many as the runs have tokens; those beyond are written where nobody reads."""
@@ -79,9 +79,9 @@ class RowPacker:
             tokens += run.sequence.tokens[run.begin : run.end]
             positions += range(run.begin, run.end)
             slots += [blocks[place // size] * size + place % size for place in range(run.begin, run.end)]
-            if run.end == len(run.sequence.tokens):
-                last.append(len(tokens) - 1)
-                owners.append(run.sequence)
+            wanted = max(0, run.end - max(run.begin, len(run.sequence.tokens) - 1 - run.sequence.guessed))
+            last += range(len(tokens) - wanted, len(tokens))
+            owners += [run.sequence] * wanted
         more = rows - len(tokens)
         fed = torch.tensor((tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more))
         fed = fed.to(self._cache.device)

@@ -41,10 +41,12 @@ class Runner:
         self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens
         """Rows of the largest forward pass."""
 
-    def run(self, step: StepPlan) -> tuple[list[CachedSequence], Tensor]:
-        """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each."""
+    def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
+        """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
+        a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over."""
         self.cache.copy(step.copies)
-        runs = [Run(one, one.computed, one.computed + count) for one, count in step.chunks.items()]
+        begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
+        runs = [Run(one, begin, begin + count) for one, begin, count in begins]
         owners, states = list[CachedSequence](), list[Tensor]()
         with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
@@ -53,9 +55,9 @@ class Runner:
                 if rows.owners:
                     owners += rows.owners
                     states.append(x[0, rows.last])
-        if not owners:
-            return [], torch.empty(0, self._model.shape.vocab)
-        return owners, self._logits(torch.cat(states)).float()
+            if not owners:
+                return [], torch.empty(0, self._model.shape.vocab)
+            return owners, self._logits(states[0] if len(states) == 1 else torch.cat(states)).float()
 
     def _passes(self, runs: list[Run]) -> Iterator[PackedStep]:
         """Forward passes: one, or in exact mode as many as rows allow."""

@@ -94,7 +94,7 @@ class Scheduler:
         step, left = StepPlan(), self.most_tokens
         prompts, block, holders = [], self.tables.block, self.tables.pool.holders
         for sequence in self.running.copy():
-            if len(sequence.tokens) - sequence.computed > 1:
+            if len(sequence.tokens) - sequence.computed - sequence.guessed > 1:
                 prompts.append(sequence)
             elif sequence.phase is Phase.RUNNING and sequence.computed % block and holders[sequence.table[-1]] == 1:
                 step.chunks[sequence] = 1  # as `_grow`, which is a third of the time of a step
@@ -110,7 +110,19 @@ class Scheduler:
             if not count:
                 break
             left -= count
+        for sequence in [one for one in step.chunks if one.guessed]:
+            left -= self._grow_guesses(sequence, left, step)
         return step
+
+    def _grow_guesses(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
+        """Room for guesses where it is free: they preempt nobody. How many the step computes."""
+        count, tables = min(sequence.guessed, left), self.tables
+        if count < 1 or tables.needs(sequence, 1 + count) > tables.pool.free:
+            return 0
+        copied = tables.grow(sequence, 1 + count)
+        assert copied is None, "room for the first token was made before"
+        step.chunks[sequence] = 1 + count
+        return count
 
     def advance(self, step: StepPlan) -> None:
         """What `plan` gave is computed."""
@@ -189,6 +201,7 @@ class Scheduler:
         step.copies = [pair for pair in step.copies if pair[1] not in own]
         self.running.remove(sequence)
         self.tables.give_back(sequence)
+        sequence.drop_guesses()
         sequence.phase = Phase.WAITING
         sequence.preemptions += 1
         self.preemptions += 1

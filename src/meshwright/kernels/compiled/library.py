@@ -25,8 +25,8 @@ FLAGS = (
 )  # fmt: skip
 FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
 """Of which the first is taken that the compiler takes."""
-FEW_ROWS, INT8_WIDTH = 8, 64
-"""Rows up to which `int8_product` is faster than oneDNN's; inputs are multiples of the width."""
+FEW_ROWS, INT8_INPUTS, INT8_OUTPUTS = 16, 64, 4
+"""Rows up to which `int8_linear` is faster than oneDNN's product, and what its inputs and outputs are multiples of."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -45,13 +45,17 @@ _ARGUMENTS: dict[str, list[type]] = {
     "rotate": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT],
     "swiglu": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
     "round_rows": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT],
-    "int8_product": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
+    "keep_int8": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
+    "int8_linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
 }
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether tensors are fp32 on a CPU with the numbers of a row side by side."""
-    return all(one.dtype == torch.float32 and one.device.type == "cpu" and one.stride(-1) == 1 for one in tensors)
+    for one in tensors:  # noqa: SIM110 - a generator costs as much again as what it asks, some hundred times a step
+        if one.dtype != torch.float32 or one.device.type != "cpu" or one.stride(-1) != 1:
+            return False
+    return True
 
 
 @final
@@ -62,9 +66,11 @@ class Loops:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-        library.attend.argtypes, library.attend.restype = [_POINTER, _INT], _INT
+        library.attend.argtypes = [_POINTER, _INT]
+        for name in ("attend", "int8_linear", "has_int8_linear"):
+            getattr(library, name).restype = _INT
         self._of = library
-        self.has_int8_product = bool(library.has_int8_product())
+        self.has_int8_linear = bool(library.has_int8_linear())
         """Whether this processor has instructions for sums of 8-bit products."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -106,21 +112,29 @@ class Loops:
 
     def round_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows (M, K) -> codes (M, K) uint8, each 128 more than it stands for, and scales (M, 1)."""
-        codes, scales = torch.empty(rows.shape, dtype=torch.uint8), torch.empty(len(rows), 1)
-        given = rows.data_ptr(), rows.stride(0), codes.data_ptr(), scales.data_ptr()
-        self._of.round_rows(*given, len(rows), rows.shape[1])
+        count, width = rows.shape
+        codes, scales = torch.empty(count, width, dtype=torch.uint8), torch.empty(count, 1)
+        self._of.round_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), scales.data_ptr(), count, width)
         return codes, scales
 
-    def int8_product(
-        self, codes: Tensor, scales: Tensor, matrix: Tensor, sums: Tensor, matrix_scales: Tensor
-    ) -> Tensor:  # fmt: skip
-        """codes (M, K) as `round_rows`, matrix (N, K) int8 whose rows sum to `sums` (N,) int32 -> (M, N): sums are
-        exact, times matrix_scales (N,), then times scales (M, 1)."""
-        out = torch.empty(len(codes), len(matrix))
-        self._of.int8_product(
-            codes.data_ptr(), scales.data_ptr(), matrix.data_ptr(), sums.data_ptr(), matrix_scales.data_ptr(),
-            out.data_ptr(), len(codes), len(matrix), matrix.shape[1],
+    def keep_int8(self, new: Tensor, slots: Tensor, codes: Tensor, scales: Tensor) -> None:
+        """new (N, K, E) to slots (N,) of codes (blocks, block, K, E) int8 and scales (blocks, block, K)."""
+        rows, heads, width = new.shape
+        self._of.keep_int8(
+            new.data_ptr(), new.stride(0), new.stride(1), slots.data_ptr(), codes.data_ptr(), scales.data_ptr(), rows,
+            heads, width,
         )  # fmt: skip
+
+    def int8_linear(self, rows: Tensor, matrix: Tensor, sums: Tensor, matrix_scales: Tensor) -> Tensor:
+        """rows (M, K), rounded, times matrix (N, K) int8 whose rows sum to `sums` (N,) int32 -> (M, N): sums are exact,
+        times matrix_scales (N,), then times the scales of the rows. K is a multiple of 64, N of 4."""
+        (count, width), columns = rows.shape, matrix.shape[0]
+        out = torch.empty(count, columns)
+        if self._of.int8_linear(
+            rows.data_ptr(), rows.stride(0), matrix.data_ptr(), sums.data_ptr(), matrix_scales.data_ptr(),
+            out.data_ptr(), count, columns, width,
+        ):  # fmt: skip
+            raise MemoryError(f"no memory for {count} rows of {width} codes")
         return out
 
     def attend(
@@ -129,12 +143,12 @@ class Loops:
     ) -> Tensor:  # fmt: skip
         """As kernels.paged_attention.attend_rows: q (R, H, E), keys (blocks, block, K, E), values (blocks, block, K, V
         or more), of which `width` are taken, scales (blocks, block, K) of each -> (R, H, width)."""
-        out = torch.empty(len(q), q.shape[1], width)
+        out = torch.empty(q.shape[0], q.shape[1], width)
         asked = _Attention(
             q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
             None if scales is None else scales[0].data_ptr(), None if scales is None else scales[1].data_ptr(),
             None if numbers is None else numbers.data_ptr(), tables.data_ptr(), offsets.data_ptr(), last.data_ptr(),
-            out.data_ptr(), len(q), q.shape[1], keys.shape[2], q.shape[2], width, values.shape[3], keys.shape[1],
+            out.data_ptr(), q.shape[0], q.shape[1], keys.shape[2], q.shape[2], width, values.shape[3], keys.shape[1],
             window, scale,
         )  # fmt: skip
         if self._of.attend(ctypes.byref(asked), longest):
@@ -143,7 +157,7 @@ class Loops:
 
 
 def compiled() -> Loops | None:
-    """The library, for this process; None where there is no C compiler that takes it, or the processor is big-endian."""
+    """The library, for this process; None where there is no C compiler that takes it."""
     return _compiled()
 
 

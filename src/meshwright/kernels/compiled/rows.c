@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-#define AT_ONCE 8 /* rows of a product for which a matrix is read once */
+typedef float lanes __attribute__((vector_size(64), aligned(4))); /* 16 numbers, anywhere in memory */
 
 static inline float exponential(float x) {
     /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal; 0 below -87. */
@@ -80,25 +80,38 @@ void round_rows(const float *x, int64_t x_row, uint8_t *codes, float *scales, in
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * x_row;
         uint8_t *to = codes + row * width;
-        float most = 0.0f, poison = 0.0f;
+        union { uint32_t bits; float number; } most = {0}; /* bits of positive floats are in their order, NaN above all */
         for (int64_t i = 0; i < width; i++) {
-            float size = fabsf(from[i]);
-            most = size > most ? size : most;
-            poison += from[i] * 0.0f;
+            uint32_t bits;
+            memcpy(&bits, from + i, sizeof bits);
+            bits &= 0x7fffffffu;
+            most.bits = bits > most.bits ? bits : most.bits;
         }
-        float scale = most / 127.0f;
+        float scale = most.number / 127.0f;
         scale = scale == 0.0f ? 1.0f : scale;
         for (int64_t i = 0; i < width; i++) {
             float code = rintf(from[i] / scale);
             code = code > 127.0f ? 127.0f : (code < -127.0f ? -127.0f : code);
             to[i] = (uint8_t)((int32_t)code + 128);
         }
-        scales[row] = scale + poison;
+        scales[row] = scale;
     }
 }
 
-/* Whether int8_product is there. */
-int64_t has_int8_product(void) {
+/* x (R, K, E) -> codes and scales of K heads at slots (R,): stores (P, K, E) and (P, K). As round_rows, without the 128. */
+void keep_int8(const float *x, int64_t x_row, int64_t x_head, const int64_t *slots, int8_t *codes, float *scales,
+               int64_t rows, int64_t heads, int64_t width) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            const int64_t place = slots[row] * heads + head;
+            uint8_t *to = (uint8_t *)codes + place * width;
+            round_rows(x + row * x_row + head * x_head, 0, to, scales + place, 1, width);
+            for (int64_t i = 0; i < width; i++) to[i] ^= 128;
+        }
+}
+
+/* Whether int8_linear is there. */
+int64_t has_int8_linear(void) {
 #ifdef __AVX512VNNI__
     return 1;
 #else
@@ -106,37 +119,74 @@ int64_t has_int8_product(void) {
 #endif
 }
 
-/* codes (R, D), each 128 more than it stands for, times matrix (N, D) transposed, whose rows sum to `sums`; times scales
-   of the matrix (N,), then those of rows (R,), into out (R, N). D is a multiple of 64. */
-void int8_product(const uint8_t *codes, const float *scales, const int8_t *matrix, const int32_t *sums,
-                  const float *matrix_scales, float *out, int64_t rows, int64_t columns, int64_t width) {
 #ifdef __AVX512VNNI__
-#define PRODUCT(ROWS)                                                                                                   \
-    case ROWS:                                                                                                          \
-        for (int64_t n = 0; n < columns; n++) {                                                                         \
-            const int8_t *from = matrix + n * width;                                                                    \
-            __m512i total[ROWS];                                                                                        \
-            for (int r = 0; r < ROWS; r++) total[r] = _mm512_setzero_si512();                                           \
-            for (int64_t i = 0; i < width; i += 64) {                                                                   \
-                __m512i w = _mm512_loadu_si512(from + i);                                                               \
-                _mm_prefetch((const char *)(from + i + 4096), _MM_HINT_T0);                                             \
-                for (int r = 0; r < ROWS; r++)                                                                          \
-                    total[r] = _mm512_dpbusd_epi32(total[r], _mm512_loadu_si512(codes + r * width + i), w);             \
-            }                                                                                                           \
-            for (int r = 0; r < ROWS; r++)                                                                              \
-                out[r * columns + n] = (float)(_mm512_reduce_add_epi32(total[r]) - 128 * sums[n]) * matrix_scales[n];   \
-        }                                                                                                               \
-        break;
-    for (int64_t begin = 0; begin < rows; begin += AT_ONCE) {
-        switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) {
-            PRODUCT(1) PRODUCT(2) PRODUCT(3) PRODUCT(4) PRODUCT(5) PRODUCT(6) PRODUCT(7) PRODUCT(8)
+/* Sums of the numbers of each of four vectors. */
+static inline __m128i sums_of_four(__m512i a, __m512i b, __m512i c, __m512i d) {
+    __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+    __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+/* `rows` (at most 4) of codes times four rows of a matrix, times the scales of these, into out. */
+static inline __attribute__((always_inline)) void four_columns(const uint8_t *codes, const int8_t *matrix,
+                                                               const int32_t *sums, const float *scales, float *out,
+                                                               int64_t columns, int64_t width, const int rows) {
+    __m512i total[4][4];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < 4; c++) total[r][c] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < width; i += 64) {
+        __m512i w[4];
+        for (int c = 0; c < 4; c++) {
+            w[c] = _mm512_loadu_si512(matrix + c * width + i);
+            _mm_prefetch((const char *)(matrix + c * width + i + 4 * width), _MM_HINT_T0);
         }
-        const int64_t end = begin + AT_ONCE < rows ? begin + AT_ONCE : rows;
-        for (int64_t r = 0; r < end - begin; r++)
-            for (int64_t n = 0; n < columns; n++) out[r * columns + n] *= scales[begin + r];
-        codes += AT_ONCE * width;
-        out += AT_ONCE * columns;
+        for (int r = 0; r < rows; r++) {
+            __m512i code = _mm512_loadu_si512(codes + r * width + i);
+            for (int c = 0; c < 4; c++) total[r][c] = _mm512_dpbusd_epi32(total[r][c], code, w[c]);
+        }
     }
+    __m128i shift = _mm_slli_epi32(_mm_loadu_si128((const __m128i *)sums), 7);
+    __m128 scale = _mm_loadu_ps(scales);
+    for (int r = 0; r < rows; r++) {
+        __m128i sum = sums_of_four(total[r][0], total[r][1], total[r][2], total[r][3]);
+        _mm_storeu_ps(out + r * columns, _mm_mul_ps(_mm_cvtepi32_ps(_mm_sub_epi32(sum, shift)), scale));
+    }
+}
+#endif
+
+/* x (R, D) rounded as by round_rows, times matrix (N, D) transposed, whose rows sum to `sums`; times scales of the matrix
+   (N,), then those of the rows, into out (R, N). D is a multiple of 64, N of 4. Returns 0, or 1 where there was no
+   memory. */
+int64_t int8_linear(const float *x, int64_t x_row, const int8_t *matrix, const int32_t *sums, const float *matrix_scales,
+                    float *out, int64_t rows, int64_t columns, int64_t width) {
+#ifdef __AVX512VNNI__
+    uint8_t *codes = malloc(rows * width);
+    float *scales = malloc(rows * sizeof(float));
+    if (codes && scales) {
+        round_rows(x, x_row, codes, scales, rows, width);
+        for (int64_t n = 0; n < columns; n += 4) {
+            const int8_t *from = matrix + n * width;
+            int64_t r = 0;
+            for (; r + 4 <= rows; r += 4)
+                four_columns(codes + r * width, from, sums + n, matrix_scales + n, out + r * columns + n, columns, width, 4);
+            const uint8_t *rest = codes + r * width;
+            float *to = out + r * columns + n;
+            if (rows - r == 3) four_columns(rest, from, sums + n, matrix_scales + n, to, columns, width, 3);
+            else if (rows - r == 2) four_columns(rest, from, sums + n, matrix_scales + n, to, columns, width, 2);
+            else if (rows - r == 1) four_columns(rest, from, sums + n, matrix_scales + n, to, columns, width, 1);
+        }
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t n = 0; n < columns; n++) out[r * columns + n] *= scales[r];
+    }
+    int64_t failed = !codes || !scales;
+    free(codes);
+    free(scales);
+    return failed;
+#else
+    (void)x, (void)x_row, (void)matrix, (void)sums, (void)matrix_scales, (void)out, (void)rows, (void)columns, (void)width;
+    return 1;
 #endif
 }
 
@@ -157,27 +207,45 @@ typedef struct {
     float scale;
 } Attention;
 
-#define ATTEND(NAME, TYPE, NUMBER)                                                                                      \
+/* The sum of 16 numbers, in one order. */
+static inline float sum_of(lanes x) {
+    float total = 0.0f;
+    for (int i = 0; i < 16; i++) total += x[i];
+    return total;
+}
+
+#define PLACE(t) ((table[(t) / block] * block + (t) % block) * a->key_heads + own)
+
+/* One query head over its keys. E and V are 16 PARTS, or anything where PARTS is 0. */
+#define ATTEND(NAME, TYPE, LOAD, NUMBER)                                                                                \
     static inline __attribute__((always_inline)) void NAME##_sized(const Attention *a, float *restrict scores,          \
-                                                                   const int64_t width, const int64_t wide) {           \
-        const int64_t group = a->heads / a->key_heads, block = a->block;                                                \
+                                                                   const int parts) {                                   \
+        const int64_t group = a->heads / a->key_heads, block = a->block, width = a->width, wide = a->value_width;       \
+        const int64_t value_stride = parts ? parts * 16 : a->value_stride;                                              \
         const float *numbers = a->numbers;                                                                              \
         (void)numbers;                                                                                                  \
         for (int64_t row = 0; row < a->rows; row++) {                                                                   \
             const int64_t *table = a->tables + a->offsets[row], end = a->last[row] + 1;                                 \
             const int64_t first = a->window && end > a->window ? end - a->window : 0;                                   \
             for (int64_t head = 0; head < a->heads; head++) {                                                           \
-                const float *restrict q = a->q + row * a->q_row + head * width;                                         \
+                const float *q = a->q + row * a->q_row + head * width;                                                  \
                 const int64_t own = head / group;                                                                       \
                 float most = -INFINITY, sum = 0.0f;                                                                     \
                 float *restrict to = a->out + (row * a->heads + head) * wide;                                           \
+                lanes query[8], total[8];                                                                               \
+                for (int p = 0; p < parts; p++) query[p] = *(const lanes *)(q + 16 * p), total[p] = (lanes){0};         \
                 for (int64_t t = first; t < end;) {                                                                     \
                     const int64_t whole = (t / block + 1) * block, until = whole < end ? whole : end;                   \
-                    int64_t place = (table[t / block] * block + t % block) * a->key_heads + own;                        \
+                    int64_t place = PLACE(t);                                                                           \
                     for (; t < until; t++, place += a->key_heads) {                                                     \
-                        const TYPE *restrict code = (const TYPE *)a->keys + place * width;                              \
+                        const TYPE *code = (const TYPE *)a->keys + place * (parts ? parts * 16 : width);                \
                         float dot = 0.0f;                                                                               \
-                        for (int64_t i = 0; i < width; i++) dot += q[i] * NUMBER(code[i]);                              \
+                        if (parts) {                                                                                    \
+                            lanes all = query[0] * LOAD(code);                                                          \
+                            for (int p = 1; p < parts; p++) all += query[p] * LOAD(code + 16 * p);                      \
+                            dot = sum_of(all);                                                                          \
+                        } else                                                                                          \
+                            for (int64_t i = 0; i < width; i++) dot += q[i] * NUMBER(code[i]);                          \
                         dot *= a->key_scales ? a->key_scales[place] * a->scale : a->scale;                              \
                         scores[t - first] = dot;                                                                        \
                         most = dot > most ? dot : most;                                                                 \
@@ -187,32 +255,49 @@ typedef struct {
                     scores[t] = exponential(scores[t] - most);                                                          \
                     sum += scores[t];                                                                                   \
                 }                                                                                                       \
-                for (int64_t i = 0; i < wide; i++) to[i] = 0.0f;                                                        \
+                if (!parts)                                                                                             \
+                    for (int64_t i = 0; i < wide; i++) to[i] = 0.0f;                                                    \
                 for (int64_t t = first; t < end;) {                                                                     \
                     const int64_t whole = (t / block + 1) * block, until = whole < end ? whole : end;                   \
-                    int64_t place = (table[t / block] * block + t % block) * a->key_heads + own;                        \
+                    int64_t place = PLACE(t);                                                                           \
                     for (; t < until; t++, place += a->key_heads) {                                                     \
-                        const TYPE *restrict code = (const TYPE *)a->values + place * a->value_stride;                  \
+                        const TYPE *code = (const TYPE *)a->values + place * value_stride;                              \
                         const float share = scores[t - first] * (a->value_scales ? a->value_scales[place] : 1.0f);      \
-                        for (int64_t i = 0; i < wide; i++) to[i] += share * NUMBER(code[i]);                            \
+                        for (int p = 0; p < parts; p++) total[p] += share * LOAD(code + 16 * p);                        \
+                        if (!parts)                                                                                     \
+                            for (int64_t i = 0; i < wide; i++) to[i] += share * NUMBER(code[i]);                        \
                     }                                                                                                   \
                 }                                                                                                       \
-                for (int64_t i = 0; i < wide; i++) to[i] /= sum;                                                        \
+                for (int p = 0; p < parts; p++) *(lanes *)(to + 16 * p) = total[p] / sum;                               \
+                if (!parts)                                                                                             \
+                    for (int64_t i = 0; i < wide; i++) to[i] /= sum;                                                    \
             }                                                                                                           \
         }                                                                                                               \
     }                                                                                                                   \
     static void NAME(const Attention *a, float *scores) {                                                               \
-        if (a->width == 64 && a->value_width == 64) NAME##_sized(a, scores, 64, 64);                                    \
-        else if (a->width == 128 && a->value_width == 128) NAME##_sized(a, scores, 128, 128);                           \
-        else NAME##_sized(a, scores, a->width, a->value_width);                                                         \
+        const int64_t alike = a->width == a->value_width && a->width == a->value_stride ? a->width : 0;                 \
+        if (alike == 64) NAME##_sized(a, scores, 4);                                                                    \
+        else if (alike == 128) NAME##_sized(a, scores, 8);                                                              \
+        else NAME##_sized(a, scores, 0);                                                                                \
     }
+
+typedef int8_t small_lanes __attribute__((vector_size(16), aligned(1)));
+
+static inline lanes listed_lanes(const float *numbers, const uint8_t *codes) {
+    lanes found;
+    for (int i = 0; i < 16; i++) found[i] = numbers[codes[i]];
+    return found;
+}
 
 #define SAME(x) (x)
 #define WHOLE(x) ((float)(x))
 #define LISTED(x) (numbers[x])
-ATTEND(attend_floats, float, SAME)
-ATTEND(attend_int8, int8_t, WHOLE)
-ATTEND(attend_listed, uint8_t, LISTED)
+#define SAME_LANES(x) (*(const lanes *)(x))
+#define WHOLE_LANES(x) __builtin_convertvector(*(const small_lanes *)(x), lanes)
+#define LISTED_LANES(x) listed_lanes(numbers, x)
+ATTEND(attend_floats, float, SAME_LANES, SAME)
+ATTEND(attend_int8, int8_t, WHOLE_LANES, WHOLE)
+ATTEND(attend_listed, uint8_t, LISTED_LANES, LISTED)
 
 int64_t attend(const Attention *a, int64_t longest) {
     float *scores = malloc(longest * sizeof(float));
