@@ -141,7 +141,8 @@ def _deployment(
     degrees = Degrees(tp=tp, attention_dp=dp)
     if model.shape.moe:
         in_flight = batch * dp
-        degrees = _degrees(tp, dp, expert_tp, expert_ep)
+        one_set = bool(columns[prefix + "attention_dp_size"])
+        degrees = _degrees(tp, dp, expert_tp, expert_ep, one_set=one_set)
         batch = in_flight / degrees.attention_dp
     device = presets.device(DEVICES[columns["system"]])
     width = 2.0 if columns["precision"] in ("", "bf16") else 1.0
@@ -153,13 +154,14 @@ def _deployment(
     )  # fmt: skip
 
 
-def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int) -> Degrees:
-    """Of experts, as one set of GPUs has them."""
+def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int, *, one_set: bool) -> Degrees:
+    """`one_set`: rows of InferenceX, which alone name attention data parallelism, and whose degrees are of one set of
+    GPUs each."""
     gpus = tp * dp
-    if expert_tp == expert_ep > 1 and gpus == expert_tp**2:  # tp: 8, ep: 8 of the same 8 GPUs
+    if one_set and expert_tp == expert_ep > 1 and gpus == expert_tp**2:  # tp: 8, ep: 8 of the same 8 GPUs
         apart = dp > 1
         return Degrees(tp=1 if apart else expert_tp, attention_dp=expert_tp if apart else 1, expert_ep=expert_tp)
-    if tp == dp > 1 and expert_ep == gpus:  # tp: 4, ep: 4, dp-attn: true of the same 4 GPUs
+    if one_set and tp == dp > 1 and expert_ep == gpus:  # tp: 4, ep: 4, dp-attn: true of the same 4 GPUs
         return Degrees(tp=1, attention_dp=dp, expert_ep=dp)
     if expert_tp * expert_ep != gpus:  # experts' degrees are left out
         return Degrees(tp=tp, attention_dp=dp, expert_tp=gpus)
