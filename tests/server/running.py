@@ -117,7 +117,9 @@ def running(
 def _own_engine() -> ServingEngine:
     hosted = small()
     assert hosted.tokenizer is not None
-    return ServingEngine(hosted.model, EXACT, decode=hosted.tokenizer.decode, end_ids=hosted.end_ids)
+    return ServingEngine(
+        hosted.model, EXACT, decode=hosted.tokenizer.decode, end_ids=hosted.end_ids, tokenizer=hosted.tokenizer
+    )
 
 
 def answers(prompt: Sequence[int], **options: Any) -> list[Any]:

@@ -88,7 +88,7 @@ def test_a_client_that_leaves_while_it_waits() -> None:
 
 
 def test_a_full_queue_is_429_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(engine=SLOW, limits=ServerLimits(queue=2, drain_seconds=0.1)) as server:
+    with running(engine=SLOW, limits=ServerLimits(max_queue=2, drain_seconds=0.1)) as server:
         own = server.engine.step
         monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), own())[1])
         open_ones = [raw(server, LONG) for _ in range(2)]
@@ -108,7 +108,7 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(monkeypatch: pytest.Monkey
 
 
 def test_requests_of_a_key_at_once() -> None:
-    with running(limits=ServerLimits(requests_per_key=1, drain_seconds=0.1)) as server:
+    with running(limits=ServerLimits(max_requests_per_key=1, drain_seconds=0.1)) as server:
         first = raw(server, {**LONG, "stream": True})
         until(lambda: not server.engine.idle)
         status, headers, document = server.ask("/v1/completions", LONG)
@@ -121,7 +121,7 @@ def test_requests_of_a_key_at_once() -> None:
 
 
 def test_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(limits=ServerLimits(request_seconds=0.4, drain_seconds=0.1)) as server:
+    with running(limits=ServerLimits(max_request_seconds=0.4, drain_seconds=0.1)) as server:
         own = server.engine.step
         monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), own())[1])
         status, _, document = server.ask("/v1/completions", LONG)
@@ -158,8 +158,8 @@ def test_bodies(limited: Running, body: bytes, headers: dict[str, str], status: 
 @pytest.fixture(scope="module")
 def limited() -> Any:
     limits = ServerLimits(
-        body_bytes=2048, prompt_tokens=20, answer_tokens=64, n=4, prompts=3, read_seconds=0.4, drain_seconds=0.1,
-        stall_seconds=0.4,
+        max_body_bytes=2048, max_prompt_tokens=20, max_answer_tokens=64, max_n=4, max_prompts=3, read_seconds=0.4,
+        drain_seconds=0.1, stall_seconds=0.4,
     )  # fmt: skip
     with running(limits=limits) as server:
         yield server

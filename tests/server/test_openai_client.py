@@ -1,5 +1,7 @@
 """The official client of OpenAI's interface: each parameter changes what it should, as the engine itself does it."""
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +40,8 @@ def ask(client: openai.OpenAI, kind: str, **options: Any) -> Any:
     """One request; what the client's methods do not name goes into extra_body."""
     options = {"model": NAME, "max_tokens": 8, "temperature": 0, **options}
     extra = {name: options.pop(name) for name in EXTRA & options.keys()}
+    if kind == "completion" and "response_format" in options:
+        extra["response_format"] = options.pop("response_format")
     if kind == "completion":
         return client.completions.create(**{"prompt": PROMPT, **options}, extra_body=extra)
     return client.chat.completions.create(**{"messages": MESSAGES, **options}, extra_body=extra)
@@ -45,7 +49,7 @@ def ask(client: openai.OpenAI, kind: str, **options: Any) -> Any:
 
 EXTRA = {
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "cache_salt", "priority",
-    "return_token_ids", "guided_json", "unheard_of", "min_tokens", "tools",
+    "return_token_ids", "structured_outputs", "guided_json", "unheard_of", "min_tokens", "tools",
 }  # fmt: skip
 
 
@@ -92,6 +96,43 @@ def test_a_parameter_changes_the_answer_as_in_the_engine(client: openai.OpenAI, 
     assert [one.ids for one in right] != [plain.ids], "the parameter shows"
     if name in ("top_p", "top_k", "min_p", "seed"):
         assert right[0].ids != own(kind, temperature=1.5, seed=7)[0].ids
+
+
+SCHEMA = {
+    "type": "object", "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"], "additionalProperties": False,
+}  # fmt: skip
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "schema": (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}},
+        {"json_schema": SCHEMA},
+    ),
+    "structured": ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+    "object": (
+        {"response_format": {"type": "json_object"}, "logit_bias": {"93": 5}},
+        {"json_schema": {}, "logit_bias": {93: 5.0}},
+    ),
+    "regex": ({"structured_outputs": {"regex": "[0-9]{3}-(ja|no)"}}, {"regex": "[0-9]{3}-(ja|no)"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_answers_of_a_form(client: openai.OpenAI, kind: str, stream: bool, name: str) -> None:
+    asked, options = FORMS[name]
+    found = ask(client, kind, max_tokens=60, temperature=1.0, seed=1, stream=stream, **asked)
+    right = own(kind, max_new_tokens=60, temperature=1.0, seed=1, **options)[0]
+    choices = [choice for chunk in found for choice in chunk.choices] if stream else found.choices
+    said = [
+        one.text if kind == "completion" else (one.delta if stream else one.message).content or "" for one in choices
+    ]
+    assert "".join(said) == right.text and choices[-1].finish_reason == right.ending
+    if name in ("schema", "structured"):
+        person = json.loads(right.text)
+        assert person.keys() == {"name", "age"} and person["name"] in ("ann", "bob") and person["age"] <= 99
+    if name == "regex":
+        assert re.fullmatch("[0-9]{3}-(ja|no)", right.text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -348,6 +389,23 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "chat", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages", "invalid_value",
     ),
+    "no schema": ("both", {"response_format": {"type": "json_schema"}}, "response_format", "invalid_value"),
+    "form": ("both", {"response_format": {"type": "xml"}}, "response_format", "invalid_value"),
+    "bad regex": ("both", {"structured_outputs": {"regex": "("}}, "", "invalid_value"),
+    "two forms": ("both", {"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "invalid_value"),
+    "no end": ("both", {"ignore_eos": True, "structured_outputs": {"regex": "a"}}, "ignore_eos", "invalid_value"),
+    "tools of a model without": (
+        "chat", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "invalid_value",
+    ),
+    "choice without tools": ("chat", {"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    "answer of no tool": ("chat", {"messages": [{"role": "tool", "content": "x"}]}, "messages", "invalid_value"),
+    "call of a user": (
+        "chat",
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]},
+        "messages", "invalid_value",
+    ),
+    "no content": ("chat", {"messages": [{"role": "user", "content": None}]}, "messages", "invalid_value"),
     "role": ("chat", {"messages": [{"role": "king", "content": "x"}]}, "messages", "invalid_value"),
 }  # fmt: skip
 

@@ -4,16 +4,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.markup import line, table, whole
 from meshwright.api.plan_request import asked_plan
+from meshwright.planner.cost.links import Links
+from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.machine.clusterfile import asked as measured
 from meshwright.planner.machine.clusterfile import is_file
 from meshwright.planner.serving.cached_layers import elements_per_position, served
+from meshwright.planner.serving.closed_loop import Load
 from meshwright.planner.serving.deployment import Deployment
+from meshwright.planner.serving.engine_kernels import EngineKernels
+from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.serving.frameworks import FRAMEWORKS, MESHWRIGHT, VLLM, Framework
 from meshwright.planner.serving.measured_kernels import MeasuredKernels
 from meshwright.planner.serving.number_formats import FORMATS, formats_of
@@ -31,6 +36,9 @@ from meshwright.spec import Cluster, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.units import gib
+
+if TYPE_CHECKING:
+    from meshwright.api.serving_load import ServingColumns
 
 CACHE_WIDTHS: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Dtype of keys and values -> bytes of a number."""
@@ -81,6 +89,22 @@ class ServingAnswer(Answer):
         ranks = best.degrees.tp
         held = best.memory.weights_bytes * best.degrees.gpus + sequences * ranks * best.memory.sequence_bytes
         return held / self.parameters
+
+    def measure(self, waves: int = 4) -> "ServingColumns":
+        """Run the load here through Meshwright's own engine, in fp32 with weights of chance: planned, dry run and
+        measured. `waves`: requests per place in flight. ArgumentError where another machine or engine is planned."""
+        from meshwright.api.serving_load import columns
+
+        of = self.best.deployment
+        if of.framework.name != MESHWRIGHT.name or of.device.is_gpu or self.quantization != "fp32":
+            raise ArgumentError(
+                "measure runs Meshwright's engine on this machine in fp32: plan with cluster=FILE.toml of calibrate"
+            )
+        load = Load(
+            input_tokens=self.asked.input_tokens, output_tokens=self.asked.output_tokens,
+            concurrency=self.asked.concurrency, waves=waves,
+        )  # fmt: skip
+        return columns(self.timed(of), load)
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright plan --serve --json` prints."""
@@ -223,13 +247,28 @@ def _rules(name: str, plan: Plan, cluster: str | None) -> tuple[Framework, Timed
 
 def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes]:
     """Steps of Meshwright's engine on the machine of a cluster file."""
-    estimator = measured(cluster)[0].estimator(plan)
+    file = measured(cluster)[0]
+    estimator = file.estimator(plan)
+    if file.serving:
+        return engine_times(file.serving, estimator.speeds, estimator.links)
     host = estimator.speeds.host
     each = host.layer(plan.model.base, routed=plan.model.moe is not None, experts=0)[0] if host else 0.0
 
     def timed(of: Deployment) -> StepTimes:
         rules = of.framework._replace(layer_us=each * 1e6)
         return StepTimes(replace(of, framework=rules), MeasuredKernels(estimator.speeds, estimator.links))
+
+    return timed
+
+
+def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[Deployment], StepTimes]:
+    """Steps of Meshwright's engine by its own rates on a machine."""
+
+    def timed(of: Deployment) -> StepTimes:
+        rules = of.framework._replace(
+            layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=rates.sequence_s * 1e6
+        )
+        return StepTimes(replace(of, framework=rules), EngineKernels(speeds, links, rates))
 
     return timed
 

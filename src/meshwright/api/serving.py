@@ -1,5 +1,7 @@
 """A model behind an HTTP address: what `meshwright serve` and `TrainedModel.serve` share."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,9 +35,36 @@ def server_of(
 
 def run(server: "HttpServer") -> None:
     """Answer until SIGTERM, which is a good end, or Ctrl-C, which is raised again when requests have ended."""
-    server.run()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        server.run()
+    else:
+        _run_beside_a_loop(server)
     if server.interrupted:
         raise KeyboardInterrupt
+
+
+def _run_beside_a_loop(server: "HttpServer") -> None:
+    """In a notebook, whose thread has a loop already."""
+    failures = list[BaseException]()
+
+    def target() -> None:
+        try:
+            server.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=target, name="meshwright-serve")
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        server.stop()
+        thread.join()
+        raise
+    if failures:
+        raise failures[0]
 
 
 def served_name(path: Path) -> str:

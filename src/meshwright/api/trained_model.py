@@ -1,11 +1,11 @@
 """A trained model and what it is asked for: answers, and the score of a text. `model_opening` reads one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from time import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
@@ -188,10 +188,13 @@ class TrainedModel:
     def encode_chat(self, said: str) -> list[int]:
         """Ids of what a user says, as the chat template of the model asks for an answer. PlanError without a tokenizer;
         DataError where the template fails."""
+        return self.encode_messages([{"role": "user", "content": said}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Ids of a conversation, as the chat template of the model asks for the next answer. As `encode_chat`."""
         from meshwright.data.chat_prompt import chat_prompt
 
-        tokenizer, template = self.chat_template()
-        return chat_prompt(tokenizer, template, [{"role": "user", "content": said}])
+        return chat_prompt(*self.chat_template(), messages)
 
     def chat_template(self) -> tuple[Tokenizer, "ChatTemplate"]:
         """The tokenizer, and what writes conversations for it. PlanError without a tokenizer."""

@@ -12,6 +12,7 @@ from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.terminal import help
 from meshwright.cli.verbs.accuracy import accuracy
 from meshwright.cli.verbs.calibrate import calibrate
+from meshwright.cli.verbs.chat import chat
 from meshwright.cli.verbs.compare import compare
 from meshwright.cli.verbs.distill import distill
 from meshwright.cli.verbs.doctor import doctor
@@ -98,7 +99,7 @@ app = typer.Typer(
 )
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "init": init, "train": train, "tune": tune, "distill": distill, "generate": generate,
-    "serve": serve,
+    "chat": chat, "serve": serve,
     "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
     "profile": profile, "compare": compare, "report": report, "eval": evaluate,
     "export": export, "import": import_, "quantize": quantize, "schema": schema,

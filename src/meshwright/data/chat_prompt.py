@@ -18,8 +18,9 @@ def chat_prompt(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    begun: str = "",
 ) -> list[int]:
-    """Token ids. DataError where the template fails."""
-    text = template.render(messages, tools, prompt=True).text
+    """Token ids. `begun`: what the answer begins with. DataError where the template fails."""
+    text = template.render(messages, tools, prompt=True).text + begun
     ids: list[int] = tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
     return ids

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -73,6 +73,14 @@ class ChatTemplate:
         """Whether it says itself what is generated."""
         return "generation" in self.source and "endgeneration" in self.source
 
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether it reads the tools that it is given. DataError where it is no template."""
+        try:
+            return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
+        except jinja2.TemplateSyntaxError as error:
+            raise self._no_template(error) from error
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -97,17 +105,24 @@ class ChatTemplate:
         return _unmarked(text)
 
     @cached_property
-    def _compiled(self) -> jinja2.Template:
+    def _environment(self) -> ImmutableSandboxedEnvironment:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = datetime.combine(self.today, time()).strftime
+        return environment
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
         try:
-            return environment.from_string(self.source)
+            return self._environment.from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
-            raise DataError(f"{self.name} is no Jinja template: line {error.lineno}: {error.message}") from error
+            raise self._no_template(error) from error
+
+    def _no_template(self, error: jinja2.TemplateSyntaxError) -> DataError:
+        return DataError(f"{self.name} is no Jinja template: line {error.lineno}: {error.message}")
 
 
 DEFAULT: Final = """{{ bos_token if bos_token and bos_token != eos_token else '' }}

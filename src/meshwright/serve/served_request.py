@@ -66,7 +66,7 @@ class ServedAnswer:
             self.text, self._held, self.ending = self.text + self._held[:found], "", "stop"
             self.stream = None
             return
-        kept = max((_begun(self._held, stop) for stop in stops), default=0)
+        kept = max((begun(self._held, stop) for stop in stops), default=0)
         sure = len(self._held) - kept
         self.text, self._held = self.text + self._held[:sure], self._held[sure:]
 
@@ -76,7 +76,7 @@ class ServedAnswer:
         self.text, self._held = self.text + self._held, ""
 
 
-def _begun(text: str, stop: str) -> int:
+def begun(text: str, stop: str) -> int:
     """Letters at the end of a text that a stop string begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):

@@ -42,7 +42,8 @@ class AnswerDocument:
                     yield self._event([opening])
             if part.text or part.ending or (part.ids and (self._logprobs or self._ids)):
                 choice = self._shape.piece(part, part.ending or None)
-                yield self._event([choice | self._tokens(answering, part)])
+                if choice is not None:
+                    yield self._event([choice | self._tokens(answering, part)])
 
     def last_events(self, answering: Answering) -> Iterator[bytes]:
         """Behind the last answer's end."""

@@ -103,6 +103,11 @@ class Answering:
                 raise ApiError(503, str(task.failure), code="engine_failed", retry_seconds=30)
             if task.failure is not None:
                 raise refused(str(task.failure))
+            if any(one.ending == "grammar" for one in task.progress):
+                raise refused(
+                    "the answer cannot be continued by its schema or regular expression: take a simpler one",
+                    "response_format", "grammar_failed",
+                )  # fmt: skip
             if any(one.ending == "broken" for one in task.progress):
                 raise ApiError(500, "the model's logits are no numbers: its weights are broken", code="broken_model")
 
@@ -142,9 +147,9 @@ class Admission:
         """Inside, a key has one request more. ApiError."""
         if self.closed:
             raise shutting_down()
-        if self._of_key[tenant.name] >= self._limits.requests_per_key:
+        if self._of_key[tenant.name] >= self._limits.max_requests_per_key:
             raise ApiError(
-                429, f"this key has {self._limits.requests_per_key} requests at once: wait for one of them",
+                429, f"this key has {self._limits.max_requests_per_key} requests at once: wait for one of them",
                 code="too_many_requests", retry_seconds=1,
             )  # fmt: skip
         self._of_key[tenant.name] += 1
@@ -159,9 +164,12 @@ class Admission:
         """Inside, its prompts wait or are answered. ApiError where too many wait."""
         if self.closed:
             raise shutting_down()
-        if self.waiting + len(one.tasks) > max(self._limits.queue, len(one.tasks)):
+        if self.waiting + len(one.tasks) > max(self._limits.max_queue, len(one.tasks)):
             raise ApiError(
-                429, f"{self._limits.queue} prompts wait already: ask again later", code="queue_full", retry_seconds=2
+                429,
+                f"{self._limits.max_queue} prompts wait already: ask again later",
+                code="queue_full",
+                retry_seconds=2,
             )
         self._open[one] = None
         try:

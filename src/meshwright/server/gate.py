@@ -48,8 +48,8 @@ class Gate:
 
     def _check(self, scope: Scope) -> None:
         limits = self._options.limits
-        if len(scope["headers"]) > limits.headers:
-            raise ApiError(431, f"more than {limits.headers} headers: send fewer", code="too_many_headers")
+        if len(scope["headers"]) > limits.max_headers:
+            raise ApiError(431, f"more than {limits.max_headers} headers: send fewer", code="too_many_headers")
         self._check_host(scope)
         tenant = self._keyring.tenant(header_of(scope, b"authorization"))
         if tenant is None and scope["path"] not in OPEN:

@@ -26,7 +26,9 @@ class HostedModel:
     def engine(self, options: EngineOptions) -> ServingEngine:
         """An engine of it that has answered once, so that the first request does not wait for what is done once."""
         decode = self.tokenizer.decode if self.tokenizer else None
-        found = ServingEngine(self.model, options, decode=decode, end_ids=self.end_ids)
+        found = ServingEngine(
+            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer
+        )  # fmt: skip
         found.run([found.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
         return found
 

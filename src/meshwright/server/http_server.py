@@ -156,8 +156,8 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=limits.connections,
-            h11_max_incomplete_event_size=int(limits.header_bytes),
+            limit_concurrency=limits.max_connections,
+            h11_max_incomplete_event_size=int(limits.max_header_bytes),
             timeout_keep_alive=max(1, int(limits.read_seconds)),
             timeout_graceful_shutdown=int(LAST_SECONDS),
         )

@@ -42,10 +42,14 @@ class PromptReader:
         return await self._ask(text)
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        begun: str = "",
     ) -> list[int]:
-        """Ids of a conversation, up to where the model answers. ApiError where the template fails."""
-        return await self._ask({"messages": list(messages), "tools": tools and list(tools)})
+        """Ids of a conversation, up to where the model answers. `begun`: what the answer begins with. ApiError where
+        the template fails."""
+        return await self._ask({"messages": list(messages), "tools": tools and list(tools), "begun": begun})
 
     def close(self) -> None:
         """End the processes."""

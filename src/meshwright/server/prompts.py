@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
@@ -15,24 +16,30 @@ from meshwright.spec.errors import MeshwrightError
 
 
 def tasks_of(
-    fields: AnswerFields, prompts: Sequence[list[int]], engine: ServingEngine, limits: ServerLimits, tenant: Tenant
+    fields: AnswerFields,
+    prompts: Sequence[list[int]],
+    engine: ServingEngine,
+    limits: ServerLimits,
+    tenant: Tenant,
+    schema: Mapping[str, Any] | None = None,
 ) -> tuple[list[EngineTask], asyncio.Event]:
-    """A task for each prompt, and the event of their news. ApiError: beyond a limit, or no sense."""
-    if fields.n > limits.n:
-        raise refused(f"n={fields.n} is more than the {limits.n} answers of a request", "n")
+    """A task for each prompt, and the event of their news. `schema`: that answers keep to, where fields say none.
+    ApiError: beyond a limit, or no sense."""
+    if fields.n > limits.max_n:
+        raise refused(f"n={fields.n} is more than the {limits.max_n} answers of a request", "n")
     if fields.n > engine.options.most_sequences:
         raise refused(f"n={fields.n} is more than the {engine.options.most_sequences} answers at once", "n")
     most = [_answer_tokens(fields, len(ids), engine, limits, len(prompts)) for ids in prompts]
-    if sum(most) * fields.n > limits.answer_tokens:
+    if sum(most) * fields.n > limits.max_answer_tokens:
         raise refused(
             f"{sum(most) * fields.n:,} new tokens are asked for (prompts x n x max_tokens), and a request may have "
-            f"{limits.answer_tokens:,}",
+            f"{limits.max_answer_tokens:,}",
             "max_tokens",
         )
     news = asyncio.Event()
     scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
     return [
-        EngineTask(prompt=list(ids), options=_options(fields, tokens, tenant), changed=news, scored=scored)
+        EngineTask(prompt=list(ids), options=_options(fields, tokens, tenant, schema), changed=news, scored=scored)
         for ids, tokens in zip(prompts, most, strict=True)
     ], news
 
@@ -45,14 +52,14 @@ def _answer_tokens(
     longest = engine.longest
     if not prompt:
         raise refused("the prompt is empty: give at least one token", "prompt")
-    if prompt > min(longest, limits.prompt_tokens or longest):
-        most = min(longest, limits.prompt_tokens or longest)
+    if prompt > min(longest, limits.max_prompt_tokens or longest):
+        most = min(longest, limits.max_prompt_tokens or longest)
         raise refused(
             f"the prompt has {prompt:,} tokens and may have {most:,}: shorten it", code="context_length_exceeded"
         )
     room = longest - prompt + 1
     if fields.wanted is None:
-        return min(room, limits.answer_tokens // (fields.n * prompts))
+        return min(room, limits.max_answer_tokens // (fields.n * prompts))
     if fields.wanted > room:
         raise refused(
             f"max_tokens={fields.wanted:,} and a prompt of {prompt:,} tokens are more than the {longest:,} tokens of "
@@ -62,7 +69,9 @@ def _answer_tokens(
     return fields.wanted
 
 
-def _options(fields: AnswerFields, tokens: int, tenant: Tenant) -> RequestOptions:
+def _options(
+    fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None
+) -> RequestOptions:  # fmt: skip
     """As the engine takes them. A request without a seed gets one of its own."""
     try:
         return RequestOptions(
@@ -80,6 +89,8 @@ def _options(fields: AnswerFields, tokens: int, tenant: Tenant) -> RequestOption
             stop=fields.stops,
             stop_ids=tuple(fields.stop_token_ids),
             ignore_end=fields.ignore_eos,
+            json_schema=fields.schema_wanted if schema is None else schema,
+            regex=fields.regex_wanted,
             logprobs=fields.likeliest or 0,
             priority=fields.priority,
             salt=f"{tenant.salt}\0{fields.cache_salt}",

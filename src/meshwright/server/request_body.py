@@ -42,9 +42,9 @@ async def _received(request: Request, limits: ServerLimits) -> bytes:
 
 def _check_size(size: int | str, limits: ServerLimits) -> None:
     if isinstance(size, str):
-        size = int(size) if size.isdecimal() and len(size) < 19 else limits.body_bytes + 1
-    if size > limits.body_bytes:
-        raise ApiError(413, f"the body has more than {limits.body_bytes:,} bytes: send less", code="body_too_large")
+        size = int(size) if size.isdecimal() and len(size) < 19 else limits.max_body_bytes + 1
+    if size > limits.max_body_bytes:
+        raise ApiError(413, f"the body has more than {limits.max_body_bytes:,} bytes: send less", code="body_too_large")
 
 
 __all__ = ["ClientDisconnect", "read_body"]

@@ -1,18 +1,21 @@
 """The routes: each reads a body, lets the engine answer, and writes a document."""
 
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from meshwright.data.chat_prompt import template_of
 from meshwright.server.access import Tenant
 from meshwright.server.answer_document import AnswerDocument
 from meshwright.server.answering import Admission, Answering, ClientGone
 from meshwright.server.api_error import ApiError, refused, shutting_down
+from meshwright.server.chat_fields import ChatFields, TokenizeFields
 from meshwright.server.chat_shape import ChatShape
+from meshwright.server.checked_fields import checked_fields
 from meshwright.server.completion_shape import CompletionShape, EchoedPrompt
 from meshwright.server.engine_thread import EngineTask, EngineThread
 from meshwright.server.event_stream import send_events, watched, whole
@@ -20,17 +23,11 @@ from meshwright.server.hosted_model import HostedModel
 from meshwright.server.prompt_reader import PromptReader
 from meshwright.server.prompts import tasks_of
 from meshwright.server.request_body import ClientDisconnect, read_body
-from meshwright.server.request_fields import (
-    AnswerFields,
-    ChatFields,
-    CompletionFields,
-    DetokenizeFields,
-    TokenizeFields,
-    checked_fields,
-)  # fmt: skip
+from meshwright.server.request_fields import AnswerFields, CompletionFields, DetokenizeFields
 from meshwright.server.request_log import RequestRecord, Write
 from meshwright.server.server_metrics import ServerMetrics
 from meshwright.server.server_options import ServerLimits
+from meshwright.server.tool_use import tool_use
 from meshwright.spec.errors import printable
 
 CLIENT_GONE = 499
@@ -137,8 +134,10 @@ async def completions(call: Call) -> Response | None:
     fields = checked_fields(CompletionFields, await call.body())
     hosted = call.service.hosted(fields.model)
     given = fields.prompts
-    if len(given) > call.service.limits.prompts:
-        raise refused(f"{len(given)} prompts are more than the {call.service.limits.prompts} of a request", "prompt")
+    if len(given) > call.service.limits.max_prompts:
+        raise refused(
+            f"{len(given)} prompts are more than the {call.service.limits.max_prompts} of a request", "prompt"
+        )
     if fields.stops and hosted.tokenizer is None:
         raise refused("stop needs a tokenizer, and the model has none: give stop_token_ids", "stop")
     ids = [one if isinstance(one, list) else await call.service.text_reader().text(one) for one in given]
@@ -156,8 +155,12 @@ async def chat_completions(call: Call) -> Response | None:
     """`POST /v1/chat/completions`."""
     fields = checked_fields(ChatFields, await call.body())
     hosted = call.service.hosted(fields.model)
-    ids = await call.service.text_reader().chat([message.row for message in fields.messages])
-    return await _answered(call, fields, hosted, [ids], lambda _: ChatShape(_spell(hosted), fields.likeliest))
+    reader, rows = call.service.text_reader(), [message.row for message in fields.messages]
+    use = tool_use(fields, template_of(hosted.tokenizer)) if hosted.tokenizer else None
+    forced = use.forced if use else None
+    ids = await reader.chat(rows, use.tools if use else None, forced.prefix if forced else "")
+    shape = ChatShape(_spell(hosted), fields.likeliest, use)
+    return await _answered(call, fields, hosted, [ids], lambda _: shape, forced.json_schema if forced else None)
 
 
 async def tokenize(call: Call) -> Response:
@@ -210,19 +213,22 @@ async def _answered(
     hosted: HostedModel,
     prompts: list[list[int]],
     shape: Callable[[list[EngineTask]], CompletionShape | ChatShape],
+    schema: Mapping[str, Any] | None = None,
 ) -> Response | None:
-    """Let the engine answer, as a stream or whole."""
+    """Let the engine answer, as a stream or whole. `schema`: that the answer must keep to, beside what fields say."""
     service, record = call.service, call.record
     engine = service.engine.engine
     assert engine is not None
-    tasks, news = tasks_of(fields, prompts, engine, service.limits, call.tenant)
+    tasks, news = tasks_of(fields, prompts, engine, service.limits, call.tenant, schema)
     usage = fields.stream_options is not None and fields.stream_options.include_usage
     document = AnswerDocument(
         shape(tasks), hosted.name, include_usage=usage, ids=fields.return_token_ids,
         logprobs=fields.likeliest is not None,
     )  # fmt: skip
     record.tasks, record.id, record.user = tasks, document.id, fields.user
-    answering = Answering(service.engine, tasks, news, service.limits.request_seconds)
+    for task in tasks:
+        task.arrived = record.arrived  # the prompt was waited for, too
+    answering = Answering(service.engine, tasks, news, service.limits.max_request_seconds)
     with service.admission.answering(answering), watched(answering, call.request.receive):
         if not fields.stream:
             await whole(answering)

@@ -13,27 +13,27 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class ServerLimits:
     """What one request, one key and all of them may take. What is beyond is refused, never cut."""
 
-    body_bytes: int = 2**20
+    max_body_bytes: int = 2**20
     """Of a request's body: 413."""
-    prompts: int = 128
+    max_prompts: int = 128
     """Of one request: 400."""
-    prompt_tokens: int = 0
+    max_prompt_tokens: int = 0
     """Of one prompt: 400; 0 = what the model takes."""
-    n: int = 16
+    max_n: int = 16
     """Answers to a prompt: 400."""
-    answer_tokens: int = 32_768
+    max_answer_tokens: int = 32_768
     """Prompts x n x max_tokens of a request: 400."""
-    queue: int = 256
+    max_queue: int = 256
     """Prompts that wait for the engine: 429."""
-    requests_per_key: int = 128
+    max_requests_per_key: int = 128
     """Requests of one key at once: 429."""
-    connections: int = 1024
+    max_connections: int = 1024
     """Open connections: 503."""
-    headers: int = 64
+    max_headers: int = 64
     """Of a request: 431."""
-    header_bytes: int = 16_384
+    max_header_bytes: int = 16_384
     """Of all of them: 400."""
-    request_seconds: float = 600.0
+    max_request_seconds: float = 600.0
     """From a request's arrival to its last token; then it is ended with an error."""
     read_seconds: float = 20.0
     """To receive headers, and to receive a body: 408."""
@@ -49,7 +49,7 @@ class ServerLimits:
     def __post_init__(self) -> None:
         """ArgumentError, which names the field."""
         for one in fields(self):
-            value, least = getattr(self, one.name), 0 if one.name in ("prompt_tokens", "drain_seconds") else 1e-3
+            value, least = getattr(self, one.name), 0 if one.name in ("max_prompt_tokens", "drain_seconds") else 1e-3
             if not least <= value < math.inf:
                 raise ArgumentError(f"{one.name}={value} must be {'0 or more' if not least else 'above 0'}")
 
@@ -73,6 +73,6 @@ class ServerOptions:
             raise ArgumentError(f"port={self.port} must lie between 0 and 65535")
         if self.host not in LOOPBACK and not self.keys and not self.without_key:
             raise ArgumentError(
-                f"host={self.host} is reached from other machines and there is no API key: give keys, or "
+                f"host={self.host} is reached from other machines and there is no API key: give one, or "
                 "without_key=True to let everybody in"
             )

@@ -41,3 +41,9 @@ AskedFramework = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+AskedMeasure = Annotated[
+    bool,
+    typer.Option(
+        "--measure", help="With --serve and a file of calibrate: also run the load here; planned, dry run, measured."
+    ),
+]

@@ -12,7 +12,8 @@ GROUPS = {
         "train": "Train a plan.",
         "tune": "Fine-tune a model on conversations.",
         "distill": "Train a small model on a large one's predictions.",
-        "generate": "Continue a prompt.",
+        "generate": "Continue a prompt, or a file of them.",
+        "chat": "Talk with a model in the terminal.",
         "serve": "Answer HTTP requests with a model, as OpenAI's interface.",
     },
     "Plan": {

@@ -1,11 +1,15 @@
 """What `plan --serve` prints: does it fit, how fast, for how many at once; other layouts; the load varied."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from meshwright.api.serve_planning import ServingAnswer
 from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
-from meshwright.spec.units import GIB
+from meshwright.spec.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from meshwright.api.serving_load import ServingColumns
 
 ALTERNATIVES = 6
 """Layouts that are shown besides the recommended one."""
@@ -67,6 +71,25 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
             f"    {answer.asked.concurrency:,} requests in flight are more than fit; the rest waits: lower "
             "--concurrency or narrow --kv-dtype"
         )
+
+
+def measured_columns(found: "ServingColumns") -> Iterator[str]:
+    """Planned, dry run and measured; a dry run knows no time."""
+    planned, measured = found.planned, found.measured
+    yield ""
+    yield f"    {'this load, run here':<22}  planned  dry run  measured"
+    for name, *sizes in (
+        ("weights, MiB", found.planned_weights_bytes, found.dry_weights_bytes, found.measured_weights_bytes),
+        ("cache, MiB", found.planned_cache_bytes, found.dry_cache_bytes, found.measured_cache_bytes),
+    ):
+        first, dry, last = (f"{size / MIB:,.1f}" for size in sizes)
+        yield f"    {name:<22}  {first:>7}  {dry:>7}  {last:>8}"
+    for name, a, b in (
+        ("first token, ms", planned.first_token_s * 1e3, measured.first_token_s * 1e3),
+        ("per token, ms", planned.per_token_s * 1e3, measured.per_token_s * 1e3),
+        ("tokens/s", planned.output_tokens_per_s, measured.output_tokens_per_s),
+    ):
+        yield f"    {name:<22}  {a:>7,.3g}  {'':>7}  {b:>8,.3g}   {a / b - 1:+.1%}"
 
 
 def _requests(one: ServingLayout) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +11,7 @@ from meshwright.spec.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwright.api.trained_model import Generated, TrainedModel
+    from meshwright.serve.request_options import RequestOptions
 
 DEFAULT_TEMPERATURE = 0.8
 
@@ -21,6 +22,11 @@ def generate(
     ],
     prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")] = None,
     prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Or token ids to continue.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="Or a file: a prompt a line, or .jsonl rows; prints rows."),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Answers to each prompt; prints rows.")] = 1,
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is what a user says to the model: its chat template asks.")
     ] = False,
@@ -40,7 +46,8 @@ def generate(
 ) -> None:
     """Continue a prompt with a trained model; on a terminal the text appears while it is made."""
     given = _ids(prompt_ids) if prompt_ids is not None else None
-    _check(prompt, given, greedy, temperature, max_new_tokens)
+    heat = chosen_temperature(greedy, temperature)
+    _check(prompt, given, prompts, max_new_tokens)
     if chat and given is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template writes text, give it as --prompt")
 
@@ -48,13 +55,20 @@ def generate(
     from meshwright.cli.terminal.output import print_json
     from meshwright.model import Sampling
 
-    chosen = DEFAULT_TEMPERATURE if temperature is None else temperature
-    Sampling(temperature=0.0 if greedy else chosen, top_k=top_k, top_p=top_p, seed=seed)  # refused before it loads
+    Sampling(temperature=heat, top_k=top_k, top_p=top_p, seed=seed)  # refused before it loads
+    if prompts is not None or samples != 1:
+        if given is not None:
+            raise PlanError("--samples and --prompt-ids contradict each other: give a text, as --prompt or --prompts")
+        options = partial(
+            _options, max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed, n=samples
+        )  # fmt: skip
+        _rows(model, dtype, checkpoint, prompts if prompts is not None else prompt or "", chat, options)
+        return
     opened = load(model, dtype, checkpoint=checkpoint)
     encode = opened.encode_chat if chat else opened.encode
     ids = given if given is not None else encode(prompt or "")
     answer = partial(
-        opened.generate, ids, max_new_tokens=max_new_tokens, temperature=0.0 if greedy else chosen, top_k=top_k,
+        opened.generate, ids, max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k,
         top_p=top_p, seed=seed,
     )  # fmt: skip
     if json:
@@ -99,13 +113,36 @@ def _ids(text: str) -> list[int]:
     return found
 
 
-def _check(
-    prompt: str | None, ids: Sequence[int] | None, greedy: bool, temperature: float | None, max_new_tokens: int
-) -> None:
-    """What can be refused before torch is loaded."""
-    if (prompt is None) == (ids is None):
-        raise PlanError("give a prompt: either --prompt TEXT or --prompt-ids 1,2,3")
+def chosen_temperature(greedy: bool, temperature: float | None) -> float:
+    """What --greedy and --temperature say together. PlanError where they contradict each other."""
     if greedy and temperature:
         raise PlanError(f"--greedy and --temperature {temperature} contradict each other: give one")
+    return 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
+
+
+def _options(**asked: Any) -> "RequestOptions":
+    from meshwright.serve.request_options import RequestOptions
+
+    return RequestOptions(**asked)
+
+
+def _rows(
+    model: Path, dtype: str, checkpoint: str, asked: str | Path, chat: bool, options: "Callable[[], RequestOptions]"
+) -> None:
+    """Print a row of JSON for each answer to a text, or to a file of prompts."""
+    from meshwright.api.model_opening import load
+    from meshwright.api.offline_answers import answer_prompts, questions_of, read_prompts
+    from meshwright.cli.terminal.output import print_json
+
+    wanted = options()
+    found = read_prompts(asked, chat=chat) if isinstance(asked, Path) else questions_of([asked], chat=chat)
+    for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), found, wanted):
+        print_json(row)
+
+
+def _check(prompt: str | None, ids: Sequence[int] | None, prompts: Path | None, max_new_tokens: int) -> None:
+    """What can be refused before torch is loaded."""
+    if [prompt is None, ids is None, prompts is None].count(False) != 1:
+        raise PlanError("give a prompt: either --prompt TEXT, --prompt-ids 1,2,3, or --prompts FILE")
     if max_new_tokens < 0:
         raise PlanError(f"--max-new-tokens {max_new_tokens} must be 0 or more")

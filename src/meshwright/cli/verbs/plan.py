@@ -12,6 +12,7 @@ from meshwright.cli.inputs.serve_arguments import (
     AskedFramework,
     AskedInput,
     AskedKv,
+    AskedMeasure,
     AskedOutput,
     AskedQuantization,
     AskedServe,
@@ -71,6 +72,7 @@ def plan(
     quantization: AskedQuantization = "",
     kv_dtype: AskedKv = "",
     framework: AskedFramework = "",
+    measure: AskedMeasure = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
@@ -90,9 +92,11 @@ def plan(
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
                     "memory": memory, "save": save}  # fmt: skip
-        print_serving(model, cluster, nodes, layout, load, training, details=details, top=top, json=json)
+        print_serving(
+            model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
+        )
         return
-    refuse_load(load)
+    refuse_load({**load, "measure": measure})
     if save is not None:
         _check_place(save, model)
     if top is not None and not 1 <= top <= MOST_SHOWN:

@@ -1,6 +1,7 @@
 """`meshwright plan MODEL --serve`: what serving a model takes and gives, printed."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
@@ -9,14 +10,14 @@ from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
 def print_serving(
     model: str, cluster: str | None, nodes: int | None, layout: Sequence[str] | None,
     load: Mapping[str, str | int], training: Mapping[str, object],
-    *, details: bool, top: int | None, json: bool,
+    *, details: bool, top: int | None, json: bool, measure: bool = False,
 ) -> None:  # fmt: skip
     """Plan and print. `load`: options of the load, those not given empty or 0; `training`: options that only a plan of
     training has, which are refused."""
     from meshwright.api.serve_planning import plan_serving
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.terminal.screen_text import show
-    from meshwright.cli.terminal.serving_answer import serving_answer
+    from meshwright.cli.terminal.serving_answer import measured_columns, serving_answer
 
     given = next((name for name, value in training.items() if value), None)
     if given:
@@ -28,10 +29,13 @@ def print_serving(
         if json and error.document:
             print_json(error.document)
         raise
+    found = answer.measure() if measure else None
     if json:
-        print_json(answer.to_dict())
-    else:
-        show(serving_answer(answer, details=details, top=top))
+        print_json(answer.to_dict() | ({"measured": asdict(found), "errors": found.errors} if found else {}))
+        return
+    show(serving_answer(answer, details=details, top=top))
+    if found:
+        show(measured_columns(found))
 
 
 def refuse_load(load: Mapping[str, str | int]) -> None:

@@ -60,9 +60,9 @@ def serve(
     options = ServerOptions(
         host=host, port=port, keys=tuple(dict.fromkeys(keys)), without_key=without_key,
         limits=ServerLimits(
-            body_bytes=max_body_bytes, prompt_tokens=max_prompt_tokens, answer_tokens=max_answer_tokens, n=max_n,
-            queue=max_queue, requests_per_key=max_requests_per_key, request_seconds=max_request_seconds,
-            stall_seconds=stall_seconds, drain_seconds=drain_seconds,
+            max_body_bytes=max_body_bytes, max_prompt_tokens=max_prompt_tokens, max_answer_tokens=max_answer_tokens,
+            max_n=max_n, max_queue=max_queue, max_requests_per_key=max_requests_per_key,
+            max_request_seconds=max_request_seconds, stall_seconds=stall_seconds, drain_seconds=drain_seconds,
         ),
     )  # fmt: skip
     _warn_of_readers(api_key_file)

@@ -23,6 +23,12 @@ class Load:
     waves: int = 10
     """Requests per place in flight."""
 
+    def lengths(self, number: int) -> tuple[float, float]:
+        """Tokens of prompt and answer of one request: evenly spread, without chance."""
+        first, second = (number * 0.6180339887) % 1.0, (number * 0.7548776662 + 0.5) % 1.0
+        answer = max(2.0, self.output_tokens * (1 - self.spread * second))
+        return self.input_tokens * (1 - self.spread * first), answer
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
@@ -81,10 +87,7 @@ class _Loop:
         if self.sent >= self.total:
             return
         load, number = self.load, self.sent
-        first = (number * 0.6180339887) % 1.0
-        second = (number * 0.7548776662 + 0.5) % 1.0
-        prompt = load.input_tokens * (1 - load.spread * first)
-        output = max(2.0, load.output_tokens * (1 - load.spread * second))
+        prompt, output = load.lengths(number)
         self.waiting.append(_Request(prompt, output, self.now))
         self.sent += 1
 

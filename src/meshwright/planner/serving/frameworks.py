@@ -29,6 +29,8 @@ class Framework(NamedTuple):
     """A step is planned while the one before runs: a request that comes meanwhile waits for the next one."""
     receive_every: int = 1
     """Steps of decoding after which new requests are looked for; a step with prompts looks at once."""
+    fuses: bool = True
+    """Products that read the same input are one: queries, keys and values; gate and up."""
     reserve: float = 0.9
     """Share of a device's memory that it takes."""
 
@@ -40,7 +42,19 @@ TENSORRT = Framework("trtllm", 6.0, 300.0, 3.0, 3.5e4, 400.0, 0.95, mixes=True, 
 FRAMEWORKS = {one.name: one for one in (VLLM, SGLANG, TENSORRT)}
 """Of GPUs, and of the benchmarks that docs/accuracy.md scores; constants as its page says."""
 MESHWRIGHT = Framework(
-    "meshwright", 0.0, 500.0, 20.0, 0.0, 0.0, 1.0, mixes=True, budget=512, turn_us=0.0, ahead=False, reserve=1.0
+    "meshwright",
+    0.0,
+    500.0,
+    20.0,
+    0.0,
+    0.0,
+    1.0,
+    mixes=True,
+    budget=512,
+    turn_us=0.0,
+    ahead=False,
+    fuses=False,
+    reserve=1.0,
 )
 """Meshwright's own engine, without a server around it. A calibrated machine says what a layer takes beside its
 kernels."""

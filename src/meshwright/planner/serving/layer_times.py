@@ -2,7 +2,7 @@
 
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.kernel_times import KernelTimes
-from meshwright.planner.serving.number_formats import BF16
+from meshwright.planner.serving.number_formats import BF16, NumberFormat
 
 ACTIVATION = 2.0
 """Bytes of an activation."""
@@ -28,9 +28,8 @@ def projections_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:
     heads, hidden = shape.heads / tp, shape.hidden
     if shape.mla is None:
         kv_heads = max(1, shape.kv_heads // tp)
-        inner = heads * shape.head_dim
-        columns = inner + 2 * kv_heads * shape.head_dim
-        return kernels.product(tokens, hidden, columns, how) + kernels.product(tokens, inner, hidden, how)
+        inner, key = heads * shape.head_dim, kv_heads * shape.head_dim
+        return together_s(of, kernels, tokens, (inner, key, key), how) + kernels.product(tokens, inner, hidden, how)
     latent = shape.mla
     total = kernels.product(tokens, hidden, latent.q_rank + latent.kv_rank + latent.rope_dim, how)
     if latent.q_rank:
@@ -38,6 +37,16 @@ def projections_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:
     total += kernels.product(tokens, latent.nope_dim, latent.kv_rank, BF16, heads)
     total += kernels.product(tokens, latent.kv_rank, latent.v_dim, BF16, heads)
     return total + kernels.product(tokens, heads * latent.v_dim, hidden, how)
+
+
+def together_s(
+    of: Deployment, kernels: KernelTimes, tokens: float, columns: tuple[float, ...], how: NumberFormat
+) -> float:
+    """Of products of the hidden state with several matrices, one product where the framework joins them."""
+    hidden = of.model.shape.hidden
+    if of.framework.fuses:
+        return kernels.product(tokens, hidden, sum(columns), how)
+    return sum(kernels.product(tokens, hidden, each, how) for each in columns)
 
 
 def state_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:
@@ -50,10 +59,10 @@ def state_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:
 def mlp_s(of: Deployment, kernels: KernelTimes, tokens: float, ffn: float) -> float:
     """A dense MLP."""
     shape, inner = of.model.shape, ffn / of.degrees.tp
-    up = inner * (2 if shape.mlp == "swiglu" else 1)
+    ups = (inner,) * (2 if shape.mlp == "swiglu" else 1)
     how = of.formats.mlp
-    total = kernels.product(tokens, shape.hidden, up, how) + kernels.product(tokens, inner, shape.hidden, how)
-    return total + kernels.moved(ACTIVATION * tokens * (up + inner))
+    total = together_s(of, kernels, tokens, ups, how) + kernels.product(tokens, inner, shape.hidden, how)
+    return total + kernels.moved(ACTIVATION * tokens * (sum(ups) + inner))
 
 
 def mixture_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:

@@ -1,0 +1,58 @@
+"""Answers to a file of prompts, all at once by the serving engine."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.trained_model import TrainedModel
+from meshwright.compress.distill_sequences import READERS, Question, questions
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.serving_engine import EngineOptions
+from meshwright.spec.errors import DataError
+
+AT_ONCE = 256
+"""Prompts that the engine is given together; it computes as many of them at once as its options say."""
+
+
+def read_prompts(path: Path, *, chat: bool = False) -> list[Question]:
+    """Prompts of a .jsonl, .json or .parquet file, whose rows have `prompt` or `messages`; of another file its lines.
+    `chat`: a text is what a user says. DataError."""
+    if path.suffix in READERS:
+        found = list(questions(path))
+    else:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"{path} cannot be read as lines of prompts: {error}") from error
+        found = [Question(text=line) for line in lines if line.strip()]
+    if not found:
+        raise DataError(f"{path} has no prompts: give one a line, or rows with prompt or messages")
+    return [_said(one.text) if chat and one.text else one for one in found]
+
+
+def questions_of(texts: Sequence[str], *, chat: bool = False) -> list[Question]:
+    """Prompts; `chat`: each is what a user says."""
+    return [_said(text) if chat else Question(text=text) for text in texts]
+
+
+def _said(text: str) -> Question:
+    return Question(messages=({"role": "user", "content": text},))
+
+
+def answer_prompts(
+    model: TrainedModel, asked: Sequence[Question], options: RequestOptions, engine: EngineOptions | None = None
+) -> Iterator[dict[str, Any]]:
+    """A row for each answer, in the order of the prompts: `prompt` or `messages`, `ids`, `text` and `ending`.
+    ArgumentError, PlanError, DataError."""
+    serving = model.engine(engine)
+    for begin in range(0, len(asked), AT_ONCE):
+        some = asked[begin : begin + AT_ONCE]
+        ids = [model.encode_messages(one.messages) if one.messages else model.encode(one.text) for one in some]
+        requests = [serving.add(one, options) for one in ids]
+        for question, request in zip(some, requests, strict=True):
+            serving.run([request])
+            given: dict[str, Any] = (
+                {"messages": list(question.messages)} if question.messages else {"prompt": question.text}
+            )  # fmt: skip
+            for answer in request.answers:
+                yield {**given, "text": answer.text, "ids": answer.ids, "ending": answer.ending}

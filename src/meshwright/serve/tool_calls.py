@@ -1,0 +1,324 @@
+"""Calls of tools in an answer, in the words that the model's own chat template has for them.
+
+A family is one way to write calls, with one declaration; the template's source says which it is. `read_answer` is a
+pure function of the text so far. While an answer grows, what may be the beginning of a call is held back: what was
+given once stays, and only more follows.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from meshwright.data.chat_template import ChatTemplate
+from meshwright.serve.served_request import begun
+from meshwright.spec.errors import ArgumentError
+
+_DECODER: Final = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants called."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReading:
+    """An answer, taken apart."""
+
+    content: str
+    """What is no call; blanks around calls are left out."""
+    calls: tuple[ToolCall, ...]
+
+
+Found = tuple[list[ToolCall], int] | None
+"""Calls that begin at a place, none where it is written wrongly, and where they end; None = their end is not there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFamily:
+    """One way to write calls."""
+
+    name: str
+    signs: tuple[str, ...]
+    """Of the template's source: all of them are there."""
+    openers: tuple[str, ...]
+    """What calls begin with."""
+    at: Callable[[str, int, bool], Found]
+    """Reads calls of a text from behind an opener; whether the text has ended."""
+    only_first: bool = False
+    """Whether an opener counts at the beginning of an answer alone."""
+    prefix: str = ""
+    """Before a JSON object of name and arguments."""
+    named_prefix: str = ""
+    """Before the arguments alone, with {name}, where calls have their names outside of the JSON."""
+    arguments: str = "arguments"
+    """What the JSON object calls them."""
+
+
+class _Unfinished(ValueError):
+    """JSON whose end is not there yet."""
+
+
+def _json(text: str, begin: int) -> tuple[Any, int]:
+    """The JSON value at a place, behind blanks, and where it ends. ValueError: it is none; _Unfinished: it may become
+    one."""
+    begin = _behind_blanks(text, begin)
+    try:
+        return _DECODER.raw_decode(text, begin)
+    except (json.JSONDecodeError, RecursionError) as error:
+        if _is_open(text, begin):
+            raise _Unfinished from error
+        raise ValueError("no JSON") from error
+
+
+def _is_open(text: str, begin: int) -> bool:
+    """Whether brackets or quotes that begin at a place are open at the end of the text."""
+    depth, place = 0, begin
+    while place < len(text):
+        letter = text[place]
+        if letter == '"':
+            place += 1
+            while place < len(text) and text[place] != '"':
+                place += 2 if text[place] == "\\" else 1
+            if place >= len(text):
+                return True
+        depth += (letter in "{[") - (letter in "}]")
+        if depth <= 0:
+            return False
+        place += 1
+    return True
+
+
+def _behind_blanks(text: str, place: int) -> int:
+    while place < len(text) and text[place].isspace():
+        place += 1
+    return place
+
+
+def _call(value: Any, name: str | None = None) -> ToolCall | None:
+    """Of a JSON value, with its name inside or given."""
+    if not isinstance(value, dict):
+        return None
+    if name is None:
+        name, value = value.get("name"), value.get("arguments", value.get("parameters"))
+        if isinstance(value, str):  # as some models write them
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                return None
+    if not isinstance(name, str) or not name or not isinstance(value, dict):
+        return None
+    return ToolCall(name, json.dumps(value, ensure_ascii=False))
+
+
+def json_call(text: str, name: str | None = None) -> ToolCall | None:
+    """The call in a text that is one JSON object, with its name inside or given; None where it is none."""
+    try:
+        return _call(json.loads(text), name)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _tagged(closer: str) -> Callable[[str, int, bool], Found]:
+    """A JSON object up to a closing tag."""
+
+    def at(text: str, begin: int, ended: bool) -> Found:
+        try:
+            value, place = _json(text, begin)
+        except _Unfinished:
+            return None
+        except ValueError:
+            place = text.find(closer, begin)
+            return None if place < 0 else ([], place + len(closer))
+        call, place = _call(value), _behind_blanks(text, place)
+        calls = [call] if call else []
+        if text.startswith(closer, place):
+            return calls, place + len(closer)
+        if closer.startswith(text[place:]):
+            return (calls, len(text)) if ended and calls else None
+        return [], place
+
+    return at
+
+
+def _bare(text: str, begin: int, ended: bool) -> Found:
+    """The whole answer: JSON objects, with semicolons between several."""
+    place, calls = _behind_blanks(text, begin), list[ToolCall]()
+    if place == len(text):
+        return None
+    while True:
+        try:
+            value, place = _json(text, place)
+        except _Unfinished:
+            return None
+        except ValueError:
+            return [], len(text)
+        call, place = _call(value), _behind_blanks(text, place)
+        if call is None:
+            return [], len(text)
+        calls.append(call)
+        if place == len(text):
+            return (calls, place) if ended else None
+        if text[place] not in ";,":
+            return [], len(text)
+        place += 1
+        if not text[place:].strip():
+            return (calls, len(text)) if ended else None
+
+
+def _mistral(text: str, begin: int, ended: bool) -> Found:
+    """A list of JSON objects, or a name and its arguments."""
+    begin = _behind_blanks(text, begin)
+    if begin == len(text):
+        return None
+    if text[begin] not in "[{":
+        brace = text.find("{", begin)
+        if brace < 0:
+            return None
+        name = text[begin:brace].removesuffix("[ARGS]").split("[CALL_ID]")[0].strip()
+        return _one(text, brace, name)
+    try:
+        value, place = _json(text, begin)
+    except _Unfinished:
+        return None
+    except ValueError:
+        return [], len(text)
+    calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
+    good = [one for one in calls if one is not None]
+    return (good if len(good) == len(calls) else []), place
+
+
+def _one(text: str, begin: int, name: str) -> Found:
+    """Arguments of a call whose name is known."""
+    try:
+        value, place = _json(text, begin)
+    except _Unfinished:
+        return None
+    except ValueError:
+        return [], len(text)
+    call = _call(value, name)
+    return ([call] if call else []), place
+
+
+_CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
+    f"<\uff5ctool\u2581{name}\uff5c>" for name in ("call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
+)
+
+
+def _deepseek(text: str, begin: int, ended: bool) -> Found:
+    """Names and arguments between marks; the older form fences the JSON and says the kind before the name."""
+    calls, place = list[ToolCall](), _behind_blanks(text, begin)
+    while text.startswith(_CALL, place):
+        brace, place = text.find("{", place), place + len(_CALL)
+        if brace < 0:
+            return None
+        first, _, second = text[place:brace].partition(_SEPARATOR)
+        found = _one(
+            text, brace, (second.split("\n")[0].strip() or first.strip()) if _SEPARATOR in text[:brace] else ""
+        )
+        if found is None:
+            return None
+        if not found[0]:
+            return [], len(text)
+        calls += found[0]
+        end = text.find(_CALL_END, found[1])
+        if end < 0:
+            return (calls, len(text)) if ended else None
+        place = _behind_blanks(text, end + len(_CALL_END))
+    if text.startswith(_CALLS_END, place):
+        return calls, place + len(_CALLS_END)
+    if ended or not (_CALL.startswith(text[place:]) or _CALLS_END.startswith(text[place:])):
+        return calls, place
+    return None
+
+
+FAMILIES: Final = (
+    ToolFamily(
+        name="hermes", signs=("<tool_call>", '"arguments"'), openers=("<tool_call>",), at=_tagged("</tool_call>"),
+        prefix="<tool_call>\n",
+    ),
+    ToolFamily(
+        name="mistral-names", signs=("[TOOL_CALLS]", "[ARGS]"), openers=("[TOOL_CALLS]",), at=_mistral,
+        named_prefix="[TOOL_CALLS]{name}[ARGS]",
+    ),
+    ToolFamily(
+        name="mistral", signs=("[TOOL_CALLS]",), openers=("[TOOL_CALLS]",), at=_mistral, prefix="[TOOL_CALLS] [",
+    ),
+    ToolFamily(
+        name="deepseek", signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>", _SEPARATOR),
+        openers=("<\uff5ctool\u2581calls\u2581begin\uff5c>",), at=_deepseek,
+    ),
+    ToolFamily(
+        name="llama-json", signs=('"parameters"',), openers=("<|python_tag|>", "{"), at=_bare, only_first=True,
+        arguments="parameters",
+    ),
+)  # fmt: skip
+"""In order: the first whose signs a template has."""
+
+
+def family_of(template: ChatTemplate) -> ToolFamily:
+    """How a template writes calls. ArgumentError where it takes no tools, or writes calls in another way."""
+    if not template.takes_tools:
+        raise ArgumentError(
+            "the model's chat template knows no tools: leave tools out, or take a model whose template writes them"
+        )
+    for family in FAMILIES:
+        if all(sign in template.source for sign in family.signs):
+            return family
+    known = ", ".join(family.name for family in FAMILIES)
+    raise ArgumentError(
+        f"the model's chat template writes calls of tools in a way that is not known ({known} are): leave tools out"
+    )
+
+
+def read_answer(family: ToolFamily, text: str, *, ended: bool = True) -> ToolReading:
+    """Content and calls of an answer, or while it grows (`ended` False) what of them is certain. A call that is cut off
+    or written wrongly is content."""
+    content, calls, after_call, place = "", list[ToolCall](), False, 0
+    for begin, behind in _openings(family, text):
+        if begin < place:
+            continue
+        piece = text[place:begin]
+        content, place = content + (piece.lstrip() if after_call else piece), begin
+        after_call = after_call and not piece.strip()
+        found = family.at(text, behind, ended)
+        if found is None and not ended:
+            return ToolReading(content.rstrip(), tuple(calls))
+        good, place = found or ([], len(text))
+        if good:
+            content, after_call = content.rstrip(), True
+        else:
+            content += text[begin:place]
+        calls += good
+    piece = text[place:]
+    content += piece.lstrip() if after_call else piece
+    return ToolReading(content if ended else _certain(family, content, text), tuple(calls))
+
+
+def _openings(family: ToolFamily, text: str) -> Iterator[tuple[int, int]]:
+    """Where openers begin and end, in order."""
+    if family.only_first:
+        first = _behind_blanks(text, 0)
+        opener = next((one for one in family.openers if text.startswith(one, first)), None)
+        if opener is not None:
+            yield first, first + (0 if opener == "{" else len(opener))
+        return
+    place = 0
+    while (begin := min((at for at in (text.find(one, place) for one in family.openers) if at >= 0), default=-1)) >= 0:
+        opener = next(one for one in family.openers if text.startswith(one, begin))
+        place = begin + len(opener)
+        yield begin, place
+
+
+def _certain(family: ToolFamily, content: str, text: str) -> str:
+    """Without blanks at the end, which a call may follow, and without what may begin one."""
+    if family.only_first:
+        start = text.lstrip()
+        return "" if any(one.startswith(start) for one in family.openers) else content.rstrip()
+    held = max(begun(content, opener) for opener in family.openers)
+    return content[: len(content) - held].rstrip()
