@@ -82,7 +82,7 @@ def test_the_cluster_file_keeps_the_rates(tmp_path: Path) -> None:
     assert kept is not None and replace(kept, products=RATES.products) == RATES
     assert kept.products.axes == RATES.products.axes and kept.products.values == RATES.products.values
     assert clusterfile.load(_written(tmp_path, text(_file()))).serving is None
-    with pytest.raises(PlanError, match="serving.products is missing"):
+    with pytest.raises(PlanError, match=r"serving\.products is missing"):
         clusterfile.load(_written(tmp_path, text(_file()) + "\n[serving]\nstep_s = 1\n"))
 
 
