@@ -20,7 +20,7 @@ from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Degrees, Deployment
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.frameworks import MESHWRIGHT
 from meshwright.planner.serving.number_formats import formats_of
 from meshwright.spec import Cluster, presets
@@ -43,7 +43,7 @@ def compared(*, quick: bool = False) -> list[tuple[str, ServingColumns]]:
     found = []
     for name, prompt, answer, places in LOADS[:2] if quick else LOADS:
         of = Deployment(
-            model=served(presets.model(name)), device=device, degrees=Degrees(), framework=MESHWRIGHT,
+            model=served(presets.model(name)), device=device, degrees=EngineDegrees(), framework=MESHWRIGHT,
             formats=formats_of("fp32", experts=False), cache_width=4.0,
         )  # fmt: skip
         load = Load(input_tokens=prompt, output_tokens=answer, concurrency=places, waves=2 if quick else WAVES)

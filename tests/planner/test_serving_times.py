@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.serving.closed_loop import Load, serve
-from meshwright.planner.serving.deployment import Degrees, Deployment
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.disaggregated import serve_apart
 from meshwright.planner.serving.frameworks import SGLANG, VLLM, Framework
 from meshwright.planner.serving.step_times import StepTimes
@@ -115,7 +115,7 @@ def test_prompts_apart_leave_decoding_alone_and_may_be_the_narrow_place() -> Non
 
 
 def test_experts_that_are_spread_over_more_ranks_are_sooner() -> None:
-    degrees = Degrees(attention_dp=8, expert_ep=8)
+    degrees = EngineDegrees(attention_dp=8, expert_ep=8)
     wide = replace(deployment("deepseek-v3", "fp8", "h200", tp=8, expert_ep=8), degrees=degrees)
     assert StepTimes(wide).decode_s(32, 1024) > 0
     assert StepTimes(wide).decode_s(8, 1024) < StepTimes(wide).decode_s(128, 1024)
