@@ -59,9 +59,10 @@ def main() -> int:
     options = parser.parse_args()
     found = compared(quick=options.quick)
     errors = {name: [abs(one.errors[name]) for _, one in found] for name in found[0][1].errors}
+    worst = {name: max(values) for name, values in errors.items()}
     document = {
         "loads": [{"load": name, **one.errors} for name, one in found],
-        "worst": {name: max(values) for name, values in errors.items()},
+        "worst": worst,
         "median": {name: median(values) for name, values in errors.items()},
         "dry_run_exact": all(one.dry_weights_bytes == one.measured_weights_bytes for _, one in found),
     }
@@ -74,7 +75,7 @@ def main() -> int:
             f"{one.measured.output_tokens_per_s:,.0f} measured ({one.errors['tokens_per_second']:+.1%})   first token "
             f"{one.errors['first_token']:+.1%}, per token {one.errors['per_token']:+.1%}"
         )
-    print({name: f"{value:.1%}" for name, value in document["worst"].items()})  # type: ignore[attr-defined]
+    print("worst: " + ", ".join(f"{name} {value:.1%}" for name, value in worst.items()))
     return 0
 
 

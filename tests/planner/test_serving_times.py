@@ -1,5 +1,6 @@
 """Times of serving: what must follow from what, whatever the constants; and the rules of schedulers by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -21,8 +22,8 @@ class FixedTimes(StepTimes):
         bare = framework._replace(prefill_us=0.0, turn_us=0.0, ahead=False)
         super().__init__(replace(deployment("llama-3.1-8b"), framework=bare))
 
-    def prefill_s(self, chunks: object, batch: float = 0.0, context: float = 0.0) -> float:
-        return sum(new for new, _ in chunks) / 1e3  # type: ignore[attr-defined]
+    def prefill_s(self, chunks: Sequence[tuple[float, float]], batch: float = 0.0, context: float = 0.0) -> float:
+        return sum(new for new, _ in chunks) / 1e3
 
     def decode_s(self, batch: float, context: float) -> float:
         return 2e-3

@@ -2,11 +2,13 @@
 context, and products of few rows. A part of `calibrate`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, product
 
 import torch
+from torch import Tensor
 
 from meshwright.kernels import fast
 from meshwright.model import Transformer, build
@@ -93,10 +95,14 @@ def _products(effort: ServingEffort) -> RateGrid:
         for k, n in product(effort.dims, effort.dims):
             weights = pool[: pool.numel() // int(k * n) * int(k * n)].view(-1, int(n), int(k)).unbind()
             for m in effort.rows:
-                x, turn = torch.randn(int(m), int(k)), cycle(weights)
-                rates[m, k, n] = 2 * m * k * n / _quartile(lambda x=x, turn=turn: linear(x, next(turn)), effort)  # type: ignore[misc]
+                call = partial(_next_product, linear, torch.randn(int(m), int(k)), cycle(weights))
+                rates[m, k, n] = 2 * m * k * n / _quartile(call, effort)
     places = product(effort.rows, effort.dims, effort.dims)
     return RateGrid((effort.rows, effort.dims, effort.dims), tuple(rates[place] for place in places))
+
+
+def _next_product(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Iterator[Tensor]) -> Tensor:
+    return linear(x, next(weights))
 
 
 def _quartile(run: Callable[[], object], effort: ServingEffort) -> float:

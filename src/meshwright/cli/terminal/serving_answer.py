@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.api.serve_planning import ServingAnswer
-from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
+from meshwright.cli.terminal.screen_text import dot, marked, width, wrapped
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
 from meshwright.spec.units import GIB, MIB, short_gib
 
@@ -56,11 +56,10 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
         f"{best.tokens_per_s:,.0f} tokens/s"
     )
     if memory.usable_bytes < float("inf"):
-        held = memory.weights_bytes + memory.activations_bytes
         yield (
             f"    memory   weights {short_gib(memory.weights_bytes)}   activations "
             f"{short_gib(memory.activations_bytes)}   cache {short_gib(memory.cache_bytes)} of "
-            f"{short_gib(memory.usable_bytes)}   {bar(held / memory.usable_bytes, 10)}"
+            f"{short_gib(memory.usable_bytes)}"
         )
     device = "GPU" if best.deployment.device.is_gpu else "device"
     yield (
