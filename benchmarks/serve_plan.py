@@ -20,7 +20,7 @@ from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.frameworks import MESHWRIGHT
 from meshwright.planner.serving.number_formats import formats_of
 from meshwright.spec import Cluster, presets
@@ -43,7 +43,7 @@ def compared(*, quick: bool = False) -> list[tuple[str, ServingColumns]]:
     found = []
     for name, prompt, answer, places in LOADS[:2] if quick else LOADS:
         of = Deployment(
-            model=served(presets.model(name)), device=device, degrees=ServingDegrees(), framework=MESHWRIGHT,
+            model=served(presets.model(name)), device=device, degrees=EngineDegrees(), framework=MESHWRIGHT,
             formats=formats_of("fp32", experts=False), cache_width=4.0,
         )  # fmt: skip
         load = Load(input_tokens=prompt, output_tokens=answer, concurrency=places, waves=2 if quick else WAVES)
@@ -59,9 +59,10 @@ def main() -> int:
     options = parser.parse_args()
     found = compared(quick=options.quick)
     errors = {name: [abs(one.errors[name]) for _, one in found] for name in found[0][1].errors}
+    worst = {name: max(values) for name, values in errors.items()}
     document = {
         "loads": [{"load": name, **one.errors} for name, one in found],
-        "worst": {name: max(values) for name, values in errors.items()},
+        "worst": worst,
         "median": {name: median(values) for name, values in errors.items()},
         "dry_run_exact": all(one.dry_weights_bytes == one.measured_weights_bytes for _, one in found),
     }
@@ -74,7 +75,7 @@ def main() -> int:
             f"{one.measured.output_tokens_per_s:,.0f} measured ({one.errors['tokens_per_second']:+.1%})   first token "
             f"{one.errors['first_token']:+.1%}, per token {one.errors['per_token']:+.1%}"
         )
-    print({name: f"{value:.1%}" for name, value in document["worst"].items()})  # type: ignore[attr-defined]
+    print("worst: " + ", ".join(f"{name} {value:.1%}" for name, value in worst.items()))
     return 0
 
 

@@ -96,7 +96,7 @@ def rows_of(name: str, score: ServingScore) -> str:
 def tables_of(judged: Sequence[Verdict], beside: Beside) -> list[str]:
     """All tables, one below the other."""
     found: list[str] = []
-    for title, key in (("rows", half), ("backend", backend), ("system", system), ("model", model)):
+    for title, key in (("half", half), ("backend", backend), ("system", system), ("model", model)):
         found += [HEADS[0].format(title), HEADS[1]]
         found += [rows_of(name, score) for name, score in scored(judged, key).items()]
         found += [rows_of("all", score_serving(judged))] if key is half else []

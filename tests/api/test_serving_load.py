@@ -18,7 +18,7 @@ from meshwright.planner.machine import clusterfile
 from meshwright.planner.machine.clusterfile_writer import text
 from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.serving.frameworks import MESHWRIGHT
 from meshwright.planner.serving.number_formats import formats_of
@@ -36,7 +36,7 @@ RATES = EngineRates(
 def times(name: str = "llama-tiny", rates: EngineRates = RATES) -> StepTimes:
     device = presets.device("local")
     of = Deployment(
-        model=served(presets.model(name)), device=device, degrees=ServingDegrees(), framework=MESHWRIGHT,
+        model=served(presets.model(name)), device=device, degrees=EngineDegrees(), framework=MESHWRIGHT,
         formats=formats_of("fp32", experts=True), cache_width=4.0,
     )  # fmt: skip
     return engine_times(rates, speeds_of(device), links_of(Cluster(device=device)))(of)

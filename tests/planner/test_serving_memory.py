@@ -11,7 +11,7 @@ from meshwright.planner.serving.cached_layers import (
     sequence_bytes,
     served,
 )
-from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.frameworks import MESHWRIGHT, VLLM
 from meshwright.planner.serving.number_formats import BF16, formats_of
 from meshwright.planner.serving.serving_memory import serving_memory, weights_bytes
@@ -25,7 +25,7 @@ from meshwright.spec.shape import ModelShape
 def deployment(name: str, quantization: str = "bf16", device: str = "h100", **degrees: int) -> Deployment:
     shape = presets.model(name)
     return Deployment(
-        model=served(shape), device=presets.device(device), degrees=ServingDegrees(**degrees),
+        model=served(shape), device=presets.device(device), degrees=EngineDegrees(**degrees),
         formats=formats_of(quantization, experts=shape.moe is not None), framework=VLLM,
     )  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_the_engine_holds_what_is_planned(name: str) -> None:
     planned = sequence_bytes(served(shape), (20 + 2) * 16, 4.0)
     assert cache.bytes == planned
     of = Deployment(
-        model=served(shape), device=presets.device("local"), degrees=ServingDegrees(), framework=MESHWRIGHT,
+        model=served(shape), device=presets.device("local"), degrees=EngineDegrees(), framework=MESHWRIGHT,
         formats=formats_of("fp32", experts=True), cache_width=4.0,
     )  # fmt: skip
     assert weights_bytes(of) == sum(one.nbytes for one in model.parameters())

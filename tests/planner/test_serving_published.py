@@ -8,7 +8,7 @@ import pytest
 from meshwright.planner.accuracy.published_serving import ServingRow, UnknownRow, read_serving
 from meshwright.planner.accuracy.serving_models import MADE, served_model
 from meshwright.planner.accuracy.serving_score import JudgedServing, ServingJudge, held_out, score_serving
-from meshwright.planner.serving.deployment import ServingDegrees
+from meshwright.planner.serving.deployment import EngineDegrees
 from meshwright.planner.serving.serving_memory import weights_bytes
 from meshwright.spec.inventory import num_parameters
 from tests.planner.published_tables import table
@@ -44,16 +44,16 @@ def row(folder: Path, **columns: str) -> ServingRow:
 
 
 def test_degrees_that_name_the_same_gpus_are_counted_once(tmp_path: Path) -> None:
-    assert row(tmp_path).decode.degrees == ServingDegrees(tp=8, expert_tp=8)
+    assert row(tmp_path).decode.degrees == EngineDegrees(tp=8, expert_tp=8)
     both = row(tmp_path, tp_size="64", attention_dp_size="1", moe_ep_size="8")
-    assert both.decode.degrees == ServingDegrees(tp=8, expert_ep=8) and both.load.concurrency == 16
+    assert both.decode.degrees == EngineDegrees(tp=8, expert_ep=8) and both.load.concurrency == 16
     apart = row(tmp_path, tp_size="1", attention_dp_size="64", moe_ep_size="8", batch_size="4")
-    assert apart.decode.degrees == ServingDegrees(attention_dp=8, expert_ep=8)
+    assert apart.decode.degrees == EngineDegrees(attention_dp=8, expert_ep=8)
     assert apart.load.concurrency == 4 * 64 / 8
     small = row(tmp_path, tp_size="4", attention_dp_size="4", moe_tp_size="1", moe_ep_size="16")
-    assert small.decode.degrees == ServingDegrees(attention_dp=4, expert_ep=4)
+    assert small.decode.degrees == EngineDegrees(attention_dp=4, expert_ep=4)
     other = row(tmp_path, tp_size="4", moe_tp_size="2", moe_ep_size="2")  # of a source that leaves it out
-    assert other.decode.degrees == ServingDegrees(tp=4, expert_tp=2, expert_ep=2)
+    assert other.decode.degrees == EngineDegrees(tp=4, expert_tp=2, expert_ep=2)
 
 
 def test_lengths_vary_where_the_source_draws_them(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_prompts_apart_have_engines_of_their_own(tmp_path: Path) -> None:
         "decode_moe_ep_size": "8",
     }  # fmt: skip
     found = row(tmp_path, **columns)
-    assert found.prefill is not None and found.prefill.degrees == ServingDegrees(tp=8, expert_tp=8)
-    assert found.decode.degrees == ServingDegrees(attention_dp=8, expert_ep=8)
+    assert found.prefill is not None and found.prefill.degrees == EngineDegrees(tp=8, expert_tp=8)
+    assert found.decode.degrees == EngineDegrees(attention_dp=8, expert_ep=8)
     assert found.workers == (2, 3) and found.load.concurrency == 64
     planned = ServingJudge().planned(found)
     assert 0 < planned.per_token_s < planned.first_token_s

@@ -1,11 +1,12 @@
 """Times of serving: what must follow from what, whatever the constants; and the rules of schedulers by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from meshwright.planner.serving.closed_loop import Load, serve
-from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.disaggregated import serve_apart
 from meshwright.planner.serving.frameworks import SGLANG, VLLM, Framework
 from meshwright.planner.serving.step_times import StepTimes
@@ -21,8 +22,8 @@ class FixedTimes(StepTimes):
         bare = framework._replace(prefill_us=0.0, turn_us=0.0, ahead=False)
         super().__init__(replace(deployment("llama-3.1-8b"), framework=bare))
 
-    def prefill_s(self, chunks: object, batch: float = 0.0, context: float = 0.0) -> float:
-        return sum(new for new, _ in chunks) / 1e3  # type: ignore[attr-defined]
+    def prefill_s(self, chunks: Sequence[tuple[float, float]], batch: float = 0.0, context: float = 0.0) -> float:
+        return sum(new for new, _ in chunks) / 1e3
 
     def decode_s(self, batch: float, context: float) -> float:
         return 2e-3
@@ -115,7 +116,7 @@ def test_prompts_apart_leave_decoding_alone_and_may_be_the_narrow_place() -> Non
 
 
 def test_experts_that_are_spread_over_more_ranks_are_sooner() -> None:
-    degrees = ServingDegrees(attention_dp=8, expert_ep=8)
+    degrees = EngineDegrees(attention_dp=8, expert_ep=8)
     wide = replace(deployment("deepseek-v3", "fp8", "h200", tp=8, expert_ep=8), degrees=degrees)
     assert StepTimes(wide).decode_s(32, 1024) > 0
     assert StepTimes(wide).decode_s(8, 1024) < StepTimes(wide).decode_s(128, 1024)

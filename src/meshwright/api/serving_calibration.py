@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.kernels import fast
 from meshwright.model import Transformer, build
@@ -95,14 +95,14 @@ def _products(effort: ServingEffort) -> RateGrid:
         for k, n in product(effort.dims, effort.dims):
             weights = pool[: pool.numel() // int(k * n) * int(k * n)].view(-1, int(n), int(k)).unbind()
             for m in effort.rows:
-                product_of = partial(linear, torch.randn(int(m), int(k)))
-                rates[m, k, n] = 2 * m * k * n / _quartile(partial(_next, product_of, cycle(weights)), effort)
+                call = partial(_next_product, linear, torch.randn(int(m), int(k)), cycle(weights))
+                rates[m, k, n] = 2 * m * k * n / _quartile(call, effort)
     places = product(effort.rows, effort.dims, effort.dims)
     return RateGrid((effort.rows, effort.dims, effort.dims), tuple(rates[place] for place in places))
 
 
-def _next(run: Callable[[Any], object], turn: Iterator[Any]) -> None:
-    run(next(turn))
+def _next_product(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Iterator[Tensor]) -> Tensor:
+    return linear(x, next(weights))
 
 
 def _quartile(run: Callable[[], object], effort: ServingEffort) -> float:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.api.serve_planning import ServingAnswer
-from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
+from meshwright.cli.terminal.screen_text import dot, marked, width, wrapped
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
-from meshwright.spec.units import GIB, MIB
+from meshwright.spec.units import GIB, MIB, short_gib
 
 if TYPE_CHECKING:
     from meshwright.api.serving_load import ServingColumns
@@ -56,15 +56,15 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
         f"{best.tokens_per_s:,.0f} tokens/s"
     )
     if memory.usable_bytes < float("inf"):
-        held = memory.weights_bytes + memory.activations_bytes
         yield (
-            f"    memory   weights {memory.weights_bytes / GIB:.1f}   activations "
-            f"{memory.activations_bytes / GIB:.1f}   cache {memory.cache_bytes / GIB:.1f} of "
-            f"{memory.usable_bytes / GIB:.1f} GiB   {bar(held / memory.usable_bytes, 10)}"
+            f"    memory   weights {short_gib(memory.weights_bytes)}   activations "
+            f"{short_gib(memory.activations_bytes)}   cache {short_gib(memory.cache_bytes)} of "
+            f"{short_gib(memory.usable_bytes)}"
         )
+    device = "GPU" if best.deployment.device.is_gpu else "device"
     yield (
-        f"    cache    {memory.position_bytes / 1024:,.0f} KiB per token and GPU, "
-        f"{memory.sequence_bytes / GIB:,.2f} GiB per sequence; {_requests(best)}"
+        f"    cache    {memory.position_bytes / 1024:,.0f} KiB per token and {device}, "
+        f"{short_gib(memory.sequence_bytes)} per sequence; {_requests(best)}"
     )
     if best.waits:
         yield (

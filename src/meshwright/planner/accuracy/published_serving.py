@@ -13,7 +13,7 @@ from pathlib import Path
 from meshwright.planner.accuracy.serving_models import served_model
 from meshwright.planner.serving.cached_layers import ServedModel
 from meshwright.planner.serving.closed_loop import Load
-from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.frameworks import FRAMEWORKS, Framework
 from meshwright.planner.serving.number_formats import formats_of
 from meshwright.spec import presets
@@ -138,7 +138,7 @@ def _deployment(
     tp, dp = _number(columns, prefix + "tp_size"), _number(columns, prefix + "attention_dp_size")
     expert_tp, expert_ep = _number(columns, prefix + "moe_tp_size"), _number(columns, prefix + "moe_ep_size")
     batch = float(columns[prefix + "batch_size"])
-    degrees = ServingDegrees(tp=tp, attention_dp=dp)
+    degrees = EngineDegrees(tp=tp, attention_dp=dp)
     if model.shape.moe:
         in_flight = batch * dp
         one_set = bool(columns[prefix + "attention_dp_size"])
@@ -154,18 +154,18 @@ def _deployment(
     )  # fmt: skip
 
 
-def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int, *, one_set: bool) -> ServingDegrees:
+def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int, *, one_set: bool) -> EngineDegrees:
     """`one_set`: rows of InferenceX, which alone name attention data parallelism, and whose degrees are of one set of
     GPUs each."""
     gpus = tp * dp
     if one_set and expert_tp == expert_ep > 1 and gpus == expert_tp**2:  # tp: 8, ep: 8 of the same 8 GPUs
         apart = dp > 1
-        return ServingDegrees(tp=1 if apart else expert_tp, attention_dp=expert_tp if apart else 1, expert_ep=expert_tp)
+        return EngineDegrees(tp=1 if apart else expert_tp, attention_dp=expert_tp if apart else 1, expert_ep=expert_tp)
     if one_set and tp == dp > 1 and expert_ep == gpus:  # tp: 4, ep: 4, dp-attn: true of the same 4 GPUs
-        return ServingDegrees(tp=1, attention_dp=dp, expert_ep=dp)
+        return EngineDegrees(tp=1, attention_dp=dp, expert_ep=dp)
     if expert_tp * expert_ep != gpus:  # experts' degrees are left out
-        return ServingDegrees(tp=tp, attention_dp=dp, expert_tp=gpus)
-    return ServingDegrees(tp=tp, attention_dp=dp, expert_tp=expert_tp, expert_ep=expert_ep)
+        return EngineDegrees(tp=tp, attention_dp=dp, expert_tp=gpus)
+    return EngineDegrees(tp=tp, attention_dp=dp, expert_tp=expert_tp, expert_ep=expert_ep)
 
 
 DRAFTING = (("1.2.0rc6.post3", 1), ("1.1.0rc2.post2", 2))
@@ -173,7 +173,7 @@ DRAFTING = (("1.2.0rc6.post3", 1), ("1.1.0rc2.post2", 2))
 degree from which on (configs/nvidia-master.yaml of 2026-02 to 2026-05)."""
 
 
-def _drafted(columns: Mapping[str, str], degrees: ServingDegrees) -> int:
+def _drafted(columns: Mapping[str, str], degrees: EngineDegrees) -> int:
     """Tokens that are drafted in a step: 3, with attention_dp 1."""
     if columns["backend"] != "trtllm" or "DeepSeek-R1" not in columns["model_path"]:
         return 0

@@ -10,7 +10,7 @@ from meshwright.spec.errors import IllegalLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingDegrees:
+class EngineDegrees:
     """GPUs of one engine: tp * attention_dp of them, which also share the experts as expert_tp * expert_ep."""
 
     tp: int = 1
@@ -34,7 +34,7 @@ class Deployment:
 
     model: ServedModel
     device: Device
-    degrees: ServingDegrees
+    degrees: EngineDegrees
     formats: WeightFormats
     framework: Framework
     cache_width: float = 2.0

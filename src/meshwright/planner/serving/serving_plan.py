@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.serving.cached_layers import ServedModel
 from meshwright.planner.serving.closed_loop import Load, Served, serve
-from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.frameworks import Framework
 from meshwright.planner.serving.number_formats import WeightFormats
 from meshwright.planner.serving.serving_memory import ServingMemory, serving_memory
@@ -51,7 +51,7 @@ class ServingLayout:
     """At the asked load; None where not one sequence fits."""
 
     @property
-    def degrees(self) -> ServingDegrees:
+    def degrees(self) -> EngineDegrees:
         """Of one engine."""
         return self.deployment.degrees
 
@@ -130,18 +130,18 @@ def _deployments(asked: ServingAsked, tp: int) -> Iterator[Deployment]:
             continue
 
 
-def _degrees(asked: ServingAsked) -> Iterator[ServingDegrees]:
+def _degrees(asked: ServingAsked) -> Iterator[EngineDegrees]:
     """Engines of a node or less share heads; with experts also by expert parallelism, with attention split or whole."""
     for gpus in SHARED:
         if gpus > asked.cluster.devices_per_node:
             return
         if asked.model.shape.moe is None:
-            yield ServingDegrees(tp=gpus)
+            yield EngineDegrees(tp=gpus)
             continue
-        yield ServingDegrees(tp=gpus, expert_tp=gpus)
+        yield EngineDegrees(tp=gpus, expert_tp=gpus)
         if gpus > 1:
-            yield ServingDegrees(tp=gpus, expert_ep=gpus)
-            yield ServingDegrees(attention_dp=gpus, expert_ep=gpus)
+            yield EngineDegrees(tp=gpus, expert_ep=gpus)
+            yield EngineDegrees(attention_dp=gpus, expert_ep=gpus)
 
 
 def _planned(asked: ServingAsked, of: Deployment, timed: Timed) -> ServingLayout:
