@@ -41,6 +41,8 @@ class Found:
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
+    every: int = 1
+    """Requests between two looks at memory."""
     memory: list[tuple[int, int]] = field(default_factory=list)
     """(requests answered, resident bytes)."""
 
@@ -91,7 +93,7 @@ async def client(port: int, right: list[list[int]], work: "asyncio.Queue[int]", 
             found.wrong += made != right[place]
         if way == "refused":
             found.wrong += made != []
-        if number % 100 == 0:
+        if number % found.every == 0:
             found.memory.append((sum(found.counts.values()), resident_bytes()))
 
 
@@ -148,7 +150,7 @@ def growth(memory: list[tuple[int, int]]) -> float:
 def soak(requests: int) -> dict[str, Any]:
     """Ask so often."""
     model = hosted()
-    right, found, ready = right_answers(model), Found(), threading.Event()
+    right, found, ready = right_answers(model), Found(every=max(1, requests // 100)), threading.Event()
     server = HttpServer(
         "soak", lambda: model, ServerOptions(port=0, limits=LIMITS), ENGINE, on_ready=lambda _: ready.set(),
         write=lambda _: None,

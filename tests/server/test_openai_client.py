@@ -2,7 +2,10 @@
 
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -10,6 +13,7 @@ import pytest
 
 from meshwright.data.chat_prompt import chat_prompt, template_of
 from meshwright.model import generate
+from meshwright.serve.serving_engine import EngineOptions
 from tests.server.running import END, NAME, Running, answers, letters, running, small
 
 PROMPT = "There was a king"
@@ -289,28 +293,28 @@ def test_cached_tokens_and_their_salt(server: Running, client: openai.OpenAI, ki
 
 
 def test_a_priority_goes_first() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    from meshwright.serve.serving_engine import EngineOptions
-
+    """All are there before the first step ends; then they go by priority, and the last preempts the first."""
     options = EngineOptions(exact=True, cache_bytes=2**22, most_sequences=1, most_tokens=64)
-    ended: list[int] = []
+    ended, go = list[int](), threading.Event()
     with running(engine=options) as server, ThreadPoolExecutor(4) as pool:
+        service, own = server.server.service, server.engine.step
+        assert service is not None
+        server.engine.step = lambda: (go.wait(300), own())[1]  # type: ignore[method-assign]
 
         def one(priority: int) -> None:
             ask(server.client(), "completion", priority=priority, max_tokens=60, ignore_eos=True)
             ended.append(priority)
 
         jobs = [pool.submit(one, 5)]
-        while not server.engine.scheduler.running:
-            pass
-        jobs += [pool.submit(one, priority) for priority in (9, 8)]
-        while len(server.server.service.admission._open) < 3:  # type: ignore[union-attr]
-            pass
-        jobs.append(pool.submit(one, 1))
+        while not server.engine.scheduler.waiting:
+            time.sleep(0.01)
+        jobs += [pool.submit(one, priority) for priority in (9, 8, 1)]
+        while len(service.admission._open) < 4:
+            time.sleep(0.01)
+        go.set()
         for job in jobs:
             job.result()
-    assert ended[0] == 1 and ended[-1] == 9
+    assert ended == [1, 5, 8, 9]
 
 
 @pytest.mark.parametrize(

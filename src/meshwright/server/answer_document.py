@@ -41,7 +41,7 @@ class AnswerDocument:
                 if opening is not None:
                     yield self._event([opening])
             if part.text or part.ending or (part.ids and (self._logprobs or self._ids)):
-                choice = self._shape.piece(part, part.ending or None)
+                choice = self._shape.piece(part, part.ending or None, always=self._ids)
                 if choice is not None:
                     yield self._event([choice | self._tokens(answering, part)])
 

@@ -28,13 +28,13 @@ class ChatShape:
         """What comes before the first part of an answer in a stream: who speaks."""
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
 
-    def piece(self, part: AnswerPart, reason: str | None) -> dict[str, Any] | None:
-        """A part in a stream; None where nothing is certain yet."""
+    def piece(self, part: AnswerPart, reason: str | None, *, always: bool) -> dict[str, Any] | None:
+        """A part in a stream; None where nothing is certain yet, unless it is wanted `always`."""
         logprobs, read = self._logprobs(part), self._read[part.choice]
         first = read.calls
         text, found = self._certain(part)
         calls = [{"index": first + place} | _call(one) for place, one in enumerate(found)]
-        if not text and not calls and not reason and logprobs is None:
+        if not (text or calls or reason or always) and logprobs is None:
             return None
         delta: dict[str, Any] = {"content": text} if text or not (reason or calls) else {}
         delta |= {"tool_calls": calls} if calls else {}

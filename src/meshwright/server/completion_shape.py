@@ -35,8 +35,8 @@ class CompletionShape:
         text, logprobs = self._echo(choice)
         return self._choice(choice, text, logprobs, None)
 
-    def piece(self, part: AnswerPart, reason: str | None) -> dict[str, Any]:
-        """A part in a stream."""
+    def piece(self, part: AnswerPart, reason: str | None, *, always: bool = True) -> dict[str, Any]:
+        """A part in a stream, whether or not it is wanted `always`."""
         return self._choice(part.choice, part.text, self._logprobs(part), reason)
 
     def whole(self, part: AnswerPart, reason: str | None) -> dict[str, Any]:

@@ -234,7 +234,10 @@ _used: ContextVar[Loops | None] = ContextVar("used", default=None)
 
 
 def loops() -> Loops | None:
-    """The library, where it is `used` and no gradient is wanted."""
+    """The library, where it is `used` and no gradient is wanted; never in code that torch compiles, which cannot trace a
+    context variable."""
+    if torch.compiler.is_compiling():
+        return None
     found = _used.get()
     return None if found is None or torch.is_grad_enabled() else found
 
