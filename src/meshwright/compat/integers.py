@@ -5,6 +5,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from meshwright.compat import real_tensors
+
 INT4_GROUPS = (32, 64, 128, 256)
 """Inputs that share a scale, which the 4-bit product takes."""
 
@@ -27,11 +29,31 @@ def unpacked_int8(packed: Tensor) -> Tensor:
 
 def int8_product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """x (M, K) uint8, each 128 more than it stands for, times packed codes -> (M, N) fp32, column n times scales[n].
-    Sums are exact. `zeros` (N,) int64 are 0."""
+    Sums are exact. `zeros` (N,) int64 are 0. Where pairs of products saturate, x is multiplied in two halves."""
+    if not _saturates():
+        return _product(x, 128, packed, scales, zeros)
+    half, ones = x >> 1, torch.ones_like(scales)
+    return _product(half, 64, packed, ones, zeros).add_(_product(x - half, 64, packed, ones, zeros)).mul_(scales)
+
+
+def _product(x: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     found: Tensor = torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        x, 1.0, zero, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return found
+
+
+@cache
+def _saturates() -> bool:
+    """Whether oneDNN adds two products in 16 bits, as it does on CPUs without VNNI: 2 x 255 x 127 is cut to 32,767.
+    Halves of a row are at most 128, and 2 x 128 x 127 is not. Asked of the product itself: how oneDNN may multiply is
+    also set by its environment."""
+    with real_tensors():
+        inputs, outputs = 64, 16
+        x, codes = torch.full((1, inputs), 255, dtype=torch.uint8), torch.full((outputs, inputs), 127, dtype=torch.int8)
+        ones, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
+        found = _product(x, 128, packed_int8(codes), ones, zeros)
+        return not bool((found == 127 * 127 * inputs).all())
 
 
 @cache
