@@ -234,7 +234,7 @@ _used: ContextVar[Loops | None] = ContextVar("used", default=None)
 
 
 def loops() -> Loops | None:
-    """The library, where it is `used` and no gradient is wanted; never in code that torch compiles, which cannot trace a
+    """The library, where it is `used` and no gradient is wanted; never in code that torch compiles: it cannot trace a
     context variable."""
     if torch.compiler.is_compiling():
         return None
