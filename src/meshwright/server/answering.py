@@ -11,7 +11,7 @@ from meshwright.server.access import Tenant
 from meshwright.server.api_error import ApiError, refused, shutting_down
 from meshwright.server.engine_thread import EngineTask, EngineThread
 from meshwright.server.server_options import ServerLimits
-from meshwright.spec.errors import RunError
+from meshwright.spec.errors import MeshwrightError, RunError
 
 
 class ClientGone(Exception):
@@ -101,8 +101,10 @@ class Answering:
         for task in self.tasks:
             if isinstance(task.failure, RunError):
                 raise ApiError(503, str(task.failure), code="engine_failed", retry_seconds=30)
-            if task.failure is not None:
+            if isinstance(task.failure, MeshwrightError):
                 raise refused(str(task.failure))
+            if task.failure is not None:
+                raise ApiError(500, "the engine cannot take this request, as its log describes", code="internal_error")
             if any(one.ending == "grammar" for one in task.progress):
                 raise refused(
                     "the answer cannot be continued by its schema or regular expression: take a simpler one",

@@ -49,7 +49,7 @@ class EngineTask:
     scores: PromptScores | None = None
     progress: tuple[AnswerProgress, ...] = ()
     """Written by the loop, as the following."""
-    failure: MeshwrightError | None = None
+    failure: Exception | None = None
     began: float | None = None
     """When the first token came."""
 
@@ -74,7 +74,7 @@ class _Followed:
     """When its last token came."""
 
 
-News = tuple[tuple[AnswerProgress, ...], MeshwrightError | None]
+News = tuple[tuple[AnswerProgress, ...], Exception | None]
 
 
 class EngineThread:
@@ -173,6 +173,10 @@ class EngineThread:
                 task.scores = score_prompt(hosted.model, task.prompt, task.scored)
             request = engine.add(task.prompt, task.options)
         except MeshwrightError as error:
+            self._publish({task: ((), error)})
+            return
+        except Exception as error:  # a library that fails with one request must not end all
+            traceback.print_exc()
             self._publish({task: ((), error)})
             return
         task.request = request
