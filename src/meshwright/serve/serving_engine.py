@@ -9,6 +9,8 @@ from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
+from meshwright.serve.beam_groups import BeamGroups
+from meshwright.serve.beam_search import BeamSearch
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
@@ -84,6 +86,7 @@ class ServingEngine:
             )  # fmt: skip
         self._waiting: dict[CachedSequence, ServedRequest] = {}
         self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
+        self._beams = BeamGroups(self.scheduler, self._forget)
 
     def add(self, prompt: Sequence[int], options: RequestOptions | None = None) -> ServedRequest:
         """A request for answers to prompt tokens. ArgumentError, PlanError where there can be none."""
@@ -110,7 +113,14 @@ class ServingEngine:
             return request
         salt = None if options.salt is None else options.salt.encode()
         limit = len(prompt) + room
-        sequence = self.scheduler.add(prompt, limit, priority=options.priority, salt=salt, copies=options.n)
+        searched = options.beams > 1
+        copies = options.beams if searched else options.n
+        sequence = self.scheduler.add(
+            prompt, limit, priority=options.priority, salt=salt, copies=copies, together=searched
+        )
+        if searched:
+            self._beams.begin(sequence, request, BeamSearch(options, ends, room), room)
+            return request
         self._growing[sequence] = request, request.answers[0]
         if options.n > 1:
             self._waiting[sequence] = request
@@ -122,6 +132,7 @@ class ServingEngine:
             if owner is request:
                 answer.ending = "cancelled"
                 self._end(sequence)
+        self._beams.cancel(request)
         for answer in request.answers:
             answer.ending = answer.ending or "cancelled"
 
@@ -133,23 +144,26 @@ class ServingEngine:
     @property
     def idle(self) -> bool:
         """Whether no answer grows."""
-        return not self._growing
+        return not self._growing and self._beams.idle
 
     @torch.no_grad()
     def step(self) -> list[ServedAnswer]:
-        """Compute one step. Answers that have one more token."""
+        """Compute one step. Answers that have one more token; those of beams, when they are whole."""
         plan = self.scheduler.plan()
         owners, logits = self._runner.run(plan)
         self.scheduler.advance(plan)
-        if not owners:
-            return []
+        others, whole = self._beams.take(owners, logits)
+        if not others:
+            return whole
+        if len(others) < len(owners):
+            owners, logits = [owners[place] for place in others], logits[others]
         logits = self._forked(owners, logits)
         grown = [self._growing[sequence] for sequence in owners]
         found = sample(logits, [answer.row for _, answer in grown])
         for place, (sequence, (request, answer)) in enumerate(zip(owners, grown, strict=True)):
             if found.broken[place]:
                 answer.ending = "broken"
-                self.cache.clear(self.tables.withdraw(sequence))
+                self._forget(sequence)
             elif answer.row.grammar is not None and answer.row.grammar.failure:
                 answer.ending = "grammar"
             else:
@@ -159,7 +173,7 @@ class ServingEngine:
                 answer.take(found.tokens[place], found.logprobs[place], found.top[place], self._room(request))
             if answer.ending:
                 self._end(sequence)
-        return [answer for _, answer in grown]
+        return [*whole, *(answer for _, answer in grown)]
 
     def run(self, requests: Iterable[ServedRequest]) -> None:
         """Step until these have ended. RunError: the model's logits are no numbers, or a grammar is too much."""
@@ -220,6 +234,10 @@ class ServingEngine:
                 owners += children
                 rows += [place] * len(children)
         return logits[rows] if len(rows) > len(logits) else logits
+
+    def _forget(self, sequence: CachedSequence) -> None:
+        """Blocks that have keys and values of a sequence whose logits are no numbers."""
+        self.cache.clear(self.tables.withdraw(sequence))
 
     def _end(self, sequence: CachedSequence) -> None:
         self.scheduler.end(sequence)
