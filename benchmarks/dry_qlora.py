@@ -7,6 +7,7 @@ The layout is the one that `meshwright plan MODEL --cluster CLUSTER --tune qlora
 
 import argparse
 import json
+from typing import Any
 
 from meshwright.api.planning import plan
 from meshwright.observe.dryrun.simulate import dry_run
@@ -14,16 +15,16 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.units import GIB
 
 
-def compared(model: str, cluster: str) -> dict[str, object]:
-    """Peaks in GiB, without what the planner adds for libraries."""
+def compared(model: str, cluster: str) -> dict[str, Any]:
+    """Peaks, without what the planner adds for libraries."""
     best = plan(model, cluster=cluster, tune="qlora").found.best[0]
     planned = best.worst.total_bytes - best.worst.kinds["reserve"]
     seen = dry_run(best.plan, device="cuda")
     return {
-        "peak_gib": seen.peak_bytes / GIB,
-        "planned_gib": planned / GIB,
-        "usable_gib": usable_bytes(best.plan) / GIB,
-        "parameters_gib": seen.worst.kinds["parameters"] / GIB,
+        "peak_bytes": seen.peak_bytes,
+        "planned_bytes": planned,
+        "usable_bytes": usable_bytes(best.plan),
+        "parameters_bytes": seen.worst.kinds["parameters"],
         "micro_batch": best.plan.layout.micro_batch,
         "recompute": best.plan.layout.recompute,
         "error": abs(planned / seen.peak_bytes - 1),
@@ -38,7 +39,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     found = compared(asked.model, asked.cluster)
-    print(json.dumps(found) if asked.json else "\n".join(f"{name:15} {value}" for name, value in found.items()))
+    if asked.json:
+        print(json.dumps(found))
+        return
+    for name, value in found.items():
+        print(f"{name:17} {f'{value / GIB:.2f} GiB' if name.endswith('_bytes') else value}")
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ class Simulation:
     salts: dict[CachedSequence, bytes] = field(init=False, default_factory=dict)
     prompts: list[list[int]] = field(init=False, default_factory=list)
     ended: int = field(init=False, default=0)
+    guesses: random.Random = field(init=False, default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
         tables = BlockTables(BlockPool(self.size), self.block, self.window)
@@ -77,6 +78,7 @@ class Simulation:
     def step(self) -> StepPlan:
         """One step: blocks are copied, positions written, all that a window reaches read, and tokens made."""
         first = self.scheduler.running[0] if self.scheduler.running else None
+        self._guess()
         plan = self.scheduler.plan()
         if first is not None and first.phase is Phase.RUNNING:
             leader = self.scheduler.running[0]
@@ -87,14 +89,44 @@ class Simulation:
         copied = {(new, slot): self.slots.get((old, slot)) for old, new in plan.copies for slot in range(self.block)}
         self.slots.update({place: kept for place, kept in copied.items() if kept is not None})
         for sequence, count in plan.chunks.items():
+            sequence.drop_guesses(keep=count - 1)
             self._write(sequence, count)
         for sequence, count in plan.chunks.items():
             self._read(sequence, count)
-        self.scheduler.advance(plan)
+        guessing = {one: one.guessed for one in plan.chunks if one.guessed}
+        self.scheduler.advance(StepPlan({one: count for one, count in plan.chunks.items() if one not in guessing}))
         for sequence in list(plan.chunks):
-            if sequence.computed == len(sequence.tokens):
+            if sequence in guessing:
+                self._continue_guessed(sequence)
+            elif sequence.computed == len(sequence.tokens):
                 self._continue(sequence)
         return plan
+
+    def _guess(self) -> None:
+        """Let some sequences guess some tokens, of which some are right (speculation.py)."""
+        for sequence in self.scheduler.running:
+            room = sequence.limit - len(sequence.tokens) - 1
+            decodes = len(sequence.tokens) - sequence.computed == 1 and len(sequence.tokens) > sequence.prompt
+            if not decodes or room < 1 or self.guesses.random() < 0.5:
+                continue
+            sequence.guessed = self.guesses.randint(1, min(room, 9))
+            for _ in range(sequence.guessed):
+                likely = self.guesses.random() < 0.8
+                voice = self.open[sequence][1]
+                sequence.tokens.append(follows(sequence.tokens, voice) if likely else self.guesses.randrange(WORDS))
+
+    def _continue_guessed(self, sequence: CachedSequence) -> None:
+        """Take what was guessed right, and the token behind it."""
+        guess = sequence.tokens[-sequence.guessed :]
+        sequence.drop_guesses()
+        taken, voice = 0, self.open[sequence][1]
+        for token in [*guess, None]:
+            taken += 1
+            sequence.tokens.append(follows(sequence.tokens, voice))
+            if sequence.tokens[-1] != token:
+                break
+        self.scheduler.advance(StepPlan({sequence: taken}))
+        self._end_at_limit(sequence)
 
     def cancel(self, sequence: CachedSequence) -> None:
         """Nobody wants it any more."""
@@ -142,10 +174,14 @@ class Simulation:
         for voice, one in enumerate(voices, first):
             self.open[one], self.salts[one] = (prompt, voice), self.salts[sequence]
             one.tokens.append(follows(one.tokens, voice))
-            if len(one.tokens) == one.limit:
-                assert one.tokens == right(prompt, voice, one.limit), "what a sequence becomes is its own affair"
-                self.cancel(one)
-                self.ended += 1
+            self._end_at_limit(one)
+
+    def _end_at_limit(self, sequence: CachedSequence) -> None:
+        if len(sequence.tokens) == sequence.limit:
+            prompt, voice = self.open[sequence]
+            assert sequence.tokens == right(prompt, voice, sequence.limit), "what a sequence becomes is its own affair"
+            self.cancel(sequence)
+            self.ended += 1
 
 
 def random_operation(simulation: Simulation, chance: random.Random) -> None:

@@ -37,9 +37,10 @@ BELOW: dict[str, set[str]] = {
     "training": TRAINING - {"training"},
     "compress": TRAINING,
     "serve": TENSORS | {"kernels", "model", "data"},
+    "server": TENSORS | {"kernels", "model", "data", "serve"},
     "observe": TRAINING | {"planner"},
-    "api": TRAINING | {"planner", "observe", "compress", "serve"},
-    "cli": TRAINING | {"planner", "observe", "compress", "serve", "api"},
+    "api": TRAINING | {"planner", "observe", "compress", "serve", "server"},
+    "cli": TRAINING | {"planner", "observe", "compress", "serve", "server", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 

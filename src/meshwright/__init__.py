@@ -26,25 +26,30 @@ if TYPE_CHECKING:
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
     from meshwright.api.quantizing import quantize
+    from meshwright.api.serve_planning import plan_serving
     from meshwright.api.training_run import train
     from meshwright.api.tuning import tune
     from meshwright.serve.request_options import RequestOptions
     from meshwright.serve.serving_engine import EngineOptions
+    from meshwright.serve.speculation import Speculation
+    from meshwright.server.server_options import ServerLimits
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "compare", "distill", "dry_run",
-    "evaluate", "load", "plan", "profile", "quantize", "report", "train", "tune",
+    "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
+    "compare", "distill", "dry_run", "evaluate", "load", "plan", "plan_serving", "profile", "quantize", "report",
+    "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
-    "load": "api.model_opening", "plan": "api.planning",
+    "load": "api.model_opening", "plan": "api.planning", "plan_serving": "api.serve_planning",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "train": "api.training_run", "tune": "api.tuning",
     "EngineOptions": "serve.serving_engine", "RequestOptions": "serve.request_options",
+    "ServerLimits": "server.server_options", "Speculation": "serve.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 }  # fmt: skip
 

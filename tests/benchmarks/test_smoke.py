@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from benchmarks import (
     recomputation,
     resident,
     resume,
+    serve_forms,
     serve_operations,
+    serve_quantized,
     serve_speed,
     startup,
     update_host_time,
@@ -52,7 +55,7 @@ def in_this_process(place: Path, *words: str) -> dict[str, Any]:
 
 def test_a_card_of_24_gb_is_compared() -> None:
     found = dry_qlora.compared("qwen2.5-0.5b", "rtx4090x1")
-    assert 0 < found["peak_gib"] < found["usable_gib"] and found["error"] < 0.05  # type: ignore[operator]  # numbers
+    assert 0 < found["peak_bytes"] < found["usable_bytes"] and found["error"] < 0.05
 
 
 def test_startup_tells_time_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +195,34 @@ def test_serving_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert found["wrong"] == 0 and found["prefix_hit_tokens"] == 1024
     for name in ("over_one_by_one", "over_static", "exact_costs", "blocks_100k_over_1k", "scheduler_step_microseconds"):
         assert found[name] > -1
+
+
+def test_serving_quantized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
+    monkeypatch.setattr(serve_quantized, "SHAPE", replace(serve_quantized.SHAPE, layers=1, vocab=2048))
+    threads = torch.get_num_threads()
+    try:
+        serve_quantized.main(["--json", "--rounds", "1", "--new", "2"])
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for batch in serve_quantized.BATCHES:
+        assert found[f"int8_over_hf_{batch}"] > 0 and found[f"engine_{batch}_tokens_per_second"] > 0
+    assert 0.5 < found["top1"] <= 1
+
+
+def test_serving_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serve_forms, "WINDOWS", 2)
+    monkeypatch.setattr(serve_forms, "NEW", 12)
+    monkeypatch.setattr(serve_forms, "LEARNER", {**serve_forms.LEARNER, "layers": 1})
+    threads = torch.get_num_threads()
+    try:
+        serve_forms.main(["--json", "--rounds", "1", "--steps", "12"])
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 < found["int8_kl"] < found["fp8_kl"] and found["differing"] == 0
+    assert found["guessed_over_plain_1"] > 0 and 0 <= found["accepted_8"] <= 1
 
 
 def test_serving_operations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

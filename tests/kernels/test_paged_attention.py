@@ -13,6 +13,7 @@ from meshwright.kernels.paged_attention import (
     attend_paged,
     attend_paged_reference,
 )
+from tests.kernels.stored_numbers import stored
 
 BLOCK, BLOCKS = 4, 12
 
@@ -46,7 +47,8 @@ def test_the_fused_form_equals_the_plain_one(
     keys = torch.randn(BLOCKS, BLOCK, key_heads, width, dtype=dtype)
     values = torch.randn(BLOCKS, BLOCK, key_heads, value_width, dtype=dtype)
     given = (q, k, v, keys, values, calls())
-    found, right = attend_paged(*given, scale=0.3), attend_paged_reference(*given, scale=0.3)
+    stores = stored(keys), stored(values)
+    found, right = attend_paged(q, k, v, *stores, calls(), scale=0.3), attend_paged_reference(*given, scale=0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
     assert found.shape == (rows, heads, value_width) and not found[12:].any()
@@ -61,7 +63,7 @@ def test_a_query_of_one_row_has_the_same_bits_beside_any_others() -> None:
     def attended(rows: tuple[int, ...]) -> torch.Tensor:
         some = list(rows)
         call = PagedCall(0, len(some), 1, blocks[some], bias([positions[row] for row in some], 16)[:, None, None])
-        return attend_paged(q[some], k[some], k[some], keys, values, [call], scale=0.25)
+        return attend_paged(q[some], k[some], k[some], stored(keys), stored(values), [call], scale=0.25)
 
     alone = torch.cat([attended((row,)) for row in range(5)])
     for rows in itertools.chain(itertools.permutations(range(5), 3), [(0, 1, 2, 3, 4)]):

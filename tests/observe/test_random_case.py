@@ -121,6 +121,18 @@ FEATURES: dict[str, Asks] = {
     "bf16": lambda one: one.case.precision == "bf16",
     "documents": lambda one: one.case.packed,
     "fp8": lambda one: one.case.products == "fp8",
+    "a teacher": lambda one: one.case.teacher is not None,
+    "a teacher under tp": lambda one: one.case.teacher is not None and one.layout.tp > 1,
+    "a teacher under cp": lambda one: one.case.teacher is not None and one.layout.cp > 1,
+    "a teacher under ZeRO-3": lambda one: one.case.teacher is not None and one.layout.zero == 3,
+    "a teacher with experts": lambda one: (
+        one.case.teacher is not None and one.case.shape.moe is not None and not one.case.teacher.dense
+    ),
+    "a teacher of adapters": lambda one: one.case.teacher is not None and one.case.shape.lora is not None,
+    "a teacher with another vocabulary": lambda one: one.case.teacher is not None and one.case.teacher.filled > 0,
+    "reverse KL": lambda one: one.case.teacher is not None and one.case.teacher.beta == 1,
+    "generalized JS": lambda one: one.case.teacher is not None and 0 < one.case.teacher.beta < 1,
+    "a divergence beside cross-entropy": lambda one: one.case.teacher is not None and one.case.teacher.hard > 0,
     "a balance loss": lambda one: one.case.shape.moe is not None and one.case.balance_loss > 0,
 }
 
@@ -172,6 +184,7 @@ def test_the_text_is_short_and_written_by_hand() -> None:
         ("precision=fp8", "precision=fp8 is unknown"),
         ("batches=8", "names 1 steps, and steps=2"),
         ("overflow=3", "overflow=3 must be a step of steps=2"),
+        ("teacher.layers=2 teacher.filled=5 tp=2", "differ, and layout.tp=2 would cut them at different tokens"),
         ("positions=learned sequence=65", "sequence=65 exceeds max_positions=64"),
     ],
 )

@@ -16,6 +16,7 @@ from meshwright.cli.main import main
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify import feature_matrix, one_device, random_run
 from meshwright.observe.verify.case_text import Drawn, drawn_of, text_of
+from meshwright.observe.verify.drawn_teacher import DrawnTeacher
 from meshwright.observe.verify.feature_matrix import received, sent
 from meshwright.observe.verify.one_device import Case, RankOutcome, outcome
 from meshwright.observe.verify.random_case import random_case
@@ -58,6 +59,11 @@ DP = (
     "cp=2 clip=0.05 packed=true",
 )
 PP = ("pp=2 vp=2 schedule=interleaved layers=5 micro_batch=1 clip=0.05", "pp=2 schedule=zb-h1 micro_batch=1 tied=true")
+TAUGHT = (
+    "teacher.layers=3 tp=2 clip=0.05",
+    "teacher.layers=1 teacher.beta=0.5 teacher.hard=0.2 dp_replicate=2 clip=0.05",
+    "teacher.layers=2 dp_shard=2 zero=3 clip=0.05",
+)
 HALF = ("dp_replicate=2 precision=fp16 overflow=1 overflow_sequence=5", "tp=2 precision=fp16 overflow=2")
 
 
@@ -140,6 +146,18 @@ def _last_micro_batch_lost() -> Any:
     return patch.object(Engine, "forward_backward", lambda self, passes, after=None: original(self, passes[:-1], after))
 
 
+def _other_teachers() -> Any:
+    """Each rank draws one of its own."""
+    original = DrawnTeacher.objective
+    return patch.object(
+        DrawnTeacher,
+        "objective",
+        lambda self, shape, layout, mesh, device, dtype, seed: original(
+            self, shape, layout, mesh, device, dtype, seed + mesh.rank
+        ),
+    )
+
+
 def _loss_of_this_rank() -> Any:
     return patch.object(Engine, "sum_loss", lambda self, loss: loss.detach().clone())
 
@@ -155,6 +173,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "the same sequences on every rank": (_other_sequences, DP[:3]),
     "a micro-batch lost": (_last_micro_batch_lost, DP[:2]),
     "the loss of this rank": (_loss_of_this_rank, DP + PP),
+    "a teacher for each rank": (_other_teachers, TAUGHT),
 }
 
 

@@ -31,6 +31,7 @@ from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.schedule import SPLIT
 from tests.model.shrunk import KINDS, model, tokens
 
@@ -380,6 +381,17 @@ def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: 
             is_compiled(Layout(compile="on"), device)
     monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
     assert is_compiled(Layout(), CUDA) and not compile_notes(Layout(), CUDA)
+
+
+def test_blocks_beside_codes_stay_uncompiled_and_a_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they would be compiled otherwise: not on a CPU, and not where compile=off asks for it."""
+    monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
+    plain = shrink("llama-3.1-8b")
+    codes = replace(plain, lora=LoRAShape(rank=2, alpha=4.0, base="nf4"))
+    [said] = compile_notes(Layout(), CUDA, codes)
+    assert said.startswith("blocks run uncompiled") and "held as codes" in said
+    assert not compile_notes(Layout(), CUDA, plain) and not compile_notes(Layout(compile="off"), CUDA, codes)
+    assert not compile_notes(Layout(), torch.device("cpu"), codes)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

@@ -11,6 +11,7 @@ from meshwright.model import generate
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedRequest
 from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError, RunError
 from tests.model.hub.peers import PEERS
 from tests.model.shrunk import KINDS, VOCAB, model
@@ -152,3 +153,14 @@ def test_what_makes_no_sense_with_beams_is_refused_by_its_name(options: dict[str
         RequestOptions(**{"beams": 3, **options})
     with pytest.raises(ArgumentError, match=r"^beams=13 must lie between 1 and the 12"):
         engine().add(PROMPT, RequestOptions(beams=13))
+
+
+def test_beams_beside_answers_that_guess() -> None:
+    right = searched(engine(), n=2)
+    serving = engine(speculation=Speculation(tokens=3))
+    guessing = serving.add([4, 5, 6] * 3, RequestOptions(max_new_tokens=20, ignore_end=True))
+    asked = serving.add(PROMPT, RequestOptions(max_new_tokens=NEW, beams=3, n=2))
+    serving.run([guessing, asked])
+    assert found(asked) == right
+    assert guessing.answers[0].ids == generate(serving.model, [4, 5, 6] * 3, max_new_tokens=20).ids
+    unharmed(serving)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def shrunk(name: str) -> Transformer:
 
 
 def served(
-    found: Transformer, prompts: Sequence[Sequence[int]], *, exact: bool, **options: int
+    found: Transformer, prompts: Sequence[Sequence[int]], *, exact: bool, **options: Any
 ) -> tuple[list[ServedRequest], ServingEngine]:
     sizes = {"block": 4, "most_tokens": 24, "most_sequences": 8, **options}
     engine = ServingEngine(found, EngineOptions(exact=exact, **sizes))
@@ -98,7 +99,7 @@ def test_bf16() -> None:
 def test_rows_are_padded_to_numbers_that_agree() -> None:
     found = shrunk("llama-3.1-8b")
     with torch.no_grad():
-        rows = ExactRows(found, 40, low_rank=False)
+        rows = ExactRows(found, 40, lambda x: found.kernels.linear(x, found.head_weight), low_rank=False)
     assert rows.tile == 16 and rows.most >= 16 and rows.padded(3) == 16
 
 

@@ -82,13 +82,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"dp_shard": 2, "zero": 3},
     "ZeRO-1": {"dp_shard": 2, "zero": 1},
     "cp": {"cp": 2, "zero": 0},
+    "pp": {"pp": 2},
 }
 
 
 def _under(layouts: list[dict[str, Any]], asked: Plan) -> list[list[tuple[float, ...]]]:
     found = []
     for number, each in enumerate(layouts):
-        layout = Layout(compile="off", micro_batch=2, **each)
+        layout = Layout(**{"compile": "off", "micro_batch": 2, **each})
         found.append(trained(replace(asked, run=f"{asked.run}-{number}", layout=layout)))
     return found
 
@@ -98,12 +99,24 @@ def test_layouts_teach_the_same(teacher: Path, tmp_path: Path, beta: float) -> N
     """To 1e-6 of the loss: the teacher is cut as the student is."""
     asked = student_plan(teacher, tmp_path / "run", distillation_beta=beta, distillation_hard=0.2)
     right = trained(replace(asked, layout=Layout(compile="off", micro_batch=2)))
-    chosen = LAYOUTS if not beta else {name: LAYOUTS[name] for name in ("tp", "ZeRO-3")}
+    chosen = LAYOUTS if not beta else {name: LAYOUTS[name] for name in ("tp", "ZeRO-3", "pp")}
     [first, _] = on_ranks(2, _under, list(chosen.values()), asked)
     for name, found in zip(chosen, first, strict=True):
         for step, expected in zip(found, right, strict=True):
             assert step[0] == pytest.approx(expected[0], rel=1e-6), name
             assert step[1:] == pytest.approx(expected[1:], rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_pipeline_teaches_the_same_with_what_else_is_shared(teacher: Path, tmp_path: Path) -> None:
+    """Four ranks: two stages, each cut by tp or sharded by ZeRO-3."""
+    asked = student_plan(teacher, tmp_path / "run", distillation_beta=0.3)
+    right = trained(replace(asked, layout=Layout(compile="off", micro_batch=2)))
+    layouts = [{"pp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1}, {"pp": 2, "cp": 2}]
+    [first, *_] = on_ranks(4, _under, layouts, asked)
+    for layout, found in zip(layouts, first, strict=True):
+        for step, expected in zip(found, right, strict=True):
+            assert step[0] == pytest.approx(expected[0], rel=1e-6), layout
 
 
 @pytest.mark.slow
@@ -128,7 +141,9 @@ def test_what_a_student_cannot_learn_from_is_refused_before_the_run(teacher: Pat
         "differ, and the student has yet to learn what its tokens mean: take model.vocab=257": replace(
             asked, model=replace(STUDENT, vocab=384)
         ),
-        "has no stage for a teacher": replace(asked, layout=Layout(pp=2)),
+        "of the teacher: layout.pp=2 x layout.vp=2 stages exceed the model's 3 layers": replace(
+            asked, model=replace(STUDENT, layers=4), layout=Layout(pp=2, vp=2, schedule="zb-v")
+        ),
         "of the teacher: layout.tp=8": replace(
             asked, model=replace(STUDENT, hidden=64, heads=8, kv_heads=8), layout=Layout(tp=8)
         ),

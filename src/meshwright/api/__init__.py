@@ -4,6 +4,7 @@
     plan_request     model, cluster and recipe -> the Plan whose layout is searched
     layout_argument  what of it is fixed
     planning         plan          -> PlanAnswer, of planned_layout.PlannedLayout
+    serve_planning   plan_serving  -> ServingAnswer
     dry_runs         dry_run       -> DryRunAnswer
     profiling        profile       -> ProfileAnswer
     training_run     train         -> TrainAnswer; foresight: what is said before the first step
@@ -12,7 +13,8 @@
     comparing        compare       -> ComparisonAnswer; report
     evaluation       evaluate      -> EvaluationAnswer
     quantizing       quantize      -> QuantizeAnswer
-    model_opening    load          -> trained_model.TrainedModel: generate, generate_many, evaluate
+    model_opening    load          -> trained_model.TrainedModel: generate, generate_many, evaluate, serve
+    serving          a model behind an HTTP address
     answer           what they have in common; documents: as JSON, markup: as HTML
 
 `import meshwright` offers the functions by name, and loads each when it is first used. Printing belongs to `cli`.

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from html import escape
 from pathlib import Path
+from time import time
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.arguments import checked
@@ -19,6 +19,8 @@ from meshwright.parallel import on_one_device
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedAnswer
 from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.server.hosted_model import HostedModel
+from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.objective_traits import CROSS_ENTROPY
@@ -134,6 +136,36 @@ class TrainedModel:
         decode = self.tokenizer.decode if self.tokenizer else None
         return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer)
 
+    @checked
+    def serve(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        keys: Sequence[str] = (),
+        without_key: bool = False,
+        name: str | None = None,
+        engine: EngineOptions | None = None,
+        limits: ServerLimits | None = None,
+    ) -> None:
+        """Answer HTTP requests until SIGTERM or Ctrl-C; what is being answered then is finished first.
+
+        `keys`: any of them opens the server; without one it listens on this machine alone, unless `without_key`.
+        `name`: what requests call the model; None = the name of its folder. ArgumentError."""
+        from meshwright.api.serving import run, served_name, server_of
+
+        called = name or served_name(self.path)
+        options = ServerOptions(
+            host=host, port=port, keys=tuple(keys), without_key=without_key, limits=limits or ServerLimits()
+        )
+        run(server_of(called, lambda: self.hosted(called), options, engine or EngineOptions()))
+
+    def hosted(self, name: str) -> HostedModel:
+        """As a server takes it, under the name that requests say."""
+        return HostedModel(
+            name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time())
+        )
+
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
         """A stop string ends the text, not the ids."""
         decode = self.tokenizer.decode if self.tokenizer else None
@@ -160,19 +192,18 @@ class TrainedModel:
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Ids of a conversation, as the chat template of the model asks for the next answer. As `encode_chat`."""
-        tokenizer, template = self.chat_template()
-        text = template.render(list(messages), prompt=True).text
-        ids: list[int] = tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
-        return ids
+        from meshwright.data.chat_prompt import chat_prompt
+
+        return chat_prompt(*self.chat_template(), messages)
 
     def chat_template(self) -> tuple[Tokenizer, "ChatTemplate"]:
         """The tokenizer, and what writes conversations for it. PlanError without a tokenizer."""
-        from meshwright.data.chat_template import DEFAULT, ChatTemplate
+        from meshwright.data.chat_prompt import template_of
 
         tokenizer = self.tokenizer
         if tokenizer is None:
             raise PlanError(f"{self.path} has no tokenizer.json, and so no chat template: give the prompt as token ids")
-        return tokenizer, ChatTemplate(tokenizer.chat_template or DEFAULT, tokenizer.spelled, date.today())
+        return tokenizer, template_of(tokenizer)
 
     @checked
     def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:

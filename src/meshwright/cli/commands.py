@@ -29,6 +29,7 @@ from meshwright.cli.verbs.quantize import quantize
 from meshwright.cli.verbs.quickstart import quickstart
 from meshwright.cli.verbs.report import report
 from meshwright.cli.verbs.schema import schema
+from meshwright.cli.verbs.serve import serve
 from meshwright.cli.verbs.train import train
 from meshwright.cli.verbs.tune import tune
 from meshwright.cli.verbs.verify import verify
@@ -98,7 +99,7 @@ app = typer.Typer(
 )
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "init": init, "train": train, "tune": tune, "distill": distill, "generate": generate,
-    "chat": chat,
+    "chat": chat, "serve": serve,
     "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
     "profile": profile, "compare": compare, "report": report, "eval": evaluate,
     "export": export, "import": import_, "quantize": quantize, "schema": schema,

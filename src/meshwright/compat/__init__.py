@@ -106,6 +106,12 @@ def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) 
     return found
 
 
+def onednn_packed(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix (N, K) in the order in which `onednn_product` reads its second operand fastest: opaque memory."""
+    found: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    return found
+
+
 def is_hooked(module: torch.nn.Module) -> bool:
     """Whether something runs around the module's forward; torch lets hooks be added, but not be asked for."""
     return bool(module._forward_pre_hooks or module._forward_hooks)

@@ -146,10 +146,15 @@ class Tokenizer:
         """The Jinja template of conversations that came with it."""
         return template_files.from_files(self._named, self._template)
 
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What `Tokenizer(**parts)` makes it of again, in another process: texts and None."""
+        first, last = self._marks
+        return {"text": self.json, "bos": first, "eos": last, "config": self._config, "template": self._template}
+
     def with_template(self, template: str) -> "Tokenizer":
         """The same with another chat template, which is saved with it."""
-        first, last = self._marks
-        return Tokenizer(self.json, bos=first, eos=last, config=self._config, template=template)
+        return Tokenizer(**{**self.parts, "template": template})
 
     @property
     def spelled(self) -> dict[str, str]:

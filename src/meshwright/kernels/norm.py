@@ -8,6 +8,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.chooser import NARROW, uses_triton
+from meshwright.kernels.compiled import library
 from meshwright.kernels.target import acts, kind
 
 WIDEST, WIDEST_CENTERED = 16384, 4096
@@ -33,6 +34,12 @@ def _summed(scales: Tensor, x: Tensor) -> Tensor:
     return blocks.sum((0, 1)) + rest.view(-1)
 
 
+def _one_over_rms(x: Tensor, eps: float) -> Tensor:
+    """Of rows x (..., D) -> (..., 1)."""
+    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
 class _RmsNorm(torch.autograd.Function):
     """For CPUs, where torch's operation is composed of many passes. Saves x and one number a row.
 
@@ -41,8 +48,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = _one_over_rms(x, eps)
         ctx.save_for_backward(x, weight, scale)
         out: Tensor = (x * scale).mul_(weight)
         return out
@@ -61,11 +67,15 @@ class _RmsNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Tensor:
     """As the reference; only x and one number a row are saved."""
+    if (own := library.loops()) and library.takes(x, weight):
+        return own.rms_norm(x, weight, eps)
     if uses_triton("rms_norm", x, prefer=prefer, feature=_too_wide(x)):
         from meshwright.kernels.triton import root_norm
 
         return root_norm.rms_norm(x, weight, eps)
     if kind(x) == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return (x * _one_over_rms(x, eps)).mul_(weight)
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
     if acts() == "cuda":
@@ -81,6 +91,8 @@ def add_rms_norm_reference(x: Tensor, added: Tensor, weight: Tensor, eps: float)
 
 def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> tuple[Tensor, Tensor]:
     """As the reference; only the sum and one number a row are saved."""
+    if (own := library.loops()) and library.takes(x, added, weight):
+        return own.add_rms_norm(x, added, weight, eps)
     if x.shape == added.shape and uses_triton("add_rms_norm", x, prefer=prefer, feature=_too_wide(x)):
         from meshwright.kernels.triton import root_norm
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.linear import needs_wide
 
 HIDDEN = float("-inf")
@@ -52,6 +54,48 @@ class DenseCall:
     """(R, 1, 1, T) fp32, added to scores: 0 or HIDDEN. A row that no query reads sees something all the same."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowsCall:
+    """Rows that are attended one by one, each over its own sequence up to its own position."""
+
+    tables: Tensor
+    """(all,) int64: blocks of the sequences, one sequence behind the other."""
+    offsets: Tensor
+    """(R,) int64: where in the tables the sequence of each row begins."""
+    last: Tensor
+    """(R,) int64: position of each row."""
+    longest: int
+    """Positions that a row sees at most."""
+
+
+def attend_rows_reference(
+    q: Tensor, keys: Tensor, values: Tensor, call: RowsCall, *, width: int, window: int, scale: float
+) -> Tensor:
+    """q (R, H, E), keys (blocks, block, K, E), values (blocks, block, K, V or more), of which `width` are taken ->
+    (R, H, width). `window`: positions that are seen, 0 = all."""
+    size, group, found = keys.shape[1], q.shape[1] // keys.shape[2], []
+    for row, offset, last in zip(q, call.offsets.tolist(), call.last.tolist(), strict=True):
+        seen = torch.arange(max(0, last + 1 - window) if window else 0, last + 1)
+        blocks = call.tables[offset + seen // size]
+        seen_k, seen_v = keys[blocks, seen % size], values[blocks, seen % size][..., :width]
+        scores = torch.einsum("hke,tke->hkt", _per_key_head(row, group), seen_k.float()) * scale
+        summed = torch.einsum("hkt,tkv->hkv", scores.softmax(-1), seen_v.float())
+        found.append(summed.transpose(0, 1).flatten(0, 1).to(q.dtype))
+    return torch.stack(found)
+
+
+def attend_rows(
+    own: Loops, q: Tensor, keys: KeptNumbers, values: KeptNumbers, call: RowsCall, *, width: int, window: int,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """As the reference, in fp32, by compiled loops. What a row gets follows from its own sequence alone."""
+    where = call.tables, call.offsets, call.last, call.longest
+    scales = None if keys.scales is None or values.scales is None else (keys.scales, values.scales)
+    return own.attend(
+        q, keys.codes, values.codes, scales, keys.numbers, *where, width=width, window=window, scale=scale
+    )  # fmt: skip
+
+
 def attend_paged_reference(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
 ) -> Tensor:
@@ -83,8 +127,9 @@ def _per_key_head(row: Tensor, group: int) -> Tensor:
 
 
 def attend_paged(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, calls: Sequence[PagedCall], *, scale: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, keys: KeptNumbers, values: KeptNumbers, calls: Sequence[PagedCall], *,
+    scale: float,
+) -> Tensor:  # fmt: skip
     """As the reference, by torch's fused attention. What a query gets follows from its own call's T, S and keys alone;
     with S = 1 never from how many sequences are in the call."""
     width = v.shape[-1]
@@ -106,7 +151,9 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, sc
     return found if call.rows is None else found[call.rows]
 
 
-def _attend(call: PagedCall, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend(
+    call: PagedCall, q: Tensor, k: Tensor, v: Tensor, keys: KeptNumbers, values: KeptNumbers, scale: float
+) -> Tensor:  # fmt: skip
     """(B S, H, width of keys)."""
     rows = slice(call.begin, call.end)
     seen_k, seen_v = (_seen(call, *pair) for pair in ((k[rows], keys), (v[rows], values)))
@@ -133,13 +180,12 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -
     return out.to(dtype)
 
 
-def _seen(call: PagedCall, own: Tensor, kept: Tensor) -> Tensor:
+def _seen(call: PagedCall, own: Tensor, kept: KeptNumbers) -> Tensor:
     """(B, K, T, width) of a call's keys or values: its own (B S, K, width), or what its blocks keep."""
     if call.blocks is None:
         return own.unsqueeze(0).transpose(1, 2)
     if isinstance(call.blocks, slice):
-        found = kept[call.blocks].unsqueeze(0)
+        found = kept.taken(call.blocks).unsqueeze(0)
     else:
-        found = kept.flatten(1).index_select(0, call.blocks.flatten())
-        found = found.view(*call.blocks.shape, *kept.shape[1:])
+        found = kept.taken(call.blocks.flatten()).view(*call.blocks.shape, *kept.sizes[1:])
     return found.flatten(1, 2).transpose(1, 2).expand(call.sequences, -1, -1, -1)

@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.compiled import library
+
+FEW = 64
+"""Tokens up to which one turn of queries and keys together, where nothing learns, costs less than two."""
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -49,6 +53,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
     """As the reference; other dtypes than fp32 take the plain form, whose products stay as wide as the tables."""
     if torch.compiler.is_compiling() or x.dtype != torch.float32:
         return rotate_reference(x, cos, sin, interleaved)
+    if not torch.is_grad_enabled():
+        return _turn(x, cos, sin, interleaved, 1.0)
     result: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
@@ -66,8 +72,13 @@ def rotate_pair(
     prefer: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As the reference; on a GPU in the memory of q and k where that is allowed."""
+    if (own := library.loops()) and library.takes(q, k, cos, sin) and len(q) == len(cos) == 1 and not interleaved:
+        return own.rotate(q, cos, sin, in_place), own.rotate(k, cos, sin, in_place)
     if uses_triton("rope", q, prefer=prefer):
         from meshwright.kernels.triton import rotary
 
         return rotary.rotate_pair(q, k, cos, sin, interleaved, in_place=in_place)
+    if q.shape[0] * q.shape[1] <= FEW and q.dtype == k.dtype and not torch.is_grad_enabled():
+        both = rotate(torch.cat((q, k), dim=2), cos, sin, interleaved)
+        return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
     return rotate(q, cos, sin, interleaved), rotate(k, cos, sin, interleaved)

@@ -71,10 +71,11 @@ class Head(Linear):
 def is_plain(layer: nn.Module) -> TypeGuard[Linear]:
     """Whether a kernel may take the layer's matrix without calling it: not where another module, or another weight, was
     put in its place, or something hangs on its call."""
-    return _is_ours(layer) and layer.lora is None and layer.quantized is None
+    return is_ours(layer) and layer.lora is None and layer.quantized is None
 
 
-def _is_ours(layer: nn.Module) -> TypeGuard[Linear]:
+def is_ours(layer: nn.Module) -> TypeGuard[Linear]:
+    """Whether its matrix, which may be codes, is all that its call is made of."""
     return type(layer) is Linear and not compat.is_hooked(layer)
 
 
@@ -82,7 +83,9 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """What the first layers of a part make of its input, in a single product; other modules than ours, and those with
     hooks, one by one. IllegalLayout where such a one stands at the border of a tensor-parallel part, whose input is
     entered by the product."""
-    ours = [layer for layer in layers if _is_ours(layer)]
+    if border.prepared is not None and (found := border.prepared(x, layers)) is not None:
+        return found
+    ours = [layer for layer in layers if is_ours(layer)]
     if len(ours) < len(layers) and border.read is not None:
         raise IllegalLayout(
             "a layer that reads a tensor-parallel part's input was replaced or has hooks: take layout.tp=1, or give "
@@ -97,6 +100,8 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 def write(border: Border, x: Tensor, layer: nn.Module) -> Tensor:
     """What the last layer of a part gives to the residual stream."""
+    if border.prepared is not None and (found := border.prepared(x, (layer,))) is not None:
+        return border.leave(found[0])
     if border.write is None or not is_plain(layer):
         return border.leave(layer(x))
     return border.write.linear(x, layer.weight, layer.local_bias)

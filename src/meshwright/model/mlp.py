@@ -28,8 +28,8 @@ class GatedMLP(nn.Module):
 
     def finish(self, gate: Tensor, up: Tensor) -> Tensor:
         """-> (..., D)."""
-        if not is_plain(self.down):
-            return self.border.leave(self.down(self.kernels.swiglu(gate, up)))
+        if self.border.prepared is not None or not is_plain(self.down):
+            return write(self.border, self.kernels.swiglu(gate, up), self.down)
         summed = self.border.write
         down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.local_bias, summed)
         return down if summed else self.border.leave(down)

@@ -54,12 +54,12 @@ class Predictions:
         return self._at_head(lambda x, weight: made(x, weight, targets.flatten())).view(targets.shape)
 
     def divergence(
-        self, teacher: "Predictions | KnownTop", targets: Tensor, scale: Tensor | None = None,
+        self, teacher: "Predictions | TeacherHead | KnownTop", targets: Tensor, scale: Tensor | None = None,
         form: Divergence = FORWARD, shared: int = 0,
     ) -> DistillationLoss:  # fmt: skip
         """Distillation loss summed over targets (B, S) that are not -100, times scale (): against the predictions of a
-        teacher, which learns nothing, or against what was kept of them. `shared`: both know the first so many tokens
-        of their vocabularies alike; 0 = all."""
+        teacher, which learns nothing, or what it has at its head, or what was kept of them. `shared`: both know the
+        first so many tokens of their vocabularies alike; 0 = all."""
         made = self.model.seams.divergence or self.model.kernels.linear_divergence
         learns, found = torch.is_grad_enabled(), list[DistillationLoss]()
 
@@ -71,10 +71,17 @@ class Predictions:
 
         if isinstance(teacher, KnownTop):
             against(teacher)
+        elif isinstance(teacher, TeacherHead):
+            against(TeacherHead(teacher.x, teacher.weight[: shared or None]))
         else:
             with torch.no_grad():
                 teacher._at_head(lambda x, weight: against(TeacherHead(x, weight[: shared or None])))
         return found[0]
+
+    def head(self) -> TeacherHead:
+        """Hidden states (B S, D) and matrix (V, D) of the head, of this rank's part of the vocabulary. A matrix that is
+        gathered is whole as long as the stage runs."""
+        return self._at_head(lambda x, weight: TeacherHead(x.detach(), weight.detach()))
 
     def top(self, number: int, temperature: float, shared: int = 0) -> KnownTop:
         """The likeliest next tokens (B, S, K) of each position at a temperature, and log-probabilities (B, S, K + 1):

@@ -6,7 +6,7 @@ A `Transformer` makes one `Seams` and shares it with its parts. Whoever lays the
 Letters: B batch, S sequence, D hidden, N tokens, X experts, k choices of a token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,9 @@ class Border:
     """What the part gives -> (B, S, D) of the residual stream."""
     write: SummedProduct | None = None
     """The product with the part's last matrix and `leave` in one, where that is better than one after the other."""
+    prepared: Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...] | None] | None = None
+    """Products of x (..., in) with layers whose matrices an engine has prepared for its steps; None for layers that it
+    has not."""
 
 
 def as_given(experts: Any, *given: Any) -> Any:

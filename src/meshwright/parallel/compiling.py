@@ -19,7 +19,9 @@ from meshwright.parallel.agree import gathered
 from meshwright.parallel.group import Group
 from meshwright.parallel.recompute import block_call
 from meshwright.spec.errors import PlanError
+from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
 
 VARIANTS = 64
 """Kinds of calls that a block may be compiled for: training or evaluation, packed or plain, windows, numbers of rows.
@@ -66,8 +68,13 @@ def experts_stay_apart(layout: Layout) -> bool:
     return layout.ep > 1 or layout.kernels == "reference"
 
 
-def compile_notes(layout: Layout, device: torch.device) -> list[str]:
-    """Why blocks are not compiled although they would be by default; empty where nothing is to say."""
+def compile_notes(layout: Layout, device: torch.device, shape: ModelShape | None = None) -> list[str]:
+    """Why blocks (of a shape) are not compiled although they would be by default; empty where nothing is to say."""
+    if shape is not None and holds_codes(shape) and is_compiled(layout, device):
+        return [
+            "blocks run uncompiled, which is slower: a matrix that is held as codes is restored in each product "
+            "(layout.compile=off: no note)"
+        ]
     if layout.compile != "auto" or device.type != "cuda" or is_compiled(layout, device):
         return []
     missing = torch_compile.compile_tool_missing(device.type)

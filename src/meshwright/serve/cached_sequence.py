@@ -48,11 +48,19 @@ class CachedSequence:
     """Blocks of the table that are GONE."""
     found: int = 0
     """Tokens whose keys and values were found in the cache when it began."""
+    guessed: int = 0
+    """Tokens at its end that are guesses (speculation.py)."""
     preemptions: int = 0
     phase: Phase = Phase.WAITING
 
     def __post_init__(self) -> None:
         self.prompt, self.key = len(self.tokens), self.first
+
+    def drop_guesses(self, keep: int = 0) -> None:
+        """All but so many of them."""
+        if self.guessed > keep:
+            del self.tokens[len(self.tokens) - self.guessed + keep :]
+            self.guessed = keep
 
     @property
     def rank(self) -> tuple[int, int]:

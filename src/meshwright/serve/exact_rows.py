@@ -48,9 +48,11 @@ class SeesItself:
 class ExactRows:
     """Numbers of rows that give equal bits for one model. Use under `torch.no_grad`."""
 
-    def __init__(self, model: Transformer, most: int, *, low_rank: bool, seed: int = 0) -> None:
-        """`most`: rows of the largest pass that is asked for."""
-        self._model, self._low_rank = model, low_rank
+    def __init__(
+        self, model: Transformer, most: int, head: Callable[[Tensor], Tensor], *, low_rank: bool, seed: int = 0
+    ) -> None:
+        """`most`: rows of the largest pass that is asked for; `head`: hidden states (R, D) -> logits (R, V)."""
+        self._model, self._head, self._low_rank = model, head, low_rank
         self._random = torch.Generator().manual_seed(seed)
         self._known: dict[int, bool] = {}
         self._tokens = torch.randint(model.shape.vocab, (TILE,), generator=self._random)
@@ -108,4 +110,4 @@ class ExactRows:
         device = self._model.embed.weight.device
         fed = self._tokens[order][None].to(device), self._positions[order][None].to(device)
         x, _ = self._model.hidden(fed[0], positions=fed[1], cache=cache)
-        return self._model.kernels.linear(x[0], self._model.head_weight)
+        return self._head(x[0])

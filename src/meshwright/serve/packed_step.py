@@ -4,6 +4,8 @@ Two ways of grouping rows into calls of attention (kernels/paged_attention.py):
 
     fast    new tokens of all sequences that decode, in a call for each of a few lengths; a chunk of a prompt is a call
     exact   each row is a sequence of one query over a number of keys that follows from its position alone
+
+Compiled loops attend row by row without calls; in the fast way a chunk of a prompt is a call all the same.
 """
 
 from bisect import bisect_left
@@ -14,7 +16,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall
+from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall, RowsCall
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.dense_copies import CopyPlan, DenseCopies
 from meshwright.serve.paged_cache import CopyStep, PagedCache, StepPlaces
@@ -28,6 +30,8 @@ def _lengths(longest: int, size: int, part: int) -> list[int]:
     return [blocks * size for blocks in found]
 
 
+CHUNK = 16
+"""Tokens of a run from which on one call is faster than compiled loops, which read keys once for each."""
 PART = 2
 """Of a length that the next one is longer by: calls are fewer, or hide fewer keys for nothing."""
 
@@ -51,7 +55,7 @@ class PackedStep:
     """(1, N)."""
     places: StepPlaces
     last: list[int]
-    """Rows behind which a token is made."""
+    """Rows behind which a token is made: of the last token of a sequence, and of each of its guesses."""
     owners: list[CachedSequence]
     """Whose they are."""
 
@@ -63,11 +67,11 @@ class RowPacker:
         """`longest`: positions of a sequence; `copies_bytes`: most bytes of dense copies."""
         self._cache, self._exact = cache, exact
         self._lengths = _lengths(longest, cache.size, PART)
-        self._copies = DenseCopies(cache.copied_bytes, copies_bytes)
+        self._copies = DenseCopies(cache.copied_bytes, copies_bytes if cache.form == "model" else 0)
 
     def pack(self, runs: Sequence[Run], rows: int) -> PackedStep:
         """`rows` at least as many as the runs have tokens; those beyond are written where nobody reads."""
-        plans, runs = self._sorted(runs)
+        plans, runs = self._sorted(runs) if self._cache.loops is None else ([], self._chunks_last(runs))
         size, table = self._cache.size, [run.sequence.table for run in runs]
         tokens, positions, slots, last = list[int](), list[int](), list[int](), list[int]()
         owners = list[CachedSequence]()
@@ -75,16 +79,42 @@ class RowPacker:
             tokens += run.sequence.tokens[run.begin : run.end]
             positions += range(run.begin, run.end)
             slots += [blocks[place // size] * size + place % size for place in range(run.begin, run.end)]
-            if run.end == len(run.sequence.tokens):
-                last.append(len(tokens) - 1)
-                owners.append(run.sequence)
+            wanted = max(0, run.end - max(run.begin, len(run.sequence.tokens) - 1 - run.sequence.guessed))
+            last += range(len(tokens) - wanted, len(tokens))
+            owners += [run.sequence] * wanted
         more = rows - len(tokens)
         fed = torch.tensor((tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more))
         fed = fed.to(self._cache.device)
+        if self._cache.loops is not None:
+            return PackedStep(fed[:1], fed[1:2], self._places(fed, runs, more), last, owners)
         copied = sum(len(plan.used) for plan in plans)
         calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
         places = StepPlaces(fed[2], [self._copy(plan) for plan in plans], calls)
         return PackedStep(fed[:1], fed[1:2], places, last, owners)
+
+    def _chunks_last(self, runs: Sequence[Run]) -> list[Run]:
+        return sorted(runs, key=self._is_chunk)
+
+    def _is_chunk(self, run: Run) -> bool:
+        """Whether a run is one call in spite of compiled loops."""
+        return not self._exact and run.end - run.begin >= CHUNK
+
+    def _places(self, fed: Tensor, runs: Sequence[Run], more: int) -> StepPlaces:
+        """Where compiled loops find the rows of sorted runs, behind which `more` rows belong to nobody."""
+        tables, offsets, last = [self._cache.zero], list[int](), list[int]()
+        for run in runs:
+            if not self._is_chunk(run):
+                offsets += [len(tables)] * (run.end - run.begin)
+                last += range(run.begin, run.end)
+                tables += run.sequence.table
+        begin = len(last)
+        chunks = [run for run in runs if self._is_chunk(run)]
+        calls = {window: [self._chunk(*one, window) for one in _begun(chunks, 0)] for window in self._cache.windows}
+        if not chunks:
+            offsets, last = offsets + [0] * more, last + [0] * more
+        where = torch.tensor((offsets, last))
+        rows = RowsCall(torch.tensor(tables), where[0], where[1], max(last, default=0) + 1)
+        return StepPlaces(fed[2], [], calls, rows if begin or not chunks else None)
 
     def _sorted(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:
         """Runs that share a call one after another, first those with a row of a dense copy; and these copies."""
@@ -130,7 +160,7 @@ class RowPacker:
             elif alone[0] == "decode":
                 calls.append(self._decode(together, window, begin, alone[1]))
             else:
-                calls += [self._chunk(run, window, begin_of) for run, begin_of in _begun(together, begin)]
+                calls += [self._chunk(run, begin_of, window) for run, begin_of in _begun(together, begin)]
             begin += sum(run.end - run.begin for run in together)
         return calls
 
@@ -159,7 +189,7 @@ class RowPacker:
             begin += len(positions)
         return calls
 
-    def _chunk(self, run: Run, window: int, begin: int) -> PagedCall:
+    def _chunk(self, run: Run, begin: int, window: int) -> PagedCall:
         """All queries of a run."""
         count = run.end - run.begin
         if not run.begin and not 0 < window < count:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention import Mask
-from meshwright.kernels.paged_attention import DenseCall, PagedCall, attend_dense, attend_paged
+from meshwright.kernels.compiled.library import Loops, takes
+from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+from meshwright.kernels.paged_attention import DenseCall, PagedCall, RowsCall, attend_dense, attend_paged, attend_rows
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Block, Transformer
@@ -46,6 +48,8 @@ class StepPlaces:
     """Of layers without a window; their queries are the first rows."""
     calls: Mapping[int, Sequence[PagedCall]]
     """By window; of layers without one, the rows behind those of the copies."""
+    rows: RowsCall | None = None
+    """The first rows, where compiled loops attend: there are no copies then, and calls are of the rows behind them."""
 
 
 @final
@@ -55,8 +59,11 @@ class PagedLayer:
     length = 0
     """Positions are given with each step."""
 
-    def __init__(self, block: Block, number: int, size: int, like: Tensor) -> None:
-        """Room for `number` blocks of `size` positions, all zero, in the dtype of `like`."""
+    def __init__(
+        self, block: Block, number: int, size: int, like: Tensor, loops: Loops | None, form: CacheForm
+    ) -> None:  # fmt: skip
+        """Room for `number` blocks of `size` positions, all zero, of numbers in the dtype of `like`."""
+        self.loops = loops
         attention, shape = block.attention, block.attention.shape
         self.window = block.window
         self.low_rank = isinstance(attention, LatentAttention) and attention.folds_keys
@@ -65,16 +72,15 @@ class PagedLayer:
         if self.low_rank:
             assert shape.mla is not None
             heads, width, values = 1, shape.mla.kv_rank + shape.mla.rope_dim, 0
-        room = (number, size, heads)
-        self.keys = like.new_zeros(*room, width)
-        self.values = like.new_zeros(*room, values) if values else self.keys
+        self.keys = KeptNumbers((number, size, heads, width), like, form)
+        self.values = KeptNumbers((number, size, heads, values), like, form) if values else self.keys
         self.places: StepPlaces | None = None
         self._copies: dict[int, list[Tensor]] = {}  # by T: keys and values (room, T, K, width)
 
     @property
     def bytes(self) -> int:
         """Of its blocks."""
-        return self.keys.nbytes + (0 if self.low_rank else self.values.nbytes)
+        return sum(store.bytes for store in self._stores)
 
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
@@ -84,8 +90,14 @@ class PagedLayer:
         q, k, v = q[0], k[0], v[0]
         news = (k,) if self.low_rank else (k, v)
         for store, new in zip(self._stores, news, strict=True):
-            store.flatten(0, 1).index_copy_(0, self.places.slots, new)
+            store.write(self.places.slots, new, self.loops)
         done, parts = 0, list[Tensor]()
+        if self.places.rows is not None and self.loops is not None:
+            done, stores = len(self.places.rows.last), (self.keys, self.values)
+            found = attend_rows(
+                self.loops, q[:done], *stores, self.places.rows, width=v.shape[-1], window=self.window, scale=scale
+            )
+            parts.append(found)
         for step in () if self.window else self.places.copies:
             rows = slice(done, done + step.queries)
             copied = self._copied(step, [new[rows] for new in news])
@@ -99,7 +111,7 @@ class PagedLayer:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
     @property
-    def _stores(self) -> list[Tensor]:
+    def _stores(self) -> list[KeptNumbers]:
         return [self.keys] if self.low_rank else [self.keys, self.values]
 
     def _copied(self, step: CopyStep, news: Sequence[Tensor]) -> list[Tensor]:
@@ -116,28 +128,30 @@ class PagedLayer:
         for copy, store, new in zip(kept, self._stores, news, strict=True):
             if step.gathered is not None:
                 rows, blocks = step.gathered
-                copy[rows] = store[blocks].flatten(1, 2)
+                copy[rows] = store.taken(blocks.flatten()).view(len(rows), step.keys, *store.sizes[2:])
             copy[step.added] = new
         return kept
 
     def copy(self, old: Tensor, new: Tensor) -> None:
         """Blocks (C,) to other blocks (C,)."""
         for store in self._stores:
-            store[new] = store[old]
+            for kept in store.tensors:
+                kept[new] = kept[old]
 
     def clear(self, blocks: Tensor) -> None:
         """Blocks (C,) become zero."""
         for store in self._stores:
-            store[blocks] = 0
+            for kept in store.tensors:
+                kept[blocks] = 0
 
     def select(self, rows: Tensor) -> None:
         """Sequences leave and come by their tables."""
         raise TypeError("a paged cache is not selected from: rows of a step name their blocks")
 
 
-def _grown(old: Tensor | None, store: Tensor, step: CopyStep) -> Tensor:
+def _grown(old: Tensor | None, store: KeptNumbers, step: CopyStep) -> Tensor:
     """A copy with more room; rows are zero until they are filled."""
-    found = store.new_zeros(step.room, step.keys, *store.shape[2:])
+    found = store.codes.new_zeros(step.room, step.keys, *store.sizes[2:], dtype=store.dtype)
     if old is not None:
         found[: len(old)] = old
     return found
@@ -148,12 +162,18 @@ class PagedCache:
     """The stores of a model's layers, and two blocks behind the last one: one that stays zero, which pads tables, and
     one that nobody reads, into which rows without a sequence are written."""
 
-    def __init__(self, model: Transformer, number: int, size: int) -> None:
+    def __init__(
+        self, model: Transformer, number: int, size: int, *, form: CacheForm = "model", loops: Loops | None = None
+    ) -> None:  # fmt: skip
+        """`loops`: what attends, where the model is in fp32 on a CPU; None = torch."""
+        self.form: CacheForm = form
+        weight = model.embed.weight
+        self.loops = loops if takes(weight) else None
         self.number, self.size = number, size
         self.zero, self.unread = number, number + 1
-        self.layers = [PagedLayer(block, number + 2, size, model.embed.weight) for block in model.blocks]
+        self.layers = [PagedLayer(block, number + 2, size, weight, self.loops, form) for block in model.blocks]
         self.windows = sorted({layer.window for layer in self.layers})
-        self.device = self.layers[0].keys.device
+        self.device = weight.device
 
     @property
     def widest(self) -> int:
@@ -190,6 +210,6 @@ class PagedCache:
             layer.clear(torch.tensor(blocks, device=self.device))
 
 
-def bytes_per_block(model: Transformer, size: int) -> int:
+def bytes_per_block(model: Transformer, size: int, form: CacheForm = "model") -> int:
     """Of keys and values of `size` positions in all layers."""
-    return PagedCache(model, 1, size).bytes // 3
+    return PagedCache(model, 1, size, form=form).bytes // 3

@@ -12,6 +12,7 @@ from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.exact_rows import ExactRows
 from meshwright.serve.packed_step import PackedStep, RowPacker, Run
 from meshwright.serve.paged_cache import PagedCache
+from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.scheduler import StepPlan
 
 
@@ -23,6 +24,7 @@ class Runner:
         self,
         model: Transformer,
         cache: PagedCache,
+        layers: PreparedLayers,
         *,
         longest: int,
         most_tokens: int,
@@ -31,28 +33,31 @@ class Runner:
     ) -> None:
         """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
         (dense_copies.py). `exact`: a row's bits depend on its own sequence alone."""
-        self._model, self.cache = model, cache
+        self._model, self.cache, self._layers = model, cache, layers
         self._packer = RowPacker(cache, longest, exact=exact, copies_bytes=copies_bytes)
         low_rank = cache.layers[0].low_rank
-        self._exact = ExactRows(model, most_tokens, low_rank=low_rank) if exact else None
+        with layers.used():
+            self._exact = ExactRows(model, most_tokens, layers.logits, low_rank=low_rank) if exact else None
         self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens
         """Rows of the largest forward pass."""
 
-    def run(self, step: StepPlan) -> tuple[list[CachedSequence], Tensor]:
-        """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each."""
+    def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
+        """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
+        a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over."""
         self.cache.copy(step.copies)
-        runs = [Run(one, one.computed, one.computed + count) for one, count in step.chunks.items()]
+        begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
+        runs = [Run(one, begin, begin + count) for one, begin, count in begins]
         owners, states = list[CachedSequence](), list[Tensor]()
-        with self._exact.exact_experts() if self._exact else nullcontext():
+        with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
                 cache = self.cache.at(rows.places)
                 x, _ = self._model.hidden(rows.tokens, positions=rows.positions, cache=cache)
                 if rows.owners:
                     owners += rows.owners
                     states.append(x[0, rows.last])
-        if not owners:
-            return [], torch.empty(0, self._model.shape.vocab)
-        return owners, self._logits(torch.cat(states)).float()
+            if not owners:
+                return [], torch.empty(0, self._model.shape.vocab)
+            return owners, self._logits(states[0] if len(states) == 1 else torch.cat(states)).float()
 
     def _passes(self, runs: list[Run]) -> Iterator[PackedStep]:
         """Forward passes: one, or in exact mode as many as rows allow."""
@@ -64,14 +69,13 @@ class Runner:
 
     def _logits(self, states: Tensor) -> Tensor:
         """Of hidden states (R, D)."""
-        linear, head = self._model.kernels.linear, self._model.head_weight
         if self._exact is None:
-            return linear(states, head)
+            return self._layers.logits(states)
         parts = []
         for some in states.split(self._exact.most):
             padded = some.new_zeros(self._exact.padded(len(some)), some.shape[1])
             padded[: len(some)] = some
-            parts.append(linear(padded, head)[: len(some)])
+            parts.append(self._layers.logits(padded)[: len(some)])
         return torch.cat(parts)
 
 

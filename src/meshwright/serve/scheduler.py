@@ -107,7 +107,7 @@ class Scheduler:
         step, left = StepPlan(), self.most_tokens
         prompts, block, holders = [], self.tables.block, self.tables.pool.holders
         for sequence in self.running.copy():
-            missing = len(sequence.tokens) - sequence.computed
+            missing = len(sequence.tokens) - sequence.computed - sequence.guessed
             if missing > 1:
                 prompts.append(sequence)
             elif not missing:
@@ -129,7 +129,19 @@ class Scheduler:
                 break
             else:  # beams that wait for one of their groups hold all there is: the last in order makes way
                 self._preempt(self.running[-1], step)
+        for sequence in [one for one in step.chunks if one.guessed]:
+            left -= self._grow_guesses(sequence, left, step)
         return step
+
+    def _grow_guesses(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
+        """Room for guesses where it is free: they preempt nobody. How many the step computes."""
+        count, tables = min(sequence.guessed, left), self.tables
+        if count < 1 or tables.needs(sequence, 1 + count) > tables.pool.free:
+            return 0
+        copied = tables.grow(sequence, 1 + count)
+        assert copied is None, "room for the first token was made before"
+        step.chunks[sequence] = 1 + count
+        return count
 
     def advance(self, step: StepPlan) -> None:
         """What `plan` gave is computed."""
@@ -210,6 +222,7 @@ class Scheduler:
         step.copies = [pair for pair in step.copies if pair[1] not in own]
         self.running.remove(sequence)
         self.tables.give_back(sequence)
+        sequence.drop_guesses()
         sequence.phase = Phase.WAITING
         sequence.preemptions += 1
         self.preemptions += 1

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.data.text_stream import TextStream
+from meshwright.serve.cached_sequence import CachedSequence, Phase
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.sampler import SampledRow
 
@@ -94,6 +95,14 @@ class ServedRequest:
     answers: list[ServedAnswer]
     cached: int = 0
     """Tokens of the prompt whose keys and values were in the cache."""
+    sequence: CachedSequence | None = None
+    """What the scheduler sees of it; None = there is nothing to compute."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it no longer waits for its first step."""
+        sequence = self.sequence
+        return sequence is None or sequence.phase is not Phase.WAITING or bool(sequence.preemptions)
 
     @property
     def ended(self) -> bool:

@@ -7,6 +7,8 @@ import torch
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.kernels.compiled import library
+from meshwright.kernels.kept_numbers import FORMS, CacheForm
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.beam_groups import BeamGroups
@@ -14,13 +16,16 @@ from meshwright.serve.beam_search import BeamSearch
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
+from meshwright.serve.draft_model import DraftModel, following
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
+from meshwright.serve.prepared_layers import HeadForm, PreparedLayers
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import SampledRow, sample
-from meshwright.serve.scheduler import Scheduler
+from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
+from meshwright.serve.speculation import GuessCounts, Guesser, Refuted, Speculation
 from meshwright.spec.errors import ArgumentError, RunError
 
 
@@ -33,6 +38,9 @@ class EngineOptions:
     CPUs. Else they depend on these by the rounding of sums in another order."""
     cache_bytes: int = 2**30
     """Most bytes of keys and values; less where `most_sequences` of the model's length take less."""
+    cache_dtype: CacheForm = "model"
+    """What keys and values are kept as: the model's dtype, or 8 bits (`int8`, `fp8`) with a scale for each position and
+    head. Twice or nearly four times as many positions then fit; answers change a little."""
     copies_bytes: int = 2**28
     """Most bytes of keys and values that answers have beside the blocks once more while they grow, in one piece each:
     attention is then sooner. 0 = none."""
@@ -44,6 +52,18 @@ class EngineOptions:
     """Answers that are made at once; others wait."""
     longest: int = 0
     """Most tokens of prompt and answer; 0 = the model's positions."""
+    packed: bool = True
+    """On a CPU, copies of the model's matrices in the order in which products of few rows read them: as large as the
+    matrices, in fp32 where the CPU has no units for 16 bits."""
+    compiled: bool = True
+    """On a CPU with a C compiler, and in fp32: loops that are compiled in the first second take the place of several
+    operations of torch each. Answers of the other way differ by rounding."""
+    speculation: Speculation | None = None
+    """Guesses of several tokens that are computed in one step; None = there are none. Answers stay what they are; those
+    that keep to a schema or regex have no guesses."""
+    head: HeadForm = "model"
+    """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
+    of its own. A quantized model's head is not quantized."""
 
 
 class ServingEngine:
@@ -73,17 +93,22 @@ class ServingEngine:
         self._check(model)
         size = options.block
         most = options.most_sequences * -(-self._longest // size)
-        number = min(most, options.cache_bytes // bytes_per_block(model, size))
-        self.cache = PagedCache(model, max(1, number), size)
-        self.tables = BlockTables(BlockPool(self.cache.number), size, self.cache.widest)
+        models = [
+            model,
+            *([options.speculation.draft.eval()] if options.speculation and options.speculation.draft else []),
+        ]
+        bytes_each = sum(bytes_per_block(one, size, options.cache_dtype) for one in models)
+        number = max(1, min(most, options.cache_bytes // bytes_each))
+        self._loops = library.compiled() if options.compiled else None
+        runners = [self._computing(one, number, exact=options.exact and one is model) for one in models]
+        self._runner, self.cache = runners[0], runners[0].cache
+        widest = [one.cache.widest for one in runners]
+        self.tables = BlockTables(BlockPool(number), size, max(widest) if all(widest) else 0)
         self.scheduler = Scheduler(
             self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences
         )  # fmt: skip
-        with torch.no_grad():
-            self._runner = Runner(
-                model, self.cache, longest=self._longest, most_tokens=options.most_tokens, exact=options.exact,
-                copies_bytes=options.copies_bytes,
-            )  # fmt: skip
+        self._draft = DraftModel(runners[1]) if runners[1:] else None
+        self._guesser = Guesser(options.speculation) if options.speculation else None
         self._waiting: dict[CachedSequence, ServedRequest] = {}
         self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
         self._beams = BeamGroups(self.scheduler, self._forget)
@@ -112,16 +137,15 @@ class ServingEngine:
                 answer.ending = "length"
             return request
         salt = None if options.salt is None else options.salt.encode()
-        limit = len(prompt) + room
-        searched = options.beams > 1
-        copies = options.beams if searched else options.n
+        copies, searched = max(options.n, options.beams), options.beams > 1
         sequence = self.scheduler.add(
-            prompt, limit, priority=options.priority, salt=salt, copies=copies, together=searched
-        )
+            prompt, len(prompt) + room, priority=options.priority, salt=salt, copies=copies, together=searched
+        )  # fmt: skip
         if searched:
             self._beams.begin(sequence, request, BeamSearch(options, ends, room), room)
             return request
         self._growing[sequence] = request, request.answers[0]
+        request.sequence = sequence
         if options.n > 1:
             self._waiting[sequence] = request
         return request
@@ -137,9 +161,19 @@ class ServingEngine:
             answer.ending = answer.ending or "cancelled"
 
     @property
+    def longest(self) -> int:
+        """Most tokens of prompt and answer but the last, whose keys and values nobody needs."""
+        return self._longest
+
+    @property
     def rows_at_once(self) -> int:
         """Rows of the largest forward pass."""
         return self._runner.most_rows
+
+    @property
+    def guesses(self) -> GuessCounts | None:
+        """How many tokens were guessed, and how many of them were right; None = there is no speculation."""
+        return None if self._guesser is None else self._guesser.counts
 
     @property
     def idle(self) -> bool:
@@ -148,10 +182,19 @@ class ServingEngine:
 
     @torch.no_grad()
     def step(self) -> list[ServedAnswer]:
-        """Compute one step. Answers that have one more token; those of beams, when they are whole."""
+        """Compute one step. Answers that have one more token, or several where guesses were right; those of
+        beams, when they are whole."""
+        if self._guesser is not None:
+            growing = self._growing
+            free = [one for one in self.scheduler.running if one in growing and growing[one][1].row.grammar is None]
+            self._guesser.propose(free)
         plan = self.scheduler.plan()
+        guesses = self._guesses(plan)
         owners, logits = self._runner.run(plan)
-        self.scheduler.advance(plan)
+        for sequence in guesses:
+            sequence.drop_guesses()
+        plain = {one: count for one, count in plan.chunks.items() if one not in guesses}
+        self.scheduler.advance(StepPlan(plain))
         others, whole = self._beams.take(owners, logits)
         if not others:
             return whole
@@ -159,8 +202,34 @@ class ServingEngine:
             owners, logits = [owners[place] for place in others], logits[others]
         logits = self._forked(owners, logits)
         grown = [self._growing[sequence] for sequence in owners]
-        found = sample(logits, [answer.row for _, answer in grown])
+        self._take(owners, grown, logits, Refuted(guesses))
+        return [*whole, *dict.fromkeys(answer for _, answer in grown)]
+
+    def _guesses(self, plan: StepPlan) -> dict[CachedSequence, list[int]]:
+        """What sequences guess in this step."""
+        if self._guesser is None:
+            return {}
+        guessed = self._guesser.trimmed(plan)
+        if self._draft is not None:
+            self._draft.fill(plan, guessed, {one: answer.row for one, (_, answer) in self._growing.items()})
+        return {one: one.tokens[-count:] for one, count in guessed.items()}
+
+    def _take(
+        self, owners: Sequence[CachedSequence], grown: Sequence[tuple[ServedRequest, ServedAnswer]],
+        logits: torch.Tensor, rows: Refuted,
+    ) -> None:  # fmt: skip
+        """Draw a token behind each row, and give answers those that count."""
+        behind = [0] * len(owners)
+        for place in range(1, len(owners)):
+            behind[place] = behind[place - 1] + 1 if owners[place] is owners[place - 1] else 0
+        drawn = (
+            following(answer.row, rows.guesses[one][:count]) if count else answer.row
+            for one, (_, answer), count in zip(owners, grown, behind, strict=True)
+        )
+        found = sample(logits, list(drawn))
         for place, (sequence, (request, answer)) in enumerate(zip(owners, grown, strict=True)):
+            if not rows.counts(sequence):
+                continue
             if found.broken[place]:
                 answer.ending = "broken"
                 self._forget(sequence)
@@ -171,9 +240,16 @@ class ServingEngine:
                     request.cached = sequence.found
                 sequence.tokens.append(found.tokens[place])
                 answer.take(found.tokens[place], found.logprobs[place], found.top[place], self._room(request))
+            rows.take(sequence, found.tokens[place], ended=bool(answer.ending))
+        for sequence, guess in rows.guesses.items():
+            count = rows.taken[sequence]
+            if self._growing[sequence][1].ending != "broken":  # whose blocks nobody may find
+                self.scheduler.advance(StepPlan({sequence: count}))
+            if self._guesser is not None:
+                self._guesser.learn(sequence, len(guess), count - 1)
+        for sequence, (_, answer) in dict(zip(owners, grown, strict=True)).items():
             if answer.ending:
                 self._end(sequence)
-        return [*whole, *(answer for _, answer in grown)]
 
     def run(self, requests: Iterable[ServedRequest]) -> None:
         """Step until these have ended. RunError: the model's logits are no numbers, or a grammar is too much."""
@@ -197,8 +273,26 @@ class ServingEngine:
         for name in ("block", "most_sequences", "cache_bytes"):
             if getattr(options, name) < 1:
                 raise ArgumentError(f"{name}={getattr(options, name)} must be at least 1")
+        if options.cache_dtype not in FORMS:
+            raise ArgumentError(f"cache_dtype={options.cache_dtype!r} must be one of {', '.join(FORMS)}")
+        if options.speculation is not None:
+            options.speculation.check(model, self._longest)
         if options.exact and model.embed.weight.device.type != "cpu":
             raise ArgumentError("exact=True is for CPUs: take exact=False, or a model on the CPU")
+
+    @torch.no_grad()
+    def _computing(self, model: Transformer, number: int, *, exact: bool) -> Runner:
+        """What computes a model over `number` blocks."""
+        options, loops = self.options, self._loops
+        return Runner(
+            model,
+            PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops),
+            PreparedLayers(model, packed=options.packed, head=options.head, loops=loops),
+            longest=self._longest,
+            most_tokens=options.most_tokens,
+            exact=exact,
+            copies_bytes=options.copies_bytes,
+        )
 
     def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
         if not options.constrained:
@@ -241,6 +335,8 @@ class ServingEngine:
 
     def _end(self, sequence: CachedSequence) -> None:
         self.scheduler.end(sequence)
+        if self._guesser is not None:
+            self._guesser.forget(sequence)
         del self._growing[sequence]
         self._waiting.pop(sequence, None)
 

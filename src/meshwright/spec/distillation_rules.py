@@ -2,14 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from typing import Final
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
 from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule import V_PLACED
 from meshwright.spec.shape import ModelShape
 
 FORWARD_ONLY = "what is kept of a teacher is its likeliest tokens, from which a student would learn to shift away"
+PLAIN: Final = "afab"
+"""The schedule of a teacher's forward passes, of which all schedules that lie in a line have the same."""
 SETTINGS = tuple(one.name for one in fields(Recipe) if one.name.startswith("distillation_"))
 _FIRST = Recipe()
 
@@ -88,22 +92,18 @@ def _vocabularies(
 
 def teacher_layout(layout: Layout, teacher: ModelShape) -> Layout:
     """How a teacher that stands beside the student is laid out. It has neither gradients nor optimizer states, so that
-    ZeRO 1 and 2 leave it whole, and nothing is kept for a backward pass."""
-    spreads = layout.ep if teacher.moe else 1
+    ZeRO 1 and 2 leave it whole, and nothing is kept for a backward pass. Of a pipeline it has the ranks, its own layers
+    dealt evenly; its last stage is where the student's is."""
+    spreads, in_v = layout.ep if teacher.moe else 1, layout.schedule in V_PLACED
     return replace(
         layout, zero=3 if layout.zero == 3 else 0, recompute="none", recompute_layers=0, offload="off", ep=spreads,
-        ep_chunks=layout.ep_chunks if spreads > 1 else 0,
+        ep_chunks=layout.ep_chunks if spreads > 1 else 0, stages=(),
+        schedule=layout.schedule if in_v or layout.pp == 1 else PLAIN, vp=layout.vp if in_v else 1,
     )  # fmt: skip
 
 
 def _laid_out(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: Layout) -> Iterator[str]:
     """A teacher has the layout of its student, whether it stands beside it or is asked once."""
-    if layout.pp > 1 and not recipe.distillation_top_k:
-        yield (
-            f"layout.pp={layout.pp} has no stage for a teacher that stands beside the student: take layout.pp=1, or "
-            "recipe.distillation_top_k=64, which asks the teacher once, before the run"
-        )
-        return
     plain = replace(
         recipe, products="same", dropout=0.0, noise_scale_every=0, optimizer_states="fp32", master_weights="fp32"
     )

@@ -6,6 +6,7 @@ The loss is that of kernels/linear_divergence.py, summed over valid targets. The
 Letters: B rows, S positions that are here, K kept log-probabilities.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, KnownTop
 from meshwright.model.predictions import Predictions
+from meshwright.parallel import Engine
 from meshwright.spec import Recipe
 from meshwright.spec.objective_traits import TAUGHT
 from meshwright.training.batches import Batch
@@ -25,6 +27,13 @@ together (B, S, K + 1)."""
 
 class AsksTeacher(Protocol):
     """A teacher that is here."""
+
+    @property
+    def engine(self) -> Engine:
+        """Its model over the ranks."""
+
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        """Before the passes of a step over these micro-batches; all ranks together."""
 
     def against(
         self, predictions: Predictions, batch: Batch, scale: Tensor | None, form: Divergence
@@ -43,6 +52,11 @@ class Distillation:
     """Tokens that both know, where vocabularies are padded differently; 0 = all."""
     by_position = True
     figures = TAUGHT
+
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        """As step.BeginsStep."""
+        if self.teacher is not None:
+            self.teacher.begin_step(batches)
 
     def count(self, batch: Batch) -> float:
         """Valid targets."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -38,6 +38,14 @@ class Objective(Protocol):
         """The sum () fp32 over a batch, times scale () (None = 1); with figures, (1 + F,) of it and of theirs, these
         without scale and gradient. Only the last pipeline stage asks; every rank of it makes the same calls of
         `predictions`."""
+
+
+@runtime_checkable
+class BeginsStep(Protocol):
+    """An objective that wants to see the micro-batches of a step before their passes."""
+
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        """All ranks together, each with its own."""
 
 
 class CrossEntropy:
@@ -106,6 +114,8 @@ def train_step(
     if cp > 1 and not objective.by_position:
         raise IllegalLayout(f"cp={cp} splits the sequences, which this objective needs whole: try cp=1")
     device = micro_batches[0].tokens.device
+    if isinstance(objective, BeginsStep):
+        objective.begin_step(micro_batches)
     weights = Weights.of(engine, micro_batches, balance_loss, scaler, objective)
     token = weights.token
     assert token is not None, "Weights.of gives all"

@@ -4,7 +4,7 @@ It runs where the student's loss is made, without gradients: hidden states of bo
 are ever whole. It has a traffic of its own, so that a run's counts are those of its student.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,7 +21,7 @@ from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import digest
 from meshwright.parallel.data import local
-from meshwright.spec import ModelShape, Plan
+from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
@@ -32,6 +32,7 @@ from meshwright.training.batches import Batch
 from meshwright.training.distillation import Distillation, form_of
 from meshwright.training.precision import DTYPES
 from meshwright.training.pretrained import means_the_same
+from meshwright.training.staged_teacher import StagedTeacher
 from meshwright.training.step import Objective
 
 OTHERWISE = "or train without one, by recipe.objective=cross-entropy"
@@ -131,6 +132,9 @@ class OnlineTeacher:
     engine: Engine
     shared: int = 0
 
+    def begin_step(self, batches: Sequence[Batch]) -> None:
+        """As AsksTeacher: nothing, since each micro-batch is asked about when its loss is made."""
+
     def against(
         self, predictions: Predictions, batch: Batch, scale: Tensor | None, form: Divergence
     ) -> DistillationLoss:  # fmt: skip
@@ -151,16 +155,23 @@ class OnlineTeacher:
         return found[0]
 
 
+def lay_out(
+    shape: ModelShape, layout: Layout, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, seed: int | None = None
+) -> Engine:  # fmt: skip
+    """A frozen model over the ranks of a mesh; without a seed its weights are left as memory is."""
+    engine = build_engine(
+        shape, layout, mesh=make_mesh(layout, rank=mesh.rank, made=mesh.made), device=device, dtype=dtype,
+        seed=seed or 0, initialize=seed is not None, trains=False,
+    )  # fmt: skip
+    engine.eval()
+    return engine
+
+
 def build_teacher(plan: Plan, mesh: Mesh, device: torch.device) -> Engine:
     """The teacher of a plan, without weights yet."""
     assert plan.teacher is not None, "a distillation has one"
     layout = teacher_layout(plan.layout, plan.teacher)
-    engine = build_engine(
-        plan.teacher, layout, mesh=make_mesh(layout, rank=mesh.rank, made=mesh.made), device=device,
-        dtype=DTYPES[plan.recipe.precision], initialize=False, trains=False,
-    )  # fmt: skip
-    engine.eval()
-    return engine
+    return lay_out(plan.teacher, layout, mesh, device, DTYPES[plan.recipe.precision])
 
 
 @torch.no_grad()
@@ -186,12 +197,19 @@ def distillation(plan: Plan, mesh: Mesh, device: torch.device, *, loads: bool = 
     engine = build_teacher(plan, mesh, device)
     if loads:
         fill(engine, folder_of(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
-    return Distillation(form=form, teacher=OnlineTeacher(engine=engine, shared=shared), shared=shared)
+    return Distillation(form=form, teacher=beside(engine, shared), shared=shared)
+
+
+def beside(engine: Engine, shared: int = 0) -> OnlineTeacher | StagedTeacher:
+    """A teacher on the student's ranks, asked as its layout allows."""
+    if engine.pipeline is None:
+        return OnlineTeacher(engine=engine, shared=shared)
+    return StagedTeacher(engine, shared)
 
 
 def teacher_tensors(objective: Objective) -> list[Tensor]:
     """Parameters and buffers of a teacher that stands beside the model; none where there is no such teacher."""
-    if not isinstance(objective, Distillation) or not isinstance(objective.teacher, OnlineTeacher):
+    if not isinstance(objective, Distillation) or objective.teacher is None:
         return []
     engine = objective.teacher.engine
     return [*engine.parameters.values(), *engine.buffers.values()]

@@ -287,7 +287,7 @@ class Trainer:
         )
 
     def _notes(self) -> tuple[str, ...]:
-        plan, found = self.plan, compile_notes(self.plan.layout, self.device)
+        plan, found = self.plan, compile_notes(self.plan.layout, self.device, self.plan.model)
         found += [plan.beyond_positions] if plan.beyond_positions else []
         found += [*schedule_notes(plan.layout), *self.samples.notes()]
         found += device.kernel_notes(plan, self.device, is_compiled(plan.layout, self.device))

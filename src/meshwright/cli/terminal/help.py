@@ -14,6 +14,7 @@ GROUPS = {
         "distill": "Train a small model on a large one's predictions.",
         "generate": "Continue a prompt, or a file of them.",
         "chat": "Talk with a model in the terminal.",
+        "serve": "Answer HTTP requests with a model, as OpenAI's interface.",
     },
     "Plan": {
         "plan": "Rank the layouts of a model on a cluster.",

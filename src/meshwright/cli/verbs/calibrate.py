@@ -65,9 +65,19 @@ def calibrate(
 
 
 def _measured(quick: bool) -> "ClusterFile":
+    from dataclasses import replace
+
+    from meshwright.api.serving_calibration import QUICK, engine_rates
     from meshwright.observe.calibrate.campaign import calibrate as measure
 
-    return measure(quick=quick, say=lambda line: print(line, file=sys.stderr, flush=True))
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    found = measure(quick=quick, say=say)
+    if found.device.is_gpu:
+        return found
+    say("steps of the serving engine")
+    return replace(found, serving=engine_rates(QUICK if quick else None))
 
 
 def _learned(cluster: Path, runs: list[Path]) -> "ClusterFile":

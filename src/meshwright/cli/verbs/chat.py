@@ -9,7 +9,7 @@ import typer
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 
 if TYPE_CHECKING:
-    from meshwright.api.conversation import Conversation, TurnFigures
+    from meshwright.api.dialogue import Dialogue, TurnFigures
 
 RESET, QUIT = "/reset", "/quit"
 MARK = "> "
@@ -41,17 +41,17 @@ def chat(
     if max_new_tokens < 1:
         raise PlanError(f"--max-new-tokens {max_new_tokens} must be at least 1")
 
-    from meshwright.api.conversation import Conversation
+    from meshwright.api.dialogue import Dialogue
     from meshwright.api.model_opening import load
     from meshwright.serve.request_options import RequestOptions
 
     options = RequestOptions(
         max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed
     )  # fmt: skip  # refused before the model loads
-    talk(Conversation(load(model, dtype, checkpoint=checkpoint), options, system=system))
+    talk(Dialogue(load(model, dtype, checkpoint=checkpoint), options, system=system))
 
 
-def talk(conversation: "Conversation") -> None:
+def talk(conversation: "Dialogue") -> None:
     """Read turns until they end; without a terminal a turn is a line."""
     people = sys.stdin.isatty()
     if people:
@@ -82,7 +82,7 @@ def _read(people: bool) -> str | None:
         return ""
 
 
-def _answer(conversation: "Conversation", said: str) -> None:
+def _answer(conversation: "Dialogue", said: str) -> None:
     """Print an answer as it grows, then what it cost. What cannot be answered is said, and the next turn read."""
     from meshwright.cli.terminal.streaming import printable
 

@@ -62,7 +62,7 @@ def generate(
         options = partial(
             _options, max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed, n=samples
         )  # fmt: skip
-        _rows(model, dtype, checkpoint, prompt if prompts is None else prompts, chat, options)
+        _rows(model, dtype, checkpoint, prompts if prompts is not None else prompt or "", chat, options)
         return
     opened = load(model, dtype, checkpoint=checkpoint)
     encode = opened.encode_chat if chat else opened.encode

@@ -6,12 +6,18 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_arguments import (
-    AskedCluster,
-    AskedModel,
-    AskedNodes,
-    AskedRecipe,
+from meshwright.cli.inputs.plan_arguments import AskedCluster, AskedModel, AskedNodes, AskedRecipe
+from meshwright.cli.inputs.serve_arguments import (
+    AskedConcurrency,
+    AskedFramework,
+    AskedInput,
+    AskedKv,
+    AskedMeasure,
+    AskedOutput,
+    AskedQuantization,
+    AskedServe,
 )
+from meshwright.cli.verbs.plan_serve import print_serving, refuse_load
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError
 from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
@@ -59,6 +65,14 @@ def plan(
         bool, typer.Option("--details", help="Also memory and time by part, what was rejected, half the machine.")
     ] = False,
     top: Annotated[int | None, typer.Option("--top", metavar="INT", help="So many alternatives. [default: 4]")] = None,
+    serve: AskedServe = False,
+    input_length: AskedInput = None,
+    output_length: AskedOutput = None,
+    concurrency: AskedConcurrency = None,
+    quantization: AskedQuantization = "",
+    kv_dtype: AskedKv = "",
+    framework: AskedFramework = "",
+    measure: AskedMeasure = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
@@ -71,6 +85,18 @@ def plan(
     from meshwright.cli.terminal.screen_text import show
     from meshwright.planner.search.ranking import LISTED
 
+    load: dict[str, str | int] = {
+        "input_length": input_length or 0, "output_length": output_length or 0, "concurrency": concurrency or 0,
+        "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
+    }  # fmt: skip
+    if serve:
+        training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
+                    "memory": memory, "save": save}  # fmt: skip
+        print_serving(
+            model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
+        )
+        return
+    refuse_load({**load, "measure": measure})
     if save is not None:
         _check_place(save, model)
     if top is not None and not 1 <= top <= MOST_SHOWN:

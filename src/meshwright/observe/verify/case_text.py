@@ -2,8 +2,9 @@
 
     kv_heads=1 heads=2 tp=2 clip=0.05
 
-Keys are the fields of Case, ModelShape and Layout, and `moe.`, `mla.`, `rope_scaling.` and `lora.` before those of
-parts of a shape. A field that is not written has its default; for fields without one it is that of BASE.
+Keys are the fields of Case, ModelShape and Layout; with `moe.`, `mla.`, `rope_scaling.` and `lora.` before them those
+of parts of a shape, and with `teacher.` those of a teacher. A field that is not written has its default; for fields
+without one it is that of BASE.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,9 @@ from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from meshwright.observe.verify.drawn_teacher import DrawnTeacher
 from meshwright.observe.verify.one_device import Case
+from meshwright.spec.distillation_rules import distillation_violations
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
@@ -28,7 +31,10 @@ BASE: Mapping[str, Any] = {
 }  # fmt: skip
 """Values of fields that have no default, and of those whose default is not meant for tiny models on a CPU."""
 
-LEFT_OUT = ("name", "shape", *PARTS)
+TEACHER = "teacher."
+LEFT_OUT = ("name", "shape", "teacher", *PARTS)
+ALWAYS = (TEACHER + "layers",)
+"""Keys that say that there is the part, though they have a default."""
 Settings = dict[str, Any]
 """Values by key; only those that differ from the defaults."""
 
@@ -53,6 +59,7 @@ TABLES = {
     for kind, prefix in (
         (ModelShape, ""),
         *((part, name + ".") for name, part in PARTS.items()),
+        (DrawnTeacher, TEACHER),
         (Layout, ""),
         (Case, ""),
     )
@@ -77,10 +84,10 @@ def settings_of(drawn: Drawn) -> Settings:
     found: Settings = {}
     derived = _derived(shape)
     for kind, owner in ((ModelShape, shape), *((part, getattr(shape, name)) for name, part in PARTS.items()),
-                        (Layout, drawn.layout), (Case, drawn.case)):  # fmt: skip
+                        (DrawnTeacher, drawn.case.teacher), (Layout, drawn.layout), (Case, drawn.case)):  # fmt: skip
         for key, field, _ in TABLES[kind] if owner is not None else []:
             value = getattr(owner, field.name)
-            said = "." in key and field.default is MISSING
+            said = ("." in key and field.default is MISSING) or key in ALWAYS
             if said or value != derived.get(key, _default(key, field)):
                 found[key] = value
     return found
@@ -99,7 +106,8 @@ def drawn_from(settings: Settings) -> Drawn:
     }
     shape = _made(ModelShape, settings, **parts)
     layout = _made(Layout, settings)
-    drawn = Drawn(case=_made(Case, settings, shape=shape), layout=layout)
+    teacher = _made(DrawnTeacher, settings) if any(key.startswith(TEACHER) for key in settings) else None
+    drawn = Drawn(case=_made(Case, settings, shape=shape, teacher=teacher), layout=layout)
     refusals = violations(drawn)
     if refusals:
         raise PlanError(refusals[0])
@@ -114,6 +122,9 @@ def violations(drawn: Drawn) -> list[str]:
     for batch in sorted({case.sequences(step) for step in range(1, case.steps + 1)}):
         recipe = replace(case.recipe, sequence=case.sequence, global_batch=batch)
         found = layout_violations(case.shape, recipe, layout)
+        if case.teacher:
+            theirs = case.teacher.shape(case.shape)
+            found += distillation_violations(recipe, case.shape, theirs, layout, drawn=False, mixed=False)
         if found:
             return found
         layout.micro_batches(batch)

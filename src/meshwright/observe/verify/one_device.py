@@ -15,6 +15,8 @@ from torch import Tensor
 
 from meshwright.kernels.linear import SAME
 from meshwright.observe.verify.adapters_begun import begin_adapters
+from meshwright.observe.verify.drawn_teacher import DrawnTeacher, objective_of
+from meshwright.observe.verify.recording_optimizer import RecordingOptimizer
 from meshwright.observe.verify.router_ties import watch_margins
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.data import local
@@ -23,10 +25,10 @@ from meshwright.spec.boxes import Box
 from meshwright.spec.errors import PlanError
 from meshwright.spec.held import shards_are_masters
 from meshwright.spec.layout import Layout
+from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.training.batches import Batch, Share, moved, select, split
-from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler
 from meshwright.training.step import train_step
 
@@ -77,6 +79,8 @@ class Case:
     overflow: int = 0
     """In this step only sequence `overflow_sequence` has targets, and in fp16 its gradients overflow; 0 = in none."""
     overflow_sequence: int = 0
+    teacher: DrawnTeacher | None = None
+    """What is learnt from; None = from the text."""
 
     def __post_init__(self) -> None:
         if self.batches and len(self.batches) != self.steps:
@@ -93,6 +97,7 @@ class Case:
         """What is trained, and the optimizer. PlanError."""
         keys = ("precision", "products", "optimizer", "optimizer_states", "master_weights")
         words: dict[str, Any] = {key: getattr(self, key) for key in keys}
+        words["objective"] = DISTILL if self.teacher else CROSS_ENTROPY
         return replace(RECIPE, **words)
 
     @property
@@ -159,18 +164,6 @@ def case_batch(case: Case, step: int) -> Batch:
     return select(Batch(tokens=tokens, targets=targets, documents=documents, positions=positions))
 
 
-class _Recording(Optimizer):
-    """Keeps a copy of every gradient before it is used."""
-
-    gradients: list[dict[str, Tensor]]
-
-    def step(self, rate: float, **options: Any) -> None:
-        """As AdamW."""
-        found = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
-        self.gradients = [*getattr(self, "gradients", []), {n: local(g).clone() for n, g in found.items()}]
-        super().step(rate, **options)
-
-
 def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | None = None) -> RankOutcome:
     """Train the case for its steps on this rank of an initialised process group (or alone)."""
     mesh = make_mesh(layout, made=made)
@@ -188,8 +181,13 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
     )
     begin_adapters(engine, case.seed)
     engine.train()
-    margins = watch_margins(engine.stages if layout.compile == "off" else ())  # a hook would cut compiled graphs
-    optimizer = _Recording.of(engine, case.recipe)
+    objective, beside = objective_of(
+        case.teacher, case.shape, layout, mesh, torch.device(device), DTYPES[case.precision], case.seed
+    )
+    margins = watch_margins(
+        (*engine.stages, *beside) if layout.compile == "off" else ()
+    )  # a hook would cut compiled graphs
+    optimizer = RecordingOptimizer.of(engine, case.recipe)
     share = Share(index=mesh.reader, parts=layout.dp, columns=engine.columns(case.sequence))
     scaler = LossScaler(torch.device(device), growth_interval=GROWTH_STEPS) if case.precision == "fp16" else None
     numbers: dict[str, list[float]] = {"loss": [], "norm": [], "scale": [], "balance": []}
@@ -207,6 +205,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
             clip=case.clip,
             balance_loss=case.balance_loss,
             scaler=scaler,
+            objective=objective,
         )
         numbers["loss"].append(result.loss.item())
         numbers["norm"].append(result.grad_norm.item())

@@ -35,6 +35,8 @@ CODES = 0.5
 """How often what is frozen is held as codes, where it can be."""
 ADAPTERS = 0.25
 """How often all is frozen but adapters."""
+TEACHERS = 0.25
+"""How often a teacher is learnt from."""
 
 Settings = dict[str, Any]
 
@@ -50,7 +52,8 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         settings |= _narrow(random, settings) | ({"compile": "on"} if compiled else {})
         settings |= _pieces(random, settings)
         settings |= {"optimizer": "muon"} if _often(random, MUON) else {}
-        settings |= _adapters(random, settings)  # last: other draws are as they were
+        settings |= _adapters(random, settings)  # behind the others, which are as they were
+        settings |= _teacher(random, settings)  # and this behind that
         try:
             return _canonical(drawn_from(settings))
         except PlanError:
@@ -275,6 +278,25 @@ def _adapters(random: Random, settings: Settings) -> Settings:
     whole = settings["tp"] == settings.get("ep", 1) == 1 and "compile" not in settings
     if whole and settings["precision"] == "fp32" and _often(random, CODES):  # each rank quantizes what one device does
         found["lora.base"] = random.choice(("nf4", "nf4-double", "int4-hqq", "int3"))
+    return found
+
+
+def _teacher(random: Random, settings: Settings) -> Settings:
+    """A teacher that is smaller, or as large as its student, or has a few more layers."""
+    if not _often(random, TEACHERS):
+        return {}
+    stages = settings["pp"] * settings.get("vp", 1)
+    narrow = "products" in settings  # sizes of the teacher are then those of the student, some smaller than fp8's
+    found: Settings = {
+        "teacher.layers": max(stages, random.randint(1, 4)),
+        "teacher.hidden": settings["hidden"] if narrow else random.randint(12, settings["hidden"]),
+        "teacher.ffn": settings["ffn"] if narrow else random.randint(max(4, settings["tp"]), settings["ffn"]),
+        "teacher.dense": "moe.experts" in settings and _often(random, 0.3),
+        "teacher.filled": random.choice((0, 0, 0, 5)) if settings["tp"] == 1 else 0,
+        "teacher.beta": random.choice((0.0, 0.0, 0.5, 0.1, 1.0)),
+        "teacher.temperature": random.choice((1.0, 1.0, 0.7, 2.0)),
+        "teacher.hard": random.choice((0.0, 0.0, 0.3)),
+    }
     return found
 
 

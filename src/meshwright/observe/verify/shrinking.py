@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from meshwright.observe.verify.case_text import Drawn, Settings, drawn_from, settings_of
 from meshwright.spec.errors import PlanError
 
-PARTS = ("moe.", "mla.", "rope_scaling.")
+PARTS = ("teacher.", "moe.", "mla.", "rope_scaling.")
 TOGETHER = (
     ("pp", "vp", "schedule", "stages", "micro_batch"),
     ("cp", "context", "context_split"),

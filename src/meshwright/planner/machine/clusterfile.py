@@ -6,6 +6,7 @@
     [stack]             what Meshwright's own software costs there: fields of planner.cost.stack.Stack
     [speeds.2]          where 2 ranks work at once: scalars of planner.cost.speeds.Speeds, and grids of measured rates
     [speeds.2.host]     seconds of a layer beside its kernels, where the host is the device: planner.cost.host_time.Host
+    [serving]           what the serving engine reaches: planner.serving.engine_rates.EngineRates
     [links.2.ranks_2]   seconds of an exchange between 2 of them
 
 A grid is a table of increasing axes and, last, the values at all their combinations, the last axis running fastest.
@@ -24,6 +25,7 @@ from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.kernels.rate_grid import RateGrid
+from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import presets
 from meshwright.spec.cluster import Cluster, Device
@@ -47,6 +49,7 @@ SPEED_SCALARS = (
     "ranks_per_core", "launch_s", "product_share", "memory_share", "attention_forward", "attention_backward",
     "host_share",
 )  # fmt: skip
+SERVING_SCALARS = tuple(one.name for one in fields(EngineRates) if one.name != "products")
 LINK_SCALARS = ("curve_share", "base_s")
 SHARES = ("hides_gradients", "hides_weights", "hides_tensor", "hides_beside", "hides_sends", "stalls")
 """Fields of a stack that are parts of a whole."""
@@ -74,6 +77,8 @@ class ClusterFile:
     """By the number of ranks."""
     stack: Stack = MESHWRIGHT
     provenance: Mapping[str, str] = field(default_factory=dict)
+    serving: EngineRates | None = None
+    """Of Meshwright's serving engine; None = not measured."""
 
     def cluster(self, devices_per_node: int = 0, nodes: int = 1) -> Cluster:
         """So many of its devices in a node (0 = as the file says) on so many nodes. Ranks of one core share memory."""
@@ -128,7 +133,7 @@ def load(path: Path) -> ClusterFile:
 
 
 def _read(document: dict[str, Any]) -> ClusterFile:
-    _known("", document, ("devices_per_node", "device", "provenance", "stack", "speeds", "links"))
+    _known("", document, ("devices_per_node", "device", "provenance", "stack", "speeds", "links", "serving"))
     device = _device(_table("device", document))
     per_node = document.get("devices_per_node", 1)
     if type(per_node) is not int or not 1 <= per_node < 10**6:
@@ -146,7 +151,7 @@ def _read(document: dict[str, Any]) -> ClusterFile:
     provenance = {str(key): str(value) for key, value in _table("provenance", document, {}).items()}
     return ClusterFile(
         device=device, devices_per_node=per_node, together=together, stack=_stack(_table("stack", document, {})),
-        provenance=provenance,
+        provenance=provenance, serving=_serving(document["serving"]) if "serving" in document else None,
     )  # fmt: skip
 
 
@@ -241,6 +246,14 @@ def _stack(table: dict[str, Any]) -> Stack:
         if name in SHARES and value > 1:
             raise ValueError(f"stack.{name}={value:g} is a share: 0 to 1")
     return replace(MESHWRIGHT, **found)
+
+
+def _serving(table: Any) -> EngineRates:
+    _known("serving", table, (*SERVING_SCALARS, "products"))
+    if "products" not in table:
+        raise ValueError(f"serving.products is missing: {MENDING}")
+    scalars = {name: _number(f"serving.{name}", table.get(name), zero=True) for name in SERVING_SCALARS}
+    return EngineRates(products=_grid("serving.products", "products_fp32", table["products"]), **scalars)
 
 
 def _grid(where: str, name: str, table: Any) -> RateGrid:

@@ -12,6 +12,7 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import (
     AXES,
     LINK_SCALARS,
+    SERVING_SCALARS,
     SPEED_SCALARS,
     STACK_SCALARS,
     WIDTHS,
@@ -39,6 +40,10 @@ def text(found: ClusterFile) -> str:
             lines += ["", f"[speeds.{ranks}.host]", *(f"{name} = {_list(three)}" for name, three in values)]
         if one.links.curves:
             lines += ["", f"[links.{ranks}]", *_links(ranks, one.links)]
+    if found.serving:
+        lines += ["", "[serving]"]
+        lines += [f"{name} = {_figure(getattr(found.serving, name))}" for name in SERVING_SCALARS]
+        lines += [f"products = {_grid('products_fp32', found.serving.products)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -115,7 +115,7 @@ def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
     for tp, sp, cp in _inside(plan, devices, fixed):
         for pp in keep(fixed, "pp", divisors(devices // (tp * cp))):
             dp = devices // (tp * cp * pp)
-            if plan.beside is not None and pp > 1:  # no stage is a teacher's
+            if plan.beside is not None and pp > plan.beside.layers:
                 continue
             if pp > shape.layers or batch % dp or not keep(fixed, "dp", (dp,)):
                 continue

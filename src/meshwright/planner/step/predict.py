@@ -15,7 +15,7 @@ from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Stand
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.step.shared_costs import SharedCosts
-from meshwright.planner.step.teacher_costs import held_bytes, pass_cost, teachers_recipe
+from meshwright.planner.step.teacher_costs import before_step, held_bytes, pass_cost, teachers_recipe, with_states
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
 from meshwright.planner.time.matrix_costs import MatrixCosts, layer_matrices
 from meshwright.planner.time.timeline import (
@@ -101,8 +101,9 @@ class Estimator(SharedCosts):
             self._known.busy = key, busy_s(layout, shown)
         shared = shared_links(layout, self.links)
         edges = self._edges(layout)
-        return step_time(layout, self._stack(layout), m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
-                         passes_s, edges, self.speeds.ranks_per_core)  # fmt: skip
+        one = step_time(layout, self._stack(layout), m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
+                        passes_s, edges, self.speeds.ranks_per_core)  # fmt: skip
+        return one if self.teacher is None else before_step(self.teacher, one, layout, m)
 
     def _zeros_s(self, layout: Layout, state: States) -> float:
         """Gradients that stay where they are (layout.cuda_graphs) are set to zero and added to, and not given."""
@@ -146,7 +147,8 @@ class Estimator(SharedCosts):
             state = self.states(layout, count, m)
             if self.teacher is not None:
                 for kinds in (state.step, state.update):
-                    kinds["parameters"] += held_bytes(self.teacher, layout)
+                    kind = "shards" if layout.zero == 3 and layout.pp > 1 else "parameters"
+                    kinds[kind] += held_bytes(self.teacher, layout, rank)
             if recipe.noise_scale_every:  # each micro-batch's gradients stand beside the sum of those before
                 state.step["gradients"] *= 2
             one = rank_memory(
@@ -159,6 +161,8 @@ class Estimator(SharedCosts):
                 units=self._units(layout, state) if self.stack.own else None,
                 found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
             )  # fmt: skip
+            if self.teacher is not None:
+                one = with_states(self.teacher, one, layout, rank, m)
             found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
         return tuple(found)
 

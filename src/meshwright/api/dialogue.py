@@ -28,7 +28,7 @@ class TurnFigures:
 
 
 @final
-class Conversation:
+class Dialogue:
     """Turns with one model, by its chat template. For one thread."""
 
     def __init__(

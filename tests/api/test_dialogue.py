@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.api.conversation import Conversation
+from meshwright.api.dialogue import Dialogue
 from meshwright.api.offline_answers import answer_prompts, questions_of, read_prompts
 from meshwright.api.trained_model import TrainedModel
 from meshwright.cli.main import main
@@ -39,7 +39,7 @@ GREEDY = RequestOptions(max_new_tokens=12)
 
 
 def test_turns_go_on_and_what_was_said_is_cached() -> None:
-    talked = Conversation(MODEL, GREEDY, system="Be brief.")
+    talked = Dialogue(MODEL, GREEDY, system="Be brief.")
     first = "".join(talked.say("Hello there, what is a tree?"))
     assert first and talked.last is not None and talked.last.cached == 0 and talked.last.tokens == 12
     assert [one["role"] for one in talked.messages] == ["system", "user", "assistant"]
@@ -55,7 +55,7 @@ def test_turns_go_on_and_what_was_said_is_cached() -> None:
 
 
 def test_an_answer_that_is_left_stays_as_far_as_it_was_said() -> None:
-    talked = Conversation(MODEL, GREEDY)
+    talked = Dialogue(MODEL, GREEDY)
     pieces = talked.say("Hello")
     said = next(pieces)
     pieces.close()  # type: ignore[attr-defined]  # a generator
@@ -65,12 +65,12 @@ def test_an_answer_that_is_left_stays_as_far_as_it_was_said() -> None:
 
 
 def test_a_turn_that_cannot_be_answered_is_forgotten() -> None:
-    talked = Conversation(MODEL, GREEDY)
+    talked = Dialogue(MODEL, GREEDY)
     with pytest.raises(PlanError, match="positions: shorten it"):
         list(talked.say("word " * 500))
     assert talked.messages == [] and "".join(talked.say("Hello"))
     with pytest.raises(ArgumentError, match="n=2"):
-        Conversation(MODEL, RequestOptions(n=2, temperature=1.0))
+        Dialogue(MODEL, RequestOptions(n=2, temperature=1.0))
 
 
 def test_the_verb_reads_lines(
@@ -93,7 +93,7 @@ def test_the_verb_reads_lines(
 def test_ctrl_c_stops_an_answer_and_not_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    talked = Conversation(MODEL, GREEDY)
+    talked = Dialogue(MODEL, GREEDY)
     steps, step = [], talked._engine.step
 
     def interrupted() -> list[object]:

@@ -1,0 +1,82 @@
+"""Plans of serving against the engine on this machine: planned, dry run and measured of ten loads, after `calibrate`.
+
+    python -m benchmarks.serve_plan [--json]
+
+The machine's rates are measured first, as `meshwright calibrate` does. Models have weights of chance, in fp32, with one
+thread. An error is planned / measured - 1.
+"""
+
+import argparse
+import json
+import sys
+from statistics import median
+
+import torch
+
+from meshwright.api.serve_planning import engine_times
+from meshwright.api.serving_calibration import QUICK, engine_rates
+from meshwright.api.serving_load import ServingColumns, columns
+from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.speeds import speeds_of
+from meshwright.planner.serving.cached_layers import served
+from meshwright.planner.serving.closed_loop import Load
+from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.frameworks import MESHWRIGHT
+from meshwright.planner.serving.number_formats import formats_of
+from meshwright.spec import Cluster, presets
+
+LOADS = (
+    ("llama-tiny", 64, 32, 1), ("llama-tiny", 128, 64, 4), ("llama-tiny", 256, 32, 8), ("llama-tiny", 32, 64, 16),
+    ("llama-10m", 64, 32, 1), ("llama-10m", 256, 48, 2), ("llama-10m", 128, 48, 4), ("llama-10m", 512, 32, 4),
+    ("llama-10m", 64, 48, 8), ("llama-10m", 128, 32, 16),
+)  # fmt: skip
+"""Model, tokens of a prompt and of an answer, requests in flight."""
+WAVES = 4
+
+
+def compared(*, quick: bool = False) -> list[tuple[str, ServingColumns]]:
+    """Every load with its three columns."""
+    torch.set_num_threads(1)
+    rates = engine_rates(QUICK if quick else None)
+    device = presets.device("local")
+    timed = engine_times(rates, speeds_of(device), links_of(Cluster(device=device)))
+    found = []
+    for name, prompt, answer, places in LOADS[:2] if quick else LOADS:
+        of = Deployment(
+            model=served(presets.model(name)), device=device, degrees=ServingDegrees(), framework=MESHWRIGHT,
+            formats=formats_of("fp32", experts=False), cache_width=4.0,
+        )  # fmt: skip
+        load = Load(input_tokens=prompt, output_tokens=answer, concurrency=places, waves=2 if quick else WAVES)
+        found.append((f"{name}, {prompt} in, {answer} out, {places} in flight", columns(timed(of), load)))
+    return found
+
+
+def main() -> int:
+    """Print a line for each load, and the worst errors."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    found = compared(quick=options.quick)
+    errors = {name: [abs(one.errors[name]) for _, one in found] for name in found[0][1].errors}
+    document = {
+        "loads": [{"load": name, **one.errors} for name, one in found],
+        "worst": {name: max(values) for name, values in errors.items()},
+        "median": {name: median(values) for name, values in errors.items()},
+        "dry_run_exact": all(one.dry_weights_bytes == one.measured_weights_bytes for _, one in found),
+    }
+    if options.json:
+        print(json.dumps(document, indent=1))
+        return 0
+    for name, one in found:
+        print(
+            f"{name:<44} memory {one.errors['memory']:+.1%}   tokens/s {one.planned.output_tokens_per_s:,.0f} planned, "
+            f"{one.measured.output_tokens_per_s:,.0f} measured ({one.errors['tokens_per_second']:+.1%})   first token "
+            f"{one.errors['first_token']:+.1%}, per token {one.errors['per_token']:+.1%}"
+        )
+    print({name: f"{value:.1%}" for name, value in document["worst"].items()})  # type: ignore[attr-defined]
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

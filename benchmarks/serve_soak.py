@@ -1,0 +1,197 @@
+"""Many requests to a server, some of whose clients leave or read slowly: what is left behind, and how memory grows.
+
+    python -m benchmarks.serve_soak --requests 10000 --json
+
+A server runs in this process before a small model. Clients ask for answers of mixed lengths, whole and as streams. Some
+leave at a random moment, some read a few bytes now and then, and some send what is refused. Answers of the others are
+compared with the engine's own. At the end every block of the cache must be free.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.model import build
+from meshwright.observe.tiny_models import shrink
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.server.hosted_model import HostedModel
+from meshwright.server.http_server import HttpServer
+from meshwright.server.server_options import ServerLimits, ServerOptions
+
+ENGINE = EngineOptions(exact=True, cache_bytes=2**21, most_sequences=16, most_tokens=128)
+LIMITS = ServerLimits(max_queue=512, max_requests_per_key=512, stall_seconds=5.0, read_seconds=5.0)
+CLIENTS = 24
+PROMPTS = 40
+WAYS = ("whole", "whole", "stream", "stream", "leaves", "leaves", "slow", "refused")
+MIB = 2**20
+
+
+@dataclass(slots=True)
+class Found:
+    """What the clients saw."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+    memory: list[tuple[int, int]] = field(default_factory=list)
+    """(requests answered, resident bytes)."""
+
+
+def hosted() -> HostedModel:
+    """Three layers over bytes."""
+    model = build(replace(shrink("llama-3.1-8b"), vocab=257, max_positions=256))
+    return HostedModel(name="soak", model=model.eval(), tokenizer=Tokenizer.bytes(), end_ids=(256,), created=0)
+
+
+def prompts() -> list[tuple[list[int], int]]:
+    """Token ids, and how many new ones."""
+    chance = random.Random(0)
+    return [
+        ([chance.randrange(256) for _ in range(chance.randrange(1, 100))], chance.randrange(1, 40))
+        for _ in range(PROMPTS)
+    ]
+
+
+def right_answers(model: HostedModel) -> list[list[int]]:
+    """Of the engine alone."""
+    engine = ServingEngine(model.model, ENGINE, end_ids=model.end_ids)
+    asked = [engine.add(ids, RequestOptions(max_new_tokens=most)) for ids, most in prompts()]
+    engine.run(asked)
+    return [one.answers[0].ids for one in asked]
+
+
+async def client(port: int, right: list[list[int]], work: "asyncio.Queue[int]", found: Found) -> None:
+    """Takes requests until there is none left."""
+    load = prompts()
+    while True:
+        try:
+            number = work.get_nowait()
+        except asyncio.QueueEmpty:
+            return
+        chance = random.Random(number)
+        way, place = chance.choice(WAYS), chance.randrange(PROMPTS)
+        ids, most = load[place]
+        asked: dict[str, Any] = {"prompt": ids, "max_tokens": most, "temperature": 0, "return_token_ids": True}
+        asked |= {"stream": way in ("stream", "slow") or (way == "leaves" and chance.random() < 0.5)}
+        asked |= {"temperature": -1} if way == "refused" else {}
+        try:
+            made = await one_request(port, asked, way, chance)
+        except (OSError, asyncio.IncompleteReadError):
+            made = None
+        found.counts[way] += 1
+        if way in ("whole", "stream", "slow"):
+            found.wrong += made != right[place]
+        if way == "refused":
+            found.wrong += made != []
+        if number % 100 == 0:
+            found.memory.append((sum(found.counts.values()), resident_bytes()))
+
+
+async def one_request(port: int, asked: dict[str, Any], way: str, chance: random.Random) -> list[int] | None:
+    """The new tokens; empty for a refusal, None for a client that left."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        body = json.dumps(asked).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        await writer.drain()
+        if way == "leaves":
+            await asyncio.sleep(chance.random() * 0.1)
+            if chance.random() < 0.5:
+                await asyncio.wait_for(reader.read(100), 30)
+            return None
+        content = b""
+        while part := await reader.read(chance.randrange(50, 500) if way == "slow" else 2**16):
+            content += part
+            if way == "slow":
+                await asyncio.sleep(0.002)
+        return tokens_of(content)
+    finally:
+        writer.close()
+
+
+def tokens_of(content: bytes) -> list[int]:
+    """Of a whole answer, or of all events of a stream; none of a refusal."""
+    head, _, rest = content.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        return [] if head.startswith(b"HTTP/1.1 400") else [-1]
+    if b"text/event-stream" not in head:
+        return list(json.loads(rest)["choices"][0]["token_ids"])
+    lines = [line[6:] for line in rest.replace(b"\r", b"").split(b"\n") if line.startswith(b"data: {")]
+    return [token for line in lines for choice in json.loads(line)["choices"] for token in choice["token_ids"]]
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def growth(memory: list[tuple[int, int]]) -> float:
+    """Bytes per request, from the median of the second quarter of all points to that of the last."""
+    memory = sorted(memory)
+    quarter = max(1, len(memory) // 4)
+    early, late = sorted(memory[quarter : 2 * quarter]), sorted(memory[-quarter:])
+    (at, low), (then, high) = (
+        [column[len(column) // 2] for column in map(sorted, zip(*part, strict=True))] for part in (early, late)
+    )
+    return (high - low) / max(1, then - at)
+
+
+def soak(requests: int) -> dict[str, Any]:
+    """Ask so often."""
+    model = hosted()
+    right, found, ready = right_answers(model), Found(), threading.Event()
+    server = HttpServer(
+        "soak", lambda: model, ServerOptions(port=0, limits=LIMITS), ENGINE, on_ready=lambda _: ready.set(),
+        write=lambda _: None,
+    )  # fmt: skip
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    ready.wait()
+    began = time.perf_counter()
+
+    async def ask() -> None:
+        work: asyncio.Queue[int] = asyncio.Queue()
+        for number in range(requests):
+            work.put_nowait(number)
+        port = int(server.address.rpartition(":")[2])
+        await asyncio.gather(*(client(port, right, work, found) for _ in range(CLIENTS)))
+
+    asyncio.run(ask())
+    seconds = time.perf_counter() - began
+    engine = server.service.engine.engine if server.service else None
+    assert engine is not None
+    limit = time.monotonic() + 60
+    while not engine.idle and time.monotonic() < limit:
+        time.sleep(0.01)
+    pool = engine.tables.pool
+    lost = pool.size - pool.free + sum(map(bool, pool.holders))
+    server.stop()
+    thread.join()
+    return {
+        "requests": sum(found.counts.values()), "ways": dict(found.counts), "wrong": found.wrong, "lost_blocks": lost,
+        "bytes_per_request": round(growth(found.memory), 1), "resident_mib": round(found.memory[-1][1] / MIB, 1),
+        "requests_per_second": round(requests / seconds, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Ask, and print."""
+    words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    words.add_argument("--requests", type=int, default=2000)
+    words.add_argument("--json", action="store_true")
+    given = words.parse_args()
+    found = soak(given.requests)
+    print(json.dumps(found) if given.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+
+
+if __name__ == "__main__":
+    main()

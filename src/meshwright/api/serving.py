@@ -1,0 +1,83 @@
+"""A model behind an HTTP address: what `meshwright serve` and `TrainedModel.serve` share."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.serve.serving_engine import EngineOptions
+from meshwright.server.access import check_key
+from meshwright.server.server_options import ServerOptions
+from meshwright.spec.errors import PlanError
+
+if TYPE_CHECKING:
+    from meshwright.server.hosted_model import OpenModel
+    from meshwright.server.http_server import HttpServer
+
+Ready = Callable[["HttpServer"], None]
+"""Called when the first request may come."""
+
+
+def server_of(
+    name: str, opened: "OpenModel", options: ServerOptions, engine: EngineOptions, on_ready: Ready | None = None
+) -> "HttpServer":
+    """A server that has its address. ArgumentError; PlanError where its libraries are not installed."""
+    try:
+        from meshwright.server.http_server import HttpServer
+    except ImportError as error:
+        missing = str(error.name).partition(".")[0]
+        raise PlanError(f"serve needs {missing}, which is not installed: pip install 'meshwright[serve]'") from None
+    for key in options.keys:
+        check_key(key, "keys=")
+    return HttpServer(name, opened, options, engine, on_ready=on_ready)
+
+
+def run(server: "HttpServer") -> None:
+    """Answer until SIGTERM, which is a good end, or Ctrl-C, which is raised again when requests have ended."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        server.run()
+    else:
+        _run_beside_a_loop(server)
+    if server.interrupted:
+        raise KeyboardInterrupt
+
+
+def _run_beside_a_loop(server: "HttpServer") -> None:
+    """In a notebook, whose thread has a loop already."""
+    failures = list[BaseException]()
+
+    def target() -> None:
+        try:
+            server.run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=target, name="meshwright-serve")
+    thread.start()
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        server.stop()
+        thread.join()
+        raise
+    if failures:
+        raise failures[0]
+
+
+def served_name(path: Path) -> str:
+    """Of a folder or file, as requests call it."""
+    path = path.resolve()
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def configuration(server: "HttpServer", engine: EngineOptions) -> dict[str, Any]:
+    """What a server runs with: keys are counted, not shown."""
+    options = server.options
+    return {
+        "keys": len(options.keys),
+        **{name: getattr(engine, name) for name in EngineOptions.__slots__},
+        **{name: getattr(options.limits, name) for name in type(options.limits).__slots__},
+    }

@@ -1,0 +1,56 @@
+"""`meshwright plan MODEL --serve`: what serving a model takes and gives, printed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
+
+
+def print_serving(
+    model: str, cluster: str | None, nodes: int | None, layout: Sequence[str] | None,
+    load: Mapping[str, str | int], training: Mapping[str, object],
+    *, details: bool, top: int | None, json: bool, measure: bool = False,
+) -> None:  # fmt: skip
+    """Plan and print. `load`: options of the load, those not given empty or 0; `training`: options that only a plan of
+    training has, which are refused."""
+    from meshwright.api.serve_planning import plan_serving
+    from meshwright.cli.terminal.output import print_json
+    from meshwright.cli.terminal.screen_text import show
+    from meshwright.cli.terminal.serving_answer import measured_columns, serving_answer
+
+    given = next((name for name, value in training.items() if value), None)
+    if given:
+        raise ArgumentError(f"--{given} is for training, and --serve plans serving: leave one out")
+    asked: dict[str, Any] = {name: value for name, value in load.items() if value}
+    try:
+        answer = plan_serving(model, cluster=cluster, nodes=nodes, tp=_tp(layout), **asked)
+    except DoesNotFit as error:
+        if json and error.document:
+            print_json(error.document)
+        raise
+    found = answer.measure() if measure else None
+    if json:
+        print_json(answer.to_dict() | ({"measured": asdict(found), "errors": found.errors} if found else {}))
+        return
+    show(serving_answer(answer, details=details, top=top))
+    if found:
+        show(measured_columns(found))
+
+
+def refuse_load(load: Mapping[str, str | int]) -> None:
+    """PlanError where a load is given, and serving was not asked for."""
+    given = next((name for name, value in load.items() if value), None)
+    if given:
+        raise PlanError(f"--{given.replace('_', '-')} is for serving: add --serve")
+
+
+def _tp(layout: Sequence[str] | None) -> int:
+    """The one degree that a layout of serving fixes; 0 = none."""
+    words = [word for part in layout or () for word in part.replace(",", " ").split()]
+    if not words:
+        return 0
+    key, _, value = words[0].partition("=")
+    if len(words) > 1 or key != "tp" or not value.isdecimal() or not int(value):
+        raise ArgumentError(f"--layout {' '.join(words)!r}: with --serve a layout is tp=N alone")
+    return int(value)

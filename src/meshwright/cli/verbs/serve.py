@@ -1,0 +1,109 @@
+"""`meshwright serve MODEL`: a model behind an HTTP address."""
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.spec.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from meshwright.server.hosted_model import HostedModel
+    from meshwright.server.http_server import HttpServer
+
+KEY_VARIABLE = "MESHWRIGHT_API_KEY"
+
+
+def serve(
+    model: Annotated[
+        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
+    ],
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0 = any that is free.")] = 8000,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", help=f"Keys, one a line. A single one may come in ${KEY_VARIABLE}."),
+    ] = None,
+    without_key: Annotated[
+        bool, typer.Option("--without-key", help="Listen beyond this machine although there is no key.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", help="What requests call the model.  [default: its folder]")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
+    ] = "last",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="An answer's bits depend on its own request alone. For CPUs.")
+    ] = False,
+    cache_mib: Annotated[int, typer.Option("--cache-mib", help="Most memory of keys and values.")] = 1024,
+    longest: Annotated[int, typer.Option("--longest", help="Most tokens of prompt and answer; 0 = the model's.")] = 0,
+    most_sequences: Annotated[int, typer.Option("--most-sequences", help="Answers that are made at once.")] = 64,
+    max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 2**20,
+    max_prompt_tokens: Annotated[int, typer.Option(help="Of a prompt; 0 = what the model takes.")] = 0,
+    max_answer_tokens: Annotated[int, typer.Option(help="Of a request: prompts x n x max_tokens.")] = 32_768,
+    max_n: Annotated[int, typer.Option(help="Answers to a prompt.")] = 16,
+    max_queue: Annotated[int, typer.Option(help="Prompts that wait; then 429.")] = 256,
+    max_requests_per_key: Annotated[int, typer.Option(help="Of one key at once; then 429.")] = 128,
+    max_request_seconds: Annotated[float, typer.Option(help="From a request's arrival to its last token.")] = 600.0,
+    stall_seconds: Annotated[float, typer.Option(help="A reader that takes nothing for so long is cut off.")] = 30.0,
+    drain_seconds: Annotated[float, typer.Option(help="From SIGTERM on, for the answers that grow.")] = 30.0,
+) -> None:
+    """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""
+    from meshwright.server.access import read_keys
+    from meshwright.server.server_options import ServerLimits, ServerOptions
+
+    keys = (read_keys(api_key_file) if api_key_file else ()) + _key_of_environment()
+    options = ServerOptions(
+        host=host, port=port, keys=tuple(dict.fromkeys(keys)), without_key=without_key,
+        limits=ServerLimits(
+            max_body_bytes=max_body_bytes, max_prompt_tokens=max_prompt_tokens, max_answer_tokens=max_answer_tokens,
+            max_n=max_n, max_queue=max_queue, max_requests_per_key=max_requests_per_key,
+            max_request_seconds=max_request_seconds, stall_seconds=stall_seconds, drain_seconds=drain_seconds,
+        ),
+    )  # fmt: skip
+    _warn_of_readers(api_key_file)
+
+    if not model.exists():
+        raise ArgumentError(f"{model} does not exist: give a run, a Hugging Face directory or a .gguf file")
+    from meshwright.api.serving import configuration, run, served_name, server_of
+    from meshwright.serve.serving_engine import EngineOptions
+
+    engine = EngineOptions(
+        exact=exact, cache_bytes=cache_mib * 2**20, longest=longest, most_sequences=most_sequences,
+        most_tokens=max(512, 2 * most_sequences),
+    )  # fmt: skip
+
+    def ready(server: "HttpServer") -> None:
+        print(
+            f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
+        )
+
+    called = name or served_name(model)
+
+    def opened() -> "HostedModel":
+        from meshwright.api.model_opening import load
+
+        return load(model, dtype, checkpoint=checkpoint).hosted(called)
+
+    server = server_of(called, opened, options, engine, ready)
+    words = " ".join(f"{key}={value}" for key, value in configuration(server, engine).items())
+    print(f"configuration: {words}", flush=True)
+    run(server)
+
+
+def _key_of_environment() -> tuple[str, ...]:
+    from meshwright.server.access import check_key
+
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if key:
+        check_key(key, f"${KEY_VARIABLE}")
+    return (key,) if key else ()
+
+
+def _warn_of_readers(path: Path | None) -> None:
+    if path is not None and path.stat().st_mode & 0o004:
+        print(f"meshwright: {path} can be read by every user of this machine: chmod 600 {path}", file=sys.stderr)

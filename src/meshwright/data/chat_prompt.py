@@ -1,0 +1,26 @@
+"""A conversation as the tokens after which a model answers."""
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
+
+from meshwright.data.chat_template import DEFAULT, ChatTemplate
+from meshwright.data.tokenizer import Tokenizer
+
+
+def template_of(tokenizer: Tokenizer) -> ChatTemplate:
+    """What writes conversations for a tokenizer, as of today: its own template, or the default one."""
+    return ChatTemplate(tokenizer.chat_template or DEFAULT, tokenizer.spelled, date.today())
+
+
+def chat_prompt(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    begun: str = "",
+) -> list[int]:
+    """Token ids. `begun`: what the answer begins with. DataError where the template fails."""
+    text = template.render(messages, tools, prompt=True).text + begun
+    ids: list[int] = tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
+    return ids

@@ -1,0 +1,197 @@
+"""Products of few rows with matrices that do not change: copies of them in the order in which a CPU reads them.
+
+Several matrices that read the same input are one product. Which copy is made:
+
+    plain numbers      (K, N), which MKL multiplies few rows with up to 2.5 times as fast as with (N, K); oneDNN's own
+                       order where torch's BLAS library is slow (compat.blas_is_slow). In fp32 where this CPU has no
+                       units for 16 bits: such matrices would be widened for each product
+    codes, int8 rows   oneDNN's order of 8-bit numbers; for a few rows codes as they are, if there are compiled loops.
+                       Rows have a scale each, and sums are of whole numbers: a row's result depends on no other row
+    other codes        as plain numbers, restored once
+
+None has a gradient. A result is rounded to the dtype of its rows once.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.compat import integers
+from meshwright.kernels.compiled import library
+from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.quantization import absmax_scale, highest
+from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+
+Matrix = Tensor | QuantizedMatrix
+"""(N, K), or codes and scales that stand for it."""
+
+
+class PreparedProduct(Protocol):
+    """x times the transposed matrices, side by side, plus their biases."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows (M, K) -> (M, N of all)."""
+
+
+def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]) -> PreparedProduct | None:
+    """Of matrices (N, K) on a CPU. None where there is nothing better than the plain product."""
+    first = matrices[0]
+    if _device(first).type != "cpu":
+        return None
+    coded = [one for one in matrices if isinstance(one, QuantizedMatrix)]
+    plain = [one for one in matrices if isinstance(one, Tensor)]
+    if plain and coded:
+        return None
+    bias = _joined(biases, [_rows(one) for one in matrices])
+    if plain:
+        return _of_numbers(plain, bias, plain[0].dtype)
+    if all(one.scheme.activations == "int8" for one in coded):
+        return Int8Product(coded, bias) if _share_columns(coded) else None
+    if any(one.scheme.activations == "int8" or not one.keeps_copies for one in coded):
+        return None
+    return _of_numbers([one.dequantized() for one in coded], bias, torch.float32)
+
+
+def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows: Tensor) -> Tensor:
+    """What a prepared product gives, by plain ones: rows (M, K) -> (M, N of all)."""
+    found = []
+    for matrix, bias in zip(matrices, biases, strict=True):
+        if isinstance(matrix, Tensor):
+            wide = F.linear(rows.float(), matrix.float(), None if bias is None else bias.float())
+            found.append(wide.to(rows.dtype))
+        else:
+            found += quantized_linears(rows, [matrix], [bias])
+    return torch.cat(found, dim=-1)
+
+
+def int8_of(weight: Tensor) -> "Int8Product":
+    """A product with a plain matrix (N, K), whose rows are rounded to 8 bits with a scale each."""
+    codes, scales = rounded_rows(weight.float())
+    return Int8Product.of_codes(codes.to(torch.int8), scales[:, 0])
+
+
+def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """rows (M, K) fp32 -> whole numbers within -127 .. 127 (M, K) fp32, and scales (M, 1)."""
+    scales = absmax_scale(rows.abs().amax(1, keepdim=True), 8)
+    return (rows / scales).round_().clamp_(-highest(8), highest(8)), scales
+
+
+def _device(matrix: Matrix) -> torch.device:
+    return matrix.device if isinstance(matrix, Tensor) else matrix.codes.device
+
+
+def _rows(matrix: Matrix) -> int:
+    return len(matrix) if isinstance(matrix, Tensor) else matrix.size_out
+
+
+def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """(N of all,) fp32, zero where there is none; None = there is none at all."""
+    if all(one is None for one in biases):
+        return None
+    each = [torch.zeros(size) if one is None else one.detach().float() for one, size in zip(biases, sizes, strict=True)]
+    return torch.cat(each)
+
+
+def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> PreparedProduct | None:
+    if dtype != torch.float32 and not needs_wide(weights[0]) and integers.has_bf16_units():
+        return None
+    whole = torch.cat([one.detach().float() for one in weights])
+    return OnednnProduct(whole, bias) if compat.blas_is_slow() else TransposedProduct(whole, bias)
+
+
+@final
+class TransposedProduct:
+    """With a matrix as (K, N)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` (N, K) fp32, `bias` (N,)."""
+        self._turned, self._bias = weight.t().contiguous(), bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As PreparedProduct."""
+        wide = rows.float()
+        found = torch.mm(wide, self._turned) if self._bias is None else torch.addmm(self._bias, wide, self._turned)
+        return found.to(rows.dtype)
+
+
+@final
+class OnednnProduct:
+    """With a matrix in oneDNN's own order."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` (N, K) fp32, `bias` (N,)."""
+        self._packed, self._bias = compat.onednn_packed(weight.contiguous()), bias
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As PreparedProduct."""
+        return compat.onednn_product(rows.float().contiguous(), self._packed, self._bias).to(rows.dtype)
+
+
+def _share_columns(matrices: Sequence[QuantizedMatrix]) -> bool:
+    """Whether matrices leave out the same columns, known before, of their rows."""
+    first = matrices[0].columns
+    if any(one.scheme.outliers == "threshold" or one.size_in >= INT8_INPUTS for one in matrices):
+        return False
+    if not integers.has_int8_product():
+        return False
+    if first is None or matrices[0].kept is None:
+        return all(one.columns is None or one.kept is None for one in matrices)
+    return all(one.columns is not None and torch.equal(one.columns, first) for one in matrices)
+
+
+@final
+class Int8Product:
+    """Of 8-bit rows with 8-bit matrices, by oneDNN; columns that are left out are multiplied apart, in fp32."""
+
+    def __init__(self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> None:
+        """`matrices` as `_share_columns`; `bias` (N of all,)."""
+        first = matrices[0]
+        codes = torch.cat([one.codes for one in matrices])
+        self._take(codes, torch.cat([one.scales.float().view(-1) for one in matrices]), bias)
+        if first.columns is not None and first.kept is not None:
+            self._columns: Tensor | None = first.columns.long()
+            self._kept = torch.cat([one.kept.float() for one in matrices if one.kept is not None]).t().contiguous()
+
+    @classmethod
+    def of_codes(cls, codes: Tensor, scales: Tensor) -> "Int8Product":
+        """Of codes (N, K) int8 and scales (N,)."""
+        made = cls.__new__(cls)
+        made._take(codes, scales, None)
+        return made
+
+    def _take(self, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self._packed, self._scales = integers.packed_int8(codes), scales.contiguous()
+        self._zeros = torch.zeros(len(codes), dtype=torch.int64)
+        self._bias, self._columns = bias, None
+        self._rows: tuple[Tensor, Tensor] | None = None  # codes as they are, and their sums, for a few rows
+        fits = codes.shape[1] % library.INT8_INPUTS == 0 and codes.shape[0] % library.INT8_OUTPUTS == 0
+        if fits and (own := library.compiled()) and own.has_int8_linear:
+            self._rows = codes.contiguous(), codes.sum(1, dtype=torch.int32)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As PreparedProduct."""
+        wide = rows.float()
+        left = wide if self._columns is None else wide.index_fill(1, self._columns, 0.0)
+        found = self._multiplied(left)
+        if self._columns is not None:
+            found.addmm_(wide.index_select(1, self._columns), self._kept)
+        if self._bias is not None:
+            found.add_(self._bias)
+        return found.to(rows.dtype)
+
+    def _multiplied(self, rows: Tensor) -> Tensor:
+        """rows (M, K) fp32 -> (M, N); the same bits by either library."""
+        own = library.loops()
+        if own is not None and self._rows is not None and rows.shape[0] <= library.FEW_ROWS:
+            return own.int8_linear(rows, *self._rows, self._scales)
+        if own is None:
+            codes, scales = rounded_rows(rows)
+            codes = codes.add_(128.0).to(torch.uint8)
+        else:
+            codes, scales = own.round_rows(rows)
+        return integers.int8_product(codes, self._packed, self._scales, self._zeros).mul_(scales)

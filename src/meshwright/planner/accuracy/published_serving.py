@@ -1,0 +1,186 @@
+"""Rows of measured deployments as deployments and loads: the conventions of their sources, and what cannot be read.
+
+The rows are those of NVIDIA's AIConfigurator (silicon_sample.csv). Most of them are runs of InferenceX, whose
+configurations say `tp: 8, ep: 8, dp-attn: true` of one set of 8 GPUs; the table multiplies such degrees (64 GPUs) and
+divides the requests in flight by them.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.planner.accuracy.serving_models import served_model
+from meshwright.planner.serving.cached_layers import ServedModel
+from meshwright.planner.serving.closed_loop import Load
+from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.frameworks import FRAMEWORKS, Framework
+from meshwright.planner.serving.number_formats import formats_of
+from meshwright.spec import presets
+from meshwright.spec.errors import MeshwrightError
+
+DEVICES = {
+    "H100-SXM-80": "h100", "H200-SXM": "h200", "B200": "b200", "GB200": "gb200", "B300": "b300", "GB300": "gb300",
+}  # fmt: skip
+TABLE = "serving_measured.csv"
+LARGEST_ENGINE = 8
+"""GPUs of one engine where requests are not split into prompts and decoding: a node. Rows with more are deployments of
+several engines whose split is not given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingRow:
+    """One measured deployment."""
+
+    number: int
+    columns: Mapping[str, str]
+    decode: Deployment
+    """Also reads the prompts where `prefill` is None."""
+    prefill: Deployment | None
+    load: Load
+    """Of an attention rank of one engine that decodes."""
+    workers: tuple[int, int]
+    """Engines that read prompts, and that decode."""
+    first_token_s: float
+    per_token_s: float
+
+    @property
+    def family(self) -> tuple[str, str, str]:
+        """Backend, system, model."""
+        model = self.columns["model_path"].rsplit("/", 1)[-1]
+        return self.columns["backend"], self.columns["system"], model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownRow:
+    """A row that cannot be planned, and why."""
+
+    number: int
+    columns: Mapping[str, str]
+    reason: str
+
+
+class _Unknown(Exception):
+    pass
+
+
+def read_serving(path: Path) -> list[ServingRow | UnknownRow]:
+    """Every row of the table, in its order."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(_rows(csv.DictReader(file)))
+
+
+def _rows(rows: "csv.DictReader[str]") -> Iterator[ServingRow | UnknownRow]:
+    for number, columns in enumerate(rows):
+        try:
+            yield _row(number, columns)
+        except (_Unknown, MeshwrightError) as error:
+            yield UnknownRow(number=number, columns=columns, reason=str(error))
+
+
+def _row(number: int, columns: Mapping[str, str]) -> ServingRow:
+    model = served_model(columns["model_path"])
+    if model is None:
+        raise _Unknown(f"model {columns['model_path'].rsplit('/', 1)[-1]} is not known")
+    if columns["backend"] not in FRAMEWORKS:
+        raise _Unknown(f"backend {columns['backend']} is not known")
+    if columns["system"] not in DEVICES:
+        raise _Unknown(f"system {columns['system']} is not known")
+    framework = _framework(columns)
+    apart = columns["mode"] == "disagg"
+    if apart and not columns["decode_batch_size"]:
+        raise _Unknown("the requests in flight are not given")
+    batch, decode = _deployment(columns, model, framework, "decode_" if apart else "")
+    prefill = _deployment(columns, model, framework, "prefill_")[1] if apart else None
+    if not apart and decode.degrees.gpus > LARGEST_ENGINE:
+        raise _Unknown("more GPUs than one engine has, and their split is not given")
+    load = Load(
+        input_tokens=int(columns["isl"]),
+        output_tokens=int(columns["osl"]),
+        concurrency=batch,
+        spread=SPREAD if (columns["isl"], columns["osl"]) in INFERENCE_X else 0.0,
+    )
+    return ServingRow(
+        number=number, columns=columns, decode=decode, prefill=prefill, load=load,
+        workers=(_number(columns, "prefill_num_workers"), _number(columns, "decode_num_workers")),
+        first_token_s=float(columns["silicon_ttft_ms"]) / 1e3, per_token_s=float(columns["silicon_tpot_ms"]) / 1e3,
+    )  # fmt: skip
+
+
+INFERENCE_X = {("1024", "1024"), ("1024", "8192"), ("8192", "1024")}
+"""(input, output) lengths of its runs."""
+SPREAD = 0.2
+"""InferenceX draws lengths between 0.8 and 1 of those of its title (random_range_ratio)."""
+
+
+def _framework(columns: Mapping[str, str]) -> Framework:
+    """With the options of the runs' launch scripts (InferenceX benchmarks/single_node)."""
+    found = FRAMEWORKS[columns["backend"]]
+    if found.name == "vllm" and "MiniMax" in columns["model_path"]:
+        return found._replace(budget=2 * int(columns["isl"]))
+    lengths = columns["isl"], columns["osl"]
+    if found.name == "trtllm" and lengths not in INFERENCE_X and columns["batch_size"]:
+        return found._replace(budget=int(columns["isl"]) + int(columns["batch_size"]))
+    if found.name == "sglang" and lengths in INFERENCE_X and columns["system"] in ("B200", "B300"):
+        return found._replace(receive_every=30 if float(columns["batch_size"] or 1) >= 16 else 10)
+    return found
+
+
+def _number(columns: Mapping[str, str], name: str) -> int:
+    """A degree; one that is left out, or 0, is 1."""
+    return max(1, int(columns[name] or 1))
+
+
+def _deployment(
+    columns: Mapping[str, str], model: ServedModel, framework: Framework, prefix: str
+) -> tuple[float, Deployment]:
+    """(requests in flight of an attention rank, one engine)."""
+    tp, dp = _number(columns, prefix + "tp_size"), _number(columns, prefix + "attention_dp_size")
+    expert_tp, expert_ep = _number(columns, prefix + "moe_tp_size"), _number(columns, prefix + "moe_ep_size")
+    batch = float(columns[prefix + "batch_size"])
+    degrees = ServingDegrees(tp=tp, attention_dp=dp)
+    if model.shape.moe:
+        in_flight = batch * dp
+        one_set = bool(columns[prefix + "attention_dp_size"])
+        degrees = _degrees(tp, dp, expert_tp, expert_ep, one_set=one_set)
+        batch = in_flight / degrees.attention_dp
+    device = presets.device(DEVICES[columns["system"]])
+    width = 2.0 if columns["precision"] in ("", "bf16") else 1.0
+    return batch, Deployment(
+        model=model, device=device, degrees=degrees, framework=framework,
+        formats=formats_of(columns["gemm_quant_mode"] or "bf16", experts=model.shape.moe is not None),
+        cache_width=width, drafted=_drafted(columns, degrees),
+        per_node=72 if device.name.startswith("GB") else 8,
+    )  # fmt: skip
+
+
+def _degrees(tp: int, dp: int, expert_tp: int, expert_ep: int, *, one_set: bool) -> ServingDegrees:
+    """`one_set`: rows of InferenceX, which alone name attention data parallelism, and whose degrees are of one set of
+    GPUs each."""
+    gpus = tp * dp
+    if one_set and expert_tp == expert_ep > 1 and gpus == expert_tp**2:  # tp: 8, ep: 8 of the same 8 GPUs
+        apart = dp > 1
+        return ServingDegrees(tp=1 if apart else expert_tp, attention_dp=expert_tp if apart else 1, expert_ep=expert_tp)
+    if one_set and tp == dp > 1 and expert_ep == gpus:  # tp: 4, ep: 4, dp-attn: true of the same 4 GPUs
+        return ServingDegrees(tp=1, attention_dp=dp, expert_ep=dp)
+    if expert_tp * expert_ep != gpus:  # experts' degrees are left out
+        return ServingDegrees(tp=tp, attention_dp=dp, expert_tp=gpus)
+    return ServingDegrees(tp=tp, attention_dp=dp, expert_tp=expert_tp, expert_ep=expert_ep)
+
+
+DRAFTING = (("1.2.0rc6.post3", 1), ("1.1.0rc2.post2", 2))
+"""Versions of TensorRT-LLM that InferenceX ran DeepSeek-R1 with multi-token prediction on, and the expert parallel
+degree from which on (configs/nvidia-master.yaml of 2026-02 to 2026-05)."""
+
+
+def _drafted(columns: Mapping[str, str], degrees: ServingDegrees) -> int:
+    """Tokens that are drafted in a step: 3, with attention_dp 1."""
+    if columns["backend"] != "trtllm" or "DeepSeek-R1" not in columns["model_path"]:
+        return 0
+    if any(columns["backend_version"] == version and degrees.expert_ep >= least for version, least in DRAFTING):
+        return 1 if degrees.attention_dp > 1 else 3
+    return 0
+
+
+ACCEPTED = {0: 1.0, 1: 1.7, 3: 2.4}
+"""Drafted tokens -> tokens that a step gives. Published runs print no acceptance."""

@@ -1,0 +1,174 @@
+"""What a benchmark of so many requests in flight measures: requests run through the scheduler's rules, step by step.
+
+The load is a closed loop, as in vLLM's benchmark_serving and its descendants: `concurrency` requests are sent at once,
+and each one that ends is followed by the next. Steps in which nothing begins or ends are taken together.
+"""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from meshwright.planner.serving.step_times import StepTimes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked of an engine."""
+
+    input_tokens: int
+    output_tokens: int
+    concurrency: float
+    """Requests in flight, of one attention rank."""
+    spread: float = 0.0
+    """Lengths lie evenly between 1 - spread and 1 of those above."""
+    waves: int = 10
+    """Requests per place in flight."""
+
+    def lengths(self, number: int) -> tuple[float, float]:
+        """Tokens of prompt and answer of one request: evenly spread, without chance."""
+        first, second = (number * 0.6180339887) % 1.0, (number * 0.7548776662 + 0.5) % 1.0
+        answer = max(2.0, self.output_tokens * (1 - self.spread * second))
+        return self.input_tokens * (1 - self.spread * first), answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What comes out, in seconds: means over requests."""
+
+    first_token_s: float
+    per_token_s: float
+    """Of the tokens after the first."""
+    request_s: float
+    output_tokens_per_s: float
+    """Of one attention rank."""
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: float
+    output: float
+    sent_s: float
+    read: float = 0.0
+    first_s: float = 0.0
+
+
+MOST_REQUESTS = 1500
+
+
+def serve(times: StepTimes, load: Load, room: float = float("inf"), accepted: float = 1.0) -> Served:
+    """Play a load. `room`: positions of all sequences that the cache holds on an attention rank; `accepted`: tokens
+    that a step gives a sequence."""
+    return _Loop(times, load, room, accepted).play()
+
+
+class _Loop:
+    def __init__(self, times: StepTimes, load: Load, room: float, accepted: float) -> None:
+        self.times, self.load, self.room, self.accepted = times, load, room, accepted
+        self.rules = times.of.framework
+        self.now = 0.0
+        self.planned = 0.0
+        """When the step that runs was planned: what came later waits for the next one."""
+        self.steps = 1e9
+        """Of decoding since new requests were looked for."""
+        self.tick = 0.0
+        self.held = 0.0
+        self.positions = 0.0
+        self.waiting: list[_Request] = []
+        self.running: list[tuple[float, int, _Request]] = []
+        places = max(1, round(load.concurrency))
+        self.places = places
+        self.total = max(3 * places, min(load.waves * places, MOST_REQUESTS))
+        self.sent = 0
+        self.done: list[tuple[float, float, float, float, float]] = []
+        """Of each request: when sent, to the first token, per later token, in all, tokens."""
+        for _ in range(places):
+            self._send()
+
+    def _send(self) -> None:
+        if self.sent >= self.total:
+            return
+        load, number = self.load, self.sent
+        prompt, output = load.lengths(number)
+        self.waiting.append(_Request(prompt, output, self.now))
+        self.sent += 1
+
+    def play(self) -> Served:
+        while self.waiting or self.running:
+            begun = self.now
+            if not self._read():
+                self._decode()
+            self.planned = begun if self.rules.ahead else self.now
+        first = sorted(self.done)[: self.places]
+        later = sorted(self.done)[self.places :] or first
+        share = 1 / self.load.waves
+
+        def mean(column: int) -> float:
+            at_first, then = (sum(row[column] for row in rows) / len(rows) for rows in (first, later))
+            return share * at_first + (1 - share) * then
+
+        return Served(
+            first_token_s=mean(1), per_token_s=mean(2), request_s=mean(3),
+            output_tokens_per_s=sum(row[4] for row in self.done) / self.now,
+        )  # fmt: skip
+
+    def _read(self) -> bool:
+        """A step with prompts, where one waits and there is room for it."""
+        if self.running and self.steps < self.rules.receive_every:
+            return False
+        self.steps = 0.0
+        batch = float(len(self.running))
+        budget = self.rules.budget - (batch if self.rules.mixes else 0.0)
+        chunks: list[tuple[_Request, float]] = []
+        for one in self.waiting:
+            if one.sent_s + self.rules.turn_us / 1e6 > max(self.planned, 0.0) and one.sent_s and self.running:
+                break
+            if one.read == 0 and self.held and self.held + one.prompt + one.output > self.room:
+                break
+            take = min(one.prompt - one.read, budget)
+            if take <= 0:
+                break
+            if one.read == 0:
+                self.held += one.prompt + one.output
+            chunks.append((one, take))
+            budget -= take
+        if not chunks:
+            return False
+        beside = batch if self.rules.mixes else 0.0
+        context = self.positions / batch if batch else 0.0
+        self.steps = 1e9
+        self.now += self.times.prefill_s([(take, one.read) for one, take in chunks], beside, context)
+        if self.rules.mixes and self.running:
+            self._advance(1.0)
+        for one, take in chunks:
+            one.read += take
+            if one.read >= one.prompt:
+                self.waiting.remove(one)
+                one.first_s = self.now
+                self.positions += one.prompt
+                heappush(self.running, (self.tick + (one.output - 1) / self.accepted, id(one), one))
+        self._end()
+        return True
+
+    def _decode(self) -> None:
+        batch = float(len(self.running))
+        ticks = 1.0 if self.waiting else max(1.0, self.running[0][0] - self.tick)
+        context = self.positions / batch + ticks * self.accepted / 2
+        self.now += ticks * self.times.decode_s(batch, context)
+        self.steps += ticks
+        self._advance(ticks)
+        self._end()
+
+    def _advance(self, ticks: float) -> None:
+        self.tick += ticks
+        self.positions += ticks * self.accepted * len(self.running)
+
+    def _end(self) -> None:
+        while self.running and self.running[0][0] <= self.tick + 1e-9:
+            _, _, one = heappop(self.running)
+            self.held -= one.prompt + one.output
+            self.positions -= one.prompt + one.output
+            each = (self.now - one.first_s) / (one.output - 1)
+            first = one.first_s - one.sent_s + self.rules.prefill_us / 1e6
+            self.done.append((one.sent_s, first, each, self.now - one.sent_s, one.output))
+            self._send()
+        if not self.running:
+            self.positions = 0.0

@@ -1,0 +1,100 @@
+"""Bytes of a served model on one GPU: weights, activations, what the framework leaves, and room for sequences."""
+
+from dataclasses import dataclass
+from math import floor
+
+from meshwright.planner.memory.rank_memory import DRIVER_BYTES
+from meshwright.planner.serving.cached_layers import sequence_bytes
+from meshwright.planner.serving.deployment import Deployment
+from meshwright.spec.inventory import Parameter, parameters
+
+GRAPHS_BYTES = 1.5e9
+"""CUDA graphs and workspaces of kernels on a GPU (vLLM reports 0.5 to 2 GB as it starts)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingMemory:
+    """Of one GPU."""
+
+    weights_bytes: float
+    activations_bytes: float
+    """Of the largest step."""
+    usable_bytes: float
+    """What the framework takes of the device; infinite where its memory is not known."""
+    sequence_bytes: float
+    """Of the cache, for one sequence of the asked length."""
+    position_bytes: float
+    """Of the cache, for one more token of a sequence."""
+
+    @property
+    def cache_bytes(self) -> float:
+        """Room for keys and values; negative where weights alone are too large."""
+        return self.usable_bytes - self.weights_bytes - self.activations_bytes
+
+    @property
+    def most_sequences(self) -> float:
+        """Whole sequences of the asked length that fit at once, on the ranks that share a cache."""
+        if self.cache_bytes == float("inf"):
+            return float("inf")
+        return float(max(0, floor(self.cache_bytes / self.sequence_bytes)))
+
+
+def serving_memory(of: Deployment, length: float) -> ServingMemory:
+    """`length`: tokens of prompt and answer together."""
+    device, tp = of.device, of.degrees.tp
+    usable = float("inf")
+    if device.memory_bytes:
+        beside = GRAPHS_BYTES + DRIVER_BYTES if device.is_gpu else 0.0
+        usable = device.memory_bytes * of.framework.reserve - beside
+    one = sequence_bytes(of.model, length, of.cache_width, tp)
+    return ServingMemory(
+        weights_bytes=weights_bytes(of),
+        activations_bytes=activations_bytes(of),
+        usable_bytes=usable,
+        sequence_bytes=one,
+        position_bytes=one - sequence_bytes(of.model, length - 1, of.cache_width, tp),
+    )
+
+
+def weights_bytes(of: Deployment) -> float:
+    """On one GPU."""
+    return sum(part.numel / _ranks(of, part) * _width(of, part) for part in parameters(of.model.shape))
+
+
+def _width(of: Deployment, part: Parameter) -> float:
+    """Bytes of an element: matrices of attention and MLPs in their formats, all else in 16 bits, or 32 on a machine
+    that computes in them."""
+    plain = of.formats.other
+    if len(part.shape) < 2 or part.matrices is None:
+        return plain
+    formats = of.formats
+    return {"attention": formats.attention, "mlp": formats.mlp, "expert": formats.experts}[part.group].width
+
+
+def _ranks(of: Deployment, part: Parameter) -> float:
+    """How many GPUs share a parameter."""
+    degrees, shape = of.degrees, of.model.shape
+    if part.group == "expert" or "ep" in part.axes:
+        return degrees.expert_ep * (degrees.expert_tp if "tp" in part.axes else 1)
+    if "tp" not in part.axes:
+        return 1
+    letter = part.dims[part.axes.index("tp")]
+    return min(degrees.tp, shape.kv_heads) if letter == "K" else degrees.tp
+
+
+def activations_bytes(of: Deployment) -> float:
+    """Of a step with as many tokens as the framework allows: the residual stream and its norm, the widest inner layer,
+    and logits of the sequences that end in it, fp32."""
+    shape, tp = of.model.shape, of.degrees.tp
+    moe, tokens = shape.moe, float(of.framework.budget)
+    inner = 2 * shape.ffn / tp if shape.routed_layers < shape.layers else 0.0
+    if moe:
+        routed = of.degrees.attention_dp * moe.top_k / of.degrees.expert_ep
+        inner = max(inner, routed * (2 * moe.ffn / of.degrees.expert_tp + shape.hidden))
+    heads = (shape.heads + 2 * shape.kv_heads) / tp * shape.head_dim
+    each = 2.0 * (3 * shape.hidden + max(1.5 * inner, heads))
+    return tokens * each + 4.0 * LOGITS * shape.vocab / tp
+
+
+LOGITS = 256
+"""Sequences whose logits are held at once."""

@@ -1,0 +1,74 @@
+"""The layers of a model whose matrices an engine has prepared for few rows (kernels/prepared_product.py).
+
+The model's own code runs: at the borders of attention and of MLPs it asks `Border.prepared` first. Layers that read one
+input together are one product. A layer with hooks or an adapter is left as it is; so are stacks of experts.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, final
+
+from torch import Tensor, nn
+
+from meshwright.kernels.compiled import library
+from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.prepared_product import PreparedProduct, int8_of, prepared_product
+from meshwright.model.linear import Linear, is_ours
+from meshwright.model.transformer import Transformer
+
+HeadForm = Literal["model", "int8"]
+"""What the head multiplies with: the model's own matrix, or one rounded to 8 bits, as its rows are."""
+
+
+@final
+class PreparedLayers:
+    """Copies of one model's matrices, each made when its layers are first called. Use under `torch.no_grad`; weights
+    must not change afterwards."""
+
+    def __init__(self, model: Transformer, *, packed: bool, head: HeadForm, loops: Loops | None = None) -> None:
+        """`packed`: whether there are copies; the head in int8 is one of its own. `loops` are used beside them."""
+        self._model, self._loops = model, loops
+        self._packed = packed and model.seams.dense.read is None
+        self._known: dict[nn.Module, tuple[PreparedProduct, list[int]] | None] = {}
+        weight = model.head_weight
+        self._head = int8_of(weight) if head == "int8" else prepared_product([weight], [None]) if packed else None
+
+    def __call__(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+        """As Border.prepared: x (..., in) -> (..., out) of each layer."""
+        first = layers[0]
+        if first not in self._known:
+            self._known[first] = _prepared(layers)
+        known = self._known[first]
+        if known is None:
+            return None
+        product, sizes = known
+        found = product(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return (found,) if len(sizes) == 1 else found.split_with_sizes(sizes, -1)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """While it lasts, the model computes with them."""
+        seams = self._model.seams
+        if self._packed:
+            seams.dense.prepared = seams.shared.prepared = self
+        try:
+            with library.used(self._loops):
+                yield
+        finally:
+            seams.dense.prepared = seams.shared.prepared = None
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Of hidden states (R, D) -> (R, V)."""
+        if self._head is not None:
+            return self._head(states)
+        found: Tensor = self._model.kernels.linear(states, self._model.head_weight)
+        return found
+
+
+def _prepared(layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] | None:
+    """One product for all of them, and the width of each."""
+    ours: list[Linear] = [layer for layer in layers if is_ours(layer) and layer.lora is None]
+    if len(ours) < len(layers):
+        return None
+    product = prepared_product([layer.matrix for layer in ours], [layer.local_bias for layer in ours])
+    return None if product is None else (product, [layer.out_features for layer in ours])

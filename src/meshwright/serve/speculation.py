@@ -1,0 +1,177 @@
+"""Guesses of the next tokens, which the model then computes all at once (speculative decoding, arXiv:2211.17192).
+
+A guess is looked up: the last tokens stood in the text before, and what followed them there may follow again. Or a
+small model makes it (draft_model.py). The model computes all guessed tokens in one step. Behind each row it draws the
+token that it would have drawn without guesses, with the same random number; where that is the guessed one, the next row
+counts, too. So an answer is the same as without guesses, token by token, greedy or sampled. This is rejection sampling:
+what is looked up, d, is accepted with the model's own p(d), and what is drawn in its place has the distribution of what
+is left. A small model draws its guess with the same random number, so that both draw the same where they agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import final
+
+from meshwright.model.transformer import Transformer
+from meshwright.serve.cached_sequence import CachedSequence
+from meshwright.serve.scheduler import StepPlan
+from meshwright.spec.errors import ArgumentError
+
+SHORTEST = 2
+"""Tokens of the shortest run that is looked up."""
+LONGEST_PAUSE = 16
+"""Steps without a guess, at most, for a sequence whose guesses are wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speculation:
+    """How an engine guesses."""
+
+    tokens: int = 8
+    """Most tokens that are guessed at once. A sequence's own number follows what was accepted: twice as many after all
+    were, one more than were accepted else, and none for some steps after all were wrong."""
+    ngram: int = 4
+    """Tokens of the longest run that is looked up in prompt and answer; shorter ones follow, down to 2."""
+    draft: Transformer | None = None
+    """A small model of the same vocabulary that guesses, in place of the look-up."""
+
+    def check(self, model: Transformer, longest: int) -> None:
+        """ArgumentError where it makes no sense for a model and sequences of so many tokens."""
+        if self.tokens < 1 or self.ngram < SHORTEST:
+            raise ArgumentError(
+                f"speculation has tokens={self.tokens} and ngram={self.ngram}: they must be at least 1 and {SHORTEST}"
+            )
+        if self.draft is None:
+            return
+        if self.draft.shape.vocab != model.shape.vocab:
+            raise ArgumentError(
+                f"the draft model has a vocabulary of {self.draft.shape.vocab:,} and the model one of "
+                f"{model.shape.vocab:,}: take a draft model with the same tokenizer"
+            )
+        if self.draft.shape.max_positions < longest:
+            raise ArgumentError(
+                f"the draft model has {self.draft.shape.max_positions:,} positions: give the engine "
+                f"longest={self.draft.shape.max_positions}"
+            )
+
+
+@final
+class NgramIndex:
+    """Where each run of tokens of one text stood last."""
+
+    def __init__(self, longest: int) -> None:
+        """`longest`: tokens of a run."""
+        self._longest, self._known = longest, 0
+        self._behind: dict[tuple[int, ...], int] = {}
+
+    def guess(self, tokens: Sequence[int], count: int) -> list[int]:
+        """What followed the last tokens of a text where they stood before, at most so many."""
+        for end in range(self._known, len(tokens)):  # the run that ends the text is not among them
+            for length in range(SHORTEST, min(self._longest, end) + 1):
+                self._behind[tuple(tokens[end - length : end])] = end
+        self._known = len(tokens)
+        for length in range(min(self._longest, len(tokens)), SHORTEST - 1, -1):
+            place = self._behind.get(tuple(tokens[-length:]))
+            if place is not None:
+                found = list(tokens[place : place + count])
+                while len(found) < count:  # it follows itself
+                    found += found[: count - len(found)]
+                return found
+        return []
+
+
+@dataclass(slots=True)
+class _Record:
+    """Of one sequence."""
+
+    index: NgramIndex
+    length: int
+    """Tokens of the next guess."""
+    pause: int = 0
+    """Steps without a guess after the next wrong one."""
+    waits: int = 0
+    """Steps without a guess from now on."""
+
+
+@dataclass(slots=True)
+class GuessCounts:
+    """Of all sequences so far."""
+
+    guessed: int = 0
+    accepted: int = 0
+    steps: int = 0
+    """Rows of sequences whose next token was computed, each with its guesses."""
+
+
+@final
+class Guesser:
+    """Which tokens sequences guess. A guess stands at the end of `sequence.tokens` while it is computed."""
+
+    def __init__(self, options: Speculation) -> None:
+        self._options = options
+        self._records: dict[CachedSequence, _Record] = {}
+        self.counts = GuessCounts()
+
+    def propose(self, running: Sequence[CachedSequence]) -> None:
+        """Let sequences that decode guess; with a small model, which knows more later, zeros stand for its guesses."""
+        for sequence in running:
+            if len(sequence.tokens) - sequence.computed != 1 or len(sequence.tokens) == sequence.prompt:
+                continue
+            record = self._records.get(sequence)
+            if record is None:
+                record = self._records[sequence] = _Record(NgramIndex(self._options.ngram), self._options.tokens)
+            record.waits = max(0, record.waits - 1)
+            most = min(record.length, sequence.limit - len(sequence.tokens) - 1)
+            if record.waits or most < 1:
+                continue
+            guess = [0] * most if self._options.draft else record.index.guess(sequence.tokens, most)
+            sequence.tokens += guess
+            sequence.guessed = len(guess)
+
+    def trimmed(self, plan: StepPlan) -> dict[CachedSequence, int]:
+        """How many guesses of which sequences the step computes; the others are dropped."""
+        found = {}
+        for sequence, count in plan.chunks.items():
+            if sequence.guessed:
+                sequence.drop_guesses(keep=count - 1)
+                if sequence.guessed:
+                    found[sequence] = sequence.guessed
+        return found
+
+    def learn(self, sequence: CachedSequence, guessed: int, accepted: int) -> None:
+        """So many of a sequence's guesses were right."""
+        record = self._records[sequence]
+        self.counts.guessed += guessed
+        self.counts.accepted += accepted
+        self.counts.steps += 1
+        if accepted == guessed:
+            record.length = min(self._options.tokens, 2 * max(guessed, record.length))
+        else:
+            record.length = accepted + 1
+        record.pause = 0 if accepted else min(LONGEST_PAUSE, 2 * record.pause + 1)
+        record.waits = record.pause + bool(record.pause)
+
+    def forget(self, sequence: CachedSequence) -> None:
+        """It has ended."""
+        self._records.pop(sequence, None)
+
+
+@dataclass(slots=True)
+class Refuted:
+    """Which rows of a step count, as its tokens are drawn one behind the other."""
+
+    guesses: dict[CachedSequence, list[int]]
+    taken: dict[CachedSequence, int] = field(default_factory=dict)
+    _ended: set[CachedSequence] = field(default_factory=set)
+
+    def counts(self, sequence: CachedSequence) -> bool:
+        """Whether the next row of a sequence counts: all guesses before it were right."""
+        return sequence not in self._ended
+
+    def take(self, sequence: CachedSequence, token: int, *, ended: bool) -> None:
+        """What the row gave; `ended`: nothing may follow it."""
+        place = self.taken.get(sequence, 0)
+        self.taken[sequence] = place + 1
+        guess = self.guesses.get(sequence, [])
+        if ended or place >= len(guess) or guess[place] != token:
+            self._ended.add(sequence)

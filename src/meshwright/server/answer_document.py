@@ -1,0 +1,85 @@
+"""Answers as the documents of OpenAI's interface: one whole, or a stream of events."""
+
+import json
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from meshwright.server.answering import Answering, AnswerPart
+from meshwright.server.api_error import ApiError
+from meshwright.server.chat_shape import ChatShape
+from meshwright.server.completion_shape import CompletionShape
+from meshwright.server.engine_thread import EngineTask
+
+DONE = b"data: [DONE]\n\n"
+
+
+class AnswerDocument:
+    """The documents of one HTTP request. All events of a stream have one id."""
+
+    def __init__(
+        self, shape: CompletionShape | ChatShape, model: str, *, include_usage: bool, ids: bool, logprobs: bool
+    ) -> None:
+        """`include_usage`: of a stream; `ids`: with the token ids of prompts and answers."""
+        self.id = f"{shape.prefix_of_id}-{secrets.token_hex(12)}"
+        self._shape, self._include_usage, self._ids, self._logprobs = shape, include_usage, ids, logprobs
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._opened = set[int]()
+
+    def whole(self, answering: Answering) -> dict[str, Any]:
+        """All answers, which have ended."""
+        choices = [self._shape.whole(part, part.ending) | self._tokens(answering, part) for part in answering.parts()]
+        return {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage(answering.tasks)}
+
+    def events(self, answering: Answering) -> Iterator[bytes]:
+        """What is new."""
+        for part in answering.parts():
+            if part.choice not in self._opened:
+                self._opened.add(part.choice)
+                opening = self._shape.opening(part.choice)
+                if opening is not None:
+                    yield self._event([opening])
+            if part.text or part.ending or (part.ids and (self._logprobs or self._ids)):
+                choice = self._shape.piece(part, part.ending or None)
+                if choice is not None:
+                    yield self._event([choice | self._tokens(answering, part)])
+
+    def last_events(self, answering: Answering) -> Iterator[bytes]:
+        """Behind the last answer's end."""
+        if self._include_usage:
+            yield self._event([], usage(answering.tasks))
+        yield DONE
+
+    def _event(self, choices: Sequence[dict[str, Any]], counted: dict[str, Any] | None = None) -> bytes:
+        document = {**self._head, "object": self._shape.piece_object, "choices": choices}
+        return event(document | ({"usage": counted} if self._include_usage else {}))
+
+    def _tokens(self, answering: Answering, part: AnswerPart) -> dict[str, Any]:
+        if not self._ids:
+            return {}
+        tasks = (task for task in answering.tasks for _ in range(task.options.n))
+        prompt = next(task.prompt for choice, task in enumerate(tasks) if choice == part.choice)
+        return {"token_ids": part.ids, "prompt_token_ids": prompt}
+
+
+def usage(tasks: Iterable[EngineTask]) -> dict[str, Any]:
+    """Tokens of prompts, each counted once however many answers it has, and of answers."""
+    tasks = list(tasks)
+    prompt = sum(len(task.prompt) for task in tasks)
+    made = sum(progress.tokens for task in tasks for progress in task.progress)
+    cached = sum(task.request.cached for task in tasks if task.request is not None)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def event(document: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that cannot go on."""
+    return event(error.document)

@@ -1,0 +1,83 @@
+"""The JSON of chat completions, whole and in pieces."""
+
+import secrets
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from meshwright.serve.tool_calls import ToolCall
+from meshwright.server.answering import AnswerPart
+from meshwright.server.completion_shape import Spell
+from meshwright.server.tool_use import ReadSoFar, ToolUse
+
+
+class ChatShape:
+    """What each part of an answer becomes."""
+
+    whole_object = "chat.completion"
+    piece_object = "chat.completion.chunk"
+    prefix_of_id = "chatcmpl"
+
+    def __init__(self, spell: Spell, likeliest: int | None, tools: ToolUse | None = None) -> None:
+        """`likeliest`: tokens whose log-probabilities stand at each place; None = none, not even the token's own.
+        `tools`: that the model was offered."""
+        self._spell, self._likeliest, self._tools = spell, likeliest, tools
+        self._read: defaultdict[int, ReadSoFar] = defaultdict(ReadSoFar)
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        """What comes before the first part of an answer in a stream: who speaks."""
+        return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
+
+    def piece(self, part: AnswerPart, reason: str | None) -> dict[str, Any] | None:
+        """A part in a stream; None where nothing is certain yet."""
+        logprobs, read = self._logprobs(part), self._read[part.choice]
+        first = read.calls
+        text, found = self._certain(part)
+        calls = [{"index": first + place} | _call(one) for place, one in enumerate(found)]
+        if not text and not calls and not reason and logprobs is None:
+            return None
+        delta: dict[str, Any] = {"content": text} if text or not (reason or calls) else {}
+        delta |= {"tool_calls": calls} if calls else {}
+        return self._choice(part.choice, "delta", delta, logprobs, _reason(reason, read.calls))
+
+    def whole(self, part: AnswerPart, reason: str | None) -> dict[str, Any]:
+        """An answer that came whole."""
+        text, found = self._certain(part)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if found else ""), "refusal": None}
+        message |= {"tool_calls": [_call(one) for one in found]} if found else {}
+        return self._choice(part.choice, "message", message, self._logprobs(part), _reason(reason, len(found)))
+
+    def _certain(self, part: AnswerPart) -> tuple[str, Sequence[ToolCall]]:
+        """What a part says, and calls that became whole with it."""
+        if self._tools is None:
+            return part.text, ()
+        return self._read[part.choice].more(self._tools, part.text, ended=bool(part.ending))
+
+    def _choice(
+        self, choice: int, kind: str, said: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+    ) -> dict[str, Any]:
+        return {"index": choice, kind: said, "logprobs": logprobs, "finish_reason": reason}
+
+    def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
+        if self._likeliest is None:
+            return None
+        rows = zip(part.ids, part.logprobs, part.top, strict=True)
+        content = [
+            {**self._token(token, logprob), "top_logprobs": [self._token(*one) for one in top]}
+            for token, logprob, top in rows
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._spell(token)
+        whole = "\ufffd" not in text  # else it is a part of a character, whose bytes the text does not say
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _reason(reason: str | None, calls: int) -> str | None:
+    return "tool_calls" if reason == "stop" and calls else reason

@@ -1,0 +1,64 @@
+"""A connection that ends when its peer does nothing: uvicorn's HTTP/1.1 protocol with a look at it now and then.
+
+uvicorn waits without limit for headers, for what is left of a body that nobody reads, and for a peer that takes nothing
+of what was written. Here a connection is cut off if twice in a row it is seen without a request, or with its writing
+held up all the time between.
+"""
+
+import asyncio
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+WRITE_BUFFER = 32_768
+"""Bytes that wait in this process for a peer before its answer waits, too."""
+
+
+def guarded(idle_s: float, stall_s: float) -> type[H11Protocol]:
+    """The class of connections. `idle_s`: without a request; `stall_s`: with writing held up."""
+
+    class GuardedConnection(H11Protocol):
+        """One connection."""
+
+        _paused = _idle_seen = _stall_seen = False
+        _cycle_seen: RequestResponseCycle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
+            """The peer is there."""
+            super().connection_made(transport)
+            transport.set_write_buffer_limits(high=WRITE_BUFFER)
+            looks = (idle_s, self._look_idle), (stall_s, self._look_stalled)
+            self._watches = [self.loop.call_later(seconds, look) for seconds, look in looks]
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            """The peer is gone."""
+            for watch in self._watches:
+                watch.cancel()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            """The peer takes less than is written."""
+            self._paused = True
+            super().pause_writing()
+
+        def resume_writing(self) -> None:
+            """It has taken most of it."""
+            self._paused = self._stall_seen = False
+            super().resume_writing()
+
+        def _look_idle(self) -> None:
+            idle = self.cycle is None or self.cycle.response_complete
+            if idle and self._idle_seen and self.cycle is self._cycle_seen:
+                self.transport.abort()
+                return
+            self._idle_seen, self._cycle_seen = idle, self.cycle
+            self._watches[0] = self.loop.call_later(idle_s, self._look_idle)
+
+        def _look_stalled(self) -> None:
+            held = self._paused or (self.transport.is_closing() and self.transport.get_write_buffer_size() > 0)
+            if held and self._stall_seen:
+                self.transport.abort()
+                return
+            self._stall_seen = held
+            self._watches[1] = self.loop.call_later(stall_s, self._look_stalled)
+
+    return GuardedConnection

@@ -1,0 +1,1 @@
+"""The chat page that the server shows."""

@@ -1,0 +1,30 @@
+"""The page at `/`: a conversation with the model, in one file, with nothing loaded from anywhere.
+
+Its policy allows exactly this style and this script, by their hashes, and connections to this server alone.
+"""
+
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+
+
+def _own(name: str) -> str:
+    return (files("meshwright.server.page") / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+@cache
+def chat_page() -> str:
+    """The HTML."""
+    page = _own("chat.html")
+    return page.replace("/*STYLE*/", _own("chat.css")).replace("/*SCRIPT*/", _own("chat.js"))
+
+
+CONTENT_SECURITY_POLICY = (
+    f"default-src 'none'; style-src {_hash(_own('chat.css'))}; script-src {_hash(_own('chat.js'))}; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)

@@ -1,0 +1,99 @@
+"""From the fields of a request to tasks for the engine, within its limits."""
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.serving_engine import ServingEngine
+from meshwright.server.access import Tenant
+from meshwright.server.api_error import refused
+from meshwright.server.engine_thread import EngineTask
+from meshwright.server.request_fields import AnswerFields, CompletionFields
+from meshwright.server.server_options import ServerLimits
+from meshwright.spec.errors import MeshwrightError
+
+
+def tasks_of(
+    fields: AnswerFields,
+    prompts: Sequence[list[int]],
+    engine: ServingEngine,
+    limits: ServerLimits,
+    tenant: Tenant,
+    schema: Mapping[str, Any] | None = None,
+) -> tuple[list[EngineTask], asyncio.Event]:
+    """A task for each prompt, and the event of their news. `schema`: that answers keep to, where fields say none.
+    ApiError: beyond a limit, or no sense."""
+    if fields.n > limits.max_n:
+        raise refused(f"n={fields.n} is more than the {limits.max_n} answers of a request", "n")
+    if fields.n > engine.options.most_sequences:
+        raise refused(f"n={fields.n} is more than the {engine.options.most_sequences} answers at once", "n")
+    most = [_answer_tokens(fields, len(ids), engine, limits, len(prompts)) for ids in prompts]
+    if sum(most) * fields.n > limits.max_answer_tokens:
+        raise refused(
+            f"{sum(most) * fields.n:,} new tokens are asked for (prompts x n x max_tokens), and a request may have "
+            f"{limits.max_answer_tokens:,}",
+            "max_tokens",
+        )
+    news = asyncio.Event()
+    scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
+    return [
+        EngineTask(prompt=list(ids), options=_options(fields, tokens, tenant, schema), changed=news, scored=scored)
+        for ids, tokens in zip(prompts, most, strict=True)
+    ], news
+
+
+def _answer_tokens(
+    fields: AnswerFields, prompt: int, engine: ServingEngine, limits: ServerLimits, prompts: int
+) -> int:  # fmt: skip
+    """Most tokens of an answer: those that are asked for, or what there is room for. ApiError where that is too
+    little."""
+    longest = engine.longest
+    if not prompt:
+        raise refused("the prompt is empty: give at least one token", "prompt")
+    if prompt > min(longest, limits.max_prompt_tokens or longest):
+        most = min(longest, limits.max_prompt_tokens or longest)
+        raise refused(
+            f"the prompt has {prompt:,} tokens and may have {most:,}: shorten it", code="context_length_exceeded"
+        )
+    room = longest - prompt + 1
+    if fields.wanted is None:
+        return min(room, limits.max_answer_tokens // (fields.n * prompts))
+    if fields.wanted > room:
+        raise refused(
+            f"max_tokens={fields.wanted:,} and a prompt of {prompt:,} tokens are more than the {longest:,} tokens of "
+            "the context: ask for fewer",
+            "max_tokens", "context_length_exceeded",
+        )  # fmt: skip
+    return fields.wanted
+
+
+def _options(
+    fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None
+) -> RequestOptions:  # fmt: skip
+    """As the engine takes them. A request without a seed gets one of its own."""
+    try:
+        return RequestOptions(
+            max_new_tokens=tokens,
+            temperature=fields.temperature,
+            top_k=max(0, fields.top_k),
+            top_p=fields.top_p,
+            min_p=fields.min_p,
+            repetition_penalty=fields.repetition_penalty,
+            presence_penalty=fields.presence_penalty,
+            frequency_penalty=fields.frequency_penalty,
+            logit_bias=fields.biases,
+            seed=secrets.randbits(62) if fields.seed is None else fields.seed,
+            n=fields.n,
+            stop=fields.stops,
+            stop_ids=tuple(fields.stop_token_ids),
+            ignore_end=fields.ignore_eos,
+            json_schema=fields.schema_wanted if schema is None else schema,
+            regex=fields.regex_wanted,
+            logprobs=fields.likeliest or 0,
+            priority=fields.priority,
+            salt=f"{tenant.salt}\0{fields.cache_salt}",
+        )
+    except MeshwrightError as error:
+        raise refused(str(error)) from None

@@ -1,0 +1,49 @@
+"""One line for each request that was let in: who, what, how much, how long. Never what was said."""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from meshwright.server.engine_thread import EngineTask
+from meshwright.spec.errors import printable
+
+Write = Callable[[str], None]
+LONGEST_USER = 40
+
+
+def to_stderr(line: str) -> None:
+    """A line of the log."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """What is known of a request when it has ended."""
+
+    tenant: str
+    route: str
+    user: str = ""
+    id: str = "-"
+    status: int = 200
+    reason: str = ""
+    """Why it ended early."""
+    tasks: list[EngineTask] = field(default_factory=list)
+    arrived: float = field(default_factory=monotonic)
+
+    @property
+    def line(self) -> str:
+        """Fields as NAME=VALUE, so that programs read them, too."""
+        now = monotonic()
+        words = [time.strftime("%H:%M:%S"), self.route, str(self.status), f"{now - self.arrived:.3f} s", self.tenant]
+        if self.tasks:
+            cached = sum(task.request.cached for task in self.tasks if task.request is not None)
+            made = sum(progress.tokens for task in self.tasks for progress in task.progress)
+            words.append(f"prompt={sum(len(task.prompt) for task in self.tasks)} cached={cached} new={made}")
+        began = [task.began for task in self.tasks if task.began is not None]
+        words += [f"first={min(began) - self.arrived:.3f}s"] if began else []
+        words += [self.id] if self.id != "-" else []
+        words += [f"user={printable(self.user)[:LONGEST_USER]}"] if self.user else []
+        words += [self.reason] if self.reason else []
+        return " ".join(words)

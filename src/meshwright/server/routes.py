@@ -1,0 +1,239 @@
+"""The routes: each reads a body, lets the engine answer, and writes a document."""
+
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from meshwright.data.chat_prompt import template_of
+from meshwright.server.access import Tenant
+from meshwright.server.answer_document import AnswerDocument
+from meshwright.server.answering import Admission, Answering, ClientGone
+from meshwright.server.api_error import ApiError, refused, shutting_down
+from meshwright.server.chat_fields import ChatFields, TokenizeFields
+from meshwright.server.chat_shape import ChatShape
+from meshwright.server.checked_fields import checked_fields
+from meshwright.server.completion_shape import CompletionShape, EchoedPrompt
+from meshwright.server.engine_thread import EngineTask, EngineThread
+from meshwright.server.event_stream import send_events, watched, whole
+from meshwright.server.hosted_model import HostedModel
+from meshwright.server.prompt_reader import PromptReader
+from meshwright.server.prompts import tasks_of
+from meshwright.server.request_body import ClientDisconnect, read_body
+from meshwright.server.request_fields import AnswerFields, CompletionFields, DetokenizeFields
+from meshwright.server.request_log import RequestRecord, Write
+from meshwright.server.server_metrics import ServerMetrics
+from meshwright.server.server_options import ServerLimits
+from meshwright.server.tool_use import tool_use
+from meshwright.spec.errors import printable
+
+CLIENT_GONE = 499
+"""In the log, for a request whose client left."""
+
+
+class Service:
+    """What the routes share: the engine, who is let in, and the log."""
+
+    def __init__(
+        self, engine: EngineThread, admission: Admission, metrics: ServerMetrics, limits: ServerLimits, write: Write
+    ) -> None:
+        self.engine, self.admission, self.metrics, self.limits, self.write = engine, admission, metrics, limits, write
+        self.reader: PromptReader | None = None
+        """Opened with the model; None = it has no tokenizer."""
+
+    @property
+    def health(self) -> str:
+        """`ok`, or why nothing is answered."""
+        if self.admission.closed:
+            return "draining"
+        if self.engine.state != "ready":
+            return self.engine.state
+        return "stuck" if self.engine.stuck(self.limits.step_seconds) else "ok"
+
+    def hosted(self, name: str | None = None) -> HostedModel:
+        """The model, if it has that name. ApiError."""
+        if self.admission.closed:
+            raise shutting_down()
+        hosted = self.engine.hosted
+        if self.engine.state != "ready" or hosted is None:
+            state = "the model is being loaded" if self.engine.state == "loading" else "the engine has failed"
+            raise ApiError(503, f"{state}: ask again later", code="not_ready", retry_seconds=5)
+        if name not in (None, hosted.name):
+            asked = printable(str(name))[:100]
+            raise ApiError(
+                404, f"the model {asked} is not here: take {hosted.name}", code="model_not_found", param="model"
+            )
+        return hosted
+
+    def text_reader(self) -> PromptReader:
+        """ApiError where the model has no tokenizer."""
+        if self.reader is None:
+            raise refused("the model has no tokenizer: give the prompt as token ids", "prompt")
+        return self.reader
+
+
+class Endpoint:
+    """A route that is let in, logged, and answers mistakes in the form of the interface."""
+
+    def __init__(self, service: Service, name: str, answer: "Answer") -> None:
+        """`name`: of the route, in the log."""
+        self._service, self._name, self._answer = service, name, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        service = self._service
+        tenant: Tenant = scope["state"]["tenant"]
+        record = RequestRecord(tenant=tenant.name, route=self._name)
+        call = Call(service, Request(scope, receive), send, tenant, record)
+        try:
+            with service.admission.request_of(tenant):
+                answer = await self._answer(call)
+            if answer is not None:
+                await answer(scope, receive, send)
+        except (ClientGone, ClientDisconnect):
+            record.status, record.reason = CLIENT_GONE, "the client left"
+        except ApiError as error:
+            await self._refuse(error, scope, receive, send, record)
+        except Exception:
+            traceback.print_exc()
+            found = ApiError(500, "the server made a mistake, which its log describes", code="internal_error")
+            await self._refuse(found, scope, receive, send, record)
+        finally:
+            service.write(record.line)
+
+    async def _refuse(
+        self, error: ApiError, scope: Scope, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:  # fmt: skip
+        self._service.metrics.refusals.inc()
+        record.status, record.reason = error.status, error.code
+        await JSONResponse(error.document, error.status, error.headers)(scope, receive, send)
+
+
+class Call:
+    """One request to an endpoint."""
+
+    def __init__(
+        self, service: Service, request: Request, send: Send, tenant: Tenant, record: RequestRecord
+    ) -> None:  # fmt: skip
+        self.service, self.request, self.send, self.tenant, self.record = service, request, send, tenant, record
+
+    async def body(self) -> Any:
+        """ApiError, ClientDisconnect."""
+        return await read_body(self.request, self.service.limits)
+
+
+Answer = Callable[[Call], Awaitable[Response | None]]
+"""Answers one request; None = it has sent the answer itself."""
+
+
+async def completions(call: Call) -> Response | None:
+    """`POST /v1/completions`."""
+    fields = checked_fields(CompletionFields, await call.body())
+    hosted = call.service.hosted(fields.model)
+    given = fields.prompts
+    if len(given) > call.service.limits.max_prompts:
+        raise refused(
+            f"{len(given)} prompts are more than the {call.service.limits.max_prompts} of a request", "prompt"
+        )
+    if fields.stops and hosted.tokenizer is None:
+        raise refused("stop needs a tokenizer, and the model has none: give stop_token_ids", "stop")
+    ids = [one if isinstance(one, list) else await call.service.text_reader().text(one) for one in given]
+    decode = hosted.tokenizer.decode if hosted.tokenizer else lambda _: ""
+
+    def shape(tasks: list[EngineTask]) -> CompletionShape:
+        pairs = zip(given, tasks, strict=True) if fields.echo else ()
+        echoed = [EchoedPrompt(one if isinstance(one, str) else decode(one), task) for one, task in pairs]
+        return CompletionShape(_spell(hosted), fields.likeliest, echoed, fields.n)
+
+    return await _answered(call, fields, hosted, ids, shape)
+
+
+async def chat_completions(call: Call) -> Response | None:
+    """`POST /v1/chat/completions`."""
+    fields = checked_fields(ChatFields, await call.body())
+    hosted = call.service.hosted(fields.model)
+    reader, rows = call.service.text_reader(), [message.row for message in fields.messages]
+    use = tool_use(fields, template_of(hosted.tokenizer)) if hosted.tokenizer else None
+    forced = use.forced if use else None
+    ids = await reader.chat(rows, use.tools if use else None, forced.prefix if forced else "")
+    shape = ChatShape(_spell(hosted), fields.likeliest, use)
+    return await _answered(call, fields, hosted, [ids], lambda _: shape, forced.json_schema if forced else None)
+
+
+async def tokenize(call: Call) -> Response:
+    """`POST /tokenize`: the tokens of a prompt as a completion or a chat would have them."""
+    fields = checked_fields(TokenizeFields, await call.body())
+    call.service.hosted(fields.model)
+    reader = call.service.text_reader()
+    if (fields.prompt is None) == (fields.messages is None):
+        raise refused("give either prompt or messages", "prompt")
+    ids = await (reader.text(fields.prompt) if fields.prompt is not None else _chat_ids(reader, fields))
+    engine = call.service.engine.engine
+    return JSONResponse({"count": len(ids), "max_model_len": engine.longest if engine else 0, "tokens": ids})
+
+
+async def detokenize(call: Call) -> Response:
+    """`POST /detokenize`: the text of tokens."""
+    fields = checked_fields(DetokenizeFields, await call.body())
+    hosted = call.service.hosted(fields.model)
+    if hosted.tokenizer is None:
+        raise refused("the model has no tokenizer", "tokens")
+    outside = next((token for token in fields.tokens if token >= hosted.tokenizer.vocab), None)
+    if outside is not None:
+        raise refused(f"token {outside} is outside the vocabulary of {hosted.tokenizer.vocab}", "tokens")
+    return JSONResponse({"prompt": hosted.tokenizer.decode(fields.tokens)})
+
+
+async def models(call: Call) -> Response:
+    """`GET /v1/models` and `GET /v1/models/NAME`."""
+    name = call.request.path_params.get("name")
+    hosted, engine = call.service.hosted(name), call.service.engine.engine
+    one = {
+        "id": hosted.name, "object": "model", "created": hosted.created, "owned_by": "meshwright",
+        "max_model_len": engine.longest if engine else 0,
+    }  # fmt: skip
+    return JSONResponse(one if name is not None else {"object": "list", "data": [one]})
+
+
+async def _chat_ids(reader: PromptReader, fields: TokenizeFields) -> list[int]:
+    return await reader.chat([message.row for message in fields.messages or ()])
+
+
+def _spell(hosted: HostedModel) -> Callable[[int], str]:
+    tokenizer = hosted.tokenizer
+    return tokenizer.spell if tokenizer else lambda token: f"token_id:{token}"
+
+
+async def _answered(
+    call: Call,
+    fields: AnswerFields,
+    hosted: HostedModel,
+    prompts: list[list[int]],
+    shape: Callable[[list[EngineTask]], CompletionShape | ChatShape],
+    schema: Mapping[str, Any] | None = None,
+) -> Response | None:
+    """Let the engine answer, as a stream or whole. `schema`: that the answer must keep to, beside what fields say."""
+    service, record = call.service, call.record
+    engine = service.engine.engine
+    assert engine is not None
+    tasks, news = tasks_of(fields, prompts, engine, service.limits, call.tenant, schema)
+    usage = fields.stream_options is not None and fields.stream_options.include_usage
+    document = AnswerDocument(
+        shape(tasks), hosted.name, include_usage=usage, ids=fields.return_token_ids,
+        logprobs=fields.likeliest is not None,
+    )  # fmt: skip
+    record.tasks, record.id, record.user = tasks, document.id, fields.user
+    for task in tasks:
+        task.arrived = record.arrived  # the prompt was waited for, too
+    answering = Answering(service.engine, tasks, news, service.limits.max_request_seconds)
+    with service.admission.answering(answering), watched(answering, call.request.receive):
+        if not fields.stream:
+            await whole(answering)
+            return JSONResponse(document.whole(answering))
+        failure = await send_events(answering, document, call.send)
+        if failure is not None:
+            record.status, record.reason = failure.status, failure.code
+    return None

@@ -1,0 +1,122 @@
+"""A load run through the engine: what it holds is what was planned and what a dry run counts; rates of the machine."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.api.serve_planning import engine_times
+from meshwright.api.serving_calibration import QUICK, engine_rates
+from meshwright.api.serving_load import columns, dry
+from meshwright.model import build
+from meshwright.planner.cost.links import links_of
+from meshwright.planner.cost.speeds import speeds_of
+from meshwright.planner.kernels.rate_grid import RateGrid
+from meshwright.planner.machine import clusterfile
+from meshwright.planner.machine.clusterfile_writer import text
+from meshwright.planner.serving.cached_layers import served
+from meshwright.planner.serving.closed_loop import Load
+from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.engine_rates import EngineRates
+from meshwright.planner.serving.frameworks import MESHWRIGHT
+from meshwright.planner.serving.number_formats import formats_of
+from meshwright.planner.serving.step_times import StepTimes
+from meshwright.serve.paged_cache import PagedCache
+from meshwright.spec import Cluster, presets
+from meshwright.spec.errors import PlanError
+
+RATES = EngineRates(
+    step_s=1e-3, sequence_s=1e-5, layer_s=5e-4, token_layer_s=1e-9, cached_bytes_per_s=5e9,
+    products=RateGrid(((1.0, 512.0), (64.0,), (64.0,)), (1e9, 5e10)),
+)  # fmt: skip
+
+
+def times(name: str = "llama-tiny", rates: EngineRates = RATES) -> StepTimes:
+    device = presets.device("local")
+    of = Deployment(
+        model=served(presets.model(name)), device=device, degrees=ServingDegrees(), framework=MESHWRIGHT,
+        formats=formats_of("fp32", experts=True), cache_width=4.0,
+    )  # fmt: skip
+    return engine_times(rates, speeds_of(device), links_of(Cluster(device=device)))(of)
+
+
+def test_bytes_agree_in_all_three_columns() -> None:
+    load = Load(input_tokens=20, output_tokens=13, concurrency=2, waves=2)
+    found = columns(times(), load)
+    assert found.planned_weights_bytes == found.dry_weights_bytes == found.measured_weights_bytes
+    assert found.planned_cache_bytes == found.dry_cache_bytes == found.measured_cache_bytes
+    assert found.errors["memory"] == 0
+    measured = found.measured
+    assert 0 < measured.per_token_s < measured.first_token_s + measured.request_s
+    assert measured.request_s == pytest.approx(measured.first_token_s + 12 * measured.per_token_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny"])
+def test_a_dry_run_holds_what_the_real_model_and_cache_hold(name: str) -> None:
+    model = build(presets.model(name), dtype=torch.float32, device=torch.device("cpu"), initialize=False)
+    cache = PagedCache(model, 7, 16)
+    weights, blocks = dry(model.shape, 7)
+    assert weights == sum(one.nbytes for one in model.parameters())
+    assert blocks == cache.bytes // 9 * 7
+
+
+def test_slower_machines_are_planned_slower() -> None:
+    def seconds(**changed: float) -> float:
+        return times(rates=replace(RATES, **changed)).decode_s(4, 256)
+
+    plain = seconds()
+    assert seconds(step_s=2e-3) == pytest.approx(plain + 1e-3)
+    assert seconds(layer_s=6e-4) == pytest.approx(plain + 6 * 1e-4)
+    assert seconds(sequence_s=2e-5) == pytest.approx(plain + 4 * 1e-5)
+    kept = 4 * 256 * 6 * 2 * 2 * 32 * 4.0
+    assert seconds(cached_bytes_per_s=2.5e9) == pytest.approx(plain + kept / 5e9)
+
+
+def test_the_cluster_file_keeps_the_rates(tmp_path: Path) -> None:
+    source = tmp_path / "here.toml"
+    found = replace(_file(), serving=RATES)
+    source.write_text(text(found), encoding="utf-8")
+    kept = clusterfile.load(source).serving
+    assert kept is not None and replace(kept, products=RATES.products) == RATES
+    assert kept.products.axes == RATES.products.axes and kept.products.values == RATES.products.values
+    assert clusterfile.load(_written(tmp_path, text(_file()))).serving is None
+    with pytest.raises(PlanError, match=r"serving\.products is missing"):
+        clusterfile.load(_written(tmp_path, text(_file()) + "\n[serving]\nstep_s = 1\n"))
+
+
+def _file() -> clusterfile.ClusterFile:
+    device = presets.device("h100")
+    grid = RateGrid(((1.0, 8.0),) * 3, tuple(float(n + 1) * 1e9 for n in range(8)))
+    flat = RateGrid(((1.0, 8.0),), (1e9, 2e9))
+    core = RateGrid(((1.0, 8.0), (32.0,)), (1e9, 2e9))
+    curves = clusterfile.DeviceCurves(products={4.0: grid}, passes=flat, attention=(core, core), update=flat)
+    together = clusterfile.Together(
+        speeds=replace(speeds_of(device), curves=curves), links=links_of(Cluster(device=device))
+    )
+    cpu = replace(presets.device("local"), name="here, 2 cores", memory_bytes=2**33)
+    return clusterfile.ClusterFile(device=cpu, together={1: together})
+
+
+def _written(folder: Path, words: str) -> Path:
+    path = folder / "other.toml"
+    path.write_text(words, encoding="utf-8")
+    return path
+
+
+def test_a_measured_machine_is_planned_and_run(tmp_path: Path) -> None:
+    path = _written(tmp_path, text(replace(_file(), serving=RATES)))
+    answer = mw.plan_serving("llama-tiny", cluster=str(path), input_length=20, output_length=5, concurrency=2)
+    assert answer.best.deployment.framework.name == "meshwright" and answer.quantization == "fp32"
+    assert answer.measure(waves=2).errors["memory"] == 0
+    with pytest.raises(PlanError, match="measure runs"):
+        mw.plan_serving("llama-3.1-8b", cluster="h100x8").measure()
+    with pytest.raises(PlanError, match="framework=meshwright"):
+        mw.plan_serving("llama-tiny", cluster=str(path), framework="vllm", input_length=20, output_length=5)
+
+
+def test_rates_of_this_machine_are_numbers_above_zero() -> None:
+    found = engine_rates(replace(QUICK, steps=2, long=64))
+    assert min(found.step_s, found.sequence_s, found.layer_s, found.cached_bytes_per_s) > 0
+    assert found.token_layer_s >= 0 and min(found.products.values) > 0

@@ -1,0 +1,14 @@
+"""Stores of keys and values for tests."""
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+
+
+def stored(numbers: Tensor, form: CacheForm = "model") -> KeptNumbers:
+    """Of numbers (blocks, block, K, E)."""
+    blocks, size, heads, width = numbers.shape
+    found = KeptNumbers((blocks, size, heads, width), numbers, form)
+    found.write(torch.arange(blocks * size), numbers.flatten(0, 1))
+    return found

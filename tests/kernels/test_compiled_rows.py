@@ -1,0 +1,200 @@
+"""Compiled loops against their twins in torch, and products with prepared matrices against plain ones."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels import norm, prepared_product, rope, swiglu
+from meshwright.kernels.compiled import library
+from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
+from meshwright.kernels.prepared_product import Int8Product, int8_of, rounded_rows
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.spec.quantization_schemes import SCHEMES
+from tests.kernels.stored_numbers import stored
+
+ROWS = (1, 2, 3, 5, 16, 33)
+
+
+@pytest.fixture
+def loops() -> Loops:
+    found = library.compiled()
+    assert found is not None, "the tests need a C compiler"
+    return found
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def drawn(*size: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [1, 48, 100])
+def test_norms(loops: Loops, rows: int, width: int) -> None:
+    x, added, weight = drawn(1, rows, width), drawn(1, rows, width, seed=1), drawn(width, seed=2)
+    with library.used(loops):
+        assert torch.allclose(norm.rms_norm(x, weight, 1e-5), norm.rms_norm_reference(x, weight, 1e-5), atol=1e-5)
+        found, total = norm.add_rms_norm(x, added, weight, 1e-5)
+    right, sums = norm.add_rms_norm_reference(x, added, weight, 1e-5)
+    assert torch.equal(total, sums) and torch.allclose(found, right, atol=1e-5)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rotation_of_parts_of_one_product(loops: Loops, in_place: bool) -> None:
+    both, angles = drawn(1, 5, 6 * 16), drawn(1, 5, 1, 8)
+    q, k = both[..., :64].unflatten(-1, (4, 16)), both[..., 64:].unflatten(-1, (2, 16))
+    right = rope.rotate_pair_reference(q, k, angles.cos(), angles.sin())
+    with library.used(loops):
+        found = rope.rotate_pair(q, k, angles.cos(), angles.sin(), in_place=in_place)
+    assert (found[0].data_ptr() == both.data_ptr()) == in_place
+    for one, other in zip(found, right, strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_swiglu_over_its_whole_range(loops: Loops) -> None:
+    both = torch.cat((torch.linspace(-120, 120, 999).expand(3, -1), drawn(3, 999)), dim=1)
+    gate, up = both.split(999, dim=1)
+    with library.used(loops):
+        found = swiglu.swiglu(gate, up)
+    assert torch.allclose(found, swiglu.swiglu_reference(gate, up), rtol=1e-6, atol=1e-30)
+    assert found.isfinite().all()
+
+
+def test_what_is_no_number_stays_none(loops: Loops) -> None:
+    x = drawn(3, 64)
+    x[1, 5], x[2, 6] = torch.nan, torch.inf
+    _, scales = loops.round_rows(x)
+    assert scales.isfinite()[:, 0].tolist() == [True, False, False]
+    with library.used(loops):
+        for found in (swiglu.swiglu(x, x), norm.rms_norm(x, torch.ones(64), 1e-5), int8_of(drawn(64, 64))(x)):
+            assert found[0].isfinite().all() and not found[1].isfinite().all() and not found[2].isfinite().all()
+
+
+def test_gradients_are_those_of_torch(loops: Loops) -> None:
+    x = drawn(2, 8).requires_grad_()
+    with torch.enable_grad(), library.used(loops):
+        norm.rms_norm(x, torch.ones(8), 1e-5).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "width", "values"), [(6, 2, 64, 64), (4, 1, 128, 128), (3, 3, 24, 16)])
+@pytest.mark.parametrize("window", [0, 5])
+def test_attention_of_rows(loops: Loops, heads: int, key_heads: int, width: int, values: int, window: int) -> None:
+    keys = drawn(9, 4, key_heads, width, seed=1)
+    kept = keys if values == width else drawn(9, 4, key_heads, width, seed=2)
+    call = RowsCall(
+        torch.tensor([8, 3, 1, 5, 0]), torch.tensor([0, 0, 0, 3, 3]), torch.tensor([0, 6, 11, 7, 2]), longest=12
+    )
+    q = drawn(5, heads, width, seed=3)
+    given = {"width": values, "window": window, "scale": 0.3}
+    stores = stored(keys), stored(kept)
+    found = attend_rows(loops, q, *stores, call, **given)
+    assert found.shape == (5, heads, values)
+    assert torch.allclose(found, attend_rows_reference(q, keys, kept, call, **given), atol=1e-5)
+    alone = RowsCall(call.tables, call.offsets[2:3], call.last[2:3], longest=12)
+    assert torch.equal(found[2:3], attend_rows(loops, q[2:3], *stores, alone, **given))
+
+
+def coded(scheme: str, rows: int, columns: int = 128, seed: int = 0) -> QuantizedMatrix:
+    return quantize_matrix("w", drawn(rows, columns, seed=seed), SCHEMES[scheme])
+
+
+@pytest.mark.parametrize("scheme", ["plain", "int8", "int4-sym", "nf4"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("with_loops", [False, True])
+def test_prepared_products(loops: Loops, scheme: str, bias: bool, with_loops: bool) -> None:
+    matrices = [drawn(n, 128, seed=n) if scheme == "plain" else coded(scheme, n, seed=n) for n in (20, 8)]
+    biases = [drawn(20) if bias else None, None]
+    product = prepared_product.prepared_product(matrices, biases)
+    assert product is not None
+    for rows in ROWS:
+        x = drawn(rows, 128, seed=rows)
+        with library.used(loops if with_loops else None):
+            found = product(x)
+        assert torch.allclose(found, prepared_product.reference(matrices, biases, x), rtol=1e-4, atol=1e-3)
+
+
+def test_a_product_in_onednn_order() -> None:
+    weight, bias, x = drawn(20, 128), drawn(20), drawn(5, 128)
+    found = prepared_product.OnednnProduct(weight, bias)(x)
+    assert torch.allclose(found, F.linear(x, weight, bias), atol=1e-4)
+
+
+def test_int8_rows_do_not_depend_on_others_nor_on_the_library(loops: Loops) -> None:
+    matrix, x = coded("int8", 24), drawn(33, 128)
+    product = Int8Product([matrix], None)
+    with library.used(loops):
+        found = product(x)
+        for rows in ROWS:
+            assert torch.equal(product(x[:rows]), found[:rows])
+    assert torch.equal(product(x), found)
+    codes, scales = rounded_rows(x)
+    exact = (codes.double() @ matrix.codes.double().t()).float() * matrix.scales.float().view(-1) * scales
+    assert torch.equal(found, exact)
+
+
+def test_columns_that_are_kept(loops: Loops) -> None:
+    columns = torch.tensor([3, 77], dtype=torch.int32)
+    weight, x = drawn(12, 128), drawn(5, 128)
+    x[:, 3] *= 50
+    matrix = quantize_matrix("w", weight, SCHEMES["llm-int8"], columns, torch.float32)
+    product = prepared_product.prepared_product([matrix], [None])
+    assert isinstance(product, Int8Product)
+    with library.used(loops):
+        found = product(x)
+    assert torch.allclose(found, prepared_product.reference([matrix], [None], x), atol=1e-3)
+    assert (found - F.linear(x, weight)).abs().max() < (int8_of(weight)(x) - F.linear(x, weight)).abs().max()
+
+
+def test_what_is_not_prepared() -> None:
+    mixed = [drawn(8, 128), coded("int8", 8)]
+    assert prepared_product.prepared_product(mixed, [None, None]) is None
+    first, second = (
+        quantize_matrix("w", drawn(8, 128), SCHEMES["llm-int8"], torch.tensor([one], dtype=torch.int32), torch.float32)
+        for one in (1, 2)
+    )
+    assert prepared_product.prepared_product([first, second], [None, None]) is None, "they leave out other columns"
+
+
+def test_a_bf16_model_is_multiplied_in_fp32_where_the_cpu_has_no_units() -> None:
+    weight, x = drawn(8, 128).bfloat16(), drawn(3, 128).bfloat16()
+    product = prepared_product.TransposedProduct(weight.float(), None)
+    assert product(x).dtype == torch.bfloat16
+    assert torch.allclose(product(x).float(), F.linear(x.float(), weight.float()), rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_attention_over_codes(loops: Loops, form: CacheForm) -> None:
+    """As over the numbers that they stand for; which are near those that were kept."""
+    keys, values = drawn(6, 4, 2, 64, seed=1, scale=3.0), drawn(6, 4, 2, 64, seed=2)
+    kept = stored(keys, form), stored(values, form)
+    restored = [one.taken(slice(0, 6)) for one in kept]
+    for one, numbers in zip(restored, (keys, values), strict=True):
+        peak = numbers.abs().amax(-1, keepdim=True)
+        assert ((one - numbers).abs() / peak).max() < (0.5 / 127 + 1e-6 if form == "int8" else 0.04)
+    call = RowsCall(torch.tensor([5, 0, 3]), torch.tensor([0, 1]), torch.tensor([9, 3]), longest=10)
+    q, given = drawn(2, 4, 64, seed=3), {"width": 64, "window": 0, "scale": 0.1}
+    found = attend_rows(loops, q, *kept, call, **given)
+    assert torch.allclose(found, attend_rows_reference(q, *restored, call, **given), atol=1e-5)
+    assert 4 * sum(one.bytes for one in kept) < 1.1 * sum(one.nbytes for one in (keys, values)) * (1 + 4 / 64)
+
+
+def test_codes_are_the_same_by_both_libraries(loops: Loops) -> None:
+    numbers, slots = drawn(7, 2, 24, scale=5.0), torch.tensor([3, 0, 11, 5, 6, 7, 8])
+    numbers[2, 1] = 0
+    by_torch, by_loops = (KeptNumbers((3, 4, 2, 24), numbers, "int8") for _ in range(2))
+    by_torch.write(slots, numbers)
+    by_loops.write(slots, numbers, loops)
+    for one, other in zip(by_torch.tensors, by_loops.tensors, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(by_loops.taken(torch.tensor([2, 0])), by_loops.taken(slice(0, 3))[[2, 0]])

@@ -1,0 +1,147 @@
+"""Memory of served models: by hand from configurations of transformers, and against what the engine really holds."""
+
+import pytest
+import torch
+
+from meshwright.model import build
+from meshwright.planner.serving.cached_layers import (
+    CachedLayers,
+    ServedModel,
+    elements_per_position,
+    sequence_bytes,
+    served,
+)
+from meshwright.planner.serving.deployment import Deployment, ServingDegrees
+from meshwright.planner.serving.frameworks import MESHWRIGHT, VLLM
+from meshwright.planner.serving.number_formats import BF16, formats_of
+from meshwright.planner.serving.serving_memory import serving_memory, weights_bytes
+from meshwright.serve.paged_cache import PagedCache
+from meshwright.spec import presets
+from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.inventory import num_parameters
+from meshwright.spec.shape import ModelShape
+
+
+def deployment(name: str, quantization: str = "bf16", device: str = "h100", **degrees: int) -> Deployment:
+    shape = presets.model(name)
+    return Deployment(
+        model=served(shape), device=presets.device(device), degrees=ServingDegrees(**degrees),
+        formats=formats_of(quantization, experts=shape.moe is not None), framework=VLLM,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "per_token"),
+    [
+        ("llama-3.1-8b", 32 * 2 * 8 * 128 * 2),  # 32 layers, 8 key heads of 128, keys and values, bf16: 128 KiB
+        ("llama-2-7b", 32 * 2 * 32 * 128 * 2),  # as many key heads as heads: 512 KiB
+        ("qwen3-32b", 64 * 2 * 8 * 128 * 2),
+        ("deepseek-v3", 61 * (512 + 64) * 2),  # a latent of 512 and a rotated key of 64: 68.6 KiB
+    ],
+)
+def test_bytes_of_a_token_are_those_of_the_configuration(name: str, per_token: int) -> None:
+    model = served(presets.model(name))
+    assert sequence_bytes(model, 1000, 2.0) == 1000 * per_token
+    assert sequence_bytes(model, 1000, 1.0) == 500 * per_token
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "Qwen3Config", "MistralConfig", "DeepseekV3Config"])
+def test_they_agree_with_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, kind)()
+    latent = getattr(config, "kv_lora_rank", None)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if latent:
+        kept = config.kv_lora_rank + config.qk_rope_head_dim
+        shape = presets.model("deepseek-v3")
+        assert elements_per_position(shape) == kept
+        return
+    shape = ModelShape(
+        vocab=config.vocab_size, layers=config.num_hidden_layers, hidden=config.hidden_size, head_dim=head,
+        heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, ffn=config.intermediate_size,
+        max_positions=4096,
+    )  # fmt: skip
+    assert elements_per_position(shape) == 2 * config.num_key_value_heads * head
+
+
+def test_tensor_parallel_ranks_share_key_heads_and_each_has_at_least_one() -> None:
+    model = served(presets.model("llama-3.1-8b"))
+    whole = sequence_bytes(model, 100, 2.0)
+    assert [sequence_bytes(model, 100, 2.0, tp) for tp in (2, 8, 16)] == [whole / 2, whole / 8, whole / 8]
+    latent = served(presets.model("deepseek-v3"))
+    assert sequence_bytes(latent, 100, 2.0, 8) == sequence_bytes(latent, 100, 2.0)
+
+
+def test_windows_and_states_bound_what_a_long_sequence_takes() -> None:
+    shape = presets.model("llama-3.1-8b")
+    each = 2 * 8 * 128 * 2
+    half = ServedModel(shape, (CachedLayers(16), CachedLayers(16, window=128)))
+    assert sequence_bytes(half, 1000, 2.0) == 16 * each * (1000 + 128)
+    assert sequence_bytes(half, 100, 2.0) == 32 * each * 100
+    states = ServedModel(shape, (CachedLayers(8), CachedLayers(24, state_elements=1000)), state_heads=1)
+    assert sequence_bytes(states, 10, 2.0) == 8 * each * 10 + 24 * 2000
+
+
+def test_weights_are_two_bytes_of_every_parameter_in_bf16() -> None:
+    for name in ("llama-3.1-8b", "deepseek-v3"):
+        assert weights_bytes(deployment(name)) == 2 * num_parameters(presets.model(name))
+
+
+def test_ranks_together_hold_all_weights_and_what_each_needs_twice() -> None:
+    one = weights_bytes(deployment("llama-3.1-8b"))
+    eight = 8 * weights_bytes(deployment("llama-3.1-8b", tp=8))
+    assert one < eight < 1.001 * one  # norms are whole on every rank
+    spread = deployment("deepseek-v3", tp=8, expert_ep=8)
+    cut = deployment("deepseek-v3", tp=8, expert_tp=8)
+    assert weights_bytes(spread) == weights_bytes(cut)
+
+
+def test_formats_leave_embedding_and_head_in_16_bit() -> None:
+    shape = presets.model("llama-3.1-8b")
+    ends = 2 * shape.vocab * shape.hidden
+    whole = num_parameters(shape)
+    found = weights_bytes(deployment("llama-3.1-8b", "fp8"))
+    assert found == pytest.approx(whole - ends + 2 * ends, rel=1e-4)
+    mixture = formats_of("nvfp4", experts=True)
+    assert mixture.attention == BF16 and mixture.experts.width == 0.5625
+    assert formats_of("int8", experts=False).mlp.width == pytest.approx(1.0, rel=0.01)
+    with pytest.raises(PlanError, match="take one of"):
+        formats_of("int1", experts=False)
+
+
+def test_largest_concurrency_is_what_fits_beside_the_weights() -> None:
+    memory = serving_memory(deployment("llama-3.1-8b"), 2048)
+    taken = memory.weights_bytes + memory.activations_bytes
+    assert taken + memory.most_sequences * memory.sequence_bytes <= memory.usable_bytes
+    assert taken + (memory.most_sequences + 1) * memory.sequence_bytes > memory.usable_bytes
+    assert serving_memory(deployment("llama-3.1-405b"), 2048).most_sequences == 0
+
+
+def test_more_ranks_narrower_weights_and_shorter_sequences_hold_more() -> None:
+    def most(length: int = 4096, quantization: str = "bf16", tp: int = 1) -> float:
+        return serving_memory(deployment("qwen3-32b", quantization, tp=tp), length).most_sequences
+
+    assert most() < most(tp=2) < most(tp=4)
+    assert most() < most(quantization="fp8") < most(quantization="int4_wo")
+    assert most(8192) < most(4096) < most(1024)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny"])
+def test_the_engine_holds_what_is_planned(name: str) -> None:
+    shape = presets.model(name)
+    model = build(shape, dtype=torch.float32, device=torch.device("cpu"), initialize=False)
+    cache = PagedCache(model, 20, 16)
+    planned = sequence_bytes(served(shape), (20 + 2) * 16, 4.0)
+    assert cache.bytes == planned
+    of = Deployment(
+        model=served(shape), device=presets.device("local"), degrees=ServingDegrees(), framework=MESHWRIGHT,
+        formats=formats_of("fp32", experts=True), cache_width=4.0,
+    )  # fmt: skip
+    assert weights_bytes(of) == sum(one.nbytes for one in model.parameters())
+
+
+def test_degrees_that_cannot_be_are_refused() -> None:
+    with pytest.raises(IllegalLayout, match="does not divide"):
+        deployment("llama-3.1-8b", tp=5)
+    with pytest.raises(IllegalLayout, match="is not the 8 GPUs"):
+        deployment("deepseek-v3", tp=8, expert_ep=4)

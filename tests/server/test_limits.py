@@ -1,0 +1,348 @@
+"""Bodies, queues, deadlines, clients that leave and clients that do not read."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http.client import HTTPConnection
+from typing import Any
+
+import pytest
+
+from meshwright.serve.serving_engine import EngineOptions
+from meshwright.server.server_options import ServerLimits
+from tests.server.running import KEYS, Running, answers, letters, running, small
+
+LONG = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+SLOW = EngineOptions(exact=True, cache_bytes=2**22, most_sequences=2, most_tokens=64)
+
+
+def until(holds: Callable[[], bool], seconds: float = 120.0) -> None:
+    limit = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < limit, "it never came"
+        time.sleep(0.005)
+
+
+def raw(server: Running, body: dict[str, Any], *, buffer: int = 0) -> socket.socket:
+    """A connection that has sent a request, and has read nothing."""
+    found = socket.socket()
+    if buffer:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    found.connect(("127.0.0.1", server.port))
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Length: {len(data)}"
+    found.sendall(head.encode() + b"\r\n\r\n" + data)
+    return found
+
+
+def free(server: Running) -> bool:
+    pool = server.engine.tables.pool
+    return pool.free == pool.size and server.engine.idle
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks_within_a_step(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as server:
+        steps, own = [0], server.engine.step
+
+        def counted() -> Any:
+            steps[0] += 1
+            time.sleep(0.02)
+            return own()
+
+        monkeypatch.setattr(server.engine, "step", counted)
+        connection = raw(server, {**LONG, "n": 4, "stream": stream})
+        until(lambda: steps[0] > 5)
+        assert not free(server)
+        cancelled_at: list[int] = []
+        engine_cancel = server.engine.cancel
+        monkeypatch.setattr(
+            server.engine, "cancel", lambda request: (cancelled_at.append(steps[0]), engine_cancel(request))[1]
+        )
+        commands = server.server.service.engine.cancel  # type: ignore[union-attr]
+        asked_at: list[int] = []
+        monkeypatch.setattr(
+            server.server.service.engine, "cancel",  # type: ignore[union-attr]
+            lambda task: (asked_at.append(steps[0]), commands(task))[1],
+        )  # fmt: skip
+        connection.close()
+        until(lambda: free(server))
+        assert cancelled_at[0] - asked_at[0] <= 1, "the step that ran is the last one"
+        until(lambda: any("499" in line for line in server.lines))
+        assert 'finished_reason="abort"' in server.ask("/metrics")[2].decode()
+
+
+def test_a_client_that_leaves_while_it_waits() -> None:
+    with running(engine=EngineOptions(cache_bytes=2**22, most_sequences=1, most_tokens=64)) as server:
+        first = raw(server, {**LONG, "stream": True})
+        until(lambda: bool(server.engine.scheduler.running))
+        second = raw(server, LONG)
+        until(lambda: server.engine.scheduler.waiting == 1)
+        second.close()
+        until(lambda: server.engine.scheduler.waiting == 0 and len(server.engine.scheduler.running) == 1)
+        first.close()
+        until(lambda: free(server))
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(engine=SLOW, limits=ServerLimits(max_queue=2, drain_seconds=0.1)) as server:
+        own = server.engine.step
+        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), own())[1])
+        open_ones = [raw(server, LONG) for _ in range(2)]
+        until(lambda: len(server.engine.scheduler.running) == 2)
+        open_ones += [raw(server, LONG) for _ in range(2)]
+        until(lambda: server.engine.scheduler.waiting == 2)
+        status, headers, document = server.ask("/v1/completions", LONG)
+        assert (status, document["error"]["code"], document["error"]["type"]) == (429, "queue_full", "rate_limit_error")
+        assert int(headers["retry-after"]) >= 1
+        metrics = server.ask("/metrics")[2].decode()
+        assert 'num_requests_waiting{model_name="small"} 2.0' in metrics
+        assert 'num_requests_running{model_name="small"} 2.0' in metrics
+        for one in open_ones:
+            one.close()
+        until(lambda: free(server))
+        assert server.ask("/v1/completions", {**LONG, "max_tokens": 2})[0] == 200
+
+
+def test_requests_of_a_key_at_once() -> None:
+    with running(limits=ServerLimits(max_requests_per_key=1, drain_seconds=0.1)) as server:
+        first = raw(server, {**LONG, "stream": True})
+        until(lambda: not server.engine.idle)
+        status, headers, document = server.ask("/v1/completions", LONG)
+        assert (status, document["error"]["code"]) == (429, "too_many_requests") and headers["retry-after"]
+        assert server.ask("/v1/completions", {**LONG, "max_tokens": 2}, key=KEYS[1])[0] == 200, (
+            "another key has its own"
+        )
+        first.close()
+        until(lambda: free(server))
+
+
+def test_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(limits=ServerLimits(max_request_seconds=0.4, drain_seconds=0.1)) as server:
+        own = server.engine.step
+        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), own())[1])
+        status, _, document = server.ask("/v1/completions", LONG)
+        assert (status, document["error"]["code"]) == (504, "deadline_exceeded")
+        content = server.ask("/v1/completions", {**LONG, "stream": True})[2].decode()
+        events = [json.loads(one.removeprefix("data: ")) for one in content.strip().split("\n\n")]
+        assert events[0]["choices"][0]["text"] and events[-1]["error"]["code"] == "deadline_exceeded"
+        until(lambda: free(server))
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "code"),
+    [
+        (b"x" * 3000, {}, 413, "body_too_large"),
+        (b"{}", {"Content-Length": "99999999999999999999999"}, 400, None),
+        (b"{}", {"Content-Encoding": "gzip"}, 415, "unsupported_encoding"),
+        (b"", {}, 400, "invalid_json"),
+        (b"[]", {}, 400, "invalid_json"),
+        (b"\xff\xfe", {}, 400, "invalid_json"),
+        (b'{"prompt": NaN}', {}, 400, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', {}, 400, "invalid_json"),
+        (b"[" * 1500, {}, 400, "invalid_json"),
+        (b'{"prompt":' + b"[" * 900 + b"]" * 900 + b"}", {}, 400, "invalid_json"),
+        (b'{"prompt": "a", "max_tokens": 1e999}', {}, 400, None),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 1500 + b"}", {}, 400, None),
+    ],
+)
+def test_bodies(limited: Running, body: bytes, headers: dict[str, str], status: int, code: str | None) -> None:
+    found, _, document = limited.ask("/v1/completions", body, headers=headers, method="POST")
+    assert found == status
+    assert code is None or document["error"]["code"] == code
+
+
+@pytest.fixture(scope="module")
+def limited() -> Any:
+    limits = ServerLimits(
+        max_body_bytes=2048, max_prompt_tokens=20, max_answer_tokens=64, max_n=4, max_prompts=3, read_seconds=0.4,
+        drain_seconds=0.1, stall_seconds=0.4,
+    )  # fmt: skip
+    with running(limits=limits) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": "x" * 21}, None),
+        ({"max_tokens": 65}, "max_tokens"),
+        ({"max_tokens": 33, "n": 2}, "max_tokens"),
+        ({"max_tokens": 17, "n": 2, "prompt": ["a", "b"]}, "max_tokens"),
+        ({"n": 5}, "n"),
+        ({"prompt": ["a", "b", "c", "d"]}, "prompt"),
+    ],
+)
+def test_limits_of_a_request(limited: Running, change: dict[str, Any], param: str | None) -> None:
+    status, _, document = limited.ask("/v1/completions", {"prompt": "x", "max_tokens": 8, **change})
+    assert (status, document["error"]["param"]) == (400, param)
+
+
+def test_a_chunked_body_is_counted(limited: Running) -> None:
+    connection = HTTPConnection("127.0.0.1", limited.port)
+    connection.request(
+        "POST", "/v1/completions", iter([b"x" * 1000] * 5), {"Authorization": f"Bearer {KEYS[0]}"}, encode_chunked=True
+    )
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_body_that_never_comes(limited: Running) -> None:
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as one:
+        one.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+            "Content-Length: 100\r\n\r\n{".encode()
+        )
+        assert b" 408 " in one.recv(4096)
+        while one.recv(4096):
+            pass  # the server closes it
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+def test_headers_that_never_come(limited: Running, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as one:
+        one.sendall(sent)
+        with contextlib.suppress(ConnectionResetError):
+            assert one.recv(4096) == b""
+
+
+def test_a_flood_of_headers(limited: Running) -> None:
+    with socket.create_connection(("127.0.0.1", limited.port), timeout=10) as one:
+        try:
+            for _ in range(100):
+                one.sendall(b"GET /health HTTP/1.1\r\n" if _ == 0 else b"x-y: " + b"z" * 1000 + b"\r\n")
+            assert b" 400 " in one.recv(4096)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    assert limited.ask("/health")[0] == 200
+
+
+def test_a_reader_that_stops_is_cut_off_and_costs_no_memory() -> None:
+    """Its answer goes on, is bounded, and is given up with the connection."""
+    limits = ServerLimits(stall_seconds=0.5, drain_seconds=0.1)
+    with running(limits=limits) as server:
+        many = {**LONG, "n": 16, "logprobs": 20, "stream": True, "return_token_ids": True, "prompt": "x" * 50}
+        stuck = [raw(server, many, buffer=2048) for _ in range(2)]
+        right = answers(letters().begin("hello"), max_new_tokens=8)[0].text
+        for _ in range(5):
+            found = server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 8, "temperature": 0})[2]
+            assert found["choices"][0]["text"] == right
+        service = server.server.service
+        assert service is not None
+        until(lambda: service.admission.idle, 60)
+        until(lambda: free(server))
+        for one in stuck:
+            one.close()
+
+
+def test_a_slow_reader_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(limits=ServerLimits(stall_seconds=20, drain_seconds=0.1)) as server:
+        body = {**LONG, "n": 4, "logprobs": 5, "stream": True, "temperature": 1.0, "seed": 1}
+        connection, data = raw(server, body, buffer=4096), b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += connection.recv(1 << 14)
+            time.sleep(0.001)
+        connection.close()
+        made = [""] * 4
+        for line in data.decode().splitlines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    made[choice["index"]] += choice["text"]
+        right = answers(
+            letters().begin("x"), max_new_tokens=200, ignore_end=True, n=4, temperature=1.0, seed=1
+        )  # fmt: skip
+        assert made == [one.text for one in right]
+
+
+def test_a_prompt_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile template ends its process, and nobody else's request."""
+    from dataclasses import replace
+
+    template = "{% for a in range(9999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer = letters().with_template(template)
+    with running(hosted=replace(small(), tokenizer=tokenizer), limits=ServerLimits(prompt_seconds=1.0)) as server:
+        status, _, document = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert (status, document["error"]["code"]) == (400, "prompt_too_slow")
+        assert server.ask("/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+
+
+def test_a_template_that_fails_is_named() -> None:
+    from dataclasses import replace
+
+    tokenizer = letters().with_template("{{ raise_exception('no system turns here') }}")
+    with running(hosted=replace(small(), tokenizer=tokenizer)) as server:
+        status, _, document = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
+        assert status == 400 and "no system turns here" in document["error"]["message"]
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    from dataclasses import replace
+
+    with running(hosted=replace(small(), tokenizer=None)) as server:
+        asked = {"prompt": [70, 71, 72], "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+        found = server.ask("/v1/completions", asked)[2]["choices"][0]
+        assert found["token_ids"] == answers([70, 71, 72], max_new_tokens=8)[0].ids and found["text"] == ""
+        for path, body in (
+            ("/v1/completions", {"prompt": "text"}), ("/v1/completions", {**asked, "stop": "a"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+            ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}),
+        ):  # fmt: skip
+            assert server.ask(path, body)[0] == 400
+
+
+def test_tokens_of_a_prompt() -> None:
+    with running() as server:
+        tokens = server.ask("/tokenize", {"prompt": "hello"})[2]
+        assert tokens == {"count": 5, "max_model_len": 256, "tokens": letters().begin("hello")}
+        assert server.ask("/detokenize", {"tokens": tokens["tokens"]})[2] == {"prompt": "hello"}
+        chat = server.ask("/tokenize", {"messages": [{"role": "user", "content": "hello"}]})[2]
+        assert "### user\nhello".replace("\n", "") in server.ask("/detokenize", {"tokens": chat["tokens"]})[2]["prompt"]
+        for body in ({}, {"prompt": "a", "messages": []}, {"prompt": 1}):
+            assert server.ask("/tokenize", body)[0] == 400
+        assert server.ask("/detokenize", {"tokens": [96]})[0] == 400
+
+
+def test_a_log_holds_no_words_of_anybody() -> None:
+    with running() as server:
+        server.ask("/v1/completions", {"prompt": "SECRET", "max_tokens": 4, "user": "ann\n[31m"})
+        server.ask("/v1/completions", {"prompt": "SECRET", "max_tokens": -4})
+        until(lambda: len(server.lines) == 2)
+        joined = "\n".join(server.lines)
+        assert "SECRET" not in joined and KEYS[0] not in joined and len(joined.splitlines()) == 2
+        assert "key1" in joined and "prompt=6 cached=0 new=4" in joined and "400" in joined
+
+
+def test_figures_of_prometheus() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with running() as server:
+        for _ in range(2):
+            assert server.ask("/v1/completions", {"prompt": "m" * 40, "max_tokens": 4, "ignore_eos": True})[0] == 200
+        server.ask("/v1/completions", {"prompt": "m", "n": 0})
+        content = server.ask("/metrics")[2].decode()
+        found = {
+            sample.name.removeprefix("meshwright:"): sample.value
+            for family in text_string_to_metric_families(content)
+            for sample in family.samples
+            if not sample.name.endswith("_bucket")
+        }
+        assert found["prompt_tokens_total"] == 80 and found["generation_tokens_total"] == 8
+        assert found["prefix_cache_hits_total"] == 32 and found["prefix_cache_queries_total"] >= 80
+        assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 2
+        assert found["inter_token_latency_seconds_count"] == 6 and found["request_queue_time_seconds_count"] == 2
+        assert found["num_requests_running"] == found["num_requests_waiting"] == found["kv_cache_usage_perc"] == 0
+        assert found["request_success_total"] == 2 and found["requests_refused_total"] == 1
+        assert found["num_preemptions_total"] == 0
+
+
+def test_threads_and_processes_end_with_the_server() -> None:
+    before = threading.active_count()
+    with running() as server:
+        service = server.server.service
+        assert service is not None and service.reader is not None
+        children = list(service.reader._children)
+        assert len(children) == 1
+    until(lambda: threading.active_count() <= before and all(one.poll() is not None for one in children))

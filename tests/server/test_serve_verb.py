@@ -1,0 +1,166 @@
+"""`meshwright serve` as a process: what it prints, whom it refuses, and how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.main import main
+from tests.cli import toy
+from tests.cli.toy import refused
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serve")
+    assert main(toy.train(toy.write_texts(folder), folder / "run")) == 0
+    return folder / "run"
+
+
+class Started:
+    """A process that serves."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process, self.lines = process, list[str]()
+        while not (self.lines and "answers at" in self.lines[-1]):
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, process.wait()
+            self.lines.append(line)
+        self.port = int(re.findall(r"at http://127\.0\.0\.1:(\d+)", self.lines[-1])[0])
+
+    def ask(self, path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request(
+            "GET" if body is None else "POST", path, body and json.dumps(body),
+            {"Authorization": f"Bearer {key}"} if key else {},
+        )  # fmt: skip
+        answer = connection.getresponse()
+        content = answer.read().decode()
+        connection.close()
+        return answer.status, content if content.startswith("data") else json.loads(content)
+
+
+@contextmanager
+def started(*words: str | Path, **environment: str) -> Iterator[Started]:
+    command = [sys.executable, "-m", "meshwright", "serve", *map(str, words), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    ) as process:
+        try:
+            yield Started(process)
+        finally:
+            process.kill()
+
+
+LONG = {"prompt": "def ", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+
+
+def streamed(server: Started, body: dict[str, Any], found: list[str], begun: threading.Event) -> None:
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=120)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    answer = connection.getresponse()
+    found.append(str(answer.status))
+    for line in answer:
+        if line.strip():
+            found.append(line.decode().strip())
+            begun.set()
+    connection.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["drained", "deadline", "twice"])
+def test_sigterm(run: Path, ends: str) -> None:
+    """Health says no, what grows is finished, or ended with an error event; the exit code is 0."""
+    seconds = "60" if ends == "drained" else "1" if ends == "deadline" else "100"
+    with started(run, "--drain-seconds", seconds, "--max-answer-tokens", "100000") as server:
+        body = {**LONG, "max_tokens": 60, "n": 2} if ends == "drained" else {**LONG, "n": 16}
+        found, begun = list[str](), threading.Event()
+        thread = threading.Thread(target=streamed, args=(server, body, found, begun))
+        assert server.ask("/health") == (200, {"status": "ok"})
+        thread.start()
+        assert begun.wait(120)
+        server.process.send_signal(signal.SIGTERM)
+        if ends == "drained":
+            while (answer := _try(server))[0] == 200:
+                pass
+            assert answer in ((503, {"status": "draining"}), (0, None))
+        if ends == "twice":
+            time.sleep(0.3)
+            server.process.send_signal(signal.SIGTERM)
+        thread.join(120)
+        assert server.process.wait(60) == 0
+    assert found[0] == "200"
+    if ends == "drained":
+        assert found[-1] == "data: [DONE]"
+    else:
+        assert json.loads(found[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+
+
+def _try(server: Started) -> tuple[int, Any]:
+    try:
+        return server.ask("/health")
+    except OSError:
+        return 0, None
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_130_and_a_run_is_served_as_it_is(run: Path) -> None:
+    """The answer is that of `generate`; its key comes from the environment and is on no command line."""
+    right = mw.load(run).generate("def ", max_new_tokens=12, temperature=0.0)
+    with started(run, "--exact", "--name", "toy", MESHWRIGHT_API_KEY="sesame") as server:
+        assert any("keys=1" in line and "exact=True" in line for line in server.lines)
+        assert "sesame" not in "".join(server.lines)
+        assert "sesame" not in Path(f"/proc/{server.process.pid}/cmdline").read_text()
+        assert server.ask("/v1/models")[0] == 401
+        body = {"model": "toy", "prompt": "def ", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        status, found = server.ask("/v1/completions", body, "sesame")
+        assert status == 200 and found["choices"][0]["token_ids"] == list(right.ids)
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 130
+
+
+def test_an_address_that_is_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        assert f"--port {port} of 127.0.0.1 is taken" in refused(capsys, "serve", run, "--port", port)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["nowhere"], "nowhere does not exist"),
+        (["RUN", "--host", "0.0.0.0"], "there is no API key"),
+        (["RUN", "--host", "999.1.1.1", "--without-key"], "--host 999.1.1.1"),
+        (["RUN", "--api-key-file", "none"], "--api-key-file none cannot be read"),
+        (["RUN", "--max-queue", "0"], "--max-queue 0 must be above 0"),
+        (["RUN", "--port", "70000"], "--port 70000"),
+        (["RUN", "--api-key", "x"], "see meshwright serve --help"),
+    ],
+)
+def test_bad_usage(
+    run: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    assert expected in refused(capsys, "serve", *(str(run) if word == "RUN" else word for word in words))
+
+
+def test_a_model_that_cannot_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "neither plan.yaml nor config.json" in refused(capsys, "serve", tmp_path, "--port", "0")
+    (tmp_path / "config.json").write_text("{}")
+    assert refused(capsys, "serve", tmp_path, "--port", "0")
