@@ -15,6 +15,7 @@
     quantizing       quantize      -> QuantizeAnswer
     model_opening    load          -> trained_model.TrainedModel: generate, generate_many, evaluate, serve
     serving          a model behind an HTTP address
+    dialogue         turns with a model, as they are answered; offline_answers: a file of prompts
     answer           what they have in common; documents: as JSON, markup: as HTML
 
 `import meshwright` offers the functions by name, and loads each when it is first used. Printing belongs to `cli`.

@@ -102,6 +102,8 @@ def write_answers(
     """
     from meshwright.api.model_opening import load
     from meshwright.compress.distill_sequences import Answerer, AnswerSearch, questions
+    from meshwright.model.generate import Generation
+    from meshwright.serve.request_options import RequestOptions
 
     how = AnswerSearch(
         beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens, seed=seed
@@ -111,5 +113,21 @@ def write_answers(
         raise ArgumentError(f"{out} is there already: name another file")
     opened = load(teacher, dtype)
     tokenizer, template = opened.chat_template()
-    answerer = Answerer(model=opened.model, tokenizer=tokenizer, template=template, stop_ids=opened.stop_ids)
+    serving = opened.engine()
+
+    def respond(prompts: Sequence[Sequence[int]], how: AnswerSearch, before: int) -> list[Generation]:
+        asked = [
+            serving.add(
+                one,
+                RequestOptions(
+                    max_new_tokens=how.max_new_tokens, temperature=how.temperature, n=how.samples, beams=how.beams,
+                    early_stopping=True, seed=how.seed + before + place * how.samples,
+                ),
+            )
+            for place, one in enumerate(prompts)
+        ]  # fmt: skip
+        serving.run(asked)
+        return [Generation(ids=one.ids, logprobs=one.logprobs) for request in asked for one in request.answers]
+
+    answerer = Answerer(respond=respond, tokenizer=tokenizer, template=template, stop_ids=opened.stop_ids)
     return answerer.write(asked, Path(out), how, limit)

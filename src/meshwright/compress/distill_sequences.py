@@ -4,7 +4,7 @@ on what it said. The teacher's tokens do not matter: this is how a student with 
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,15 +15,11 @@ from meshwright.data import Tokenizer
 from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.rows import Row, json_array, jsonl, parquet, spoken
 from meshwright.data.samples import Continuation, Conversation, Preference, sample
-from meshwright.model import Sampling
-from meshwright.model.beam_search import beam_search
 from meshwright.model.generate import Generation
-from meshwright.model.prompt_batch import generate_many
-from meshwright.model.transformer import Transformer
 from meshwright.spec.errors import DataError
 
-AT_ONCE = 16
-"""Prompts that are answered together."""
+AT_ONCE = 64
+"""Prompts that are given to the teacher together."""
 READERS = {".jsonl": jsonl, ".json": json_array, ".parquet": parquet}
 
 
@@ -78,7 +74,7 @@ class WrittenAnswers:
 class Answerer:
     """A teacher with what it reads and writes by."""
 
-    model: Transformer
+    respond: "Respond"
     tokenizer: Tokenizer
     template: ChatTemplate
     stop_ids: tuple[int, ...]
@@ -127,21 +123,13 @@ class Answerer:
     def _answered(
         self, some: Sequence[Question], how: AnswerSearch, before: int
     ) -> Iterator[tuple[Question, Generation]]:
-        if how.beams > 1:
-            for one in some:
-                yield one, beam_search(
-                    self.model, self.ids(one), beams=how.beams, max_new_tokens=how.max_new_tokens,
-                    stop_ids=self.stop_ids,
-                )  # fmt: skip
-            return
         each = [one for one in some for _ in range(how.samples)]
-        ways = [
-            Sampling(temperature=how.temperature, seed=how.seed + before + number) for number in range(len(each))
-        ]  # fmt: skip
-        found = generate_many(
-            self.model, [self.ids(one) for one in each], ways, max_new_tokens=how.max_new_tokens, stop_ids=self.stop_ids
-        )
-        yield from zip(each, found, strict=True)
+        yield from zip(each, self.respond([self.ids(one) for one in some], how, before), strict=True)
+
+
+Respond = Callable[[Sequence[Sequence[int]], AnswerSearch, int], Sequence[Generation]]
+"""Answers to prompts, `samples` to each, one behind the other. The number is that of the answers before: sampled ones
+have seeds of their own."""
 
 
 def questions(path: Path) -> Iterator[Question]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
 
 from meshwright.spec.errors import ArgumentError
 
@@ -11,6 +11,11 @@ MOST_STOPS, LONGEST_STOP = 16, 256
 """Stop strings of a request, and characters of one: each is searched for behind every token."""
 MOST_LOGPROBS = 20
 SEEDS = 2**63
+NOT_WITH_BEAMS: Final[Mapping[str, Any]] = {
+    "temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {},
+    "stop": (), "logprobs": 0, "json_schema": None, "regex": None,
+}  # fmt: skip
+"""Options that say which token comes next, or where one answer ends; beams compare whole answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,14 @@ class RequestOptions:
     """Of the sampling. What a request gets depends on its own seed alone."""
     n: int = 1
     """Answers to the prompt, which is computed once; answer i is sampled with seed + i."""
+    beams: int = 1
+    """More than one: the answer with the best score that so many beginnings lead to; of `n` the n best. The score is
+    the sum of log-probabilities over the number of tokens to the power of `length_penalty`."""
+    length_penalty: float = 1.0
+    """Above 0 it favours long answers of beams, below 0 short ones."""
+    early_stopping: bool | Literal["never"] = False
+    """Beams end when there are as many whole answers; False: when none is likely to become better; "never": when none
+    can."""
     stop: tuple[str, ...] = ()
     """An answer ends before the first of these strings."""
     stop_ids: tuple[int, ...] = ()
@@ -71,6 +84,13 @@ class RequestOptions:
         self._check("n", self.n >= 1, "at least 1")
         self._check("seed", 0 <= self.seed <= SEEDS - self.n, "between 0 and 2**63 - n")
         self._check("logprobs", 0 <= self.logprobs <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}")
+        self._check("beams", self.beams >= 1, "at least 1")
+        self._check("length_penalty", math.isfinite(self.length_penalty), "a number")
+        self._check("early_stopping", self.early_stopping in (True, False, "never"), "True, False or 'never'")
+        if self.beams > 1:
+            self._check("n", self.n <= self.beams, f"at most beams={self.beams}")
+            for name, plain in NOT_WITH_BEAMS.items():
+                self._check(name, getattr(self, name) == plain, f"{plain!r} beside beams={self.beams}")
         self._check("regex", self.regex is None or self.json_schema is None, "left out beside json_schema")
         self._check("ignore_end", not (self.ignore_end and self.constrained), "False beside json_schema or regex")
         self._check("stop", len(self.stop) <= MOST_STOPS, f"at most {MOST_STOPS} strings")

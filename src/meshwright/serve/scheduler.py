@@ -52,10 +52,17 @@ class Scheduler:
         self._watermark = int(tables.pool.size * WATERMARK)
 
     def add(
-        self, tokens: Sequence[int], limit: int, *, priority: int = 0, salt: bytes | None = b"", copies: int = 1
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        *,
+        priority: int = 0,
+        salt: bytes | None = b"",
+        copies: int = 1,
+        together: bool = False,
     ) -> CachedSequence:
         """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it. ArgumentError
-        where the cache could never hold it."""
+        where the cache could never hold it; with `together` it must hold all copies at once."""
         most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
         if most > size:
             raise ArgumentError(
@@ -63,7 +70,13 @@ class Scheduler:
                 "give the cache more blocks, or ask for fewer tokens"
             )
         if not 1 <= copies <= self.most_sequences:
-            raise ArgumentError(f"n={copies} must lie between 1 and the {self.most_sequences} sequences of a step")
+            name = "beams" if together else "n"
+            raise ArgumentError(f"{name}={copies} must lie between 1 and the {self.most_sequences} sequences of a step")
+        if together and copies * most + self._watermark > size:
+            raise ArgumentError(
+                f"beams={copies} of {limit} tokens take {copies * most} blocks of keys and values and the cache has "
+                f"{size}: give the cache more blocks, or ask for fewer beams or tokens"
+            )
         sequence = CachedSequence(
             number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b""), priority=priority,
             copies=copies, cacheable=salt is not None,
@@ -94,8 +107,11 @@ class Scheduler:
         step, left = StepPlan(), self.most_tokens
         prompts, block, holders = [], self.tables.block, self.tables.pool.holders
         for sequence in self.running.copy():
-            if len(sequence.tokens) - sequence.computed - sequence.guessed > 1:
+            missing = len(sequence.tokens) - sequence.computed - sequence.guessed
+            if missing > 1:
                 prompts.append(sequence)
+            elif not missing:
+                continue  # a beam that waits for the others of its group
             elif sequence.phase is Phase.RUNNING and sequence.computed % block and holders[sequence.table[-1]] == 1:
                 step.chunks[sequence] = 1  # as `_grow`, which is a third of the time of a step
                 left -= 1
@@ -107,9 +123,12 @@ class Scheduler:
                 left -= count
         while left and (waiting := self._next_waiting()) is not None:
             count = self._admit(waiting, left, step)
-            if not count:
+            if count:
+                left -= count
+            elif step.chunks or not self.running:
                 break
-            left -= count
+            else:  # beams that wait for one of their groups hold all there is: the last in order makes way
+                self._preempt(self.running[-1], step)
         for sequence in [one for one in step.chunks if one.guessed]:
             left -= self._grow_guesses(sequence, left, step)
         return step
@@ -135,18 +154,20 @@ class Scheduler:
 
     def fork(self, sequence: CachedSequence) -> list[CachedSequence]:
         """The other sequences that go on from a prompt that is computed."""
-        children = []
-        for place in range(1, sequence.copies):
-            child = CachedSequence(
-                number=sequence.number + place, tokens=list(sequence.tokens), limit=sequence.limit,
-                first=sequence.first, priority=sequence.priority, cacheable=sequence.cacheable, phase=Phase.RUNNING,
-            )  # fmt: skip
-            child.prompt = sequence.prompt
-            self.tables.fork(sequence, child)
-            insort(self.running, child, key=_rank)
-            children.append(child)
+        children = [self.branch(sequence, sequence.number + place) for place in range(1, sequence.copies)]
         sequence.copies = 1
         return children
+
+    def branch(self, sequence: CachedSequence, number: int) -> CachedSequence:
+        """Another sequence that goes on from what a running one has. `number`: one that was kept for its copies."""
+        child = CachedSequence(
+            number=number, tokens=list(sequence.tokens), limit=sequence.limit, first=sequence.first,
+            priority=sequence.priority, cacheable=sequence.cacheable, phase=Phase.RUNNING,
+        )  # fmt: skip
+        child.prompt = sequence.prompt
+        self.tables.fork(sequence, child)
+        insort(self.running, child, key=_rank)
+        return child
 
     def _grow(self, sequence: CachedSequence, count: int, step: StepPlan) -> bool:
         """Room for so many tokens, from those behind it if need be; False where it was preempted itself."""

@@ -34,6 +34,8 @@ class ServedAnswer:
     text: str = ""
     """What is certain: whole characters, and nothing that a stop string may begin with."""
     ending: Ending = ""
+    score: float = 0.0
+    """Of an answer that beams found: its log-probabilities by the length penalty."""
     _held: str = ""
 
     def take(self, token: int, logprob: float, top: list[tuple[int, float]], room: int) -> None:

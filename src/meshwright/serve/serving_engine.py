@@ -11,6 +11,8 @@ from meshwright.kernels.compiled import library
 from meshwright.kernels.kept_numbers import FORMS, CacheForm
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
+from meshwright.serve.beam_groups import BeamGroups
+from meshwright.serve.beam_search import BeamSearch
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
@@ -109,6 +111,7 @@ class ServingEngine:
         self._guesser = Guesser(options.speculation) if options.speculation else None
         self._waiting: dict[CachedSequence, ServedRequest] = {}
         self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
+        self._beams = BeamGroups(self.scheduler, self._forget)
 
     def add(self, prompt: Sequence[int], options: RequestOptions | None = None) -> ServedRequest:
         """A request for answers to prompt tokens. ArgumentError, PlanError where there can be none."""
@@ -134,8 +137,13 @@ class ServingEngine:
                 answer.ending = "length"
             return request
         salt = None if options.salt is None else options.salt.encode()
-        limit = len(prompt) + room
-        sequence = self.scheduler.add(prompt, limit, priority=options.priority, salt=salt, copies=options.n)
+        copies, searched = max(options.n, options.beams), options.beams > 1
+        sequence = self.scheduler.add(
+            prompt, len(prompt) + room, priority=options.priority, salt=salt, copies=copies, together=searched
+        )  # fmt: skip
+        if searched:
+            self._beams.begin(sequence, request, BeamSearch(options, ends, room), room)
+            return request
         self._growing[sequence] = request, request.answers[0]
         request.sequence = sequence
         if options.n > 1:
@@ -148,6 +156,7 @@ class ServingEngine:
             if owner is request:
                 answer.ending = "cancelled"
                 self._end(sequence)
+        self._beams.cancel(request)
         for answer in request.answers:
             answer.ending = answer.ending or "cancelled"
 
@@ -169,13 +178,15 @@ class ServingEngine:
     @property
     def idle(self) -> bool:
         """Whether no answer grows."""
-        return not self._growing
+        return not self._growing and self._beams.idle
 
     @torch.no_grad()
     def step(self) -> list[ServedAnswer]:
-        """Compute one step. Answers that have one more token, or several where guesses were right."""
+        """Compute one step. Answers that have one more token, or several where guesses were right; those of
+        beams, when they are whole."""
         if self._guesser is not None:
-            free = [one for one in self.scheduler.running if self._growing[one][1].row.grammar is None]
+            growing = self._growing
+            free = [one for one in self.scheduler.running if one in growing and growing[one][1].row.grammar is None]
             self._guesser.propose(free)
         plan = self.scheduler.plan()
         guesses = self._guesses(plan)
@@ -184,12 +195,15 @@ class ServingEngine:
             sequence.drop_guesses()
         plain = {one: count for one, count in plan.chunks.items() if one not in guesses}
         self.scheduler.advance(StepPlan(plain))
-        if not owners:
-            return []
+        others, whole = self._beams.take(owners, logits)
+        if not others:
+            return whole
+        if len(others) < len(owners):
+            owners, logits = [owners[place] for place in others], logits[others]
         logits = self._forked(owners, logits)
         grown = [self._growing[sequence] for sequence in owners]
         self._take(owners, grown, logits, Refuted(guesses))
-        return list(dict.fromkeys(answer for _, answer in grown))
+        return [*whole, *dict.fromkeys(answer for _, answer in grown)]
 
     def _guesses(self, plan: StepPlan) -> dict[CachedSequence, list[int]]:
         """What sequences guess in this step."""
@@ -218,7 +232,7 @@ class ServingEngine:
                 continue
             if found.broken[place]:
                 answer.ending = "broken"
-                self.cache.clear(self.tables.withdraw(sequence))
+                self._forget(sequence)
             elif answer.row.grammar is not None and answer.row.grammar.failure:
                 answer.ending = "grammar"
             else:
@@ -316,6 +330,10 @@ class ServingEngine:
                 owners += children
                 rows += [place] * len(children)
         return logits[rows] if len(rows) > len(logits) else logits
+
+    def _forget(self, sequence: CachedSequence) -> None:
+        """Blocks that have keys and values of a sequence whose logits are no numbers."""
+        self.cache.clear(self.tables.withdraw(sequence))
 
     def _end(self, sequence: CachedSequence) -> None:
         self.scheduler.end(sequence)
