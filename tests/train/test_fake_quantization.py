@@ -14,6 +14,7 @@ from meshwright.cli.verbs.export import write_directory
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import build
 from meshwright.model.fake_quantized import put_fake_quantization, straight_through
+from meshwright.model.linear import Linear
 from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
@@ -112,8 +113,12 @@ def test_a_model_in_three_bits_recovers_and_its_codes_are_those_that_were_traine
     put_fake_quantization([trained], WIDE, "int3")
     for name in quantizable(WIDE):
         where = name.removesuffix(".weight")
-        layer, codes = trained.get_submodule(where), recovered.get_submodule(where).quantized
-        assert torch.equal(straight_through(layer.weight, SCHEMES["int3"]), codes.matrix.dequantized()), name
+        layer, coded = trained.get_submodule(where), recovered.get_submodule(where)
+        assert isinstance(layer, Linear) and isinstance(coded, Linear)
+        codes = coded.quantized
+        assert codes is not None and torch.equal(
+            straight_through(layer.weight, SCHEMES["int3"]), codes.matrix.dequantized()
+        ), name
     assert _kl(before, recovered, rows) < 0.5 * _kl(before, rounded, rows)
 
 

@@ -131,7 +131,7 @@ def test_replicas_write_their_own_rows_and_together_the_same(teacher: Path, tmp_
 
 def test_what_cannot_sample_is_refused_at_the_start(teacher: Path, tmp_path: Path) -> None:
     asked = _asked(teacher, tmp_path / "run")
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "layout.tp=2 cuts them: take layout.tp=1": {"layout": Layout(tp=2)},
         "layout.zero=3 cuts them: take layout.zero=0": {"layout": Layout(dp_shard=2, zero=3)},
         "layout.pp=2 cuts them: take layout.pp=1": {"layout": Layout(pp=2)},

@@ -1,6 +1,7 @@
 """What weights that are rounded in every product (recipe.fake_quantize) add to a stage: a rounded copy of each matrix
 is kept from its pass forward to its pass back. Layers that are computed again make theirs again, one at a time."""
 
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 
@@ -21,7 +22,7 @@ def layer_elements(shape: ModelShape) -> int:
 
 
 def with_rounded(
-    cost: MicroBatchCost, shape: ModelShape, recipe: Recipe, policies: list[tuple[str, int]]
+    cost: MicroBatchCost, shape: ModelShape, recipe: Recipe, policies: Sequence[tuple[str, int]]
 ) -> MicroBatchCost:  # fmt: skip
     """A stage; `policies`: how its layers recompute, and how many do so."""
     if recipe.fake_quantize == NO_SCHEME:
