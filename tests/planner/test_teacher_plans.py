@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.planner.search.ranking import search
 from meshwright.planner.search.regions import cells
-from meshwright.planner.step.predict import predict
+from meshwright.planner.step.predict import estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.flop import token_flop
 
@@ -14,7 +15,7 @@ TEACHER, STUDENT = presets.model("llama-10m"), presets.model("llama-tiny")
 SAME = replace(STUDENT, vocab=TEACHER.vocab)
 ALONE = Plan(model=SAME, recipe=Recipe(global_batch=8), layout=Layout(micro_batch=4, compile="off"))
 TAUGHT = replace(ALONE, recipe=Recipe(global_batch=8, objective="distill"), teacher=TEACHER)
-LAYOUTS = {
+LAYOUTS: dict[str, Layout] = {
     "one device": ALONE.layout,
     "tp": replace(ALONE.layout, tp=2),
     "ZeRO-3": replace(ALONE.layout, dp_shard=2, zero=3),
@@ -25,7 +26,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+SLOW = ("a pipeline with ZeRO-3", "a V")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name, one in LAYOUTS.items()],
+)
 def test_weights_are_those_of_the_dry_run_and_the_peak_is_near(layout: Layout) -> None:
     plan = replace(TAUGHT, layout=layout)
     for planned in predict(plan).memory:
@@ -52,6 +59,15 @@ def test_the_search_offers_pipelines_for_which_a_teacher_has_layers() -> None:
     short = replace(TAUGHT, teacher=replace(TEACHER, layers=2))
     assert {cell.pp for cell in cells(TAUGHT, 4, {})} == {cell.pp for cell in cells(ALONE, 4, {})} == {1, 2, 4}
     assert {cell.pp for cell in cells(short, 4, {})} == {1, 2}
+
+
+def test_a_student_that_samples_is_offered_whole_weights_alone() -> None:
+    recipe = replace(TAUGHT.recipe, distillation_on_policy=0.5)
+    cluster = presets.cluster("h100x8")
+    asked = replace(TAUGHT, recipe=recipe, cluster=cluster)
+    found = search(estimator(asked), asked).best
+    assert found and not any(one.plan.violations() for one in found)
+    assert {(one.plan.layout.tp, one.plan.layout.pp, one.plan.layout.zero) for one in found} == {(1, 1, 0)}
 
 
 def test_a_pipeline_waits_for_a_teachers_passes() -> None:

@@ -146,6 +146,7 @@ def run(
     """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the
     encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
     from meshwright.api.foresight import foresee
+    from meshwright.serve.sampled_answers import sampled_answers
     from meshwright.training import loop
 
     set_environment(plan)
@@ -158,6 +159,7 @@ def run(
         pulse=pulse,
         foresee=partial(foresee, anyway=anyway, machines=machines) if dry_run else None,
         machines=machines,
+        sampler=sampled_answers,
     )
     return TrainAnswer(run=chosen.run, summary=summary)
 

@@ -22,8 +22,15 @@ def quantize_matrix(
 ) -> QuantizedMatrix:
     """Of a matrix (N, K) or a stack (X, N, K). `columns` (O,) are not quantized: they stay as they are, in `kept`, and
     are out of the scales. PlanError names a matrix with numbers that are not finite."""
-    *stack, _, inputs = weight.shape
     check_finite(name, weight.detach())
+    return coded(weight, scheme, columns, kept)
+
+
+def coded(
+    weight: Tensor, scheme: Scheme, columns: Tensor | None = None, kept: torch.dtype = torch.bfloat16
+) -> QuantizedMatrix:
+    """The same of numbers that are known to be finite; nothing of it waits for the device."""
+    *stack, _, inputs = weight.shape
     pieces = weight.detach().split(max(1, PIECE // (inputs * prod(stack))), -2)
     some = columns if columns is not None and len(columns) else None
     parts = [_quantized(part, scheme, some, kept) for part in pieces]

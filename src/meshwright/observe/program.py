@@ -22,10 +22,11 @@ from meshwright.parallel import Mesh
 from meshwright.planner.memory.engine_peak import moments
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.held import written_bytes
+from meshwright.spec.held import WIDTHS, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.objective_traits import most_answers
 from meshwright.spec.places import place_of
+from meshwright.spec.sampling_memory import cache_bytes
 from meshwright.spec.schedule import schedule
 from meshwright.store.staging import Staging, copied_bytes
 from meshwright.training.batches import Batch, Share, columns_of, split, to_batch
@@ -95,6 +96,8 @@ class TrainingProgram:
         """Optimizer step `number` (from 1) over the first `count` micro-batches. Where the noise scale is measured, the
         second step does: it keeps one more copy of all gradients."""
         recipe, state = self.plan.recipe, self.state
+        if recipe.distillation_on_policy:
+            self._sample(number)
         self.told(f"step {number}")
         train_step(
             state.engine, state.optimizer, self.batches[:count], rate=learning_rate(recipe, number),
@@ -102,6 +105,14 @@ class TrainingProgram:
             measure_noise=bool(recipe.noise_scale_every) and number == 2,
             before_update=lambda: self.told(f"update {number}"), objective=self.objective,
         )  # fmt: skip
+
+    def _sample(self, number: int) -> None:
+        """The cache of a student that writes answers, for as long as it does. Which tokens come is not known here, so
+        that nothing is computed with it."""
+        self.told(f"sample {number}")
+        layout, width = self.plan.layout, WIDTHS[self.plan.recipe.precision].parameter
+        size = cache_bytes(self.plan.model, self.plan.recipe, layout, width)
+        torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def copy(self) -> None:
         """The first checkpoint, where a thread writes it: what this rank writes, in memory kept from then on."""

@@ -44,6 +44,7 @@ def distillation_violations(
         )
         return
     yield from _kept(recipe, mixed=mixed)
+    yield from _on_policy(recipe, student, teacher, layout)
     yield from _vocabularies(student, teacher, layout, drawn=drawn)
     if recipe.noise_scale_every:
         yield (
@@ -72,6 +73,44 @@ def _kept(recipe: Recipe, *, mixed: bool) -> Iterator[str]:
         yield (
             f"recipe.distillation_top_k={top} is kept for the rows of one text, and data.mixture has several: take "
             "recipe.distillation_top_k=0, or put them into one file, as data.path"
+        )
+
+
+SAMPLES_UNDER: dict[str, object] = {"zero": 0, "tp": 1, "cp": 1, "pp": 1, "ep": 1, "offload": "off"}
+"""What a layout must have for each rank to hold all weights whole, and to sample by itself."""
+
+
+def _on_policy(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: Layout) -> Iterator[str]:
+    """Of answers that the student writes."""
+    share = recipe.distillation_on_policy
+    if not share:
+        if recipe.distillation_sampling != _FIRST.distillation_sampling:
+            yield (
+                f"recipe.distillation_sampling={recipe.distillation_sampling:g} is of answers that the student writes, "
+                "and recipe.distillation_on_policy=0 has none: leave it out, or take recipe.distillation_on_policy=0.5"
+            )
+        return
+    said = f"recipe.distillation_on_policy={share:g}"
+    for key, legal in SAMPLES_UNDER.items():
+        if layout.world > 1 and (found := getattr(layout, key)) != legal and not (key == "zero" and layout.dp == 1):
+            yield (
+                f"{said} has every rank sample with whole weights, and layout.{key}={found} cuts them: take "
+                f"layout.{key}={legal}"
+            )
+    if recipe.distillation_top_k:
+        yield (
+            f"{said} writes new answers, and recipe.distillation_top_k={recipe.distillation_top_k} asks the teacher "
+            "before there are any: take recipe.distillation_top_k=0"
+        )
+    if recipe.distillation_hard:
+        yield (
+            f"{said} would train on the student's own words as if they were text, by recipe.distillation_hard="
+            f"{recipe.distillation_hard:g}: take recipe.distillation_hard=0"
+        )
+    if student.vocab > teacher.vocab:
+        yield (
+            f"{said} may write tokens that teacher.vocab={teacher.vocab} lacks, since model.vocab={student.vocab}: "
+            f"take a student with model.vocab={teacher.vocab}"
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 
 from meshwright.spec.capturing_rules import capturing_refusals
+from meshwright.spec.fake_quantization_rules import fake_quantization_refusals
 from meshwright.spec.frozen_code_rules import frozen_code_refusals
 from meshwright.spec.inventory import parameters, tp_holders
 from meshwright.spec.layout import Layout
@@ -25,6 +26,7 @@ def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list
         *_data(layout),
         *_recomputation(layout),
         *frozen_code_refusals(shape, recipe, layout),
+        *fake_quantization_refusals(shape, recipe, layout),
         *capturing_refusals(shape, recipe, layout),
         *_randomness(shape, recipe, layout),
         *_masters(recipe),

@@ -8,6 +8,9 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.objective_traits import CROSS_ENTROPY, TRAITS, ObjectiveName, ObjectiveTraits
 from meshwright.spec.optimizer_states import StateStorage
 
+NO_SCHEME = "none"
+"""recipe.fake_quantize where no weight is rounded."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStage:
@@ -114,6 +117,14 @@ class Recipe:
     distillation_top_k: int = 0
     """distill: 0 = the teacher runs beside the student; else it runs once before, and of each token so many of its
     likeliest successors are kept on disk, and the probability of all others together."""
+    distillation_on_policy: float = 0.0
+    """distill: share of steps whose answers the student writes itself, for the teacher to score (GKD's lambda)."""
+    distillation_sampling: float = 1.0
+    """distill: temperature at which it writes them; 0 = always the likeliest token."""
+
+    fake_quantize: str = NO_SCHEME
+    """Round weights in every product as a scheme of `quantize` does, as int4-rtn, and train them for it; codes that are
+    written afterwards are those of training."""
 
     noise_scale_every: int = 0
     """Measure the gradient noise scale every so many steps (McCandlish et al. 2018); 0 = never."""
@@ -270,4 +281,8 @@ def distillation_problem(recipe: Recipe) -> str:
         )
     if not 0 <= recipe.distillation_top_k < 2**15:
         return f"recipe.distillation_top_k={recipe.distillation_top_k} must be 0 (online) or more, and below 2**15"
+    if not 0 <= recipe.distillation_on_policy <= 1:
+        return f"recipe.distillation_on_policy={recipe.distillation_on_policy} is a share of steps: take 0 to 1"
+    if not 0 <= recipe.distillation_sampling < math.inf:
+        return f"recipe.distillation_sampling={recipe.distillation_sampling} must be a finite number of 0 or more"
     return ""

@@ -14,6 +14,7 @@ from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.run_reading import announced
+from meshwright.model.fake_quantized import put_fake_quantization
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
@@ -23,6 +24,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
 from meshwright.spec.held import shards_are_masters
 from meshwright.spec.plan import RANDOM
+from meshwright.spec.recipe import NO_SCHEME
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
 from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder
@@ -32,6 +34,7 @@ from meshwright.training.disk import check_space
 from meshwright.training.fits import check_fits
 from meshwright.training.interrupt import Interrupt
 from meshwright.training.objectives import Task
+from meshwright.training.on_policy import AnswerSampler, on_policy
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.reference import Reference, holds_weights_only
@@ -55,13 +58,14 @@ def run(
     pulse: Heartbeat | None = None,
     foresee: Callable[[Plan, torch.device], Foreseen] | None = None,
     machines: int = 1,
+    sampler: AnswerSampler | None = None,
 ) -> Summary:
     """Train a plan in its run folder; `resume` is no, auto (the newest checkpoint, if any) or a checkpoint's path.
 
     A run folder `DIR/auto` is chosen here (store/default_folders.py): watchers are told which. `progress` is told of
     the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
     `foresee` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
-    Ranks are spread evenly over `machines`.
+    Ranks are spread evenly over `machines`. `sampler` makes the answers of recipe.distillation_on_policy.
     Ctrl-C and SIGTERM save and end cleanly.
     """
     plan.check()
@@ -125,10 +129,12 @@ def run(
             foreseen = _also_said(foreseen, ("reference", reference.said))
         task = reference.task()
         if recipe.traits.teacher:
-            task = Task(objective=distillation(plan, mesh, target), of_rows=kept.of_rows if kept else None)
+            writes = on_policy(plan, corpus, folder, share, sampler)
+            objective = distillation(plan, mesh, target)
+            task = Task(objective=objective, of_rows=kept.of_rows if kept else None, on_policy=writes)
             said = kept.said if kept else "beside the student, in every step"
             foreseen = _also_said(foreseen, ("teacher", f"{plan.teacher_init}, {said}"))
-        remarks = (*(said for said in (left, crowded) if said), *advice(plan, corpus))
+        remarks = (*(said for said in (left, crowded) if said), *rounding_notes(plan), *advice(plan, corpus))
         reads = announced(plan.data, plan.recipe, corpus.train, rows)
         foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
@@ -238,11 +244,11 @@ def new_state(
 ) -> TrainState:  # fmt: skip
     """A plan's model laid over the mesh, with its optimizer, before the first step; not `initialize`: the weights are
     left as memory is, for whoever reads them from a checkpoint or wants only their sizes. `adapters`: all but these."""
-    recipe = plan.recipe
+    recipe, rounds = plan.recipe, plan.recipe.fake_quantize != NO_SCHEME
     seed_everything(recipe.seed + mesh.reader + plan.layout.dp * mesh["pp"].index)
     engine = build_engine(
         plan.model,
-        plan.layout,
+        replace(plan.layout, compile="off") if rounds else plan.layout,
         mesh=mesh,
         device=target,
         dtype=DTYPES[recipe.precision],
@@ -255,8 +261,21 @@ def new_state(
         adapters=adapters,
         masters=shards_are_masters(recipe.precision, plan.layout, recipe.storage, recipe.reduce_dtype),
     )
+    if rounds:
+        put_fake_quantization(engine.stages, plan.model, recipe.fake_quantize)
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
     return TrainState(engine, Optimizer.of(engine, recipe), scaler, Progress(), StepSkipper(target))
+
+
+def rounding_notes(plan: Plan) -> list[str]:
+    """What a run should know whose weights are rounded."""
+    scheme = plan.recipe.fake_quantize
+    if scheme == NO_SCHEME:
+        return []
+    return [
+        f"weights are rounded in every product (recipe.fake_quantize={scheme}), and blocks run uncompiled: write the "
+        f"codes with `meshwright quantize {plan.run} --scheme {scheme}`; export and eval take the weights behind them"
+    ]
 
 
 def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Heartbeat) -> Path | None:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from meshwright.parallel import Engine
 from meshwright.spec import Recipe
-from meshwright.training.batches import OfAnswers, OfRows
+from meshwright.training.batches import Batch, OfAnswers, OfRows
+from meshwright.training.on_policy import OnPolicy
 from meshwright.training.orpo import ORPO
 from meshwright.training.preference import DPO, IPO
 from meshwright.training.step import CROSS_ENTROPY, Objective
@@ -34,6 +36,12 @@ class Task:
     """The same of those held out."""
     of_rows: OfRows | None = None
     """What it reads of each position of a row that is trained on."""
+    on_policy: OnPolicy | None = None
+    """What writes answers anew in some steps; None = nothing."""
+
+    def rows(self, batch: Batch, engine: Engine, cursor: int) -> Batch:
+        """What a step from sample `cursor` on reads, of this rank's part of the text."""
+        return batch if self.on_policy is None else self.on_policy.rows(batch, engine, cursor)
 
 
 TEXT = Task()

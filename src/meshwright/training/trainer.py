@@ -150,7 +150,7 @@ class Trainer:
         result = train_step(
             self.state.engine,
             self.state.optimizer,
-            split(batch, layout.micro_batch_of(count)),
+            split(self.task.rows(batch, self.state.engine, progress.cursor), layout.micro_batch_of(count)),
             rate=learning_rate(recipe, step),
             clip=recipe.clip,
             balance_loss=recipe.balance_loss,

@@ -187,6 +187,11 @@ class StageKind(NamedTuple):
     first: bool
     last: bool
 
+    @property
+    def layers(self) -> int:
+        """Of all kinds."""
+        return self.dense + self.windowed + self.routed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:

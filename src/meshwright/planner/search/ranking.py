@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwright.planner.memory.rank_memory import RankMemory
 from meshwright.planner.search.bounds import Least, Split, families
-from meshwright.planner.search.regions import Fixed, Region, RegionFamily, without_own
+from meshwright.planner.search.regions import Fixed, Region, RegionFamily, samples_under, without_own
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout
@@ -75,7 +75,7 @@ def search(
 ) -> Found:
     """Rank the legal layouts of `plan`'s model, recipe and cluster; of its own layout only what is not searched matters
     (regions.Region.layout). What needs more than `share` of a device does not fit."""
-    return _Search(estimator, plan, fixed or {}, listed, share).run()
+    return _Search(estimator, plan, samples_under(plan, fixed or {}), listed, share).run()
 
 
 class _Search:

@@ -11,6 +11,7 @@ from functools import cache
 from math import gcd
 from typing import Any, NamedTuple
 
+from meshwright.spec.distillation_rules import SAMPLES_UNDER
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
@@ -97,6 +98,13 @@ def without_own(plan: Plan, fixed: Fixed) -> Plan:
     layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
     graphs = fixed.get("cuda_graphs", ("off",))[0]
     return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload, cuda_graphs=graphs))
+
+
+def samples_under(plan: Plan, fixed: Fixed) -> Fixed:
+    """What is fixed, with what a student needs that samples inside of training."""
+    if not plan.recipe.distillation_on_policy:
+        return fixed
+    return {**{key: (legal,) for key, legal in SAMPLES_UNDER.items()}, **fixed}
 
 
 def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -15,7 +15,14 @@ from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Stand
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.step.shared_costs import SharedCosts
-from meshwright.planner.step.teacher_costs import before_step, held_bytes, pass_cost, teachers_recipe, with_states
+from meshwright.planner.step.teacher_costs import (
+    before_step,
+    held_bytes,
+    pass_cost,
+    teachers_recipe,
+    with_cache,
+    with_states,
+)
 from meshwright.planner.time.collectives import Sharing, StageContents, sharing
 from meshwright.planner.time.matrix_costs import MatrixCosts, layer_matrices
 from meshwright.planner.time.timeline import (
@@ -162,7 +169,7 @@ class Estimator(SharedCosts):
                 found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
             )  # fmt: skip
             if self.teacher is not None:
-                one = with_states(self.teacher, one, layout, rank, m)
+                one = with_cache(with_states(self.teacher, one, layout, rank, m), self.shape, recipe, layout)
             found.append(one if self._gpu else replace(one, kinds={**one.kinds, **self._of_host(layout, rank)}))
         return tuple(found)
 

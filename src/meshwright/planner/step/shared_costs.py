@@ -6,6 +6,7 @@ from functools import cached_property
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import SPLIT, Local, local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.rounded_weights import with_rounded
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
 from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_by_cost
@@ -115,7 +116,8 @@ class SharedCosts:
                 cost = cost.followed_by(found["none"].stage(rest[0])) if rest else cost
                 if layout.offload != "off":
                     cost = self._offloaded(layout, cost, (first, *rest))
-                each.append(cost)
+                policies = [(layout.recompute, first.layers), *(("none", one.layers) for one in rest)]
+                each.append(with_rounded(cost, self.shape, self.recipe, policies))
             stages = [each[place] for place in places]
             if self.teacher is not None:
                 stages[-1] = stages[-1].plus(self._taught(layout))

@@ -16,6 +16,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.places import own_stages
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.sampling_memory import cache_bytes
+from meshwright.spec.shape import ModelShape
 
 AFTER_PASSES = ("optimizer step", "evaluation")
 """Moments (rank_memory) at which nothing waits any more."""
@@ -70,6 +72,17 @@ def before_step(teacher: SharedCosts, time: StepTime, layout: Layout, micro_batc
     return replace(
         time, compute_s=time.compute_s + micro_batches * busiest, bubble_s=time.bubble_s + sum(forward) - busiest
     )
+
+
+def with_cache(one: RankMemory, shape: ModelShape, recipe: Recipe, layout: Layout) -> RankMemory:
+    """The memory of a rank whose student samples: where that is more, its cache of keys and values beside the states,
+    without gradients. What a step of sampling computes for a moment is left out: some rows of one layer."""
+    if not recipe.distillation_on_policy:
+        return one
+    cache = cache_bytes(shape, recipe, layout, WIDTHS[recipe.precision].parameter)
+    none = dict.fromkeys(("gradients", "logits", "temporaries", "activations"), 0.0)
+    sampling = {**one.kinds, **none, "buffers": float(cache)}
+    return replace(one, kinds=sampling, when="sampling") if sum(sampling.values()) > one.total_bytes else one
 
 
 def with_states(teacher: SharedCosts, one: RankMemory, layout: Layout, rank: int, micro_batches: int) -> RankMemory:

@@ -1,0 +1,31 @@
+"""Answers of a model that is being trained: many prompts at once, each by its own seed."""
+
+from collections.abc import Sequence
+
+import torch
+
+from meshwright.model.transformer import Transformer
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.spec.sampling_memory import BLOCK, MOST_BYTES
+
+
+def sampled_answers(
+    model: Transformer, prompts: Sequence[Sequence[int]], *, longest: int, most: Sequence[int], seeds: Sequence[int],
+    temperature: float, stop_ids: Sequence[int], at_once: int,
+) -> list[list[int]]:  # fmt: skip
+    """New tokens of each prompt, at most so many, up to and with one that ends it. `longest`: tokens of prompt and
+    answer; `at_once`: answers that are made together. The same call gives the same answers. The model is left in
+    evaluation mode. RunError: its logits are no numbers."""
+    options = EngineOptions(
+        cache_bytes=MOST_BYTES, copies_bytes=0, block=BLOCK, most_sequences=at_once,
+        most_tokens=max(512, at_once + 1), longest=longest,
+    )  # fmt: skip
+    with torch.no_grad():
+        engine = ServingEngine(model, options, end_ids=stop_ids)
+        asked = [
+            engine.add(prompt, RequestOptions(max_new_tokens=number, temperature=temperature, seed=seed, salt=None))
+            for prompt, number, seed in zip(prompts, most, seeds, strict=True)
+        ]
+        engine.run(asked)
+    return [list(request.answers[0].ids) for request in asked]

@@ -1,0 +1,17 @@
+"""The benchmark of recovery: both divergences, and what it prints."""
+
+import json
+
+import pytest
+
+from benchmarks import quantized_recovery
+
+
+@pytest.mark.slow
+def test_a_short_one_has_both_divergences(capsys: pytest.CaptureFixture[str]) -> None:
+    quantized_recovery.main(["--teacher-steps", "3", "--steps", "2", "--seeds", "1", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    [one] = found["seeds"]
+    assert 0 < one["rounded"] < 1 and 0 < one["recovered"] < 1
+    assert found["share"] == pytest.approx(1 - one["recovered"] / one["rounded"])
+    assert "recovered" in quantized_recovery.text(found)

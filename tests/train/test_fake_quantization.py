@@ -1,0 +1,157 @@
+"""Weights that are rounded in every product: what is trained is what is written, and a quantized model recovers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import meshwright as mw
+from meshwright.cli.verbs.export import write_directory
+from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.model import build
+from meshwright.model.fake_quantized import put_fake_quantization, straight_through
+from meshwright.model.linear import Linear
+from meshwright.model.quantized_weights import quantizable
+from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.observe.ranks import on_ranks
+from meshwright.parallel import on_one_device
+from meshwright.planner.step.predict import predict
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.fake_quantization_rules import learnable
+from meshwright.spec.lora import LoRAShape
+from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.training import loop
+from tests.train.distilling import ROUTED, student_plan, taught
+from tests.train.running import SHAPE, Notes, write_texts
+from tests.train.running import plan as plain_plan
+
+WIDE = replace(SHAPE, hidden=48, heads=4, kv_heads=2, ffn=64)
+
+
+@pytest.mark.parametrize("scheme", learnable())
+def test_a_matrix_is_what_its_codes_restore_and_learns_as_if_it_were_not_rounded(scheme: str) -> None:
+    weight = torch.randn(24, 48, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    rounded = straight_through(weight, SCHEMES[scheme])
+    written = quantize_matrix("w", weight, SCHEMES[scheme])
+    assert torch.equal(rounded, written.dequantized()) and not torch.equal(rounded, weight)
+    wanted = torch.randn(24, 48)
+    (rounded * wanted).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, wanted)
+
+
+def test_every_matrix_that_quantize_rounds_is_rounded_and_nothing_else() -> None:
+    """Logits of a model with fake quantization are those of one whose matrices are replaced by hand."""
+    model, by_hand = build(WIDE, seed=3), build(WIDE, seed=3)
+    put_fake_quantization([model], WIDE, "int4-rtn")
+    with torch.no_grad():
+        for name, parameter in by_hand.named_parameters():
+            if name in quantizable(WIDE):
+                parameter.copy_(quantize_matrix(name, parameter, SCHEMES["int4-rtn"]).dequantized())
+    tokens = torch.arange(24).view(2, 12)
+    assert torch.equal(model(tokens), by_hand(tokens))
+    assert set(model.state_dict()) == set(by_hand.state_dict())
+
+
+def _losses(asked: Plan) -> list[tuple[float, float]]:
+    watcher = Notes()
+    loop.run(asked, watchers=[watcher])
+    return [(one.loss, one.grad_norm) for one in watcher.steps]
+
+
+def _plan(folder: Path, run: str, **recipe: Any) -> Plan:
+    found = plain_plan(folder / "texts", folder / run, shape=WIDE, steps=3, fake_quantize="int4-rtn", **recipe)
+    return replace(found, layout=Layout(compile="off", micro_batch=2))
+
+
+def _under(plans: list[Plan]) -> list[list[tuple[float, float]]]:
+    return [_losses(one) for one in plans]
+
+
+def test_layouts_train_the_same(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    asked = _plan(tmp_path, "one", eval_every=0, checkpoint_every=0)
+    layouts = [
+        {"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "zero": 1, "recompute": "full"}, {"cp": 2, "zero": 0}, {"pp": 2},
+    ]  # fmt: skip
+    plans = [
+        replace(asked, run=str(tmp_path / f"two-{n}"), layout=replace(asked.layout, **layout))  # type: ignore[arg-type]
+        for n, layout in enumerate(layouts)
+    ]
+    right = _losses(asked)
+    [found, _] = on_ranks(2, _under, plans)
+    for layout, one in zip(layouts, found, strict=True):
+        for (loss, norm), (expected, also) in zip(one, right, strict=True):
+            assert loss == pytest.approx(expected, rel=1e-6), layout
+            assert norm == pytest.approx(also, rel=1e-5), layout
+
+
+def _kl(before: nn.Module, after: nn.Module, rows: Tensor) -> float:
+    with torch.no_grad():
+        ours, theirs = (model(rows).log_softmax(-1) for model in (after, before))
+        return float(F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean())
+
+
+def test_a_model_in_three_bits_recovers_and_its_codes_are_those_that_were_trained(tmp_path: Path) -> None:
+    """The teacher is the model before: its student begins with the same weights, and ends in the same scheme."""
+    teacher = taught(tmp_path, WIDE, steps=60)
+    write_directory(teacher, tmp_path / "hf")
+    recipe: dict[str, Any] = {"fake_quantize": "int3", "learning_rate": 3e-4, "weight_decay": 0.0}
+    asked = student_plan(teacher, tmp_path / "run", shape=WIDE, steps=60, **recipe)
+    asked = replace(asked, init=str(tmp_path / "hf"), layout=Layout(compile="off", micro_batch=2))
+    loop.run(asked, watchers=[])
+    mw.quantize(teacher, "int3", tmp_path / "rounded", quality=False)
+    mw.quantize(tmp_path / "run", "int3", tmp_path / "recovered", quality=False)
+    read = b"".join((tmp_path / "texts" / f"{number}.txt").read_bytes() for number in range(12, 18))
+    rows = torch.tensor(list(read[: len(read) // 24 * 24])).view(-1, 24)
+    before, trained = mw.load(teacher).model, mw.load(tmp_path / "run").model
+    rounded, recovered = (mw.load(tmp_path / name).model for name in ("rounded", "recovered"))
+    put_fake_quantization([trained], WIDE, "int3")
+    for name in quantizable(WIDE):
+        where = name.removesuffix(".weight")
+        layer, coded = trained.get_submodule(where), recovered.get_submodule(where)
+        assert isinstance(layer, Linear) and isinstance(coded, Linear)
+        codes = coded.quantized
+        assert codes is not None and torch.equal(
+            straight_through(layer.weight, SCHEMES["int3"]), codes.matrix.dequantized()
+        ), name
+    assert _kl(before, recovered, rows) < 0.5 * _kl(before, rounded, rows)
+
+
+def test_what_cannot_be_rounded_so_is_refused(tmp_path: Path) -> None:
+    asked = plain_plan(tmp_path, tmp_path / "run", shape=WIDE, fake_quantize="int4-rtn")
+    cases: dict[str, dict[str, Any]] = {
+        "is no scheme that weights are trained for: take one of int4-rtn": {
+            "recipe": replace(asked.recipe, fake_quantize="int4-gptq")
+        },
+        "layout.tp=2 cuts them: take layout.tp=1": {"layout": Layout(tp=2)},
+        "experts are stacks": {"model": ROUTED},
+        "take model.lora.base=int4-rtn": {"model": replace(WIDE, lora=LoRAShape(rank=2))},
+        "which is not compiled: take layout.compile=off": {"layout": Layout(compile="on")},
+        "makes those later: take layout.schedule=1f1b": {"layout": Layout(pp=2, schedule="zb-h1", micro_batch=1)},
+    }
+    for sentence, changes in cases.items():
+        with pytest.raises(IllegalLayout, match=sentence):
+            replace(asked, **changes).check()
+
+
+def test_rounded_copies_are_in_plan_and_dry_run(tmp_path: Path) -> None:
+    """They are kept from a pass forward to its pass back."""
+    plain = plain_plan(tmp_path, tmp_path / "run", shape=replace(WIDE, hidden=256, ffn=512, head_dim=64))
+    plain = replace(plain, layout=Layout(compile="off", micro_batch=2))
+    asked = replace(plain, recipe=replace(plain.recipe, fake_quantize="int4-rtn"))
+    found, planned = dry_run(asked, device="cpu").worst, predict(asked).worst
+    assert found.peak_bytes > dry_run(plain, device="cpu").worst.peak_bytes
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(found.peak_bytes, rel=0.05)
+
+
+def test_one_device_is_where_an_engine_rounds_too() -> None:
+    model = build(WIDE, seed=3)
+    put_fake_quantization(on_one_device(model).stages, WIDE, "nf4")
+    plain = build(WIDE, seed=3)
+    tokens = torch.arange(12).view(1, 12)
+    assert not torch.equal(model(tokens), plain(tokens))
