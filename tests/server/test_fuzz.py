@@ -21,10 +21,11 @@ from tests.server.test_limits import free, until
 
 LIMITS = ServerLimits(
     max_body_bytes=2**16,
-    read_seconds=1.0,
+    read_seconds=4.0,
     stall_seconds=1.0,
     max_request_seconds=30.0,
     drain_seconds=0.1,
+    prompt_seconds=120.0,
     max_answer_tokens=512,
 )
 SCALARS = (

@@ -75,6 +75,25 @@ def test_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Cap
     assert "a defect of the engine" in capfd.readouterr().err
 
 
+def test_a_request_that_the_engine_cannot_take_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with running() as server:
+        own = server.engine.add
+
+        def fails(prompt: Any, options: Any) -> Any:
+            if options.priority == 7:
+                raise ValueError("a defect of a library")
+            return own(prompt, options)
+
+        monkeypatch.setattr(server.engine, "add", fails)
+        status, _, document = server.ask("/v1/completions", {**ASKED, "priority": 7})
+        assert (status, document["error"]["code"]) == (500, "internal_error")
+        assert "library" not in document["error"]["message"]
+        assert server.ask("/v1/completions", ASKED)[0] == 200 and _health(server) == (200, "ok")
+    assert "a defect of a library" in capfd.readouterr().err
+
+
 def test_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(limits=ServerLimits(step_seconds=0.2, drain_seconds=0.1)) as server:
         own, go = server.engine.step, threading.Event()
