@@ -29,7 +29,9 @@ CASES: dict[str, Plan] = {
     "layout.tp=2 would cut them at different tokens: take layout.tp=1": replace(
         plan(replace(STUDENT, vocab=TEACHER.vocab + 128)), init="hf", layout=Layout(tp=2)
     ),
-    "has no stage for a teacher": replace(plan(), layout=Layout(pp=2)),
+    "of the teacher: layout.pp=7 x layout.vp=1 stages exceed": replace(
+        plan(replace(STUDENT, layers=8, vocab=TEACHER.vocab)), layout=Layout(pp=7)
+    ),
     "take recipe.distillation_beta=0": plan(distillation_beta=0.5, distillation_top_k=8),
     "is kept for the rows of one text": replace(
         plan(distillation_top_k=8),
