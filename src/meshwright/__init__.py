@@ -1,4 +1,4 @@
-"""Meshwright plans, trains, shrinks and observes transformer language models.
+"""Meshwright plans, trains, shrinks and serves transformer language models.
 
     import meshwright as mw
 

@@ -340,7 +340,7 @@ def test_the_list_of_verbs_is_whole_and_grouped(capsys: pytest.CaptureFixture[st
     for verb in sorted(known - {"data"}):
         said = call(capsys, verb, "--help")[1]
         assert "<" not in said, verb
-        assert ("--out" in said) == ("-o, --out" in said)
+        assert ("--out " in said) == ("-o, --out " in said)
 
 
 def test_waiting_threads_are_told_to_sleep_soon_unless_the_user_has_a_wish(

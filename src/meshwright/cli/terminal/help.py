@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from meshwright.cli.terminal.screen_text import width, wrapped
 
-ABOUT = "Plans, trains, shrinks and observes transformer language models: from text on disk to a model others can load."
+ABOUT = "Plans, trains, shrinks and serves transformer language models: from text on disk to answers over HTTP."
 GROUPS = {
     "Start": {
         "quickstart": "Train a first model, here and now.",
