@@ -205,6 +205,11 @@ def test_token_ids(client: openai.OpenAI, kind: str, stream: bool) -> None:
     assert listed == own(kind)[0].ids and choices[-1].prompt_token_ids == ids_of(kind)
 
 
+def near(right: Any) -> Any:
+    """Log-probabilities of another pass: a cached prefix leaves it other rows, and sums another order."""
+    return pytest.approx(right, abs=1e-5)
+
+
 @pytest.mark.parametrize("top", [0, 1, 5])
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_of_completions(client: openai.OpenAI, top: int, stream: bool) -> None:
@@ -215,9 +220,9 @@ def test_logprobs_of_completions(client: openai.OpenAI, top: int, stream: bool) 
         for key in ("tokens", "token_logprobs", "text_offset", "top_logprobs")
     }
     spelled = [TOKENIZER.spell(token) for token in right.ids]
-    assert joined["tokens"] == spelled and joined["token_logprobs"] == right.logprobs
+    assert joined["tokens"] == spelled and joined["token_logprobs"] == near(right.logprobs)
     assert joined["text_offset"] == [len("".join(spelled[:place])) for place in range(8)]
-    wanted = [{TOKENIZER.spell(token): value for token, value in row} for row in right.top] if top else []
+    wanted = [near({TOKENIZER.spell(token): value for token, value in row}) for row in right.top] if top else []
     assert joined["top_logprobs"] == wanted, "greedy tokens are the likeliest themselves"
 
 
@@ -229,10 +234,10 @@ def test_logprobs_of_chats(client: openai.OpenAI, top: int | None, stream: bool)
     choices = [choice for chunk in found for choice in chunk.choices] if stream else found.choices
     rows = [row for one in choices if one.logprobs for row in one.logprobs.content]
     assert [row.token for row in rows] == [TOKENIZER.spell(token) for token in right.ids]
-    assert [row.logprob for row in rows] == right.logprobs
+    assert [row.logprob for row in rows] == near(right.logprobs)
     assert [bytes(row.bytes).decode() for row in rows] == [row.token for row in rows]
-    assert [[(one.token, one.logprob) for one in row.top_logprobs] for row in rows] == [
-        [(TOKENIZER.spell(token), value) for token, value in some] for some in right.top
+    assert [{one.token: one.logprob for one in row.top_logprobs} for row in rows] == [
+        near({TOKENIZER.spell(token): value for token, value in some}) for some in right.top
     ]
 
 
