@@ -25,10 +25,11 @@ from meshwright.kernels.compiled import library
 from meshwright.kernels.kept_numbers import FORMS, CacheForm
 from meshwright.model import Transformer
 from meshwright.serve.cached_sequence import CachedSequence
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.packed_step import RowPacker, Run
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 
 LEARNER = {

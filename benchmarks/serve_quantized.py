@@ -32,8 +32,9 @@ from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.quantized_model import build_quantized
 from meshwright.model.quantized_weights import QuantizedWeight, place, quantizable
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.shape import ModelShape
 from tests.compress.test_gguf import model_of, written

@@ -30,9 +30,10 @@ from meshwright.model import Transformer, build
 from meshwright.model.hub import export_folder
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.scheduler import Scheduler
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec import presets
 
 REQUESTS, BATCH = 32, 8

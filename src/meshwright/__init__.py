@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from meshwright.api.serve_planning import plan_serving
     from meshwright.api.training_run import train
     from meshwright.api.tuning import tune
+    from meshwright.serve.engine_options import EngineOptions
     from meshwright.serve.request_options import RequestOptions
-    from meshwright.serve.serving_engine import EngineOptions
     from meshwright.serve.speculation import Speculation
     from meshwright.server.server_options import ServerLimits
     from meshwright.spec.errors import DoesNotFit, MeshwrightError, PlanError
@@ -48,7 +48,7 @@ _MODULES = {
     "load": "api.model_opening", "plan": "api.planning", "plan_serving": "api.serve_planning",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "train": "api.training_run", "tune": "api.tuning",
-    "EngineOptions": "serve.serving_engine", "RequestOptions": "serve.request_options",
+    "EngineOptions": "serve.engine_options", "RequestOptions": "serve.request_options",
     "ServerLimits": "server.server_options", "Speculation": "serve.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
 }  # fmt: skip

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from meshwright.model import generate
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedRequest
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError, RunError
 from tests.model.hub.peers import PEERS

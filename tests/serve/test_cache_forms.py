@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.kernels.kept_numbers import CacheForm
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.errors import ArgumentError
 from tests.model.shrunk import KINDS
 from tests.serve.test_exact import PROMPTS, bits, served, shrunk

@@ -4,8 +4,9 @@ import pytest
 
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.dense_copies import DenseCopies
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from tests.model.shrunk import KINDS, model
 
 

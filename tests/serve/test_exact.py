@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from meshwright.model import Transformer, generate
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.exact_rows import ExactRows
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedRequest
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from tests.model.shrunk import KINDS, VOCAB, model
 
 CHANCE = random.Random(0)

@@ -15,10 +15,11 @@ import torch
 from meshwright.data import Tokenizer
 from meshwright.model import build
 from meshwright.serve import grammar
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.grammar_limits import MOST_REGEX_LETTERS, MOST_SCHEMA_LETTERS, written_out
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedAnswer
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.errors import ArgumentError, RunError
 from tests.model.shrunk import shrink
 

@@ -10,8 +10,9 @@ import torch
 from benchmarks.serve_speed import differences, theirs
 from meshwright.model import Transformer, generate
 from meshwright.model.hub import import_folder
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.errors import ArgumentError, PlanError, RunError
 from tests.model.hub.peers import PEERS
 from tests.model.shrunk import VOCAB, model

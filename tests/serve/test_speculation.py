@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from meshwright.model import Transformer, build
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import NgramIndex, Speculation
 from meshwright.spec.errors import ArgumentError
 from tests.model.shrunk import KINDS, VOCAB, model, shrink

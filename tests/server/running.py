@@ -18,8 +18,9 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.word_encoder import byte_alphabet
 from meshwright.model import build
 from meshwright.observe.tiny_models import shrink
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.hosted_model import HostedModel
 from meshwright.server.http_server import HttpServer
 from meshwright.server.server_options import ServerLimits, ServerOptions

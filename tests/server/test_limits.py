@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.serve.serving_engine import EngineOptions
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.server.server_options import ServerLimits
 from tests.server.running import KEYS, Running, answers, letters, running, small
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.data.chat_prompt import chat_prompt, template_of
 from meshwright.model import generate
-from meshwright.serve.serving_engine import EngineOptions
+from meshwright.serve.engine_options import EngineOptions
 from tests.server.running import END, NAME, Running, answers, letters, running, small
 
 PROMPT = "There was a king"

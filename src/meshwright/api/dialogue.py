@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from meshwright.api.trained_model import TrainedModel
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions
 from meshwright.spec.errors import ArgumentError
 
 

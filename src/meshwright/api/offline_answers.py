@@ -6,8 +6,8 @@ from typing import Any
 
 from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.distill_sequences import READERS, Question, questions
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions
 from meshwright.spec.errors import DataError
 
 AT_ONCE = 256

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.serve.serving_engine import EngineOptions
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.server.access import check_key
 from meshwright.server.server_options import ServerOptions
 from meshwright.spec.errors import PlanError

@@ -14,8 +14,9 @@ from meshwright.kernels import fast
 from meshwright.model import Transformer, build
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.shape import ModelShape
 
 

@@ -16,9 +16,10 @@ from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.preparation import form_of
 from meshwright.model import Sampling, Transformer, generate
 from meshwright.parallel import on_one_device
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedAnswer
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.hosted_model import HostedModel
 from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters

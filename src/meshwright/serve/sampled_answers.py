@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.model.transformer import Transformer
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.sampling_memory import BLOCK, MOST_BYTES
 
 

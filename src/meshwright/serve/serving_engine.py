@@ -1,14 +1,13 @@
 """The serving engine: requests in, tokens out, one step at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.kernels.compiled import library
-from meshwright.kernels.kept_numbers import FORMS, CacheForm
+from meshwright.kernels.kept_numbers import FORMS
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.beam_groups import BeamGroups
@@ -17,53 +16,17 @@ from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.draft_model import DraftModel, following
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
-from meshwright.serve.prepared_layers import HeadForm, PreparedLayers
+from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
-from meshwright.serve.speculation import GuessCounts, Guesser, Refuted, Speculation
+from meshwright.serve.speculation import GuessCounts, Guesser, Refuted
 from meshwright.spec.errors import ArgumentError, RunError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How an engine uses its machine."""
-
-    exact: bool = False
-    """An answer's bits depend on its own request alone: not on others, chunks, hits of the cache, or preemption. On
-    CPUs. Else they depend on these by the rounding of sums in another order."""
-    cache_bytes: int = 2**30
-    """Most bytes of keys and values; less where `most_sequences` of the model's length take less."""
-    cache_dtype: CacheForm = "model"
-    """What keys and values are kept as: the model's dtype, or 8 bits (`int8`, `fp8`) with a scale for each position and
-    head. Twice or nearly four times as many positions then fit; answers change a little."""
-    copies_bytes: int = 2**28
-    """Most bytes of keys and values that answers have beside the blocks once more while they grow, in one piece each:
-    attention is then sooner. 0 = none."""
-    block: int = 16
-    """Positions of a block of the cache."""
-    most_tokens: int = 512
-    """Of a step: new tokens of all sequences, and chunks of prompts."""
-    most_sequences: int = 64
-    """Answers that are made at once; others wait."""
-    longest: int = 0
-    """Most tokens of prompt and answer; 0 = the model's positions."""
-    packed: bool = True
-    """On a CPU, copies of the model's matrices in the order in which products of few rows read them: as large as the
-    matrices, in fp32 where the CPU has no units for 16 bits."""
-    compiled: bool = True
-    """On a CPU with a C compiler, and in fp32: loops that are compiled in the first second take the place of several
-    operations of torch each. Answers of the other way differ by rounding."""
-    speculation: Speculation | None = None
-    """Guesses of several tokens that are computed in one step; None = there are none. Answers stay what they are; those
-    that keep to a schema or regex have no guesses."""
-    head: HeadForm = "model"
-    """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
-    of its own. A quantized model's head is not quantized."""
 
 
 class ServingEngine:

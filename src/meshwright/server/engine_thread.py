@@ -14,10 +14,11 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Literal, NamedTuple
 
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.prompt_scores import PromptScores, score_prompt
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import Ending, ServedAnswer, ServedRequest
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.hosted_model import HostedModel, OpenModel
 from meshwright.server.server_metrics import ServerMetrics
 from meshwright.spec.errors import MeshwrightError, RunError

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.transformer import Transformer
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import EngineOptions, ServingEngine
+from meshwright.serve.serving_engine import ServingEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

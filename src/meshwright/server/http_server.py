@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import uvicorn
 
-from meshwright.serve.serving_engine import EngineOptions
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.server.answering import Admission
 from meshwright.server.application import application
 from meshwright.server.engine_thread import EngineThread

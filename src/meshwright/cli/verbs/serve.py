@@ -70,7 +70,7 @@ def serve(
     if not model.exists():
         raise ArgumentError(f"{model} does not exist: give a run, a Hugging Face directory or a .gguf file")
     from meshwright.api.serving import configuration, run, served_name, server_of
-    from meshwright.serve.serving_engine import EngineOptions
+    from meshwright.serve.engine_options import EngineOptions
 
     engine = EngineOptions(
         exact=exact, cache_bytes=cache_mib * 2**20, longest=longest, most_sequences=most_sequences,

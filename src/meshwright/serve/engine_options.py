@@ -1,0 +1,44 @@
+"""How a serving engine uses its machine."""
+
+from dataclasses import dataclass
+
+from meshwright.kernels.kept_numbers import CacheForm
+from meshwright.serve.prepared_layers import HeadForm
+from meshwright.serve.speculation import Speculation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How an engine uses its machine."""
+
+    exact: bool = False
+    """An answer's bits depend on its own request alone: not on others, chunks, hits of the cache, or preemption. On
+    CPUs. Else they depend on these by the rounding of sums in another order."""
+    cache_bytes: int = 2**30
+    """Most bytes of keys and values; less where `most_sequences` of the model's length take less."""
+    cache_dtype: CacheForm = "model"
+    """What keys and values are kept as: the model's dtype, or 8 bits (`int8`, `fp8`) with a scale for each position and
+    head. Twice or nearly four times as many positions then fit; answers change a little."""
+    copies_bytes: int = 2**28
+    """Most bytes of keys and values that answers have beside the blocks once more while they grow, in one piece each:
+    attention is then sooner. 0 = none."""
+    block: int = 16
+    """Positions of a block of the cache."""
+    most_tokens: int = 512
+    """Of a step: new tokens of all sequences, and chunks of prompts."""
+    most_sequences: int = 64
+    """Answers that are made at once; others wait."""
+    longest: int = 0
+    """Most tokens of prompt and answer; 0 = the model's positions."""
+    packed: bool = True
+    """On a CPU, copies of the model's matrices in the order in which products of few rows read them: as large as the
+    matrices, in fp32 where the CPU has no units for 16 bits."""
+    compiled: bool = True
+    """On a CPU with a C compiler, and in fp32: loops that are compiled in the first second take the place of several
+    operations of torch each. Answers of the other way differ by rounding."""
+    speculation: Speculation | None = None
+    """Guesses of several tokens that are computed in one step; None = there are none. Answers stay what they are; those
+    that keep to a schema or regex have no guesses."""
+    head: HeadForm = "model"
+    """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
+    of its own. A quantized model's head is not quantized."""
