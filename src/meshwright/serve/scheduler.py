@@ -37,11 +37,7 @@ class Scheduler:
 
     def __init__(self, tables: BlockTables, *, most_tokens: int, most_sequences: int) -> None:
         """`most_tokens` of a step; more than `most_sequences`, which run at once. ArgumentError."""
-        if not 1 <= most_sequences < most_tokens:
-            raise ArgumentError(
-                f"most_tokens={most_tokens} must be more than most_sequences={most_sequences}, which is at least 1: "
-                "each sequence has a token in a step, and prompts have the others"
-            )
+        check_budget(most_tokens, most_sequences)
         self.tables, self.most_tokens, self.most_sequences = tables, most_tokens, most_sequences
         self.running: list[CachedSequence] = []
         """In order of rank."""
@@ -58,11 +54,13 @@ class Scheduler:
         *,
         priority: int = 0,
         salt: bytes | None = b"",
+        adapter: str = "",
         copies: int = 1,
         together: bool = False,
     ) -> CachedSequence:
-        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it. ArgumentError
-        where the cache could never hold it; with `together` it must hold all copies at once."""
+        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it; `adapter`: by
+        name, empty = none. ArgumentError where the cache could never hold it; with `together` it must hold all copies
+        at once."""
         most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
         if most > size:
             raise ArgumentError(
@@ -78,8 +76,8 @@ class Scheduler:
                 f"{size}: give the cache more blocks, or ask for fewer beams or tokens"
             )
         sequence = CachedSequence(
-            number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b""), priority=priority,
-            copies=copies, cacheable=salt is not None,
+            number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b"", adapter),
+            priority=priority, copies=copies, adapter=adapter, cacheable=salt is not None,
         )  # fmt: skip
         self._number += copies
         heappush(self._waiting, (sequence.rank, sequence))
@@ -162,7 +160,7 @@ class Scheduler:
         """Another sequence that goes on from what a running one has. `number`: one that was kept for its copies."""
         child = CachedSequence(
             number=number, tokens=list(sequence.tokens), limit=sequence.limit, first=sequence.first,
-            priority=sequence.priority, cacheable=sequence.cacheable, phase=Phase.RUNNING,
+            priority=sequence.priority, adapter=sequence.adapter, cacheable=sequence.cacheable, phase=Phase.RUNNING,
         )  # fmt: skip
         child.prompt = sequence.prompt
         self.tables.fork(sequence, child)
@@ -237,3 +235,12 @@ class Scheduler:
 
 def _rank(sequence: CachedSequence) -> tuple[int, int]:
     return sequence.rank
+
+
+def check_budget(most_tokens: int, most_sequences: int) -> None:
+    """ArgumentError where a step has no room for prompts beside the sequences that run at once."""
+    if not 1 <= most_sequences < most_tokens:
+        raise ArgumentError(
+            f"most_tokens={most_tokens} must be more than most_sequences={most_sequences}, which is at least 1: each "
+            "sequence has a token in a step, and prompts have the others"
+        )
