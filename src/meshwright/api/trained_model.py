@@ -7,6 +7,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
+from meshwright.api.adapter_opening import opened_adapters
 from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
@@ -138,12 +139,10 @@ class TrainedModel:
     ) -> ServingEngine:
         """An engine that answers many requests with this model, step by step. `adapters`: by the names that requests
         say, folders in PEFT's format or runs with model.lora. ArgumentError, HubError, CheckpointError."""
-        from meshwright.api.adapter_opening import opened_adapters
-
         decode = self.tokenizer.decode if self.tokenizer else None
         return ServingEngine(
             self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer,
-            adapters=opened_adapters(adapters, self),
+            adapters=opened_adapters(adapters, self.model, self.path),
         )  # fmt: skip
 
     @checked
@@ -178,11 +177,9 @@ class TrainedModel:
     ) -> HostedModel:
         """As a server takes it, under the name that requests say. `draft`: what guesses for it; `adapters`: as
         `engine`."""
-        from meshwright.api.adapter_opening import opened_adapters
-
         return HostedModel(
             name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),
-            draft=draft, adapters=opened_adapters(adapters, self),
+            draft=draft, adapters=opened_adapters(adapters, self.model, self.path),
         )  # fmt: skip
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
