@@ -1,6 +1,6 @@
 """Options of `meshwright serve` for its engine: what each does, seen through the command line and HTTP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,16 @@ Serve = Callable[..., Served]
 
 @pytest.fixture
 def serve(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Serve:
-    """Runs the verb in this process, asks it one question over HTTP, and ends it."""
+    """Runs the verb in this process, asks it questions over HTTP, one after the other, and ends it. The last answer
+    counts."""
 
-    def served(*words: str | Path) -> Served:
+    def served(*words: str | Path, before: Sequence[str] = ()) -> Served:
         found = Served()
 
         def once(server: HttpServer) -> None:
-            body = {"prompt": REPEATED, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
-            answer, metrics = asked_once(server, ("/v1/completions", body), ("/metrics", None))
+            body = {"max_tokens": 40, "temperature": 0, "return_token_ids": True}
+            asked = [("/v1/completions", {**body, "prompt": prompt}) for prompt in (*before, REPEATED)]
+            *_, answer, metrics = asked_once(server, *asked, ("/metrics", None))
             found.ids, found.metrics = answer["choices"][0]["token_ids"], metrics.decode()
             assert server.service is not None
             found.engine = server.service.engine.engine
@@ -107,6 +109,18 @@ def test_sizes_of_a_step_and_the_head(serve: Serve) -> None:
     assert (found.found.scheduler.most_tokens, found.found.scheduler.most_sequences) == (96, 5)
     assert found.found.longest == 90 and len(found.ids) == 40
     assert serve("--most-sequences", "300").found.scheduler.most_tokens == 600
+
+
+def test_prefixes_in_host_memory(serve: Serve) -> None:
+    """A cache of a few blocks forgets the first prompt while it answers others."""
+    small = ("--most-sequences", "1", "--longest", "90", "--block", "8")
+    given, before = ("--host-cache-mib", "1"), (REPEATED, "class C1:\n    value = 1\n" * 2, "def g(y):\n    return y")
+    plain = serve(*small, before=before)
+    hosted = serve(*small, *given, before=before)
+    assert "host_cache_bytes=1048576" in hosted.configuration
+    assert hosted.ids == plain.ids and plain.counted("host_cache_hits") == 0
+    assert 8 <= hosted.counted("host_cache_hits") <= hosted.counted("prefix_cache_hits")
+    assert hosted.counted("host_cache_saved_blocks") > 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ class Phase(Enum):
 
 GONE = -1
 """In a table: a block that was given back, since no window reaches it any more."""
+HOSTED = -2
+"""In a prefix that was found: content that is in host memory."""
 
 
 @dataclass(slots=True, eq=False)

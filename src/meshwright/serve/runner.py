@@ -47,7 +47,7 @@ class Runner:
     def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
         """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
         a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over."""
-        self.cache.copy(step.copies)
+        self.cache.carry_out(step.moves)
         begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
         runs = [Run(one, begin, begin + count) for one, begin, count in begins]
         owners, states = list[CachedSequence](), list[Tensor]()

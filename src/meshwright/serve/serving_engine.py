@@ -17,6 +17,7 @@ from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.draft_model import DraftModel, following
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.grammar import Grammars, GrammarState
+from meshwright.serve.host_tier import HostTier
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
 from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.prompt_scores import PromptScores, score_prompt
@@ -65,11 +66,19 @@ class ServingEngine:
         ]
         bytes_each = sum(bytes_per_block(one, size, options.cache_dtype) for one in models)
         number = max(1, min(most, options.cache_bytes // bytes_each))
+        slots = options.host_cache_bytes // bytes_each
+        if options.host_cache_bytes and not slots:
+            raise ArgumentError(
+                f"host_cache_bytes={options.host_cache_bytes} is less than a block of {bytes_each:,} bytes: give more, "
+                "or 0 for none"
+            )
         self._loops = library.compiled() if options.compiled else None
-        runners = [self._computing(one, number, exact=options.exact and one is model) for one in models]
+        runners = [self._computing(one, number, slots, exact=options.exact and one is model) for one in models]
         self._runner, self.cache = runners[0], runners[0].cache
         widest = [one.cache.widest for one in runners]
-        self.tables = BlockTables(BlockPool(number), size, max(widest) if all(widest) else 0)
+        self.tables = BlockTables(
+            BlockPool(number, HostTier(slots) if slots else None), size, max(widest) if all(widest) else 0
+        )
         self.scheduler = Scheduler(
             self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences
         )  # fmt: skip
@@ -257,14 +266,14 @@ class ServingEngine:
                     raise ArgumentError(f"{given} is for CPUs: take {name}={other}, or a model on the CPU")
 
     @torch.no_grad()
-    def _computing(self, model: Transformer, number: int, *, exact: bool) -> Runner:
-        """What computes a model over `number` blocks."""
+    def _computing(self, model: Transformer, number: int, slots: int, *, exact: bool) -> Runner:
+        """What computes a model over `number` blocks, and as many slots of host memory as that."""
         options, loops = self.options, self._loops
         if exact and loops is not None:
             loops = loops.for_any_rows()
         return Runner(
             model,
-            PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops),
+            PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops, slots=slots),
             PreparedLayers(model, packed=options.packed, head=options.head, loops=loops),
             longest=self._longest,
             most_tokens=options.most_tokens,

@@ -25,6 +25,8 @@ class ServerMetrics:
         preemptions = self._counter("num_preemptions", "Sequences that gave their blocks back and wait again")
         queries = self._counter("prefix_cache_queries", "Tokens that were looked for in the cache")
         hits = self._counter("prefix_cache_hits", "Tokens that were found there")
+        hosted = self._counter("host_cache_hits", "Of these, tokens that were found in host memory")
+        saved = self._counter("host_cache_saved_blocks", "Blocks whose content went to host memory")
         guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that were guessed")
         right = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right")
         self.refusals = self._counter("requests_refused", "Requests that were answered with an error")
@@ -32,7 +34,7 @@ class ServerMetrics:
         self.between = self._histogram("inter_token_latency_seconds", "Between tokens of an answer", TOKEN_SECONDS)
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step", SECONDS)
-        self._counted = (preemptions, queries, hits, guessed, right)
+        self._counted = (preemptions, queries, hits, hosted, saved, guessed, right)
         self._seen = [0] * len(self._counted)
 
     def ended(self, reason: str, adapter: str | None = None) -> None:
@@ -50,7 +52,9 @@ class ServerMetrics:
         """What the engine has counted since the last call."""
         guesses = engine.guesses
         guessed = (guesses.guessed, guesses.accepted) if guesses else (0, 0)
-        now = [engine.scheduler.preemptions, engine.tables.asked, engine.tables.hits, *guessed]
+        tables, host = engine.tables, engine.tables.pool.host
+        of_host = (tables.host_hits, host.saved if host else 0)
+        now = [engine.scheduler.preemptions, tables.asked, tables.hits, *of_host, *guessed]
         for counter, new, old in zip(self._counted, now, self._seen, strict=True):
             if new > old:
                 counter.inc(new - old)

@@ -30,6 +30,16 @@ CacheDtype = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]  # fmt: skip
+HostCache = Annotated[
+    int,
+    typer.Option(
+        "--host-cache-mib",
+        metavar="INT",
+        min=0,
+        help="Of a model on a GPU: most host memory for cached prefixes that had to make way; 0 = none.",
+        rich_help_panel=ENGINE,
+    ),
+]
 Copies = Annotated[
     int | None,
     typer.Option(

@@ -46,6 +46,7 @@ def serve(
     exact: asked.Exact = False,
     cache_mib: asked.Cache = 1024,
     cache_dtype: asked.CacheDtype = "model",
+    host_cache_mib: asked.HostCache = 0,
     block: asked.Block = 16,
     copies_mib: asked.Copies = None,
     longest: asked.Longest = 0,
@@ -92,7 +93,8 @@ def serve(
     from meshwright.serve.prepared_layers import HeadForm
 
     engine = EngineOptions(
-        exact=exact, cache_bytes=cache_mib * 2**20, cache_dtype=cast(CacheForm, cache_dtype), block=block,
+        exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
+        cache_dtype=cast(CacheForm, cache_dtype), block=block,
         copies_bytes=(256 if copies_mib is None else copies_mib) * 2**20, longest=longest,
         most_sequences=most_sequences, most_tokens=most_tokens or max(512, 2 * most_sequences), packed=packed,
         compiled=compiled, head=cast(HeadForm, head), speculation=_guesses(guess_tokens, guess_ngram, draft),
