@@ -73,11 +73,11 @@ class Simulation:
         return (self.size if not self.window else 4 * self.size) * self.block
 
     def add(
-        self, prompt: list[int], more: int, priority: int = 0, salt: bytes = b"", copies: int = 1
+        self, prompt: list[int], more: int, priority: int = 0, salt: bytes = b"", copies: int = 1, adapter: str = ""
     ) -> CachedSequence:
         """A new sequence, in voice 0; the copies have the next ones."""
         limit = len(prompt) + more
-        found = self.scheduler.add(prompt, limit, priority=priority, salt=salt, copies=copies)
+        found = self.scheduler.add(prompt, limit, priority=priority, salt=salt, copies=copies, adapter=adapter)
         self.open[found], self.salts[found] = (list(prompt), 0), salt
         return found
 
@@ -184,7 +184,8 @@ class Simulation:
             assert kept == self._content(sequence, position), f"position {position} is not what it should be"
 
     def _content(self, sequence: CachedSequence, position: int) -> tuple[bytes | None, ...]:
-        return self.salts[sequence], bytes(sequence.tokens[: position + 1])
+        beside = self.salts[sequence] + b"/" + sequence.adapter.encode()
+        return beside, bytes(sequence.tokens[: position + 1])
 
     def _continue(self, sequence: CachedSequence) -> None:
         voices = [sequence, *(self.scheduler.fork(sequence) if sequence.copies > 1 else [])]
@@ -214,7 +215,8 @@ def random_operation(simulation: Simulation, chance: random.Random) -> None:
         more = chance.randint(1, simulation.longest + 1 - len(prompt))
         salt, copies = chance.choice([b"", b"", b"other"]), chance.choice([1, 1, 1, 2, 3])
         if (len(prompt) + more) * copies <= 255:
-            simulation.add(prompt, more, chance.choice([0, 0, 0, 1, -1]), salt, copies)
+            adapter = chance.choice(["", "", "other"])
+            simulation.add(prompt, more, chance.choice([0, 0, 0, 1, -1]), salt, copies, adapter)
     elif what < 0.18 and simulation.open:
         simulation.cancel(chance.choice(list(simulation.open)))
     else:

@@ -10,8 +10,8 @@ own loss. Answers are compared token by token; where transformers' own two likel
 logit, either is right, and that is counted.
 
 Prefix: seconds until the first token behind a prefix of 1,024 tokens and 32 more, with the prefix in the cache over
-without; also where it had to make way, and comes from host memory. Blocks: seconds per operation of a pool of 100,000 blocks over those of 1,000. Scheduler: seconds of a step
-with 64 sequences that decode, without the model.
+without; also where it had to make way, and comes from host memory. Blocks: seconds per operation of a pool of 100,000
+blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences that decode, without the model.
 """
 
 import argparse

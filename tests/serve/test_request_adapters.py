@@ -1,6 +1,7 @@
 """Adapters of requests: answers are those of models with the adapter merged in, alone and mixed in one batch."""
 
 import copy
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -218,3 +219,39 @@ def test_a_name_that_is_not_there() -> None:
         engine.add([1], RequestOptions(adapter="other"))
     with pytest.raises(ArgumentError, match="the engine was given none"):
         ServingEngine(shrunk(KINDS[2])).add([1], RequestOptions(adapter="small"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_at_random(seed: int) -> None:
+    """Requests come and are given up at any time, with any adapter, in a cache that is too small."""
+    chance = random.Random(seed)
+    name, compiled = chance.choice([KINDS[0], KINDS[2], KINDS[4]]), bool(seed % 2)
+    sizes: dict[str, Any] = {"block": 4, "most_tokens": 17, "most_sequences": 5, "exact": True, "compiled": compiled}
+    whole = ServingEngine(shrunk(name), EngineOptions(**sizes)).cache
+    each = whole.bytes // (whole.number + 2)
+    sizes |= {"cache_bytes": 20 * each, "host_cache_bytes": 30 * each, "longest": 64}
+    sizes["speculation"] = chance.choice([None, Speculation(tokens=3)])
+    engine = ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=adapters(name))
+    open_, done = list[ServedRequest](), list[ServedRequest]()
+    for _ in range(160):
+        what = chance.random()
+        if what < 0.3 and len(open_) < 8:
+            options = RequestOptions(
+                adapter=chance.choice([*FORMS, None]), max_new_tokens=chance.randint(1, 8), logprobs=2,
+                priority=chance.randint(0, 1), temperature=chance.choice([0.0, 0.8]), n=chance.choice([1, 1, 2]),
+            )  # fmt: skip
+            open_.append(engine.add(chance.choice(PROMPTS) + [chance.randrange(9)] * chance.randint(0, 9), options))
+        elif what < 0.35 and open_:
+            engine.cancel(open_.pop(chance.randrange(len(open_))))
+        elif not engine.idle:
+            engine.step()
+        done += [one for one in open_ if one.ended]
+        open_ = [one for one in open_ if not one.ended]
+    engine.run(open_)
+    done += open_
+    assert len(done) > 20 and engine.tables.pool.free == engine.tables.pool.size
+    alone = ServingEngine(shrunk(name), EngineOptions(**{**sizes, "speculation": None}), adapters=adapters(name))
+    for one in done:
+        right = alone.add(one.prompt, replace(one.options, salt=None))
+        alone.run([right])
+        assert bits([one]) == bits([right])
