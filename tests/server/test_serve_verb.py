@@ -66,7 +66,7 @@ def started(*words: str | Path, **environment: str) -> Iterator[Started]:
             process.kill()
 
 
-LONG = {"prompt": "def ", "max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+LONG = {"prompt": "def ", "max_tokens": 90, "ignore_eos": True, "stream": True, "temperature": 0}
 
 
 def streamed(server: Started, body: dict[str, Any], found: list[str], begun: threading.Event) -> None:
@@ -86,8 +86,8 @@ def streamed(server: Started, body: dict[str, Any], found: list[str], begun: thr
 def test_sigterm(run: Path, ends: str) -> None:
     """Health says no, what grows is finished, or ended with an error event; the exit code is 0."""
     seconds = "60" if ends == "drained" else "1" if ends == "deadline" else "100"
-    with started(run, "--drain-seconds", seconds, "--max-answer-tokens", "100000") as server:
-        body = {**LONG, "max_tokens": 60, "n": 2} if ends == "drained" else {**LONG, "n": 16}
+    with started(run, "--drain-seconds", seconds, "--max-answer-tokens", "200000") as server:
+        body = {**LONG, "max_tokens": 60, "n": 2} if ends == "drained" else {**LONG, "prompt": ["def "] * 64, "n": 16}
         found, begun = list[str](), threading.Event()
         thread = threading.Thread(target=streamed, args=(server, body, found, begun))
         assert server.ask("/health") == (200, {"status": "ok"})
