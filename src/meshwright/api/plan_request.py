@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
-from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
+from meshwright.api.plan_reading import base_words, plan_of, read_folder
 from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
@@ -55,7 +55,7 @@ def asked_plan(
     words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if given and plan is None else None
     with as_typed("recipe", _words(recipe)):
-        found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])
+        found = planfile.read(file, words, read_folder=read_folder, notes=[])
     _nodes(nodes)
     if cluster is not None:
         found = replace(found, cluster=_cluster(cluster, nodes or (found.cluster.nodes if given else 1)))

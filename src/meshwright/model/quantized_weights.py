@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.spec.inventory import parameters
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
 
 
@@ -69,7 +69,8 @@ def place(name: str) -> str:
 
 def frozen_schemes(shape: ModelShape) -> dict[str, Scheme]:
     """Of each frozen matrix that is held as codes beside adapters."""
-    return {one.name: SCHEMES[one.scheme] for one in parameters(shape) if one.scheme}
+    scheme = None if shape.lora is None else shape.lora.scheme
+    return {one.name: scheme for one in parameters(shape) if scheme is not None and one.scheme}
 
 
 def frozen_codes(models: Iterable[nn.Module], shape: ModelShape) -> dict[str, QuantizedWeight]:

@@ -30,8 +30,8 @@ from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_part
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
 from meshwright.spec.places import expert_place, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
-from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.schedule import stage_rank
+from meshwright.spec.scheme_names import bytes_of_codes
 from meshwright.spec.shape import ModelShape
 
 Phase = Literal["step", "update"]
@@ -97,7 +97,7 @@ class HeldParameter:
     @property
     def code_bytes(self) -> int:
         """Of its codes and scales, where it is held as such."""
-        return SCHEMES[self.parameter.scheme].nbytes(self.box.sizes) if self.parameter.scheme else 0
+        return bytes_of_codes(self.parameter.scheme, self.box.sizes)
 
     @property
     def own_box(self) -> Box:

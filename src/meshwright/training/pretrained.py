@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
 from meshwright.model.hub.directory import GENERATION, TEMPLATE
@@ -28,7 +29,7 @@ def check_weights(plan: Plan) -> None:
     are others, or its tokenizer is not the one of the plan, so that every token would mean something else."""
     if plan.init == RANDOM:
         return
-    folder = folder_of_weights(plan)
+    folder = folder_of_weights(plan).hub
     for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.model.base).items()):
         if theirs != ours:
             there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
@@ -47,7 +48,10 @@ def take_weights(state: TrainState, plan: Plan) -> None:
     if state.engine.gathered_dtype is not None:  # the parameters are what is to be filled
         masters = {name: local(parameter.detach()) for name, parameter in state.engine.parameters.items()}
 
-    def put(name: str, tensor: Tensor) -> None:
+    def put(name: str, tensor: Tensor | QuantizedMatrix) -> None:
+        if isinstance(tensor, QuantizedMatrix):
+            coded[name].take(tensor)
+            return
         if name in coded:
             here = tensor.to(coded[name].codes.device)
             coded[name].take(quantize_matrix(name, here, coded[name].scheme))
@@ -65,7 +69,8 @@ def take_weights(state: TrainState, plan: Plan) -> None:
                 masters[name].copy_(tensor)
 
     with torch.no_grad():
-        folder_of_weights(plan).load(put, wanted=lambda name: name in coded or f"model.{name}" in places)
+        for name, tensor in folder_of_weights(plan).weights(lambda name: name in coded or f"model.{name}" in places):
+            put(name, tensor)
     if plan.model.lora is not None and plan.model.lora.dora:
         measure_rows(state.engine)
         state.take_weights({})
@@ -74,7 +79,7 @@ def take_weights(state: TrainState, plan: Plan) -> None:
 def keep_beside(plan: Plan, run: Path) -> None:
     """What the folder knows beyond weights and tokenizer (chat template, generation config), kept for an export."""
     if plan.init != RANDOM:
-        keep_extras(folder_of_weights(plan), run)
+        keep_extras(folder_of_weights(plan).hub, run)
 
 
 def keep_extras(found: HubFolder, run: Path) -> None:

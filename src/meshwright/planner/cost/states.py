@@ -13,7 +13,7 @@ from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_b
 from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
-from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.scheme_names import bytes_of_codes
 from meshwright.spec.shape import ModelShape
 
 Size = tuple[tuple[int, ...], bool, MomentFormat, bool, str]
@@ -102,7 +102,7 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = 0
     for (sizes, expert, stored, trained, scheme), times in parts.items():
         if scheme:
-            codes += times * SCHEMES[scheme].nbytes(sizes)
+            codes += times * bytes_of_codes(scheme, sizes)
             continue
         n = same if expert else ranks
         dim = sharded_dim(sizes, n)
