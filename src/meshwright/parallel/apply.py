@@ -86,6 +86,8 @@ def build_engine(
             if not trains:
                 stage.requires_grad_(False)
             shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
+            for name, codes in frozen_codes([stage], shape).items():
+                codes.cut(held[name])
             stages.append(stage)
     summed = None if reduce_dtype == dtype else reduce_dtype
     engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)

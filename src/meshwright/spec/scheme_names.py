@@ -6,7 +6,7 @@ A plan names the codes that frozen matrices are held as by such a word, so that 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -68,9 +68,3 @@ def layout(scheme: Scheme) -> Scheme:
         scheme, name="", about="", method="absmax", expected_kl=like.expected_kl, max_kl=like.max_kl,
         threshold=like.threshold,
     )  # fmt: skip
-
-
-def bytes_of_codes(name: str, size: Sequence[int]) -> int:
-    """Of a matrix (rows, columns), or of a stack of them, that is held in a scheme; 0 where the name is empty."""
-    scheme = scheme_named(name)
-    return 0 if scheme is None else scheme.nbytes(size)
