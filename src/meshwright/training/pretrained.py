@@ -1,6 +1,7 @@
 """First weights from a Hugging Face folder, under any layout: a tensor at a time, and of it what this rank holds."""
 
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from meshwright.data import Tokenizer
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import coded as codes_of
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
 from meshwright.model.hub.directory import GENERATION, TEMPLATE
 from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.model.quantized_formats.quantized_folder import is_quantized
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local
@@ -21,6 +24,7 @@ from meshwright.spec.plan import RANDOM
 from meshwright.store.base_weights import OTHERWISE, folder_of_weights
 from meshwright.store.durable import replace_file
 from meshwright.store.tensor_piece import Piece
+from meshwright.training.precision import DTYPES
 from meshwright.training.state import TrainState
 
 
@@ -74,6 +78,18 @@ def take_weights(state: TrainState, plan: Plan) -> None:
     if plan.model.lora is not None and plan.model.lora.dora:
         measure_rows(state.engine)
         state.take_weights({})
+
+
+@torch.no_grad()
+def round_largest(state: TrainState, plan: Plan) -> None:
+    """What taking the frozen base as codes holds at most beside the model: its largest matrix, and what rounding that
+    takes (turns of HQQ most). Of a folder with codes nothing is rounded."""
+    coded = frozen_codes(state.engine.stages, plan.model)
+    if not coded or (plan.init != RANDOM and is_quantized(Path(plan.init))):
+        return
+    largest = max(coded.values(), key=lambda one: prod(one.size))
+    matrix = torch.empty(largest.size, dtype=DTYPES[plan.recipe.precision], device=largest.codes.device)
+    largest.take(codes_of(matrix, largest.scheme))
 
 
 def keep_beside(plan: Plan, run: Path) -> None:
