@@ -15,7 +15,7 @@ import meshwright as mw
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.model.hub.weight_names import bindings
-from meshwright.model.quantized_formats import FORMATS
+from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_formats.gptq_files import GPTQFiles
 from meshwright.model.quantized_formats.packed_linears import Codes
 from meshwright.model.quantized_weights import quantizable

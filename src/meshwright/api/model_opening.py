@@ -14,8 +14,8 @@ from meshwright.model.gguf.gguf_model import GGUFModel, open_gguf
 from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
-from meshwright.model.quantized_formats import FORMATS
 from meshwright.model.quantized_formats.folder_format import fill
+from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_formats.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.model.quantized_model import build_quantized
 from meshwright.model.transformer import skeleton

@@ -24,8 +24,8 @@ from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
-from meshwright.model.quantized_formats import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_formats.folder_format import QuantizedModel
+from meshwright.model.quantized_formats.format_table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES

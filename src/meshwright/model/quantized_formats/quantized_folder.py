@@ -9,8 +9,8 @@ from torch import Tensor
 
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.directory import CONFIG, QUANTIZATION, HubFolder, import_folder, read_json
-from meshwright.model.quantized_formats import FORMATS
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, every
+from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import Scheme
