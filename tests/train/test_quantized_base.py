@@ -18,6 +18,7 @@ from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.model.hub import export_folder
 from meshwright.model.quantized_formats.quantized_folder import is_quantized
 from meshwright.model.quantized_weights import QuantizedWeight, frozen_codes, place
+from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, HubError, PlanError
 from meshwright.spec.held import memory
@@ -190,3 +191,13 @@ def test_twenty_steps_are_those_of_peft_beside_the_same_files(files: Path, schem
 def test_what_a_folder_holds_is_read_from_it(files: Path) -> None:
     assert open_base(files / "hf").base == ""
     assert open_base(quantized(files, "gptq", "int4-sym", group=64)).base == "int4-g64-sym-fp16"
+
+
+def test_plan_and_dry_run_count_its_codes(files: Path) -> None:
+    """`--tune qlora` takes the folder's own codes, and a dry run finds what is counted."""
+    folder = quantized(files, "gptq", "int4-sym", group=32)
+    found = mw.plan(folder, cluster="rtx4090x1", tune="qlora", recipe={"sequence": 64}).plan
+    assert found.model.lora is not None and found.model.lora.base == "int4-g32-sym-fp16"
+    asked = beside(files, folder)
+    seen = dry_run(asked, device="cpu").ranks[0]
+    assert seen.kinds["parameters"] == memory(asked.model, asked.layout, "fp32")["step"]["parameters"]
