@@ -54,7 +54,8 @@ class Border:
     """Products of the part's input with its first matrices, as kernels.linears, which None is. A part that begins with
     such products is entered by them."""
     enter: Callable[[Tensor], Tensor] = same
-    """(B, S, D) of the residual stream -> what the part reads, where it does not begin with products."""
+    """(B, S, D) of the residual stream -> what the part reads, where it begins with something else than products, or
+    with those of codes."""
     leave: Callable[[Tensor], Tensor] = same
     """What the part gives -> (B, S, D) of the residual stream."""
     write: SummedProduct | None = None
