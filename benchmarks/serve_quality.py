@@ -52,6 +52,8 @@ RECIPE = {
     "sequence": 256, "global_batch": 8, "learning_rate": 4e-3, "learning_rate_schedule": "wsd",
     "min_learning_rate_ratio": 0.05, "eval_every": 0, "eval_sequences": 0, "checkpoint_every": 0, "log_every": 10**6,
 }  # fmt: skip
+TEXT = "stdlib"
+"""What quickstart trains on."""
 SCHEMES = ("int8", "int4-rtn")
 REQUESTS, PROMPT, ANSWER = 16, 64, 64
 SCORED = 200
@@ -65,7 +67,7 @@ def trained(name: str, folder: Path, steps: int) -> Path:
     run = folder / name
     if not (run / "plan.yaml").is_file():
         recipe = {**RECIPE, "steps": steps, "warmup_steps": max(2, steps // 10)}
-        mw.train(model=DESIGNS[name], data="stdlib", run=str(run), watchers=(), dry_run=False, recipe=recipe)
+        mw.train(model=DESIGNS[name], data=TEXT, run=str(run), watchers=(), dry_run=False, recipe=recipe)
     return run
 
 
