@@ -29,7 +29,7 @@ def figures(name: str, *, full: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", f"benchmarks.{module}", "--json", *(() if full else short)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"benchmarks.{module} failed: {done.stderr.strip()[-500:]}")
+        raise RuntimeError(f"benchmarks.{module} ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
