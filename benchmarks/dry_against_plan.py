@@ -59,6 +59,8 @@ def _with_adapters(draw: random.Random, plan: Plan, base: str) -> Plan:
     targets = draw.choice(("all", "all", "attention", "mlp", "q,v", "o,down"))
     dora = plan.model.moe is None and draw.random() < 0.2
     lora = LoRAShape(rank=draw.choice((8, 16, 64, 256)), targets=targets, dora=dora, base=base)
+    if plan.layout.tp * plan.layout.cp == 1 and not dora:
+        lora = replace(lora, dropout=draw.choice((0.0, 0.1)))
     return replace(plan, model=replace(plan.model, lora=lora))
 
 

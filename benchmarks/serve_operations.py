@@ -20,6 +20,7 @@ from itertools import pairwise
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import GONE, CachedSequence, Phase
+from meshwright.serve.host_tier import HostTier, Move
 from meshwright.serve.scheduler import Scheduler, StepPlan
 
 WORDS = 3
@@ -48,8 +49,12 @@ class Simulation:
     window: int = 0
     most_tokens: int = 12
     most_sequences: int = 5
+    host: int = 0
+    """Slots of host memory."""
     scheduler: Scheduler = field(init=False)
-    slots: dict[tuple[int, int], tuple[bytes | None, ...]] = field(init=False, default_factory=dict)
+    slots: dict[tuple[int, int], tuple[bytes | None, ...] | None] = field(init=False, default_factory=dict)
+    hosted: dict[tuple[int, int], tuple[bytes | None, ...] | None] = field(init=False, default_factory=dict)
+    """The same of slots of host memory."""
     open: dict[CachedSequence, tuple[list[int], int]] = field(init=False, default_factory=dict)
     """Sequences that are not ended, with prompt and voice."""
     salts: dict[CachedSequence, bytes] = field(init=False, default_factory=dict)
@@ -58,7 +63,8 @@ class Simulation:
     guesses: random.Random = field(init=False, default_factory=lambda: random.Random(0))
 
     def __post_init__(self) -> None:
-        tables = BlockTables(BlockPool(self.size), self.block, self.window)
+        pool = BlockPool(self.size, HostTier(self.host) if self.host else None)
+        tables = BlockTables(pool, self.block, self.window)
         self.scheduler = Scheduler(tables, most_tokens=self.most_tokens, most_sequences=self.most_sequences)
 
     @property
@@ -67,11 +73,11 @@ class Simulation:
         return (self.size if not self.window else 4 * self.size) * self.block
 
     def add(
-        self, prompt: list[int], more: int, priority: int = 0, salt: bytes = b"", copies: int = 1
+        self, prompt: list[int], more: int, priority: int = 0, salt: bytes = b"", copies: int = 1, adapter: str = ""
     ) -> CachedSequence:
         """A new sequence, in voice 0; the copies have the next ones."""
         limit = len(prompt) + more
-        found = self.scheduler.add(prompt, limit, priority=priority, salt=salt, copies=copies)
+        found = self.scheduler.add(prompt, limit, priority=priority, salt=salt, copies=copies, adapter=adapter)
         self.open[found], self.salts[found] = (list(prompt), 0), salt
         return found
 
@@ -86,8 +92,8 @@ class Simulation:
         assert plan.chunks or self.scheduler.idle, "a step computes something while somebody waits"
         assert all(count >= 1 for count in plan.chunks.values()), "logits come from a token that is computed"
         assert sum(plan.chunks.values()) <= self.most_tokens
-        copied = {(new, slot): self.slots.get((old, slot)) for old, new in plan.copies for slot in range(self.block)}
-        self.slots.update({place: kept for place, kept in copied.items() if kept is not None})
+        for move in plan.moves:
+            self._move(move)
         for sequence, count in plan.chunks.items():
             sequence.drop_guesses(keep=count - 1)
             self._write(sequence, count)
@@ -146,11 +152,23 @@ class Simulation:
         for block in range(pool.size):
             key = pool.key_of(block)
             assert key is None or pool.find(key) == block
+        if pool.host is not None:
+            assert sorted(pool.host.slots) == list(range(self.host)), "a slot has content or is free"
+            twice = [key for block in range(pool.size) if (key := pool.key_of(block)) and key in pool.host]
+            assert not twice, "content is in one tier"
+        assert not pool.moves, "what is to be moved belongs to a step"
         assert [one.rank for one in running] == sorted(one.rank for one in running)
         assert all(one.phase is Phase.RUNNING for one in running)
         assert sum(one.copies for one in running) <= self.most_sequences
         if not running:
             assert pool.free == pool.size, "who does not run holds nothing"
+
+    def _move(self, move: Move) -> None:
+        """As host memory and device do, one after the other."""
+        source = self.hosted if move.kind == "load" else self.slots
+        target = self.hosted if move.kind == "save" else self.slots
+        for place in range(self.block):
+            target[move.target, place] = source.get((move.source, place))
 
     def _write(self, sequence: CachedSequence, count: int) -> None:
         for position in range(sequence.computed, sequence.computed + count):
@@ -166,7 +184,8 @@ class Simulation:
             assert kept == self._content(sequence, position), f"position {position} is not what it should be"
 
     def _content(self, sequence: CachedSequence, position: int) -> tuple[bytes | None, ...]:
-        return self.salts[sequence], bytes(sequence.tokens[: position + 1])
+        beside = self.salts[sequence] + b"/" + sequence.adapter.encode()
+        return beside, bytes(sequence.tokens[: position + 1])
 
     def _continue(self, sequence: CachedSequence) -> None:
         voices = [sequence, *(self.scheduler.fork(sequence) if sequence.copies > 1 else [])]
@@ -196,7 +215,8 @@ def random_operation(simulation: Simulation, chance: random.Random) -> None:
         more = chance.randint(1, simulation.longest + 1 - len(prompt))
         salt, copies = chance.choice([b"", b"", b"other"]), chance.choice([1, 1, 1, 2, 3])
         if (len(prompt) + more) * copies <= 255:
-            simulation.add(prompt, more, chance.choice([0, 0, 0, 1, -1]), salt, copies)
+            adapter = chance.choice(["", "", "other"])
+            simulation.add(prompt, more, chance.choice([0, 0, 0, 1, -1]), salt, copies, adapter)
     elif what < 0.18 and simulation.open:
         simulation.cancel(chance.choice(list(simulation.open)))
     else:
@@ -209,7 +229,7 @@ def run(operations: int, seed: int) -> dict[str, int]:
     made, found = 0, Counter[str]()
     while made < operations:
         window = chance.choice([0, 0, 5, 9])
-        simulation = Simulation(chance.randint(8, 20), window=window)
+        simulation = Simulation(chance.randint(8, 20), window=window, host=chance.choice([0, 1, 3, 12]))
         for _ in range(min(2000, operations - made)):
             random_operation(simulation, chance)
             simulation.check()
@@ -220,6 +240,7 @@ def run(operations: int, seed: int) -> dict[str, int]:
         found["ended"] += simulation.ended
         found["preempted"] += simulation.scheduler.preemptions
         found["hit_tokens"] += simulation.scheduler.tables.hits
+        found["host_hit_tokens"] += simulation.scheduler.tables.host_hits
         found["left"] += simulation.size - simulation.scheduler.tables.pool.free + len(simulation.open)
     return {"operations": made, "faults": found.pop("left"), **found}
 

@@ -24,6 +24,7 @@ from benchmarks import (
     resident,
     resume,
     serve,
+    serve_adapters,
     serve_forms,
     serve_operations,
     serve_quality,
@@ -261,6 +262,18 @@ def test_serving_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 0 < found["int8_kl"] < found["fp8_kl"] and found["differing"] == 0
     assert found["guessed_over_plain_1"] > 0 and 0 <= found["accepted_8"] <= 1
+
+
+def test_serving_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serve_adapters, "SHAPE", replace(serve_adapters.SHAPE, layers=1, vocab=512))
+    monkeypatch.setattr(serve_adapters, "NEW", 3)
+    threads = torch.get_num_threads()
+    try:
+        serve_adapters.main(["--json", "--rounds", "1"])
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["differing"] == 0 and found["base_over_16"] > 0 and found["adapters_over_models"] > 0
 
 
 def test_serving_operations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,14 +126,14 @@ def test_dropout_is_there_in_training_and_gone_in_evaluation(name: str) -> None:
 def test_dropout_reaches_embedding_attention_and_both_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     found = model("gpt2-124m", dropout=0.3)
     drawn: list[tuple[int, ...]] = []
-    real = torch.nn.functional.dropout
+    real = torch.native_dropout
 
-    def spy(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        assert p == 0.3
+    def spy(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
+        assert p == 0.3 and train
         drawn.append(tuple(x.shape))
-        return real(x, p, training, inplace)
+        return real(x, p, train)
 
-    monkeypatch.setattr(torch.nn.functional, "dropout", spy)
+    monkeypatch.setattr(torch, "native_dropout", spy)
     weights: list[float] = []
     attend = attention.F.scaled_dot_product_attention
 

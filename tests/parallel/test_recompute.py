@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -11,13 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.kernels import attention
-from meshwright.model import Transformer, generate
+from meshwright.model import Transformer, build, generate
 from meshwright.parallel import on_one_device
 from meshwright.parallel.recompute import _Norms
 from meshwright.spec import Layout
 from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.lora import LoRAShape
 from tests.counting import Alive, Operations
-from tests.model.shrunk import KINDS, model, packed, tokens
+from tests.model.shrunk import KINDS, model, packed, shrink, tokens
 
 POLICIES = RECOMPUTE
 CPU_CORE = "_scaled_dot_product_flash_attention_for_cpu"
@@ -56,6 +58,23 @@ def test_loss_and_gradients_keep_every_bit(name: str, path: str) -> None:
 def test_with_dropout_too(name: str) -> None:
     """And so does the random state after it: a step with recomputation draws what one without draws."""
     same_bits(name, dropout=0.2)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "deepseek-v3"])
+@pytest.mark.parametrize("recompute", POLICIES[1:])
+def test_with_dropout_of_adapters_too(name: str, recompute: str) -> None:
+    """Nothing but adapters draws here."""
+
+    def adapted(policy: str) -> dict[str, Tensor]:
+        found = build(replace(shrink(name), lora=LoRAShape(rank=4, dropout=0.5)), seed=1)
+        for key, parameter in found.named_parameters():
+            if key.endswith("lora.b"):
+                torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(5))
+        return step(on_one_device(found, Layout(recompute=policy)).model)  # type: ignore[arg-type]  # one of RECOMPUTE
+
+    plain, found = adapted("none"), adapted(recompute)
+    assert found.keys() == plain.keys() and any("lora" in key for key in plain)
+    assert all(torch.equal(found[key], value) for key, value in plain.items())
 
 
 def same_bits(name: str, *, dropout: float) -> None:

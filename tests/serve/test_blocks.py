@@ -5,6 +5,7 @@ import pytest
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import GONE, CachedSequence
+from meshwright.serve.host_tier import Move
 from meshwright.serve.prefix_keys import first_key, next_key
 from meshwright.spec.errors import ArgumentError
 
@@ -89,7 +90,8 @@ def test_a_shared_block_is_copied_before_it_is_written() -> None:
     assert child.table == parent.table and over.pool.free == 6
     old = parent.table[1]
     assert over.needs(parent, 1) == 1
-    assert over.grow(parent, 1) == (old, parent.table[1]) and parent.table[1] != old
+    over.grow(parent, 1)
+    assert over.pool.moves == [Move("copy", old, parent.table[1])] and parent.table[1] != old
     assert over.needs(child, 1) == 0 and over.grow(child, 1) is None and child.table[1] == old
 
 

@@ -23,11 +23,12 @@ class Machine(RuleBasedStateMachine):
     simulation: Simulation
 
     @initialize(
-        size=st.integers(8, 16), window=st.sampled_from([0, 0, 3, 9]), tokens=st.integers(3, 12), sequences=st.data()
-    )
-    def begin(self, size: int, window: int, tokens: int, sequences: Any) -> None:
+        size=st.integers(8, 16), window=st.sampled_from([0, 0, 3, 9]), tokens=st.integers(3, 12), sequences=st.data(),
+        host=st.sampled_from([0, 1, 2, 5, 16]),
+    )  # fmt: skip
+    def begin(self, size: int, window: int, tokens: int, sequences: Any, host: int) -> None:
         most = sequences.draw(st.integers(1, min(5, tokens - 1)))
-        self.simulation = Simulation(size, window=window, most_tokens=tokens, most_sequences=most)
+        self.simulation = Simulation(size, window=window, most_tokens=tokens, most_sequences=most, host=host)
 
     @rule(
         target=asked, prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), more=st.integers(1, 12),

@@ -114,6 +114,23 @@ def running(
         assert not thread.is_alive()
 
 
+def asked_once(server: HttpServer, *questions: tuple[str, Any]) -> list[Any]:
+    """What a server that was not started answers to (path, body), one after the other; then it is stopped."""
+    ready = threading.Event()
+    server._on_ready = lambda _: ready.set()
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert ready.wait(300)
+        found = [Running(server).ask(path, body, key=None) for path, body in questions]
+    finally:
+        server.stop()
+        server.stop()
+        thread.join(300)
+    assert all(status == 200 for status, *_ in found), found
+    return [content for *_, content in found]
+
+
 @cache
 def _own_engine() -> ServingEngine:
     hosted = small()

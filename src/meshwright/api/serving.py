@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.speculation import Speculation
 from meshwright.server.access import check_key
 from meshwright.server.server_options import ServerOptions
 from meshwright.spec.errors import PlanError
@@ -73,11 +74,24 @@ def served_name(path: Path) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-def configuration(server: "HttpServer", engine: EngineOptions) -> dict[str, Any]:
-    """What a server runs with: keys are counted, not shown."""
+def configuration(
+    server: "HttpServer", engine: EngineOptions, draft: Path | None = None, adapters: Iterable[str] = ()
+) -> dict[str, Any]:
+    """What a server runs with: keys are counted, not shown. `draft`: where the model was read from that guesses;
+    `adapters`: by name."""
     options = server.options
+    own = {name: getattr(engine, name) for name in EngineOptions.__slots__ if name != "speculation"}
     return {
         "keys": len(options.keys),
-        **{name: getattr(engine, name) for name in EngineOptions.__slots__},
+        "adapters": ",".join(adapters) or "none",
+        **own,
+        **_guesses(engine.speculation, draft),
         **{name: getattr(options.limits, name) for name in type(options.limits).__slots__},
     }
+
+
+def _guesses(speculation: Speculation | None, draft: Path | None) -> dict[str, Any]:
+    if speculation is None:
+        return {"guess_tokens": 0}
+    how = {"draft": draft} if draft is not None else {"guess_ngram": speculation.ngram}
+    return {"guess_tokens": speculation.tokens, **how}

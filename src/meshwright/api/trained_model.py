@@ -7,6 +7,7 @@ from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
+from meshwright.api.adapter_opening import opened_adapters
 from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
@@ -116,13 +117,14 @@ class TrainedModel:
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         engine: EngineOptions | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> tuple[Generated, ...]:
         """Continue many texts, or lists of token ids, at once. `options`: of all, or of each; greedy by default. An
-        option n makes n answers, one behind the other. PlanError, ArgumentError."""
+        option n makes n answers, one behind the other. `adapters`: as `engine`. PlanError, ArgumentError."""
         chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
         if len(chosen) != len(prompts):
             raise ArgumentError(f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each")
-        serving = self.engine(engine)
+        serving = self.engine(engine, adapters=adapters)
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         asked = [serving.add(own, one) for own, one in zip(ids, chosen, strict=True)]
         serving.run(asked)
@@ -132,10 +134,16 @@ class TrainedModel:
         )
 
     @checked
-    def engine(self, options: EngineOptions | None = None) -> ServingEngine:
-        """An engine that answers many requests with this model, step by step."""
+    def engine(
+        self, options: EngineOptions | None = None, *, adapters: Mapping[str, str | Path] | None = None
+    ) -> ServingEngine:
+        """An engine that answers many requests with this model, step by step. `adapters`: by the names that requests
+        say, folders in PEFT's format or runs with model.lora. ArgumentError, HubError, CheckpointError."""
         decode = self.tokenizer.decode if self.tokenizer else None
-        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer)
+        return ServingEngine(
+            self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer,
+            adapters=opened_adapters(adapters, self.model, self.path),
+        )  # fmt: skip
 
     @checked
     def serve(
@@ -148,24 +156,31 @@ class TrainedModel:
         name: str | None = None,
         engine: EngineOptions | None = None,
         limits: ServerLimits | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         """Answer HTTP requests until SIGTERM or Ctrl-C; what is being answered then is finished first.
 
         `keys`: any of them opens the server; without one it listens on this machine alone, unless `without_key`.
-        `name`: what requests call the model; None = the name of its folder. ArgumentError."""
+        `name`: what requests call the model; None = the name of its folder. `adapters`: as `engine`, each a model of
+        its own for requests. ArgumentError."""
         from meshwright.api.serving import run, served_name, server_of
 
         called = name or served_name(self.path)
         options = ServerOptions(
             host=host, port=port, keys=tuple(keys), without_key=without_key, limits=limits or ServerLimits()
         )
-        run(server_of(called, lambda: self.hosted(called), options, engine or EngineOptions()))
+        hosted = self.hosted(called, adapters=adapters)
+        run(server_of(called, lambda: hosted, options, engine or EngineOptions()))
 
-    def hosted(self, name: str) -> HostedModel:
-        """As a server takes it, under the name that requests say."""
+    def hosted(
+        self, name: str, *, draft: Transformer | None = None, adapters: Mapping[str, str | Path] | None = None
+    ) -> HostedModel:
+        """As a server takes it, under the name that requests say. `draft`: what guesses for it; `adapters`: as
+        `engine`."""
         return HostedModel(
-            name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time())
-        )
+            name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),
+            draft=draft, adapters=opened_adapters(adapters, self.model, self.path),
+        )  # fmt: skip
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
         """A stop string ends the text, not the ids."""

@@ -50,14 +50,14 @@ class Verb(TyperCommand):
         return _known(super().get_help_option(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments by their name, options with a word for what they take."""
+        """Arguments by their name, options with a word for what they take, each under its group."""
         found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             argument = parameter.param_type_name == "argument"
             if record is not None:
-                title = "Arguments" if argument else "Options"
-                found[title].append((_named(record[0], argument=argument), record[1]))
+                title = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or "Options"
+                found.setdefault(title, []).append((_named(record[0], argument=argument), record[1]))
         for title, rows in found.items():
             if rows:
                 with formatter.section(title):

@@ -51,8 +51,8 @@ def _product(x: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor
 def _exact_way() -> Literal["offset", "signed", "halves"]:
     """How oneDNN multiplies without a rounded sum. Asked of products themselves: its environment decides, too.
 
-    - `halves`: CPUs without VNNI add two products in 16 bits, and 2 x 255 x 127 is cut to 32,767. Halves of a row are at
-      most 128, and 2 x 128 x 127 is not.
+    - `halves`: CPUs without VNNI add two products in 16 bits, and 2 x 255 x 127 is cut to 32,767. Halves of a row are
+      at most 128, and 2 x 128 x 127 is not.
     - `signed`: with AMX, sums are made fp32 before what 128 adds is taken away, and beyond 2^24 fp32 has even numbers
       alone. Rows with a sign have nothing to take away; other CPUs multiply them some hundred times slower.
     - `offset`: elsewhere."""

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.dropout import dropout
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
@@ -49,7 +50,7 @@ class LoRA(nn.Module):
         """As Weight."""
         linear = layer.kernels.linear
         whole = products[0]
-        narrow = linear(F.dropout(x, self.dropout), self.a) if self._drops else products[1]
+        narrow = linear(dropout(x, self.dropout), self.a) if self._drops else products[1]
         found: Tensor = whole + linear(narrow * self.scale, self.b)
         if not self.adds_bias:
             return found

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
+from meshwright.kernels.dropout import dropout
 from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
 from meshwright.kernels.quantized_linear import quantized_expert_linear
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
@@ -115,7 +115,7 @@ class Experts(nn.Module):
         if not stack.low:
             return found
         a, b = stack.low
-        dropped = F.dropout(rows, stack.dropout, self.training) if stack.dropout else rows
+        dropped = dropout(rows, stack.dropout, self.training)
         low: Tensor = product(product(dropped, a, counts) * stack.scale, b, counts)
         return found + low
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose, in_form
 from meshwright.kernels.attention import UNKNOWN
+from meshwright.kernels.dropout import dropout
 from meshwright.kernels.gradient_sums import apart
 from meshwright.kernels.linear import SAME
 from meshwright.model.attention import Attention, LatentAttention, Sight
@@ -42,6 +42,8 @@ class Block(nn.Module):
         dense = () if self.routed else (seams.dense, shape.ffn, shape.mlp_bias)
         self.mlp = make_mlp(shape, kernels, *dense) if dense else MoE(shape, kernels, seams)
         self.seams, self.dropout = seams, dropout
+        self.draws = bool(dropout or (shape.lora and shape.lora.dropout))
+        """Whether training draws random numbers here."""
 
     def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
         """x (B, S, D) -> (B, S, D) and, for routed layers, the balance loss of each sequence (B,)."""
@@ -63,7 +65,7 @@ class Block(nn.Module):
 
     def drop(self, x: Tensor) -> Tensor:
         """x with dropout."""
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return dropout(x, self.dropout, self.training)
 
 
 class Embedding(nn.Embedding):
@@ -193,7 +195,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         if self.shape.positions == "learned":
             x = x + self.positions(self.seams.positions(positions))
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return dropout(x, self.dropout, self.training)
 
     @property
     def blocks(self) -> list[Block]:

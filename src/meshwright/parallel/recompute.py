@@ -68,7 +68,7 @@ def _call(
     if not torch.is_grad_enabled() or cache is not None:
         return inner(block, x, sight, cache)
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
-    keep_random_state = bool(block.dropout) and block.training
+    keep_random_state = block.draws and block.training
     result: tuple[Tensor, Tensor | None] = checkpoint(
         same_split(inner), block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
     )

@@ -8,17 +8,21 @@ number of blocks: free blocks are a doubly linked list.
 
 from array import array
 
+from meshwright.serve.host_tier import HostTier, Move
 from meshwright.spec.errors import ArgumentError
 
 
 class BlockPool:
     """Blocks 0 to `size` - 1, all free and without content."""
 
-    def __init__(self, size: int) -> None:
-        """ArgumentError: there is not one block."""
+    def __init__(self, size: int, host: HostTier | None = None) -> None:
+        """`host`: where the content of blocks goes that are given away. ArgumentError: there is not one block."""
         if size < 1:
             raise ArgumentError(f"blocks={size} must be at least 1")
         self.size = self.free = size
+        self.host = host
+        self.moves: list[Move] = []
+        """What is to be moved before a step computes, in this order."""
         self.holders = [0] * size
         """How many hold each block."""
         self._end = size  # of the list: a node that is no block, before the first and behind the last
@@ -36,8 +40,13 @@ class BlockPool:
             raise IndexError("no block is free")
         self._unlink(block)
         self.holders[block] = 1
-        self.evicted += self._keys[block] is not None
-        self.withdraw(block)
+        key = self._keys[block]
+        if key is not None:
+            self.evicted += 1
+            self.withdraw(block)
+            slot = self.host.save(key) if self.host is not None else None
+            if slot is not None:
+                self.moves.append(Move("save", block, slot))
         return block
 
     def hold(self, block: int) -> None:
@@ -57,6 +66,8 @@ class BlockPool:
         """Let a held block be found by the key of its content, unless another one is found by it already."""
         if self._found.setdefault(key, block) == block:
             self._keys[block] = key
+            if self.host is not None:
+                self.host.drop(key)
 
     def find(self, key: bytes) -> int | None:
         """The block that has the content of a key; it may be free."""

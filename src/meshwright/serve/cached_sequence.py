@@ -14,6 +14,8 @@ class Phase(Enum):
 
 GONE = -1
 """In a table: a block that was given back, since no window reaches it any more."""
+HOSTED = -2
+"""In a prefix that was found: content that is in host memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +34,8 @@ class CachedSequence:
     """Lower goes first."""
     copies: int = 1
     """Sequences that go on from its prompt; the others begin when the prompt is computed."""
+    adapter: str = ""
+    """Its adapter's name; empty = the model alone."""
     cacheable: bool = True
     """Whether its blocks may be found by others, and others' by it."""
     prompt: int = 0

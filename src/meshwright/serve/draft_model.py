@@ -27,14 +27,15 @@ class DraftModel:
         number that the large model will draw with, so that both draw the same where they agree."""
         guesses: dict[CachedSequence, list[int]] = {one: [] for one in guessed}
         first = {one: count - guessed.get(one, 0) for one, count in plan.chunks.items()}
-        todo, copies, step = first, plan.copies, 0
+        todo, step = first, 0
+        self._runner.cache.carry_out(plan.moves)
         while todo:
-            owners, logits = self._runner.run(StepPlan(todo, copies), behind=step)
+            owners, logits = self._runner.run(StepPlan(todo), behind=step)
             drawing = [place for place, one in enumerate(owners) if len(guesses.get(one, ())) < guessed.get(one, 0)]
             if drawing:
                 self._draw(logits[drawing], [owners[place] for place in drawing], guesses, rows)
             step += 1
-            copies, todo = [], {one: 1 for one, count in guessed.items() if step <= count}
+            todo = {one: 1 for one, count in guessed.items() if step <= count}
 
     def _draw(
         self, logits: torch.Tensor, owners: list[CachedSequence], guesses: dict[CachedSequence, list[int]],

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from meshwright.kernels.kept_numbers import CacheForm
-from meshwright.serve.prepared_layers import HeadForm
+from meshwright.kernels.kept_numbers import FORMS, CacheForm
+from meshwright.serve.prepared_layers import HEADS, HeadForm
+from meshwright.serve.scheduler import check_budget
 from meshwright.serve.speculation import Speculation
+from meshwright.spec.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,9 @@ class EngineOptions:
     CPUs. Else they depend on these by the rounding of sums in another order."""
     cache_bytes: int = 2**30
     """Most bytes of keys and values; less where `most_sequences` of the model's length take less."""
+    host_cache_bytes: int = 0
+    """Most bytes of host memory for cached prefixes whose blocks were given away; 0 = they are computed again. For a
+    model on a GPU. On a CPU it is memory as the cache is, and holds prefixes beyond what `most_sequences` can fill."""
     cache_dtype: CacheForm = "model"
     """What keys and values are kept as: the model's dtype, or 8 bits (`int8`, `fp8`) with a scale for each position and
     head. Twice or nearly four times as many positions then fit; answers change a little."""
@@ -42,3 +47,19 @@ class EngineOptions:
     head: HeadForm = "model"
     """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
     of its own. A quantized model's head is not quantized."""
+
+    def __post_init__(self) -> None:
+        """ArgumentError, which names the field."""
+        for name, least in {
+            "block": 1,
+            "cache_bytes": 1,
+            "host_cache_bytes": 0,
+            "copies_bytes": 0,
+            "longest": 0,
+        }.items():
+            if getattr(self, name) < least:
+                raise ArgumentError(f"{name}={getattr(self, name)} must be at least {least}")
+        check_budget(self.most_tokens, self.most_sequences)
+        for name, known in {"cache_dtype": FORMS, "head": HEADS}.items():
+            if getattr(self, name) not in known:
+                raise ArgumentError(f"{name}={getattr(self, name)} is not known: take one of {', '.join(known)}")

@@ -9,7 +9,7 @@ Compiled loops attend row by row without calls; in the fast way a chunk of a pro
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -20,6 +20,7 @@ from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall, Row
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.dense_copies import CopyPlan, DenseCopies
 from meshwright.serve.paged_cache import CopyStep, PagedCache, StepPlaces
+from meshwright.serve.request_adapters import Rows, rows_of
 
 
 def _lengths(longest: int, size: int, part: int) -> list[int]:
@@ -58,6 +59,8 @@ class PackedStep:
     """Rows behind which a token is made: of the last token of a sequence, and of each of its guesses."""
     owners: list[CachedSequence]
     """Whose they are."""
+    adapters: Mapping[str, Rows]
+    """Rows that have an adapter, by its name."""
 
 
 class RowPacker:
@@ -74,8 +77,11 @@ class RowPacker:
         plans, runs = self._sorted(runs) if self._cache.loops is None else ([], self._chunks_last(runs))
         size, table = self._cache.size, [run.sequence.table for run in runs]
         tokens, positions, slots, last = list[int](), list[int](), list[int](), list[int]()
-        owners = list[CachedSequence]()
+        owners, spans = list[CachedSequence](), dict[str, list[tuple[int, int]]]()
         for run, blocks in zip(runs, table, strict=True):
+            if run.sequence.adapter:
+                span = len(tokens), len(tokens) + run.end - run.begin
+                spans.setdefault(run.sequence.adapter, []).append(span)
             tokens += run.sequence.tokens[run.begin : run.end]
             positions += range(run.begin, run.end)
             slots += [blocks[place // size] * size + place % size for place in range(run.begin, run.end)]
@@ -84,16 +90,16 @@ class RowPacker:
             owners += [run.sequence] * wanted
         more = rows - len(tokens)
         fed = torch.tensor((tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more))
-        fed = fed.to(self._cache.device)
+        fed, adapters = fed.to(self._cache.device), rows_of(spans, self._cache.device)
         if self._cache.loops is not None:
-            return PackedStep(fed[:1], fed[1:2], self._places(fed, runs, more), last, owners)
+            return PackedStep(fed[:1], fed[1:2], self._places(fed, runs, more), last, owners, adapters)
         copied = sum(len(plan.used) for plan in plans)
         calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
         places = StepPlaces(fed[2], [self._copy(plan) for plan in plans], calls)
-        return PackedStep(fed[:1], fed[1:2], places, last, owners)
+        return PackedStep(fed[:1], fed[1:2], places, last, owners, adapters)
 
     def _chunks_last(self, runs: Sequence[Run]) -> list[Run]:
-        return sorted(runs, key=self._is_chunk)
+        return sorted(runs, key=lambda run: (self._is_chunk(run), run.sequence.adapter))
 
     def _is_chunk(self, run: Run) -> bool:
         """Whether a run is one call in spite of compiled loops."""

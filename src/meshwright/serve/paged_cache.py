@@ -17,6 +17,8 @@ from meshwright.kernels.paged_attention import DenseCall, PagedCall, RowsCall, a
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Block, Transformer
+from meshwright.serve.host_copies import HostCopies, grouped
+from meshwright.serve.host_tier import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,11 @@ class PagedLayer:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
     @property
+    def kept(self) -> list[Tensor]:
+        """All that it keeps, by blocks."""
+        return [tensor for store in self._stores for tensor in store.tensors]
+
+    @property
     def _stores(self) -> list[KeptNumbers]:
         return [self.keys] if self.low_rank else [self.keys, self.values]
 
@@ -134,15 +141,13 @@ class PagedLayer:
 
     def copy(self, old: Tensor, new: Tensor) -> None:
         """Blocks (C,) to other blocks (C,)."""
-        for store in self._stores:
-            for kept in store.tensors:
-                kept[new] = kept[old]
+        for kept in self.kept:
+            kept[new] = kept[old]
 
     def clear(self, blocks: Tensor) -> None:
         """Blocks (C,) become zero."""
-        for store in self._stores:
-            for kept in store.tensors:
-                kept[blocks] = 0
+        for kept in self.kept:
+            kept[blocks] = 0
 
     def select(self, rows: Tensor) -> None:
         """Sequences leave and come by their tables."""
@@ -163,9 +168,11 @@ class PagedCache:
     one that nobody reads, into which rows without a sequence are written."""
 
     def __init__(
-        self, model: Transformer, number: int, size: int, *, form: CacheForm = "model", loops: Loops | None = None
+        self, model: Transformer, number: int, size: int, *, form: CacheForm = "model", loops: Loops | None = None,
+        slots: int = 0,
     ) -> None:  # fmt: skip
-        """`loops`: what attends, where the model is in fp32 on a CPU; None = torch."""
+        """`loops`: what attends, where the model is in fp32 on a CPU; None = torch. `slots`: blocks whose content host
+        memory has room for."""
         self.form: CacheForm = form
         weight = model.embed.weight
         self.loops = loops if takes(weight) else None
@@ -174,6 +181,8 @@ class PagedCache:
         self.layers = [PagedLayer(block, number + 2, size, weight, self.loops, form) for block in model.blocks]
         self.windows = sorted({layer.window for layer in self.layers})
         self.device = weight.device
+        kept = [tensor for layer in self.layers for tensor in layer.kept]
+        self.host = HostCopies(kept, slots) if slots else None
 
     @property
     def widest(self) -> int:
@@ -197,12 +206,17 @@ class PagedCache:
             layer.places = places
         return Cache(len(self.layers), iter(self.layers).__next__)
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Blocks to other blocks: (from, to)."""
-        if pairs:
-            old, new = torch.tensor(pairs, device=self.device).t()
-            for layer in self.layers:
-                layer.copy(old, new)
+    def carry_out(self, moves: Sequence[Move]) -> None:
+        """What is to be moved, in order."""
+        for some in grouped(moves):
+            kind, source, target = some[0]
+            if kind == "copy":
+                old, new = torch.tensor([move[1:] for move in some], device=self.device).t()
+                for layer in self.layers:
+                    layer.copy(old, new)
+            else:
+                assert self.host is not None
+                (self.host.save if kind == "save" else self.host.load)(source, target)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """What they held was no numbers: else it would spoil who gets them next."""

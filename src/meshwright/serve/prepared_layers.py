@@ -1,7 +1,8 @@
 """The layers of a model whose matrices an engine has prepared for few rows (kernels/prepared_product.py).
 
 The model's own code runs: at the borders of attention and of MLPs it asks `Border.prepared` first. Layers that read one
-input together are one product. A layer with hooks or an adapter is left as it is; so are stacks of experts.
+input together are one product. A layer with hooks or an adapter of its own is left as it is; so are stacks of experts.
+Adapters of requests are added to the product.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,11 @@ from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.prepared_product import PreparedProduct, int8_of, prepared_product
 from meshwright.model.linear import Linear, is_ours
 from meshwright.model.transformer import Transformer
+from meshwright.serve.request_adapters import BesideRows
 
 HeadForm = Literal["model", "int8"]
 """What the head multiplies with: the model's own matrix, or one rounded to 8 bits, as its rows are."""
+HEADS: tuple[HeadForm, ...] = ("model", "int8")
 
 
 @final
@@ -49,7 +52,8 @@ class PreparedLayers:
             return None
         product, sizes = known
         found = product(x.view(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        return (found,) if len(sizes) == 1 else found.split_with_sizes(sizes, -1)
+        parts = (found,) if len(sizes) == 1 else found.split_with_sizes(sizes, -1)
+        return tuple(_beside(layer, x, part) for layer, part in zip(layers, parts, strict=True))
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -73,8 +77,19 @@ class PreparedLayers:
 
 def _prepared(layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] | None:
     """One product for all of them, and the width of each."""
-    ours: list[Linear] = [layer for layer in layers if is_ours(layer) and layer.lora is None]
+    ours: list[Linear] = [layer for layer in layers if is_ours(layer) and _is_whole(layer)]
     if len(ours) < len(layers):
         return None
     product = prepared_product([layer.matrix for layer in ours], [layer.local_bias for layer in ours])
     return None if product is None else (product, [layer.out_features for layer in ours])
+
+
+def _is_whole(layer: Linear) -> bool:
+    """Whether its matrix is all that is multiplied, but for adapters of requests."""
+    return layer.lora is None or isinstance(layer.lora, BesideRows)
+
+
+def _beside(layer: nn.Module, x: Tensor, found: Tensor) -> Tensor:
+    """The product of a layer, with what adapters of requests add."""
+    lora: object = getattr(layer, "lora", None)
+    return lora.added(x, found) if isinstance(lora, BesideRows) else found

@@ -67,6 +67,8 @@ class RequestOptions:
     """Likeliest tokens whose log-probabilities are wanted for each new token."""
     priority: int = 0
     """Lower goes first."""
+    adapter: str | None = None
+    """The name of one that the engine was given; None = the model alone."""
     salt: str | None = ""
     """Requests of one salt share prefixes in the cache; None = with nobody."""
 

@@ -13,6 +13,7 @@ from meshwright.serve.exact_rows import ExactRows
 from meshwright.serve.packed_step import PackedStep, RowPacker, Run
 from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.prepared_layers import PreparedLayers
+from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.serve.scheduler import StepPlan
 
 
@@ -30,10 +31,12 @@ class Runner:
         most_tokens: int,
         exact: bool,
         copies_bytes: int,
+        adapters: RequestAdapters | None = None,
     ) -> None:
         """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
-        (dense_copies.py). `exact`: a row's bits depend on its own sequence alone."""
-        self._model, self.cache, self._layers = model, cache, layers
+        (dense_copies.py). `exact`: a row's bits depend on its own sequence alone. Without `adapters`, those of
+        sequences are passed over."""
+        self._model, self.cache, self._layers, self._adapters = model, cache, layers, adapters
         self._packer = RowPacker(cache, longest, exact=exact, copies_bytes=copies_bytes)
         low_rank = cache.layers[0].low_rank
         with layers.used():
@@ -49,14 +52,15 @@ class Runner:
     def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
         """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
         a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over."""
-        self.cache.copy(step.copies)
+        self.cache.carry_out(step.moves)
         begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
         runs = [Run(one, begin, begin + count) for one, begin, count in begins]
         owners, states = list[CachedSequence](), list[Tensor]()
         with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
                 cache = self.cache.at(rows.places)
-                x, _ = self._model.hidden(rows.tokens, positions=rows.positions, cache=cache)
+                with self._adapters.over(rows.adapters) if self._adapters else nullcontext():
+                    x, _ = self._model.hidden(rows.tokens, positions=rows.positions, cache=cache)
                 if rows.owners:
                     owners += rows.owners
                     states.append(x[0, rows.last])

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from meshwright.serve.block_tables import BlockTables
-from meshwright.serve.cached_sequence import CachedSequence, Phase
+from meshwright.serve.cached_sequence import HOSTED, CachedSequence, Phase
+from meshwright.serve.host_tier import Move
 from meshwright.serve.prefix_keys import first_key
 from meshwright.spec.errors import ArgumentError
 
@@ -28,8 +29,8 @@ class StepPlan:
 
     chunks: dict[CachedSequence, int] = field(default_factory=dict)
     """How many tokens of which sequences, behind those that are computed."""
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    """Blocks that are copied before: (from, to)."""
+    moves: list[Move] = field(default_factory=list)
+    """What is moved before, in this order."""
 
 
 class Scheduler:
@@ -37,11 +38,7 @@ class Scheduler:
 
     def __init__(self, tables: BlockTables, *, most_tokens: int, most_sequences: int) -> None:
         """`most_tokens` of a step; more than `most_sequences`, which run at once. ArgumentError."""
-        if not 1 <= most_sequences < most_tokens:
-            raise ArgumentError(
-                f"most_tokens={most_tokens} must be more than most_sequences={most_sequences}, which is at least 1: "
-                "each sequence has a token in a step, and prompts have the others"
-            )
+        check_budget(most_tokens, most_sequences)
         self.tables, self.most_tokens, self.most_sequences = tables, most_tokens, most_sequences
         self.running: list[CachedSequence] = []
         """In order of rank."""
@@ -58,11 +55,13 @@ class Scheduler:
         *,
         priority: int = 0,
         salt: bytes | None = b"",
+        adapter: str = "",
         copies: int = 1,
         together: bool = False,
     ) -> CachedSequence:
-        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it. ArgumentError
-        where the cache could never hold it; with `together` it must hold all copies at once."""
+        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it; `adapter`: by
+        name, empty = none. ArgumentError where the cache could never hold it; with `together` it must hold all copies
+        at once."""
         most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
         if most > size:
             raise ArgumentError(
@@ -78,8 +77,8 @@ class Scheduler:
                 f"{size}: give the cache more blocks, or ask for fewer beams or tokens"
             )
         sequence = CachedSequence(
-            number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b""), priority=priority,
-            copies=copies, cacheable=salt is not None,
+            number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b"", adapter),
+            priority=priority, copies=copies, adapter=adapter, cacheable=salt is not None,
         )  # fmt: skip
         self._number += copies
         heappush(self._waiting, (sequence.rank, sequence))
@@ -131,6 +130,8 @@ class Scheduler:
                 self._preempt(self.running[-1], step)
         for sequence in [one for one in step.chunks if one.guessed]:
             left -= self._grow_guesses(sequence, left, step)
+        pool = self.tables.pool
+        step.moves, pool.moves = pool.moves, []
         return step
 
     def _grow_guesses(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
@@ -138,8 +139,7 @@ class Scheduler:
         count, tables = min(sequence.guessed, left), self.tables
         if count < 1 or tables.needs(sequence, 1 + count) > tables.pool.free:
             return 0
-        copied = tables.grow(sequence, 1 + count)
-        assert copied is None, "room for the first token was made before"
+        tables.grow(sequence, 1 + count)
         step.chunks[sequence] = 1 + count
         return count
 
@@ -162,7 +162,7 @@ class Scheduler:
         """Another sequence that goes on from what a running one has. `number`: one that was kept for its copies."""
         child = CachedSequence(
             number=number, tokens=list(sequence.tokens), limit=sequence.limit, first=sequence.first,
-            priority=sequence.priority, cacheable=sequence.cacheable, phase=Phase.RUNNING,
+            priority=sequence.priority, adapter=sequence.adapter, cacheable=sequence.cacheable, phase=Phase.RUNNING,
         )  # fmt: skip
         child.prompt = sequence.prompt
         self.tables.fork(sequence, child)
@@ -177,9 +177,7 @@ class Scheduler:
             self._preempt(last, step)
             if last is sequence:
                 return False
-        copied = tables.grow(sequence, count)
-        if copied is not None:
-            step.copies.append(copied)
+        tables.grow(sequence, count)
         step.chunks[sequence] = count
         return True
 
@@ -200,17 +198,18 @@ class Scheduler:
         count = min(left, len(sequence.tokens) - sequence.computed)
         return count if self._grow(sequence, count, step) else 0
 
-    def _prefix_beside(self, sequence: CachedSequence) -> tuple[list[int], bytes] | None:
+    def _prefix_beside(self, sequence: CachedSequence) -> tuple[list[int], list[bytes]] | None:
         """What `prefix` finds of it, where all of its tokens so far fit beside those that run; alone it may take what
         the watermark keeps. None = they do not."""
         if sequence.copies + sum(one.copies for one in self.running) > self.most_sequences:
             return None
         pool, tables = self.tables.pool, self.tables
-        found, key = tables.prefix(sequence)
-        free = pool.free - sum(not pool.holders[block] for block in found)
+        found, keys = tables.prefix(sequence)
+        here = [block for block in found if block != HOSTED]
+        free = pool.free - sum(not pool.holders[block] for block in here)
         tokens = len(sequence.tokens)
-        needs = min(tables.blocks_of(tokens) - len(found), tables.most_blocks(tokens, self.most_tokens))
-        return (found, key) if not self.running or free - self._watermark >= needs else None
+        needs = min(tables.blocks_of(tokens) - len(here), tables.most_blocks(tokens, self.most_tokens))
+        return (found, keys) if not self.running or free - self._watermark >= needs else None
 
     def _outranks(self, sequence: CachedSequence) -> bool:
         """Whether one that runs makes way for it."""
@@ -218,8 +217,6 @@ class Scheduler:
 
     def _preempt(self, sequence: CachedSequence, step: StepPlan) -> None:
         step.chunks.pop(sequence, None)
-        own = set(sequence.table)
-        step.copies = [pair for pair in step.copies if pair[1] not in own]
         self.running.remove(sequence)
         self.tables.give_back(sequence)
         sequence.drop_guesses()
@@ -237,3 +234,12 @@ class Scheduler:
 
 def _rank(sequence: CachedSequence) -> tuple[int, int]:
     return sequence.rank
+
+
+def check_budget(most_tokens: int, most_sequences: int) -> None:
+    """ArgumentError where a step has no room for prompts beside the sequences that run at once."""
+    if not 1 <= most_sequences < most_tokens:
+        raise ArgumentError(
+            f"most_tokens={most_tokens} must be more than most_sequences={most_sequences}, which is at least 1: each "
+            "sequence has a token in a step, and prompts have the others"
+        )

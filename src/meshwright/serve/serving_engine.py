@@ -1,13 +1,12 @@
 """The serving engine: requests in, tokens out, one step at a time."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.kernels.compiled import library
-from meshwright.kernels.kept_numbers import FORMS
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.beam_groups import BeamGroups
@@ -18,8 +17,11 @@ from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.draft_model import DraftModel, following
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.grammar import Grammars, GrammarState
+from meshwright.serve.host_tier import HostTier
 from meshwright.serve.paged_cache import PagedCache, bytes_per_block
 from meshwright.serve.prepared_layers import PreparedLayers
+from meshwright.serve.prompt_scores import PromptScores, score_prompt
+from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import SampledRow, sample
@@ -43,17 +45,19 @@ class ServingEngine:
         decode: Decode | None = None,
         end_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
+        adapters: Mapping[str, ServedAdapter] | None = None,
     ) -> None:
         """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text; `tokenizer`:
-        what constrained answers are spelled by. The model is put into evaluation mode. ArgumentError where options
-        make no sense."""
+        what constrained answers are spelled by; `adapters`: those that requests may name. The model is put into
+        evaluation mode. ArgumentError where options make no sense, or an adapter cannot be served."""
         self.options = options = options or EngineOptions()
         self.model = model.eval()
         self._decode, self._end_ids = decode, frozenset(end_ids)
         self._tokenizer = tokenizer
         self._grammars: Grammars | None = None
-        self._longest = min(options.longest or model.shape.max_positions, model.shape.max_positions)
+        self._longest = options.longest or model.shape.max_positions
         self._check(model)
+        self.adapters = RequestAdapters(model, adapters or {}, exact=options.exact)
         size = options.block
         most = options.most_sequences * -(-self._longest // size)
         models = [
@@ -62,11 +66,19 @@ class ServingEngine:
         ]
         bytes_each = sum(bytes_per_block(one, size, options.cache_dtype) for one in models)
         number = max(1, min(most, options.cache_bytes // bytes_each))
+        slots = options.host_cache_bytes // bytes_each
+        if options.host_cache_bytes and not slots:
+            raise ArgumentError(
+                f"host_cache_bytes={options.host_cache_bytes} is less than a block of {bytes_each:,} bytes: give more, "
+                "or 0 for none"
+            )
         self._loops = library.compiled() if options.compiled else None
-        runners = [self._computing(one, number, exact=options.exact and one is model) for one in models]
+        runners = [self._computing(one, number, slots, exact=options.exact and one is model) for one in models]
         self._runner, self.cache = runners[0], runners[0].cache
         widest = [one.cache.widest for one in runners]
-        self.tables = BlockTables(BlockPool(number), size, max(widest) if all(widest) else 0)
+        self.tables = BlockTables(
+            BlockPool(number, HostTier(slots) if slots else None), size, max(widest) if all(widest) else 0
+        )
         self.scheduler = Scheduler(
             self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences
         )  # fmt: skip
@@ -80,6 +92,7 @@ class ServingEngine:
         """A request for answers to prompt tokens. ArgumentError, PlanError where there can be none."""
         options = options or RequestOptions()
         check_prompt(self.model, prompt)
+        self.adapters.check(options.adapter)
         if len(prompt) > self._longest:
             raise ArgumentError(f"the prompt has {len(prompt)} tokens and longest={self._longest}: shorten it")
         outside = [token for token in options.logit_bias if not 0 <= token < self.model.shape.vocab]
@@ -102,7 +115,8 @@ class ServingEngine:
         salt = None if options.salt is None else options.salt.encode()
         copies, searched = max(options.n, options.beams), options.beams > 1
         sequence = self.scheduler.add(
-            prompt, len(prompt) + room, priority=options.priority, salt=salt, copies=copies, together=searched
+            prompt, len(prompt) + room, priority=options.priority, salt=salt, adapter=options.adapter or "",
+            copies=copies, together=searched,
         )  # fmt: skip
         if searched:
             self._beams.begin(sequence, request, BeamSearch(options, ends, room), room)
@@ -112,6 +126,12 @@ class ServingEngine:
         if options.n > 1:
             self._waiting[sequence] = request
         return request
+
+    def score(self, prompt: Sequence[int], top: int, adapter: str | None = None) -> PromptScores:
+        """What the model, or one of its adapters, says of a prompt's own tokens. PlanError, ArgumentError."""
+        self.adapters.check(adapter)
+        with self.adapters.over({adapter: slice(0, max(0, len(prompt) - 1))} if adapter else {}):
+            return score_prompt(self.model, prompt, top)
 
     def cancel(self, request: ServedRequest) -> None:
         """Nobody wants its answers any more: blocks are free at once."""
@@ -238,30 +258,33 @@ class ServingEngine:
 
     def _check(self, model: Transformer) -> None:
         options = self.options
-        for name in ("block", "most_sequences", "cache_bytes"):
-            if getattr(options, name) < 1:
-                raise ArgumentError(f"{name}={getattr(options, name)} must be at least 1")
-        if options.cache_dtype not in FORMS:
-            raise ArgumentError(f"cache_dtype={options.cache_dtype!r} must be one of {', '.join(FORMS)}")
+        if self._longest > model.shape.max_positions:
+            raise ArgumentError(
+                f"longest={self._longest} is beyond the model's {model.shape.max_positions:,} positions: ask for fewer"
+            )
         if options.speculation is not None:
             options.speculation.check(model, self._longest)
-        if options.exact and model.embed.weight.device.type != "cpu":
-            raise ArgumentError("exact=True is for CPUs: take exact=False, or a model on the CPU")
+        if model.embed.weight.device.type != "cpu":
+            for name, other in {"exact": False, "head": "model"}.items():
+                if getattr(options, name) != other:
+                    given = f"{name}={getattr(options, name)}"
+                    raise ArgumentError(f"{given} is for CPUs: take {name}={other}, or a model on the CPU")
 
     @torch.no_grad()
-    def _computing(self, model: Transformer, number: int, *, exact: bool) -> Runner:
-        """What computes a model over `number` blocks."""
+    def _computing(self, model: Transformer, number: int, slots: int, *, exact: bool) -> Runner:
+        """What computes a model over `number` blocks, and as many slots of host memory as that."""
         options, loops = self.options, self._loops
         if exact and loops is not None:
             loops = loops.for_any_rows()
         return Runner(
             model,
-            PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops),
+            PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops, slots=slots),
             PreparedLayers(model, packed=options.packed, head=options.head, loops=loops),
             longest=self._longest,
             most_tokens=options.most_tokens,
             exact=exact,
             copies_bytes=options.copies_bytes,
+            adapters=self.adapters if model is self.model else None,
         )
 
     def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:

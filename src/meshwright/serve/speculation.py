@@ -35,12 +35,15 @@ class Speculation:
     draft: Transformer | None = None
     """A small model of the same vocabulary that guesses, in place of the look-up."""
 
-    def check(self, model: Transformer, longest: int) -> None:
-        """ArgumentError where it makes no sense for a model and sequences of so many tokens."""
+    def __post_init__(self) -> None:
+        """ArgumentError: there is nothing to guess, or to look up."""
         if self.tokens < 1 or self.ngram < SHORTEST:
             raise ArgumentError(
-                f"speculation has tokens={self.tokens} and ngram={self.ngram}: they must be at least 1 and {SHORTEST}"
+                f"guesses have tokens={self.tokens} and ngram={self.ngram}: they must be at least 1 and {SHORTEST}"
             )
+
+    def check(self, model: Transformer, longest: int) -> None:
+        """ArgumentError where it makes no sense for a model and sequences of so many tokens."""
         if self.draft is None:
             return
         if self.draft.shape.vocab != model.shape.vocab:

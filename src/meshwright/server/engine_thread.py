@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Literal, NamedTuple
 
 from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.prompt_scores import PromptScores, score_prompt
+from meshwright.serve.prompt_scores import PromptScores
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import Ending, ServedAnswer, ServedRequest
 from meshwright.serve.serving_engine import ServingEngine
@@ -73,6 +73,8 @@ class _Followed:
     task: EngineTask
     last: float = 0.0
     """When its last token came."""
+    tokens: int = 0
+    """How many came."""
 
 
 News = tuple[tuple[AnswerProgress, ...], Exception | None]
@@ -171,7 +173,7 @@ class EngineThread:
     def _add(self, engine: ServingEngine, hosted: HostedModel, task: EngineTask) -> None:
         try:
             if task.scored is not None:
-                task.scores = score_prompt(hosted.model, task.prompt, task.scored)
+                task.scores = engine.score(task.prompt, task.scored, task.options.adapter)
             request = engine.add(task.prompt, task.options)
         except MeshwrightError as error:
             self._publish({task: ((), error)})
@@ -203,7 +205,6 @@ class EngineThread:
             followed = self._owners[answer]
             touched[followed.task] = None
             self._observe(followed, answer, now)
-        self._metrics.generation_tokens.inc(len(grown))
         ended = [task for task in touched if task.request is not None and task.request.ended]
         self._publish({task: (_progress(task.request), None) for task in touched if task.request is not None})
         for task in ended:
@@ -211,13 +212,16 @@ class EngineThread:
             self._forget(task, task.request)
 
     def _observe(self, followed: _Followed, answer: ServedAnswer, now: float) -> None:
-        task = followed.task
+        """Right guesses bring several tokens at once: each has its part of the time."""
+        task, new = followed.task, len(answer.ids) - followed.tokens
+        self._metrics.generation_tokens.inc(new)
         if followed.last:
-            self._metrics.between.observe(now - followed.last)
+            for _ in range(new):
+                self._metrics.between.observe((now - followed.last) / new)
         elif task.request is not None and answer is task.request.answers[0]:
             self._metrics.first_token.observe(now - task.arrived)
             self._metrics.prompt_tokens.inc(len(task.prompt))
-        followed.last = now
+        followed.last, followed.tokens = now, len(answer.ids)
 
     def _end(self, task: EngineTask, request: ServedRequest) -> None:
         self._publish({task: (_progress(request), None)})
@@ -226,7 +230,7 @@ class EngineThread:
     def _forget(self, task: EngineTask, request: ServedRequest) -> None:
         for answer in request.answers:
             self._owners.pop(answer, None)
-            self._metrics.ended("abort" if answer.ending == "cancelled" else answer.ending)
+            self._metrics.ended("abort" if answer.ending == "cancelled" else answer.ending, task.options.adapter)
         if task in self._waiting:
             self._waiting.remove(task)
         self._metrics.whole.observe(monotonic() - task.arrived)

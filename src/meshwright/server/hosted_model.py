@@ -1,13 +1,15 @@
 """The model that a server answers with."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.spec.errors import ArgumentError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +25,32 @@ class HostedModel:
     """Tokens that end a text."""
     created: int
     """Seconds since 1970."""
+    adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
+    """By the names that requests say in the model's place."""
+    draft: Transformer | None = None
+    """A small model that guesses, where the engine's options have guesses and no such model."""
+
+    def __post_init__(self) -> None:
+        """ArgumentError: an adapter has the model's name."""
+        if self.name in self.adapters:
+            raise ArgumentError(f"adapter={self.name} is the model's own name: give one of them another")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may call for."""
+        return self.name, *self.adapters
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The adapter that a name of these means; None = the model alone."""
+        return name if name in self.adapters else None
 
     def engine(self, options: EngineOptions) -> ServingEngine:
         """An engine of it that has answered once, so that the first request does not wait for what is done once."""
+        if options.speculation is not None and options.speculation.draft is None:
+            options = replace(options, speculation=replace(options.speculation, draft=self.draft))
         decode = self.tokenizer.decode if self.tokenizer else None
         found = ServingEngine(
-            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer
+            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer, adapters=self.adapters
         )  # fmt: skip
         found.run([found.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
         return found

@@ -71,7 +71,7 @@ class HttpServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def run(self) -> None:
-        """Answer until it is stopped. What opening the model raises; RunError."""
+        """Answer until it is stopped. What opening the model, or its engine, raises; RunError."""
         asyncio.run(self._main())
 
     def stop(self) -> None:
@@ -98,7 +98,7 @@ class HttpServer:
                 if service.reader is not None:
                     service.reader.close()
                 engine.stop(LAST_SECONDS)
-        if engine.failure is not None and engine.hosted is None:
+        if engine.failure is not None and engine.engine is None:
             raise engine.failure
 
     async def _serve(self, service: Service, serving: "asyncio.Task[None]") -> None:

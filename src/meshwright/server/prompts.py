@@ -22,9 +22,10 @@ def tasks_of(
     limits: ServerLimits,
     tenant: Tenant,
     schema: Mapping[str, Any] | None = None,
+    adapter: str | None = None,
 ) -> tuple[list[EngineTask], asyncio.Event]:
-    """A task for each prompt, and the event of their news. `schema`: that answers keep to, where fields say none.
-    ApiError: beyond a limit, or no sense."""
+    """A task for each prompt, and the event of their news. `schema`: that answers keep to, where fields say none;
+    `adapter`: that the model's name means. ApiError: beyond a limit, or no sense."""
     if fields.n > limits.max_n:
         raise refused(f"n={fields.n} is more than the {limits.max_n} answers of a request", "n")
     if fields.n > engine.options.most_sequences:
@@ -39,7 +40,9 @@ def tasks_of(
     news = asyncio.Event()
     scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
     return [
-        EngineTask(prompt=list(ids), options=_options(fields, tokens, tenant, schema), changed=news, scored=scored)
+        EngineTask(
+            prompt=list(ids), options=_options(fields, tokens, tenant, schema, adapter), changed=news, scored=scored
+        )
         for ids, tokens in zip(prompts, most, strict=True)
     ], news
 
@@ -70,7 +73,7 @@ def _answer_tokens(
 
 
 def _options(
-    fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None
+    fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None, adapter: str | None
 ) -> RequestOptions:  # fmt: skip
     """As the engine takes them. A request without a seed gets one of its own."""
     try:
@@ -93,6 +96,7 @@ def _options(
             regex=fields.regex_wanted,
             logprobs=fields.likeliest or 0,
             priority=fields.priority,
+            adapter=adapter,
             salt=f"{tenant.salt}\0{fields.cache_salt}",
         )
     except MeshwrightError as error:

@@ -54,18 +54,16 @@ class Service:
         return "stuck" if self.engine.stuck(self.limits.step_seconds) else "ok"
 
     def hosted(self, name: str | None = None) -> HostedModel:
-        """The model, if it has that name. ApiError."""
+        """The model, if it or one of its adapters has that name. ApiError."""
         if self.admission.closed:
             raise shutting_down()
         hosted = self.engine.hosted
         if self.engine.state != "ready" or hosted is None:
             state = "the model is being loaded" if self.engine.state == "loading" else "the engine has failed"
             raise ApiError(503, f"{state}: ask again later", code="not_ready", retry_seconds=5)
-        if name not in (None, hosted.name):
-            asked = printable(str(name))[:100]
-            raise ApiError(
-                404, f"the model {asked} is not here: take {hosted.name}", code="model_not_found", param="model"
-            )
+        if name is not None and name not in hosted.names:
+            said = f"the model {printable(name)[:100]} is not here: take {' or '.join(hosted.names)}"
+            raise ApiError(404, said, code="model_not_found", param="model")
         return hosted
 
     def text_reader(self) -> PromptReader:
@@ -191,11 +189,15 @@ async def models(call: Call) -> Response:
     """`GET /v1/models` and `GET /v1/models/NAME`."""
     name = call.request.path_params.get("name")
     hosted, engine = call.service.hosted(name), call.service.engine.engine
-    one = {
-        "id": hosted.name, "object": "model", "created": hosted.created, "owned_by": "meshwright",
+    shared = {
+        "object": "model", "created": hosted.created, "owned_by": "meshwright",
         "max_model_len": engine.longest if engine else 0,
     }  # fmt: skip
-    return JSONResponse(one if name is not None else {"object": "list", "data": [one]})
+    every = [
+        {"id": one, **shared, **({} if hosted.adapter_of(one) is None else {"parent": hosted.name})}
+        for one in hosted.names
+    ]
+    return JSONResponse(every[hosted.names.index(name)] if name is not None else {"object": "list", "data": every})
 
 
 async def _chat_ids(reader: PromptReader, fields: TokenizeFields) -> list[int]:
@@ -219,10 +221,11 @@ async def _answered(
     service, record = call.service, call.record
     engine = service.engine.engine
     assert engine is not None
-    tasks, news = tasks_of(fields, prompts, engine, service.limits, call.tenant, schema)
+    adapter = hosted.adapter_of(fields.model)
+    tasks, news = tasks_of(fields, prompts, engine, service.limits, call.tenant, schema, adapter)
     usage = fields.stream_options is not None and fields.stream_options.include_usage
     document = AnswerDocument(
-        shape(tasks), hosted.name, include_usage=usage, ids=fields.return_token_ids,
+        shape(tasks), adapter or hosted.name, include_usage=usage, ids=fields.return_token_ids,
         logprobs=fields.likeliest is not None,
     )  # fmt: skip
     record.tasks, record.id, record.user = tasks, document.id, fields.user

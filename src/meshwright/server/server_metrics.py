@@ -22,19 +22,24 @@ class ServerMetrics:
         )  # fmt: skip
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts whose first new token came")
         self.generation_tokens = self._counter("generation_tokens", "New tokens")
-        self._preemptions = self._counter("num_preemptions", "Sequences that gave their blocks back and wait again")
-        self._queries = self._counter("prefix_cache_queries", "Tokens that were looked for in the cache")
-        self._hits = self._counter("prefix_cache_hits", "Tokens that were found there")
+        preemptions = self._counter("num_preemptions", "Sequences that gave their blocks back and wait again")
+        queries = self._counter("prefix_cache_queries", "Tokens that were looked for in the cache")
+        hits = self._counter("prefix_cache_hits", "Tokens that were found there")
+        hosted = self._counter("host_cache_hits", "Of these, tokens that were found in host memory")
+        saved = self._counter("host_cache_saved_blocks", "Blocks whose content went to host memory")
+        guessed = self._counter("spec_decode_num_draft_tokens", "Tokens that were guessed")
+        right = self._counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right")
         self.refusals = self._counter("requests_refused", "Requests that were answered with an error")
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token", SECONDS)
         self.between = self._histogram("inter_token_latency_seconds", "Between tokens of an answer", TOKEN_SECONDS)
         self.whole = self._histogram("e2e_request_latency_seconds", "From arrival to the last token", SECONDS)
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step", SECONDS)
-        self._seen = [0, 0, 0]
+        self._counted = (preemptions, queries, hits, hosted, saved, guessed, right)
+        self._seen = [0] * len(self._counted)
 
-    def ended(self, reason: str) -> None:
-        """An answer has ended."""
-        self._reasons.labels(self._model, reason).inc()
+    def ended(self, reason: str, adapter: str | None = None) -> None:
+        """An answer of the model, or of one of its adapters, has ended."""
+        self._reasons.labels(adapter or self._model, reason).inc()
 
     def watch(self, engine: ServingEngine, waiting: Callable[[], int]) -> None:
         """Read these figures whenever somebody asks."""
@@ -45,8 +50,12 @@ class ServerMetrics:
 
     def count(self, engine: ServingEngine) -> None:
         """What the engine has counted since the last call."""
-        now = [engine.scheduler.preemptions, engine.tables.asked, engine.tables.hits]
-        for counter, new, old in zip((self._preemptions, self._queries, self._hits), now, self._seen, strict=True):
+        guesses = engine.guesses
+        guessed = (guesses.guessed, guesses.accepted) if guesses else (0, 0)
+        tables, host = engine.tables, engine.tables.pool.host
+        of_host = (tables.host_hits, host.saved if host else 0)
+        now = [engine.scheduler.preemptions, tables.asked, tables.hits, *of_host, *guessed]
+        for counter, new, old in zip(self._counted, now, self._seen, strict=True):
             if new > old:
                 counter.inc(new - old)
         self._seen = now

@@ -3,17 +3,23 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from meshwright.cli.inputs import engine_arguments as asked
 from meshwright.spec.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from meshwright.serve.speculation import Speculation
     from meshwright.server.hosted_model import HostedModel
     from meshwright.server.http_server import HttpServer
 
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
+
+
+def _limit(help: str) -> Any:
+    return typer.Option(help=help, rich_help_panel="Limits")
 
 
 def serve(
@@ -36,21 +42,31 @@ def serve(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
-    exact: Annotated[
-        bool, typer.Option("--exact", help="An answer's bits depend on its own request alone. For CPUs.")
-    ] = False,
-    cache_mib: Annotated[int, typer.Option("--cache-mib", help="Most memory of keys and values.")] = 1024,
-    longest: Annotated[int, typer.Option("--longest", help="Most tokens of prompt and answer; 0 = the model's.")] = 0,
-    most_sequences: Annotated[int, typer.Option("--most-sequences", help="Answers that are made at once.")] = 64,
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 2**20,
-    max_prompt_tokens: Annotated[int, typer.Option(help="Of a prompt; 0 = what the model takes.")] = 0,
-    max_answer_tokens: Annotated[int, typer.Option(help="Of a request: prompts x n x max_tokens.")] = 32_768,
-    max_n: Annotated[int, typer.Option(help="Answers to a prompt.")] = 16,
-    max_queue: Annotated[int, typer.Option(help="Prompts that wait; then 429.")] = 256,
-    max_requests_per_key: Annotated[int, typer.Option(help="Of one key at once; then 429.")] = 128,
-    max_request_seconds: Annotated[float, typer.Option(help="From a request's arrival to its last token.")] = 600.0,
-    stall_seconds: Annotated[float, typer.Option(help="A reader that takes nothing for so long is cut off.")] = 30.0,
-    drain_seconds: Annotated[float, typer.Option(help="From SIGTERM on, for the answers that grow.")] = 30.0,
+    adapter: asked.Adapters = None,
+    exact: asked.Exact = False,
+    cache_mib: asked.Cache = 1024,
+    cache_dtype: asked.CacheDtype = "model",
+    host_cache_mib: asked.HostCache = 0,
+    block: asked.Block = 16,
+    copies_mib: asked.Copies = None,
+    longest: asked.Longest = 0,
+    most_sequences: asked.MostSequences = 64,
+    most_tokens: asked.MostTokens = 0,
+    packed: asked.Packed = True,
+    compiled: asked.Compiled = True,
+    head: asked.Head = "model",
+    guess_tokens: asked.GuessTokens = None,
+    guess_ngram: asked.GuessNgram = None,
+    draft: asked.Draft = None,
+    max_body_bytes: Annotated[int, _limit("Of a request.")] = 2**20,
+    max_prompt_tokens: Annotated[int, _limit("Of a prompt; 0 = what the model takes.")] = 0,
+    max_answer_tokens: Annotated[int, _limit("Of a request: prompts x n x max_tokens.")] = 32_768,
+    max_n: Annotated[int, _limit("Answers to a prompt.")] = 16,
+    max_queue: Annotated[int, _limit("Prompts that wait; then 429.")] = 256,
+    max_requests_per_key: Annotated[int, _limit("Of one key at once; then 429.")] = 128,
+    max_request_seconds: Annotated[float, _limit("From a request's arrival to its last token.")] = 600.0,
+    stall_seconds: Annotated[float, _limit("A reader that takes nothing for so long is cut off.")] = 30.0,
+    drain_seconds: Annotated[float, _limit("From SIGTERM on, for the answers that grow.")] = 30.0,
 ) -> None:
     """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""
     from meshwright.server.access import read_keys
@@ -66,33 +82,54 @@ def serve(
         ),
     )  # fmt: skip
     _warn_of_readers(api_key_file)
+    asked.check_copies(copies_mib, cache_dtype)
+    for path, what in ((model, ""), (draft, "draft=")):
+        if path is not None and not path.exists():
+            raise ArgumentError(f"{what}{path} does not exist: give a run, a Hugging Face directory or a .gguf file")
 
-    if not model.exists():
-        raise ArgumentError(f"{model} does not exist: give a run, a Hugging Face directory or a .gguf file")
     from meshwright.api.serving import configuration, run, served_name, server_of
+    from meshwright.kernels.kept_numbers import CacheForm
     from meshwright.serve.engine_options import EngineOptions
+    from meshwright.serve.prepared_layers import HeadForm
 
     engine = EngineOptions(
-        exact=exact, cache_bytes=cache_mib * 2**20, longest=longest, most_sequences=most_sequences,
-        most_tokens=max(512, 2 * most_sequences),
+        exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
+        cache_dtype=cast(CacheForm, cache_dtype), block=block,
+        copies_bytes=(256 if copies_mib is None else copies_mib) * 2**20, longest=longest,
+        most_sequences=most_sequences, most_tokens=most_tokens or max(512, 2 * most_sequences), packed=packed,
+        compiled=compiled, head=cast(HeadForm, head), speculation=_guesses(guess_tokens, guess_ngram, draft),
     )  # fmt: skip
+
+    called = name or served_name(model)
+    adapters = asked.named_adapters(adapter, called)
 
     def ready(server: "HttpServer") -> None:
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
 
-    called = name or served_name(model)
-
     def opened() -> "HostedModel":
         from meshwright.api.model_opening import load
 
-        return load(model, dtype, checkpoint=checkpoint).hosted(called)
+        guesses = load(draft, dtype).model if draft else None
+        return load(model, dtype, checkpoint=checkpoint).hosted(called, draft=guesses, adapters=adapters)
 
     server = server_of(called, opened, options, engine, ready)
-    words = " ".join(f"{key}={value}" for key, value in configuration(server, engine).items())
+    words = " ".join(f"{key}={value}" for key, value in configuration(server, engine, draft, adapters).items())
     print(f"configuration: {words}", flush=True)
     run(server)
+
+
+def _guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":
+    asked.check_guesses(tokens, ngram, draft)
+    if tokens is None and draft is None:
+        return None
+    from meshwright.serve.speculation import Speculation
+
+    plain = Speculation()
+    return Speculation(
+        tokens=plain.tokens if tokens is None else tokens, ngram=plain.ngram if ngram is None else ngram
+    )  # fmt: skip
 
 
 def _key_of_environment() -> tuple[str, ...]:

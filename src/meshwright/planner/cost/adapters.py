@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost.activations import HeadWidths, Routed
+from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
 from meshwright.planner.cost.work import KeptBytes, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.spec.inventory import largest_coded
@@ -89,18 +89,21 @@ def kept(
         return tuple(plain)
     latent = ("q_down", "q", "kv_down") if of.shape.mla else ("q", "k", "v")
     reads = {"attention norm output": latent, "mlp norm output": ("gate", "up"), "dispatched": ("gate", "up")}
-    unread = [name for name, readers in reads.items() if not any(map(lora.adapts, readers))]
+    unread = [name for name, readers in reads.items() if lora.dropout or not any(map(lora.adapts, readers))]
     unread += ["router input in fp32"]
-    if not lora.adapts("down") and of.gates == 1:
+    down = lora.adapts("down") and not lora.dropout
+    if not down and of.gates == 1:
         unread += ["mlp activation", "experts activation", "shared activation"]
-    if not lora.adapts("down") and routed:
+    if not down and routed:
         unread += ["experts activation"]
+    if lora.dropout:
+        unread += ["normed low ranks"]
     return (*(one for one in plain if one.name not in unread), *_added(of, widths, routed))
 
 
 def _added(of: "Local", widths: HeadWidths, routed: Routed | None) -> Iterator[KeptBytes]:
-    """What B multiplies, of each adapter; the products of gated MLPs, which no kernel makes again for A's gradient; and
-    what DoRA scales."""
+    """What B multiplies, of each adapter; the products of gated MLPs, which no kernel makes again for A's gradient;
+    what DoRA scales; and with dropout what A reads of each, and which of it was dropped."""
     lora, shape = of.shape.lora, of.shape
     assert lora is not None
     for name, out in _dense(of, widths, routed):
@@ -109,7 +112,10 @@ def _added(of: "Local", widths: HeadWidths, routed: Routed | None) -> Iterator[K
             yield KeptBytes(f"adapter of {name}", narrow, narrow + result)  # both are results of products
             if lora.dora:
                 yield KeptBytes(f"scaled result of {name}", result, 0.0)
-    gated = of.gates == 2 and lora.adapts("down")
+            if lora.dropout:
+                dropped = of.tokens * _read(of, widths, routed, name) * (of.width + MASK_BYTES)
+                yield KeptBytes(f"dropped input of {name}", dropped, 0.0)
+    gated = of.gates == 2 and lora.adapts("down") and not lora.dropout
     if gated and not routed:
         yield KeptBytes("mlp product", of.tokens * shape.ffn / of.tp * of.width, 0.0)
     if routed and shape.moe:
@@ -118,6 +124,9 @@ def _added(of: "Local", widths: HeadWidths, routed: Routed | None) -> Iterator[K
             if lora.adapts(name):
                 result = routed.copies * (shape.hidden if name == "down" else routed.ffn) * of.width
                 yield KeptBytes(f"adapter of experts' {name}", narrow, narrow + result)
+                if lora.dropout:
+                    read = routed.copies * (routed.ffn if name == "down" else shape.hidden)
+                    yield KeptBytes(f"dropped input of experts' {name}", read * (of.width + MASK_BYTES), 0.0)
         if gated and shape.moe.shared_experts:
             yield KeptBytes(
                 "shared product", of.tokens * shape.moe.shared_experts * shape.moe.ffn / of.tp * of.width, 0
@@ -140,6 +149,13 @@ def _dense(of: "Local", widths: HeadWidths, routed: Routed | None) -> Iterator[t
         yield "down", shape.hidden
 
 
+def _read(of: "Local", widths: HeadWidths, routed: Routed | None, name: str) -> float:
+    """The inputs on a rank of a matrix of `_dense`."""
+    low = {"q_up": of.shape.mla.q_rank, "kv_up": of.shape.mla.kv_rank} if of.shape.mla else {}
+    inner = dict(_dense(of, widths, routed)).get("up", 0.0)
+    return low.get(name) or {"o": widths.out, "down": inner}.get(name, of.shape.hidden)
+
+
 READS = ({"q", "k", "v", "q_down", "kv_down"}, {"gate", "up"})
 """Matrices of one input."""
 
@@ -150,12 +166,10 @@ def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
     lora, inputs = of.shape.lora, dict[str, float]()
     assert lora is not None
     found = 0.0
-    into = {"q_up": of.shape.mla.q_rank, "kv_up": of.shape.mla.kv_rank} if of.shape.mla else {}
-    ffn = dict(_dense(of, widths, routed)).get("up", 0.0)
     for name, out in _dense(of, widths, routed):
         if lora.adapts(name):
             read = next((min(group) for group in READS if name in group), name)
-            inputs[read] = into.get(name) or {"o": widths.out, "down": ffn}.get(name, of.shape.hidden)
+            inputs[read] = _read(of, widths, routed, name)
             found += of.tokens * (out + 2 * lora.rank) * of.width
     found += of.tokens * sum(inputs.values()) * of.width
     for name in ("gate", "up", "down")[2 - of.gates :]:

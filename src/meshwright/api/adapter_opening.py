@@ -1,0 +1,68 @@
+"""Adapters for the requests of a served model: folders of PEFT's, and runs that trained one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from meshwright.api.arguments import Place, folder_of
+from meshwright.model import Transformer
+from meshwright.model.hub import import_folder
+from meshwright.model.hub.adapter import is_adapter, load_adapter
+from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.lora import SAME
+from meshwright.spec.plan import RANDOM
+from meshwright.store import checkpoint as checkpoints
+from meshwright.store import checkpoint_folder
+from meshwright.store.base_weights import base_fingerprint
+from meshwright.store.model_weights import locate, weights
+
+
+def opened_adapters(given: Mapping[str, Place] | None, model: Transformer, source: Path) -> dict[str, ServedAdapter]:
+    """Each by its name, for requests to a model that was read from `source`. ArgumentError, HubError or CheckpointError
+    where one cannot be had."""
+    found = {name: _opened(name, folder_of(place), model, source) for name, place in (given or {}).items()}
+    for name, adapter in found.items():
+        if not name:
+            raise ArgumentError("adapter= must have a name, which requests say")
+        adapter.check(name, model)
+    return found
+
+
+def _opened(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
+    if is_adapter(path):
+        shape, tensors = load_adapter(path, model.shape.base)
+        assert shape.lora is not None
+        return ServedAdapter(shape.lora, tensors)
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+        return _of_run(name, path, source)
+    raise ArgumentError(
+        f"adapter={name}: {path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
+        "`meshwright export --adapter` has written, or a run with model.lora"
+    )
+
+
+def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
+    """The adapter of a checkpoint, beside the very weights that it was trained with."""
+    run, checkpoint = locate(path)
+    lora, init = run.plan.model.lora, run.plan.init
+    if lora is None:
+        raise ArgumentError(f"adapter={name}: {path} trained all weights and has no adapter: serve it as a model")
+    if init == RANDOM:
+        raise ArgumentError(
+            f"adapter={name}: {path} trained it beside drawn weights, which no folder holds: serve the run as a model"
+        )
+    if lora.base != SAME:
+        raise ArgumentError(
+            f"adapter={name}: {path} trained it beside {lora.base} codes: write it for PEFT (`meshwright export "
+            "--adapter`) to have it beside other weights"
+        )
+    known = checkpoints.values(checkpoint).get("base")
+    beside = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
+    if known != base_fingerprint(run.plan) or known != beside:
+        raise ArgumentError(
+            f"adapter={name}: {path} trained it beside the weights of {init}, and {source} has others: serve the "
+            "folder that model.init names"
+        )
+    return ServedAdapter(lora, dict(weights(checkpoint, torch.float32, verified=True)))

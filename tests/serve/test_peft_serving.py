@@ -1,0 +1,102 @@
+"""Adapters that PEFT has written, served beside each other: its own greedy tokens, alone and mixed in one batch."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.model.hub import export_folder
+from meshwright.spec.errors import ArgumentError, HubError
+from tests.model.shrunk import model
+
+PROMPTS = [[3, 5, 7, 9, 11], [8, 1, 8, 2], [3, 5, 7, 9, 11], [40, 41, 42, 43, 44, 45, 46], [9] * 9, [3, 5, 7, 9, 11]]
+LLAMA = {
+    "thin": {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "wide": {"r": 24, "lora_alpha": 24, "target_modules": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]},
+    "odd": {"r": 5, "lora_alpha": 10, "use_rslora": True, "target_modules": ["gate_proj", "v_proj"],
+            "rank_pattern": {"v_proj": 9}, "layers_to_transform": [1]},
+}  # fmt: skip
+GPT2 = {
+    "thin": {"r": 2, "lora_alpha": 8, "target_modules": ["c_attn"]},
+    "wide": {"r": 12, "lora_alpha": 24, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+}
+CALLED = ["thin", "wide", None, "wide", "thin", "odd"]
+NEW = 10
+
+
+def base(folder: Path, name: str) -> Path:
+    found = model(name)
+    given: dict[str, Any] = {"shape": found.shape, "tokenizer": None, "dtype": torch.float32}
+    export_folder(folder / "base", model_tensors=found.state_dict().items(), **given)
+    return folder / "base"
+
+
+@pytest.mark.filterwarnings("ignore")  # of PEFT's and transformers' own
+@pytest.mark.parametrize(("name", "forms"), [("llama-3.1-8b", LLAMA), ("gpt2-124m", GPT2)])
+def test_answers_are_those_of_peft(tmp_path: Path, name: str, forms: dict[str, dict[str, Any]]) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = base(tmp_path, name)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.manual_seed(0)
+    theirs: dict[str | None, Any] = {None: plain}
+    for called, form in forms.items():
+        adapted = peft.get_peft_model(copy.deepcopy(plain), peft.LoraConfig(task_type="CAUSAL_LM", **form))
+        with torch.no_grad():
+            for key, parameter in adapted.named_parameters():
+                if "lora_B" in key:
+                    parameter.normal_(0.0, 0.15)
+        adapted.save_pretrained(tmp_path / called)
+        theirs[called] = adapted.eval()
+    ours = mw.load(folder)
+    folders = {called: tmp_path / called for called in forms}
+    called = [one if one in (*forms, None) else "wide" for one in CALLED]
+    asked = [mw.RequestOptions(adapter=one, max_new_tokens=NEW, ignore_end=True) for one in called]
+    found: list[list[list[int]]] = []
+    for exact in (False, True):
+        given: dict[str, Any] = {"engine": mw.EngineOptions(exact=exact, block=4), "adapters": folders}
+        mixed = ours.generate_many(PROMPTS, asked, **given)
+        alone = [ours.generate_many([prompt], one, **given)[0] for prompt, one in zip(PROMPTS, asked, strict=True)]
+        assert [one.ids for one in mixed] == [one.ids for one in alone]
+        found.append([list(one.ids) for one in mixed])
+        for prompt, one, own in zip(PROMPTS, called, mixed, strict=True):
+            with torch.no_grad():
+                logits = theirs[one](torch.tensor([[*prompt, *own.ids]])).logits[0].float()
+            behind = logits[len(prompt) - 1 : -1]
+            assert list(own.ids) == behind.argmax(-1).tolist(), (one, prompt)
+            right = behind.log_softmax(-1).gather(1, torch.tensor(own.ids)[:, None])[:, 0].tolist()
+            assert own.logprobs == pytest.approx(right, abs=2e-3)
+    assert len({tuple(one) for one in (found[0][0], found[0][2], found[0][5])}) == 3, "one prompt, three answers"
+    for one in forms:
+        whole = theirs[one].merge_and_unload()
+        with torch.no_grad():
+            place = called.index(one)
+            logits = whole(torch.tensor([[*PROMPTS[place], *found[0][place]]])).logits[0]
+        assert logits[len(PROMPTS[place]) - 1 : -1].argmax(-1).tolist() == found[0][place]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"use_dora": True, "target_modules": ["q_proj"]}, "adapter=mine cannot be served by request: DoRA"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens.* is no tensor of a LoRA or DoRA adapter"),
+        ({"target_modules": ["lm_head"]}, "lm_head.* is no tensor of a LoRA or DoRA adapter"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+    ],
+)
+def test_what_peft_may_write_and_requests_cannot_have(tmp_path: Path, form: dict[str, Any], said: str) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder = base(tmp_path, "llama-3.1-8b")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", r=2, **form)).save_pretrained(tmp_path / "mine")
+    with pytest.raises((ArgumentError, HubError), match=said):
+        mw.load(folder).engine(adapters={"mine": tmp_path / "mine"})
+
+
+def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
+    folder = base(tmp_path, "llama-3.1-8b")
+    with pytest.raises(ArgumentError, match=r"adapter=mine: .* has neither adapter_config"):
+        mw.load(folder).engine(adapters={"mine": folder})

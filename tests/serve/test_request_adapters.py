@@ -1,0 +1,263 @@
+"""Adapters of requests: answers are those of models with the adapter merged in, alone and mixed in one batch."""
+
+import copy
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.serve_quantized import quantized
+from meshwright.model import Transformer, generate
+from meshwright.model.linear import Linear
+from meshwright.model.low_rank import LoRA, merged
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.request_adapters import LowRankProduct, ServedAdapter
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.served_request import ServedRequest
+from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serve.speculation import Speculation
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.inventory import adapter_parts, parameters
+from meshwright.spec.lora import LoRAShape
+from tests.model.shrunk import KINDS, model
+from tests.serve.test_exact import NEW, PROMPTS, bits, shrunk
+
+FORMS = {
+    "small": LoRAShape(rank=3, alpha=6.0, targets="attention"),
+    "large": LoRAShape(rank=18, alpha=18.0, targets="all", rslora=True),
+    "some": LoRAShape(rank=8, alpha=8.0, targets="v,down"),
+}
+MIXED = ["small", None, "large", "some", "small", None, "large", "large"]
+"""Whose each prompt is."""
+UNMERGED = {"mixtral-8x7b": "attention", "qwen3-30b-a3b": "q,o", "deepseek-v3": "q_down,q_up,kv_down,o"}
+"""Targets of all, where some matrices cannot have one by request."""
+
+
+@cache
+def adapters(name: str) -> Mapping[str, ServedAdapter]:
+    """Three of different ranks and targets for a small model, loud enough to change its answers."""
+    found = {}
+    for seed, (called, lora) in enumerate(FORMS.items()):
+        lora = replace(lora, targets=UNMERGED.get(name, lora.targets))
+        chance = torch.Generator().manual_seed(seed)
+        low = [one for one in parameters(replace(shrunk(name).shape, lora=lora)) if one.adapts]
+        tensors = {one.name: torch.randn(one.shape, generator=chance) * 0.2 for one in low}
+        found[called] = ServedAdapter(lora, tensors)
+    return found
+
+
+@cache
+def whole(name: str, called: str | None) -> Transformer:
+    """The small model with an adapter merged in."""
+    found = copy.deepcopy(shrunk(name))
+    if called is not None:
+        adapter = adapters(name)[called]
+        with torch.no_grad():
+            for key, parameter in found.named_parameters():
+                low = adapter_parts(key, adapter.tensors)
+                if low:
+                    parameter.copy_(merged(parameter, low, adapter.lora))
+    return found
+
+
+def served(
+    name: str, prompts: Sequence[Sequence[int]], called: Sequence[str | None], asked: Mapping[str, Any] = {},
+    **options: Any,
+) -> tuple[list[ServedRequest], ServingEngine]:  # fmt: skip
+    sizes = {"block": 4, "most_tokens": 24, "most_sequences": 8, **options}
+    engine = ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=adapters(name))
+    wanted = {"max_new_tokens": NEW, "logprobs": 3, **asked}
+    requests = [
+        engine.add(prompt, RequestOptions(adapter=one, **wanted)) for prompt, one in zip(prompts, called, strict=True)
+    ]
+    engine.run(requests)
+    assert engine.idle and engine.tables.pool.free == engine.tables.pool.size
+    return requests, engine
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in (KINDS[0], *KINDS[2:5], KINDS[6], KINDS[8])),
+        *((name, {"packed": False, "compiled": False}) for name in (KINDS[0], KINDS[8])),
+        *((KINDS[2], {"exact": True, "compiled": compiled}) for compiled in (False, True)),
+    ],
+    ids=str,
+)
+def test_a_mixed_batch_answers_as_merged_models(name: str, options: dict[str, Any]) -> None:
+    asked, _ = served(name, PROMPTS, MIXED, **options)
+    for prompt, called, one in zip(PROMPTS, MIXED, asked, strict=True):
+        right = generate(whole(name, called), prompt, max_new_tokens=NEW)
+        assert one.answers[0].ids == right.ids
+        assert one.answers[0].logprobs == pytest.approx(right.logprobs, abs=2e-4)
+    assert len({tuple(one.answers[0].ids) for one in served(name, [PROMPTS[0]] * 4, [*FORMS, None])[0]}) > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [(KINDS[2], {"compiled": False}), (KINDS[4], {}), (KINDS[8], {})], ids=str
+)
+def test_bits_do_not_depend_on_who_else_is_in_the_batch(name: str, options: dict[str, Any]) -> None:
+    options = {"exact": True, **options}
+    together, _ = served(name, PROMPTS, MIXED, **options)
+    right = bits(together)
+    assert bits(served(name, PROMPTS[::-1], MIXED[::-1], **options)[0]) == right[::-1]
+    for chunk, place in ((3, 0), (7, 2), (64, 3)):
+        alone, _ = served(name, [PROMPTS[place]], [MIXED[place]], most_tokens=chunk, most_sequences=1, **options)
+        assert bits(alone) == [right[place]]
+    block = ServingEngine(shrunk(name), EngineOptions(block=4)).cache
+    tight, engine = served(
+        name, PROMPTS, MIXED, cache_bytes=12 * block.bytes // (block.number + 2), most_tokens=17, **options
+    )  # fmt: skip
+    assert bits(tight) == right and engine.scheduler.preemptions
+
+
+def test_bf16_is_exact_too() -> None:
+    found, given = model("qwen3-0.6b", dtype=torch.bfloat16).eval(), adapters("qwen3-0.6b")
+
+    def of(places: Sequence[int]) -> list[object]:
+        engine = ServingEngine(found, EngineOptions(exact=True, block=4), adapters=given)
+        asked = [engine.add(PROMPTS[one], RequestOptions(adapter=MIXED[one], max_new_tokens=NEW)) for one in places]
+        engine.run(asked)
+        return bits(asked)
+
+    assert of(range(8))[:4] == [of([place])[0] for place in range(4)]
+
+
+def test_the_prefix_cache_knows_adapters_apart() -> None:
+    prompt = PROMPTS[1] + PROMPTS[2]
+    (first, *others), engine = served(KINDS[2], [prompt] * 4, ["small", "large", "some", None], exact=True)
+    assert not any(one.cached for one in (first, *others))
+    for one in (first, *others):
+        again = engine.add(prompt, one.options)
+        engine.run([again])
+        assert again.cached >= 16 and bits([again]) == bits([one])
+
+
+@pytest.mark.parametrize("asked", [{"n": 3, "temperature": 0.9, "seed": 5}, {"temperature": 0.7}, {}], ids=str)
+def test_guesses_and_several_answers(asked: dict[str, Any]) -> None:
+    name, prompts = KINDS[2], [[5, 6, 7, 8] * 5, [1, 2, 3] * 6, PROMPTS[0], [5, 6, 7, 8] * 4]
+    called = ["small", "large", None, "some"]
+    asked = {**asked, "max_new_tokens": 24}
+    right = bits(served(name, prompts, called, asked, exact=True)[0])
+    for speculation in (Speculation(tokens=5), Speculation(tokens=5, draft=model(name).eval())):
+        found, engine = served(name, prompts, called, asked, exact=True, speculation=speculation)
+        assert bits(found) == right
+        assert engine.guesses is not None and engine.guesses.guessed
+    assert engine.guesses.accepted, "the draft is the model of those without an adapter"
+
+
+def test_beams() -> None:
+    for called in ("large", None):
+        asked, _ = served(KINDS[2], [PROMPTS[0]], [called], {"beams": 3, "n": 2, "logprobs": 0}, exact=True)
+        engine = ServingEngine(whole(KINDS[2], called), EngineOptions(exact=True, block=4))
+        right = engine.add(PROMPTS[0], RequestOptions(max_new_tokens=NEW, beams=3, n=2))
+        engine.run([right])
+        assert [one.ids for one in asked[0].answers] == [one.ids for one in right.answers]
+
+
+def test_scores_of_a_prompt() -> None:
+    engine = served(KINDS[2], PROMPTS[:1], [None])[1]
+    for called in (*FORMS, None):
+        own = engine.score(PROMPTS[1], 2, called)
+        right = ServingEngine(whole(KINDS[2], called)).score(PROMPTS[1], 2)
+        assert own.logprobs == pytest.approx(right.logprobs, abs=2e-4)
+    assert engine.score([3], 2, "small").logprobs == []
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4-sym"])
+def test_beside_a_quantized_model(scheme: str) -> None:
+    """Against the modules that training has beside codes."""
+    found, given = quantized(model("llama-3.1-8b"), scheme), adapters("llama-3.1-8b")
+    engine = ServingEngine(found, EngineOptions(exact=True, block=4), adapters=given)
+    asked = [engine.add(prompt, RequestOptions(adapter="large", max_new_tokens=NEW)) for prompt in PROMPTS[:4]]
+    engine.run(asked)
+    for key in given["large"].layers:
+        layer = found.get_submodule(key)
+        assert isinstance(layer, Linear)
+        layer.lora = LoRA(given["large"].lora, layer.in_features, layer.out_features)
+        for part in ("a", "b"):
+            getattr(layer.lora, part).data.copy_(given["large"].tensors[f"{key}.lora.{part}"])
+    for prompt, one in zip(PROMPTS, asked, strict=False):
+        assert one.answers[0].ids == generate(found, prompt, max_new_tokens=NEW).ids
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    served(KINDS[2], PROMPTS, MIXED)
+    assert all(one.lora is None for one in shrunk(KINDS[2]).modules() if isinstance(one, Linear))
+
+
+@pytest.mark.parametrize(("rank", "inputs", "outputs"), [(3, 24, 40), (16, 64, 64), (20, 33, 7)])
+def test_a_product(rank: int, inputs: int, outputs: int) -> None:
+    """Of widths that compiled loops take and do not take, against one sum in fp64."""
+    a, b, rows = torch.randn(rank, inputs), torch.randn(outputs, rank), torch.randn(37, inputs)
+    right = (rows.double() @ a.double().t() @ b.double().t()).float()
+    for exact in (False, True):
+        product = LowRankProduct(a, b, exact=exact)
+        torch.testing.assert_close(product(rows), right, rtol=1e-4, atol=1e-4)
+        if exact:
+            assert all(torch.equal(product(rows[:some]), product(rows)[:some]) for some in (1, 5, 16, 17, 36))
+
+
+@pytest.mark.parametrize(
+    ("name", "lora", "said"),
+    [
+        ("llama-3.1-8b", {"dora": True}, "adapter=mine cannot be served by request: DoRA"),
+        ("mixtral-8x7b", {}, r"adapter=mine .* it adapts experts \(layers\.\d+\.mlp\.experts\.\w+\)"),
+        ("deepseek-v3", {"targets": "kv_up"}, r"layers\.0\.attention\.kv_up is multiplied into queries"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(name: str, lora: dict[str, Any], said: str) -> None:
+    form = LoRAShape(rank=2, **lora)
+    tensors = {
+        one.name: torch.zeros(one.shape) for one in parameters(replace(shrunk(name).shape, lora=form)) if one.adapts
+    }
+    with pytest.raises(ArgumentError, match=said):
+        ServingEngine(shrunk(name), adapters={"mine": ServedAdapter(form, tensors)})
+
+
+def test_a_name_that_is_not_there() -> None:
+    engine = ServingEngine(shrunk(KINDS[2]), adapters=adapters(KINDS[2]))
+    with pytest.raises(ArgumentError, match="adapter=other is not here: take one of small, large, some"):
+        engine.add([1], RequestOptions(adapter="other"))
+    with pytest.raises(ArgumentError, match="the engine was given none"):
+        ServingEngine(shrunk(KINDS[2])).add([1], RequestOptions(adapter="small"))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_at_random(seed: int) -> None:
+    """Requests come and are given up at any time, with any adapter, in a cache that is too small."""
+    chance = random.Random(seed)
+    name, compiled = chance.choice([KINDS[0], KINDS[2], KINDS[4]]), bool(seed % 2)
+    sizes: dict[str, Any] = {"block": 4, "most_tokens": 17, "most_sequences": 5, "exact": True, "compiled": compiled}
+    whole = ServingEngine(shrunk(name), EngineOptions(**sizes)).cache
+    each = whole.bytes // (whole.number + 2)
+    sizes |= {"cache_bytes": 20 * each, "host_cache_bytes": 30 * each, "longest": 64}
+    sizes["speculation"] = chance.choice([None, Speculation(tokens=3)])
+    engine = ServingEngine(shrunk(name), EngineOptions(**sizes), adapters=adapters(name))
+    open_, done = list[ServedRequest](), list[ServedRequest]()
+    for _ in range(160):
+        what = chance.random()
+        if what < 0.3 and len(open_) < 8:
+            options = RequestOptions(
+                adapter=chance.choice([*FORMS, None]), max_new_tokens=chance.randint(1, 8), logprobs=2,
+                priority=chance.randint(0, 1), temperature=chance.choice([0.0, 0.8]), n=chance.choice([1, 1, 2]),
+            )  # fmt: skip
+            open_.append(engine.add(chance.choice(PROMPTS) + [chance.randrange(9)] * chance.randint(0, 9), options))
+        elif what < 0.35 and open_:
+            engine.cancel(open_.pop(chance.randrange(len(open_))))
+        elif not engine.idle:
+            engine.step()
+        done += [one for one in open_ if one.ended]
+        open_ = [one for one in open_ if not one.ended]
+    engine.run(open_)
+    done += open_
+    assert len(done) > 20 and engine.tables.pool.free == engine.tables.pool.size
+    alone = ServingEngine(shrunk(name), EngineOptions(**{**sizes, "speculation": None}), adapters=adapters(name))
+    for one in done:
+        right = alone.add(one.prompt, replace(one.options, salt=None))
+        alone.run([right])
+        assert bits([one]) == bits([right])

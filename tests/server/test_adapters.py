@@ -1,0 +1,157 @@
+"""Adapters as models of a server: what they are called, what they answer, and whose runs are taken."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.api import serving
+from meshwright.cli.main import main
+from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.serve.serving_engine import ServingEngine
+from meshwright.server.hosted_model import HostedModel
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.inventory import parameters
+from meshwright.spec.lora import LoRAShape
+from tests.cli import toy
+from tests.cli.toy import refused
+from tests.server.running import EXACT, KEYS, NAME, asked_once, running, small
+
+PROMPT = [7, 9, 11, 7, 9, 20, 31, 7, 9, 11, 7, 9, 20, 31, 7, 9, 11]
+
+
+def adapted() -> HostedModel:
+    found = {}
+    for seed, called in enumerate(("poet", "group/lawyer")):
+        lora = LoRAShape(rank=3 + seed, targets="attention")
+        chance = torch.Generator().manual_seed(seed)
+        low = [one for one in parameters(replace(small().model.shape, lora=lora)) if one.adapts]
+        found[called] = ServedAdapter(lora, {one.name: torch.randn(one.shape, generator=chance) for one in low})
+    return replace(small(), adapters=found)
+
+
+def test_each_is_a_model_of_its_own() -> None:
+    hosted = adapted()
+    own = ServingEngine(hosted.model, EXACT, end_ids=hosted.end_ids, adapters=hosted.adapters)
+    called = [NAME, "poet", "group/lawyer"]
+    asked = [
+        own.add(PROMPT, mw.RequestOptions(max_new_tokens=12, adapter=hosted.adapter_of(one))) for one in called
+    ]  # fmt: skip
+    own.run(asked)
+    right = {one: request.answers[0].ids for one, request in zip(called, asked, strict=True)}
+    assert len({tuple(one) for one in right.values()}) == 3
+    with running(hosted=hosted) as server:
+        body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+
+        def ask(model: str) -> Any:
+            status, _, found = server.ask("/v1/completions", {**body, "model": model})
+            assert status == 200 and found["model"] == model
+            return found
+
+        with ThreadPoolExecutor(6) as clients:
+            answers = list(clients.map(ask, called * 2))
+        for name, found in zip(called * 2, answers, strict=True):
+            assert found["choices"][0]["token_ids"] == right[name]
+        assert ask("poet")["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+        assert server.ask("/v1/completions", body)[2]["model"] == NAME
+        status, _, found = server.ask("/v1/completions", {**body, "model": "painter"})
+        assert status == 404 and found["error"]["message"].endswith("take small or poet or group/lawyer")
+        metrics = server.ask("/metrics")[2].decode()
+        assert 'request_success_total{finished_reason="length",model_name="poet"}' in metrics
+
+
+def test_lists_chats_and_scores() -> None:
+    hosted = adapted()
+    with running(hosted=hosted) as server:
+        listed = server.ask("/v1/models")[2]["data"]
+        assert [(one["id"], one.get("parent")) for one in listed] == [
+            (NAME, None), ("poet", NAME), ("group/lawyer", NAME),
+        ]  # fmt: skip
+        assert server.ask("/v1/models/group/lawyer")[2]["parent"] == NAME
+        assert server.ask("/tokenize", {"model": "poet", "prompt": "ab"})[2]["count"] == 2
+        scored = {"prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": 1}
+        one, other = (
+            server.ask("/v1/completions", {**scored, "model": name})[2]["choices"][0]["logprobs"]["token_logprobs"]
+            for name in (NAME, "poet")
+        )
+        right = ServingEngine(hosted.model, adapters=hosted.adapters).score(PROMPT, 1, "poet").logprobs
+        assert other[1:] == pytest.approx(right, abs=1e-3) and one[1:] != pytest.approx(other[1:], abs=1e-2)
+        client = server.client(KEYS[1])
+        stream = client.completions.create(model="poet", prompt=PROMPT, max_tokens=6, temperature=0, stream=True)
+        assert {event.model for event in stream} == {"poet"}
+
+
+def test_an_adapter_has_not_the_name_of_the_model() -> None:
+    with pytest.raises(ArgumentError, match="adapter=small is the model's own name"):
+        replace(small(), adapters={NAME: adapted().adapters["poet"]})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base: a folder; first and second: runs that trained adapters beside it; peft: the first one for PEFT."""
+    folder = tmp_path_factory.mktemp("adapters")
+    texts = toy.write_texts(folder / "texts")
+    assert main(toy.train(texts, folder / "run")) == 0
+    assert main(["export", str(folder / "run"), str(folder / "base")]) == 0
+    for number, (name, more) in enumerate({"first": ("q,v", 4), "second": ("all", 9)}.items()):
+        words = [f"model={folder / 'base'}", f"model.lora.rank={more[1]}", f"model.lora.targets={more[0]}"]
+        words += ["recipe.learning_rate=0.05", f"recipe.seed={number}", f"data={texts}", f"run={folder / name}"]
+        assert main(["train", "--no-dry-run", *toy.RECIPE, *words]) == 0
+    assert main(["export", str(folder / "first"), str(folder / "peft"), "--adapter"]) == 0
+    return folder
+
+
+def test_adapters_of_runs_are_those_that_are_merged(runs: Path) -> None:
+    base, prompts = mw.load(runs / "base"), ["def f1(", "class C", "    return"]
+    adapters = {"first": runs / "first", "second": runs / "second", "peft": runs / "peft"}
+    called = [*adapters, None]
+    asked = [mw.RequestOptions(adapter=one, max_new_tokens=16) for one in called for _ in prompts]
+    found = base.generate_many(prompts * 4, asked, adapters=adapters)
+    merged = {"first": "first", "second": "second", "peft": "first", None: "base"}
+    for number, one in enumerate(called):
+        right = mw.load(runs / merged[one]).generate_many(prompts, mw.RequestOptions(max_new_tokens=16))
+        assert [each.ids for each in found[3 * number : 3 * number + 3]] == [each.ids for each in right]
+    assert len({found[0].ids, found[3].ids, found[9].ids}) == 3
+
+
+def test_the_command_line(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    body = {"prompt": "def f1(", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    asked = [("/v1/completions", {**body, "model": name}) for name in ("base", "first", "other")]
+    answers = list[Any]()
+    monkeypatch.setattr(serving, "run", lambda server: answers.extend(asked_once(server, *asked)))
+    given = ("--adapter", f"first={runs / 'first'}", "--adapter", f"other={runs / 'second'}", "--exact")
+    assert main(["serve", str(runs / "base"), "--port", "0", *given, "--guess-tokens", "4"]) == 0
+    assert "adapters=first,other" in capsys.readouterr().out
+    for answer, path in zip(answers, ("base", "first", "second"), strict=True):
+        right = mw.load(runs / path).generate("def f1(", max_new_tokens=12, temperature=0.0)
+        assert answer["choices"][0]["token_ids"] == list(right.ids)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["poet"], "must be NAME=DIR"),
+        (["poet=nowhere"], "poet=nowhere: there is no such folder"),
+        (["base=first"], "base is named already"),
+        (["a=first", "a=second"], "a is named already"),
+        (["a=run"], "adapter a: run trained all weights and has no adapter"),
+        (["a=texts"], "adapter a: texts has neither adapter_config.json nor plan.yaml"),
+    ],
+)
+def test_what_is_no_adapter_is_refused(
+    runs: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(runs)
+    given = [word for one in words for word in ("--adapter", one)]
+    assert expected in refused(capsys, "serve", "base", "--port", "0", *given).replace("--adapter", "adapter")
+
+
+def test_an_adapter_of_other_weights(runs: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"adapter=a: .* trained it beside the weights of .*, and .*run has others"):
+        mw.load(runs / "run").engine(adapters={"a": runs / "first"})
