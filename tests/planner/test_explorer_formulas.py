@@ -37,6 +37,8 @@ MODELS: tuple[tuple[Any, ...], ...] = (
     ("llama-3.1-8b", "h100x8", 8, "bf16", "fp32", "fp32", "muon"),
     ("deepseek-v3", "h100x8", 64, "bf16", "fp32", "fp32", "muon"),
     ("llama-3.1-8b", "h100x8", 2, "bf16", "fp32", "fp32", "adamw", "nf4-double"),
+    ("llama-2-7b", "h100x8", 4, "bf16", "fp32", "fp32", "adamw", "", "fp8"),
+    ("llama-3.1-8b", "h100x8", 2, "bf16", "fp32", "fp32", "adamw", "same", "same", 0.1),
 )
 PLANS = 1000
 
@@ -66,13 +68,13 @@ def told(place: int) -> dict[str, Any]:
 
 def asked(
     name: str, cluster: str, nodes: int, precision: str, states: str = "fp32", masters: str = "fp32",
-    optimizer: str = "adamw", base: str = "",
+    optimizer: str = "adamw", base: str = "", products: str = "same", dropout: float = 0.0,
 ) -> Plan:  # fmt: skip
     keys: dict[str, Any] = {"precision": precision, "optimizer_states": states, "master_weights": masters}
-    keys["optimizer"] = optimizer
+    keys |= {"optimizer": optimizer, "products": products}
     recipe = Recipe(sequence=4096, global_batch=512, **keys)
     model = presets.model(name)
-    model = replace(model, lora=LoRAShape(rank=16, base=base)) if base else model
+    model = replace(model, lora=LoRAShape(rank=16, base=base, dropout=dropout)) if base else model
     return Plan(model=model, recipe=recipe, cluster=presets.cluster(cluster, nodes))
 
 

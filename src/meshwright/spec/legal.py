@@ -3,6 +3,7 @@ numbers and the nearest legal change. The planner's search, the engine and the c
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from meshwright.spec.capturing_rules import capturing_refusals
@@ -299,10 +300,15 @@ def _masters(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def block_refusals(shape: ModelShape, recipe: Recipe, devices: int) -> dict[str, str]:
-    """The degrees of tp that would cut a block of 8-bit states, each with its sentence."""
-    refused = {str(tp): "".join(_state_blocks(shape, recipe, Layout(tp=tp))) for tp in divisors(devices)}
-    return {tp: sentence for tp, sentence in refused.items() if sentence}
+def matrix_refusals(shape: ModelShape, recipe: Recipe, devices: int) -> dict[str, list[str]]:
+    """The degrees of tp that cut matrices too small for 8-bit states or products, with the sentences; behind a degree
+    stands `e` where experts are spread."""
+    cuts = {f"{tp}{'e' if ep > 1 else ''}": Layout(tp=tp, ep=ep) for tp in divisors(devices) for ep in (1, 2)}
+    refused = {
+        name: [*_state_blocks(shape, recipe, replace(cut, ep=1)), *_narrow_products(shape, recipe, cut)]
+        for name, cut in cuts.items()
+    }
+    return {name: sentences for name, sentences in refused.items() if sentences}
 
 
 def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:

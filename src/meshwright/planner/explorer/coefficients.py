@@ -66,7 +66,7 @@ def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
 
 def legal_degrees(of: Estimator, devices: int) -> list[Degrees]:
     """How so many devices may cut a layer of the shape, without context parallelism."""
-    shape = of.shape
+    shape = of.shape if of.shape.lora is None else replace(of.shape, lora=replace(of.shape.lora, dropout=0.0))
     experts = divisors(shape.moe.experts) if shape.moe else (1,)
     found = []
     for tp in divisors(devices):

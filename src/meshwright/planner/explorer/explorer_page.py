@@ -19,7 +19,7 @@ from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
-from meshwright.spec.legal import block_refusals
+from meshwright.spec.legal import matrix_refusals
 from meshwright.spec.plan import Plan
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
@@ -64,8 +64,11 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "expert_ffn": shape.moe.ffn if shape.moe else 0,
             "first_dense": shape.moe.first_dense if shape.moe else 0,
             "learned_positions": shape.max_positions if shape.positions == "learned" else 0,
-            "dropout": recipe.dropout,
-            "state_blocks": block_refusals(shape, recipe, of.cluster.devices),
+            "dropout": {
+                "recipe.dropout": recipe.dropout,
+                "model.lora.dropout": shape.lora.dropout if shape.lora else 0,
+            },
+            "matrix_refusals": matrix_refusals(shape, recipe, of.cluster.devices),
             "activation_bytes": 4 if recipe.precision == "fp32" else 2,
         },
         "recipe": {"sequence": recipe.sequence, "global_batch": recipe.global_batch, "precision": recipe.precision},

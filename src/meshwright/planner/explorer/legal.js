@@ -141,10 +141,11 @@ function* dataRules(layout) {
 }
 
 function* dropoutRules(model, layout) {
-  if (model.dropout && layout.tp * layout.cp > 1)
-    yield `recipe.dropout=${model.dropout} would draw otherwise with layout.tp=${layout.tp} and ` +
-      `layout.cp=${layout.cp} than on one device: take recipe.dropout=0`;
-  if (model.state_blocks[layout.tp]) yield model.state_blocks[layout.tp];
+  for (const [key, rate] of Object.entries(model.dropout))
+    if (rate && layout.tp * layout.cp > 1)
+      yield `${key}=${rate} would draw otherwise with layout.tp=${layout.tp} and ` +
+        `layout.cp=${layout.cp} than on one device: take ${key}=0`;
+  yield* model.matrix_refusals[`${layout.tp}${layout.ep > 1 ? "e" : ""}`] ?? [];
 }
 
 function* batchRules(recipe, layout) {
