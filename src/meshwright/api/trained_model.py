@@ -20,6 +20,7 @@ from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedAnswer
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serve.serving_ranks import ServingRanks
 from meshwright.server.hosted_model import HostedModel
 from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
@@ -78,6 +79,8 @@ class TrainedModel:
     """Tokens that end a text."""
     path: Path = Path()
     """Where it was read from."""
+    ranks: ServingRanks | None = None
+    """Those that have the other parts of the model; None = it is whole."""
 
     @checked
     def generate(
@@ -135,7 +138,9 @@ class TrainedModel:
     def engine(self, options: EngineOptions | None = None) -> ServingEngine:
         """An engine that answers many requests with this model, step by step."""
         decode = self.tokenizer.decode if self.tokenizer else None
-        return ServingEngine(self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer)
+        return ServingEngine(
+            self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer, ranks=self.ranks
+        )  # fmt: skip
 
     @checked
     def serve(
@@ -164,8 +169,9 @@ class TrainedModel:
     def hosted(self, name: str) -> HostedModel:
         """As a server takes it, under the name that requests say."""
         return HostedModel(
-            name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time())
-        )
+            name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),
+            ranks=self.ranks,
+        )  # fmt: skip
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
         """A stop string ends the text, not the ids."""

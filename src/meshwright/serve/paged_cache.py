@@ -67,7 +67,7 @@ class PagedLayer:
         attention, shape = block.attention, block.attention.shape
         self.window = block.window
         self.low_rank = isinstance(attention, LatentAttention) and attention.folds_keys
-        heads, width = shape.kv_heads, shape.head_dim
+        heads, width = attention.held_key_heads, shape.head_dim
         values = shape.mla.v_dim if shape.mla else width
         if self.low_rank:
             assert shape.mla is not None

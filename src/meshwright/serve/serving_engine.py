@@ -1,12 +1,12 @@
 """The serving engine: requests in, tokens out, one step at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.kernels.compiled import library
 from meshwright.kernels.kept_numbers import FORMS
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
@@ -18,13 +18,13 @@ from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.draft_model import DraftModel, following
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.grammar import Grammars, GrammarState
-from meshwright.serve.paged_cache import PagedCache, bytes_per_block
-from meshwright.serve.prepared_layers import PreparedLayers
+from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.runner import Runner
+from meshwright.serve.runner_setup import RunnerSetup
 from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
+from meshwright.serve.serving_ranks import Said, ServingRanks
 from meshwright.serve.speculation import GuessCounts, Guesser, Refuted
 from meshwright.spec.errors import ArgumentError, RunError
 
@@ -43,10 +43,11 @@ class ServingEngine:
         decode: Decode | None = None,
         end_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
+        ranks: ServingRanks | None = None,
     ) -> None:
         """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text; `tokenizer`:
-        what constrained answers are spelled by. The model is put into evaluation mode. ArgumentError where options
-        make no sense."""
+        what constrained answers are spelled by; `ranks`: those that have the other parts of the model, and `follow`.
+        The model is put into evaluation mode. ArgumentError where options make no sense."""
         self.options = options = options or EngineOptions()
         self.model = model.eval()
         self._decode, self._end_ids = decode, frozenset(end_ids)
@@ -54,6 +55,8 @@ class ServingEngine:
         self._grammars: Grammars | None = None
         self._longest = min(options.longest or model.shape.max_positions, model.shape.max_positions)
         self._check(model)
+        if options.exact and ranks is not None and ranks.row_multiple > 1:
+            raise ArgumentError("exact=True pads rows to numbers that expert parallel ranks cannot share: take ep=1")
         size = options.block
         most = options.most_sequences * -(-self._longest // size)
         models = [
@@ -62,8 +65,11 @@ class ServingEngine:
         ]
         bytes_each = sum(bytes_per_block(one, size, options.cache_dtype) for one in models)
         number = max(1, min(most, options.cache_bytes // bytes_each))
-        self._loops = library.compiled() if options.compiled else None
-        runners = [self._computing(one, number, exact=options.exact and one is model) for one in models]
+        setup = RunnerSetup.of(options, number, self._longest)
+        if ranks is not None:
+            ranks.say(Said.SETUP, setup.words)
+        drafting = replace(setup, exact=False)
+        runners = [setup.runner(model, ranks), *(drafting.runner(one) for one in models[1:])]
         self._runner, self.cache = runners[0], runners[0].cache
         widest = [one.cache.widest for one in runners]
         self.tables = BlockTables(BlockPool(number), size, max(widest) if all(widest) else 0)
@@ -243,22 +249,6 @@ class ServingEngine:
         if options.exact and model.embed.weight.device.type != "cpu":
             raise ArgumentError("exact=True is for CPUs: take exact=False, or a model on the CPU")
 
-    @torch.no_grad()
-    def _computing(self, model: Transformer, number: int, *, exact: bool) -> Runner:
-        """What computes a model over `number` blocks."""
-        options, loops = self.options, self._loops
-        if exact and loops is not None:
-            loops = loops.for_any_rows()
-        return Runner(
-            model,
-            PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops),
-            PreparedLayers(model, packed=options.packed, head=options.head, loops=loops),
-            longest=self._longest,
-            most_tokens=options.most_tokens,
-            exact=exact,
-            copies_bytes=options.copies_bytes,
-        )
-
     def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
         if not options.constrained:
             return None
@@ -296,7 +286,7 @@ class ServingEngine:
 
     def _forget(self, sequence: CachedSequence) -> None:
         """Blocks that have keys and values of a sequence whose logits are no numbers."""
-        self.cache.clear(self.tables.withdraw(sequence))
+        self._runner.clear(self.tables.withdraw(sequence))
 
     def _end(self, sequence: CachedSequence) -> None:
         self.scheduler.end(sequence)

@@ -21,7 +21,7 @@ from meshwright.serve.served_request import Ending, ServedAnswer, ServedRequest
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.hosted_model import HostedModel, OpenModel
 from meshwright.server.server_metrics import ServerMetrics
-from meshwright.spec.errors import MeshwrightError, RunError
+from meshwright.spec.errors import ArgumentError, MeshwrightError, RunError
 
 State = Literal["loading", "ready", "failed"]
 
@@ -171,6 +171,8 @@ class EngineThread:
     def _add(self, engine: ServingEngine, hosted: HostedModel, task: EngineTask) -> None:
         try:
             if task.scored is not None:
+                if hosted.ranks is not None:
+                    raise ArgumentError("a prompt is scored by one rank alone: leave out echo with logprobs, or --tp")
                 task.scores = score_prompt(hosted.model, task.prompt, task.scored)
             request = engine.add(task.prompt, task.options)
         except MeshwrightError as error:

@@ -8,6 +8,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serve.serving_ranks import ServingRanks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,12 +24,14 @@ class HostedModel:
     """Tokens that end a text."""
     created: int
     """Seconds since 1970."""
+    ranks: ServingRanks | None = None
+    """Those that have the other parts of the model; None = it is whole."""
 
     def engine(self, options: EngineOptions) -> ServingEngine:
         """An engine of it that has answered once, so that the first request does not wait for what is done once."""
         decode = self.tokenizer.decode if self.tokenizer else None
         found = ServingEngine(
-            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer
+            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer, ranks=self.ranks
         )  # fmt: skip
         found.run([found.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
         return found

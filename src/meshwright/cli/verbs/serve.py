@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,8 @@ def serve(
     cache_mib: Annotated[int, typer.Option("--cache-mib", help="Most memory of keys and values.")] = 1024,
     longest: Annotated[int, typer.Option("--longest", help="Most tokens of prompt and answer; 0 = the model's.")] = 0,
     most_sequences: Annotated[int, typer.Option("--most-sequences", help="Answers that are made at once.")] = 64,
+    tp: Annotated[int, typer.Option("--tp", help="Processes of this machine that share every layer.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="Over how many of them experts are spread, each whole.")] = 1,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 2**20,
     max_prompt_tokens: Annotated[int, typer.Option(help="Of a prompt; 0 = what the model takes.")] = 0,
     max_answer_tokens: Annotated[int, typer.Option(help="Of a request: prompts x n x max_tokens.")] = 32_768,
@@ -83,16 +86,22 @@ def serve(
         )
 
     called = name or served_name(model)
+    with ExitStack() as ranks:
 
-    def opened() -> "HostedModel":
-        from meshwright.api.model_opening import load
+        def opened() -> "HostedModel":
+            from meshwright.api.model_opening import load
+            from meshwright.api.sharded_serving import sharded_model
 
-        return load(model, dtype, checkpoint=checkpoint).hosted(called)
+            if tp == ep == 1:
+                return load(model, dtype, checkpoint=checkpoint).hosted(called)
+            found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
+            assert found is not None, "no launcher has started this process"
+            return found.hosted(called)
 
-    server = server_of(called, opened, options, engine, ready)
-    words = " ".join(f"{key}={value}" for key, value in configuration(server, engine).items())
-    print(f"configuration: {words}", flush=True)
-    run(server)
+        server = server_of(called, opened, options, engine, ready)
+        shown = {"tp": tp, "ep": ep, **configuration(server, engine)}
+        print(f"configuration: {' '.join(f'{key}={value}' for key, value in shown.items())}", flush=True)
+        run(server)
 
 
 def _key_of_environment() -> tuple[str, ...]:
