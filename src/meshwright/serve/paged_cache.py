@@ -13,7 +13,15 @@ from torch import Tensor
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.compiled.library import Loops, takes
 from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
-from meshwright.kernels.paged_attention import DenseCall, PagedCall, RowsCall, attend_dense, attend_paged, attend_rows
+from meshwright.kernels.paged_attention import (
+    DenseCall,
+    PagedCall,
+    RowsCall,
+    attend_dense,
+    attend_paged,
+    attend_rows,
+    row_kernel,
+)
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Block, Transformer
@@ -92,7 +100,7 @@ class PagedLayer:
         for store, new in zip(self._stores, news, strict=True):
             store.write(self.places.slots, new, self.loops)
         done, parts = 0, list[Tensor]()
-        if self.places.rows is not None and self.loops is not None:
+        if self.places.rows is not None:
             done, stores = len(self.places.rows.last), (self.keys, self.values)
             found = attend_rows(
                 self.loops, q[:done], *stores, self.places.rows, width=v.shape[-1], window=self.window, scale=scale
@@ -172,6 +180,11 @@ class PagedCache:
         self.number, self.size = number, size
         self.zero, self.unread = number, number + 1
         self.layers = [PagedLayer(block, number + 2, size, weight, self.loops, form) for block in model.blocks]
+        widest = max(layer.keys.sizes[3] for layer in self.layers)
+        self.by_rows, self.attention = (
+            row_kernel(weight, widest, model.kernels.prefer) if self.loops is None else (True, "compiled loops")
+        )
+        """Whether rows that decode read blocks where they lie; what attends for them, and why."""
         self.windows = sorted({layer.window for layer in self.layers})
         self.device = weight.device
 

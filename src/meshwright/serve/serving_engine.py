@@ -135,6 +135,11 @@ class ServingEngine:
         return self._longest
 
     @property
+    def attention(self) -> str:
+        """What attends for rows that decode, and why: `triton (sm_90, bf16: ...)`."""
+        return self.cache.attention
+
+    @property
     def rows_at_once(self) -> int:
         """Rows of the largest forward pass."""
         return self._runner.most_rows
