@@ -1,6 +1,7 @@
 """How a runner is made: by an engine, and in the same way by ranks that follow it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from typing import Self, get_args
 
@@ -59,6 +60,10 @@ class RunnerSetup:
     @torch.no_grad()
     def runner(self, model: Transformer, ranks: ServingRanks | None = None) -> Runner:
         """What computes steps of a model, or of this rank's part of it."""
+        with nullcontext() if ranks is None else ranks.together():
+            return self._runner(model, ranks)
+
+    def _runner(self, model: Transformer, ranks: ServingRanks | None) -> Runner:
         loops = library.compiled() if self.compiled else None
         if self.exact and loops is not None:
             loops = loops.for_any_rows()
@@ -79,16 +84,15 @@ def follow(model: Transformer, ranks: ServingRanks) -> None:
     """Compute what the first rank says with this rank's part of the model, until it says that it ends. RunError: a rank
     is gone."""
     model.eval()
-    kind, words = ranks.hear()
-    if kind is Said.END:
-        return
-    with ranks.together():
-        runner = RunnerSetup.read(words).runner(model, ranks)
-    steps = StepReader()
+    runner, steps = None, StepReader()
     while True:
         kind, words = ranks.hear()
         if kind is Said.END:
             return
+        if kind is Said.SETUP:
+            runner, steps = RunnerSetup.read(words).runner(model, ranks), StepReader()
+            continue
+        assert runner is not None, "the first rank says first how steps are computed"
         if kind is Said.CLEAR:
             runner.cache.clear(words)
         else:

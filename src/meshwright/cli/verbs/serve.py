@@ -81,6 +81,9 @@ def serve(
     )  # fmt: skip
 
     def ready(server: "HttpServer") -> None:
+        found = server.service.engine.engine if server.service else None
+        if found is not None and found.model.embed.weight.device.type != "cpu":
+            print(f"attention of rows that decode: {found.attention}", flush=True)
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
