@@ -6,6 +6,7 @@ The ranks are processes of this machine that are started here, or those that tor
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ MEET_S, POLL_S = 300.0, 0.02
 """For the slowest rank to import torch; between looks whether it is there."""
 LAST_WORD_S = 2.0
 """For a rank to say why it ends."""
+SAID = 500
+"""Letters of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +203,13 @@ def _serve_rank(pipe: Connection, function: Any, task: _Task, rank: int) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         function(task, rank)
-    except (MeshwrightError, MemoryError, RuntimeError, OSError) as error:
+    except Exception as error:
+        known = isinstance(error, MeshwrightError)
+        if not known:
+            traceback.print_exc()
         with suppress(OSError):
-            pipe.send_bytes(f"rank {rank}: {' '.join(str(error).split())[:500]}".encode())
+            said = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
+            pipe.send_bytes(f"rank {rank}: {said[:SAID]}".encode())
         raise SystemExit(1) from None
 
 

@@ -21,7 +21,7 @@ from meshwright.parallel.health.lost_connection import is_lost_connection
 from meshwright.spec.boxes import share
 from meshwright.spec.errors import RunError
 
-FIRST = 512
+FIRST = 1024
 """Numbers of the first broadcast."""
 
 

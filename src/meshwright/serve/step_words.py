@@ -51,7 +51,7 @@ class StepReader:
 
     def step(self, words: Sequence[int]) -> StepPlan:
         """What `StepWriter` was given."""
-        rest = _Words(words)
+        rest = _StepNumbers(words)
         for number in rest.some():
             del self._known[number]
         pairs = rest.take(2 * rest.one())
@@ -61,7 +61,7 @@ class StepReader:
             step.chunks[sequence] = count
         return step
 
-    def _of(self, rest: "_Words") -> tuple[CachedSequence, int]:
+    def _of(self, rest: "_StepNumbers") -> tuple[CachedSequence, int]:
         number, begin, count, length, guessed, preemptions, kept = rest.take(7)
         sequence = self._known.get(number)
         if sequence is None:
@@ -75,7 +75,7 @@ class StepReader:
         return sequence, count
 
 
-class _Words:
+class _StepNumbers:
     """Numbers that are read one behind the other."""
 
     def __init__(self, words: Sequence[int]) -> None:
