@@ -141,15 +141,16 @@ def wrong_ones(name: str, found: dict[str, Any]) -> tuple[int, int]:
 
 def check(cases: list[Case]) -> dict[str, dict[str, Any]]:
     """Answers are those of transformers and of one process, which has all of the weights and of the cache."""
-    first, second = on_ranks(2, serve_parts, cases)
-    for (name, layout, way), found, held in zip(cases, first, second, strict=True):
+    ranks = cases[0][1].tp
+    first, *_, other = on_ranks(ranks, serve_parts, cases)
+    for (name, layout, way), found, held in zip(cases, first, other, strict=True):
         shape = whole(name).shape
         assert way == "int8" or wrong_ones(name, found) == (0, 0), (name, way)
         alone = answers(ServingEngine(whole(name), WAYS[way](whole(name))))
         assert found["ids"] == alone["ids"], (name, way)
         assert found["cached"] == alone["cached"] and (shape.window or found["cached"])
         assert (found["preempted"], found["guessed"]) == (alone["preempted"], alone["guessed"])
-        parts = 1 if shape.mla or shape.kv_heads == 1 else 2
+        parts = 1 if shape.mla else min(ranks, shape.kv_heads)
         assert found["cache_bytes"] * parts == alone["cache_bytes"]
         assert held < (0.8 if shape.moe and layout.ep == 1 else 0.7) * sum(p.numel() for p in whole(name).parameters())
     return {way: found for (_, _, way), found in zip(cases, first, strict=True)}
@@ -164,17 +165,30 @@ def test_two_ranks_answer_as_transformers_and_as_one_process() -> None:
         ("mistral-7b-v0.1", TENSOR, "tight"),
         *((llama, TENSOR, way) for way in ("exact", "exact and tight", "guesses", "draft", "int8")),
     ])  # fmt: skip
-    assert found["exact and tight"]["preempted"]
     assert found["guesses"]["guessed"] and found["draft"]["guessed"]
+    check_bits(found)
+
+
+def check_bits(found: dict[str, dict[str, Any]]) -> None:
+    """Of exact mode: they do not depend on chunks, hits, or preemption."""
+    assert found["exact and tight"]["preempted"]
     once, again = ([one for place, one in enumerate(found[way]["logprobs"]) if place != CANCELLED]
                    for way in ("exact", "exact and tight"))  # fmt: skip
-    assert once == again, "bits do not depend on chunks, hits, or preemption"
+    assert once == again
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "torch", "tight"])
 def test_every_family_on_two_ranks(way: str) -> None:
     check([(name, TENSOR, way) for name in KINDS] + [("deepseek-v3", EXPERT, way), ("qwen3-30b-a3b", EXPERT, way)])
+
+
+@pytest.mark.slow
+def test_four_ranks_two_of_which_keep_the_same_key_head() -> None:
+    llama, four = KINDS[2], Layout(tp=4, compile="off")
+    check_bits(check([(llama, four, way) for way in ("plain", "exact", "exact and tight")]))
+    spread = Layout(tp=4, ep=2, sp=True, compile="off")
+    check([(name, spread, "plain") for name in ("mixtral-8x7b", "deepseek-v3")])
 
 
 def broken_and_refused() -> list[str]:

@@ -148,6 +148,30 @@ def test_two_ranks_behind_one_address(run: Path) -> None:
         assert server.process.wait(60) == 130
 
 
+@pytest.mark.slow
+def test_health_tells_that_a_rank_is_gone_before_anybody_asks(run: Path) -> None:
+    with started(run, "--tp", "2") as server:
+        assert server.ask("/health") == (200, {"status": "ok"})
+        (rank,) = _forked(server.process.pid)
+        os.kill(rank, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while server.ask("/health")[0] == 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert server.ask("/v1/completions", {"prompt": "def ", "max_tokens": 4})[0] >= 500
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) is not None
+
+
+def _forked(process: int) -> list[int]:
+    """Grandchildren: those that the server of forks has made."""
+    return [one for child in _children(process) for one in _children(child)]
+
+
+def _children(process: int) -> list[int]:
+    return [int(one) for path in Path(f"/proc/{process}/task").glob("*/children") for one in path.read_text().split()]
+
+
 def test_an_address_that_is_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

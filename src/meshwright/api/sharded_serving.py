@@ -5,13 +5,14 @@ The ranks are processes of this machine that are started here, or those that tor
 
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ def _started(task: _Task) -> Iterator[TrainedModel]:
             torch.set_num_threads(threads)
             _meet(task, 0, [process for process, _ in others])
             with _joined(task) as found:
-                assert found is not None
+                assert found is not None and found.ranks is not None
+                ends = [process.sentinel for process, _ in others]
+                threading.Thread(target=_watch, args=(ends, found.ranks), daemon=True).start()
                 yield found
             for process, _ in others:
                 process.join(LAST_WORD_S)
@@ -141,6 +144,12 @@ def _started(task: _Task) -> Iterator[TrainedModel]:
                 pipe.close()
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _watch(ends: list[int], ranks: ServingRanks) -> None:
+    """Know at once when a process ends, also where nobody asks anything of the ranks."""
+    wait(ends)
+    ranks.broken = True
 
 
 @contextmanager

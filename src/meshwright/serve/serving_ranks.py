@@ -51,7 +51,12 @@ class ServingRanks:
         self.row_multiple = group.size if model.seams.dense.gathers else 1
         """What the rows of a pass are a multiple of."""
         self.broken = False
-        """Whether a step has failed: ranks then stand at different places, and nothing more can be said."""
+        """Whether a step has failed, or a rank is gone: ranks stand at different places, and nothing more can be said.
+        Another thread may set it."""
+
+    @property
+    def _gone(self) -> str:
+        return f"another one of the {self.size} ranks that serve this model has ended: start all of them again"
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -62,12 +67,12 @@ class ServingRanks:
             self.broken = True
             if not is_lost_connection(error):
                 raise
-            raise RunError(
-                f"another one of the {self.size} ranks that serve this model has ended: start all of them again"
-            ) from error
+            raise RunError(self._gone) from error
 
     def say(self, kind: Said, words: Sequence[int] = ()) -> None:
         """To all others, who `hear` it."""
+        if self.broken:
+            raise RunError(self._gone)
         said = [kind, len(words), *words]
         said += [0] * (FIRST - len(said))
         with self.together():

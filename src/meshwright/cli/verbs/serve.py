@@ -88,6 +88,10 @@ def serve(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
 
+    if tp > 1:
+        from meshwright.observe.ranks import start_server
+
+        start_server()  # here, where Ctrl-C can be kept from it
     called = name or served_name(model)
     with ExitStack() as ranks:
 
