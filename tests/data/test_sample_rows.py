@@ -139,7 +139,9 @@ def test_a_cut_sample_never_ends_in_half_a_character(name: str, text: str, seque
     made = rows([(ids, [True] * len(ids)), ([9, 9], [True, True])], sequence, tokenizer)
     length = int(made._lengths[0, 0])
     assert length <= sequence
-    if name != "qwen2" and "\ufffd" not in text:  # qwen2 has tokens from the middle of one character into another
+    if (
+        name not in ("qwen2", "gpt2") and "\ufffd" not in text
+    ):  # these have tokens that begin or end inside of characters
         assert length >= sequence - 3
     if name in ("metaspace", "sentencepiece"):
         spelled = b"".join(byte_of(tokenizer.spell(token), tokenizer, token) for token in ids[:length])

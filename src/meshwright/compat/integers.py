@@ -1,6 +1,7 @@
 """Products of 8-bit and 4-bit whole numbers on a CPU, which torch has under private names only."""
 
 from functools import cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +30,12 @@ def unpacked_int8(packed: Tensor) -> Tensor:
 
 def int8_product(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """x (M, K) uint8, each 128 more than it stands for, times packed codes -> (M, N) fp32, column n times scales[n].
-    Sums are exact. `zeros` (N,) int64 are 0. Where pairs of products saturate, x is multiplied in two halves."""
-    if not _saturates():
+    Sums are exact. `zeros` (N,) int64 are 0."""
+    way = _exact_way()
+    if way == "offset":
         return _product(x, 128, packed, scales, zeros)
+    if way == "signed":
+        return _product((x ^ 128).view(torch.int8), 0, packed, scales, zeros)
     half, ones = x >> 1, torch.ones_like(scales)
     return _product(half, 64, packed, ones, zeros).add_(_product(x - half, 64, packed, ones, zeros)).mul_(scales)
 
@@ -44,16 +48,26 @@ def _product(x: Tensor, zero: int, packed: Tensor, scales: Tensor, zeros: Tensor
 
 
 @cache
-def _saturates() -> bool:
-    """Whether oneDNN adds two products in 16 bits, as it does on CPUs without VNNI: 2 x 255 x 127 is cut to 32,767.
-    Halves of a row are at most 128, and 2 x 128 x 127 is not. Asked of the product itself: how oneDNN may multiply is
-    also set by its environment."""
+def _exact_way() -> Literal["offset", "signed", "halves"]:
+    """How oneDNN multiplies without a rounded sum. Asked of products themselves: its environment decides, too.
+
+    - `halves`: CPUs without VNNI add two products in 16 bits, and 2 x 255 x 127 is cut to 32,767. Halves of a row are at
+      most 128, and 2 x 128 x 127 is not.
+    - `signed`: with AMX, sums are made fp32 before what 128 adds is taken away, and beyond 2^24 fp32 has even numbers
+      alone. Rows with a sign have nothing to take away; other CPUs multiply them some hundred times slower.
+    - `offset`: elsewhere."""
     with real_tensors():
-        inputs, outputs = 64, 16
-        x, codes = torch.full((1, inputs), 255, dtype=torch.uint8), torch.full((outputs, inputs), 127, dtype=torch.int8)
-        ones, zeros = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64)
-        found = _product(x, 128, packed_int8(codes), ones, zeros)
-        return not bool((found == 127 * 127 * inputs).all())
+        if not _is_exact(64):
+            return "halves"
+        return "offset" if _is_exact(1024) else "signed"
+
+
+def _is_exact(inputs: int) -> bool:
+    """Whether the largest sum of so many products but one is exact. It is odd, before and after 128 is taken away."""
+    x, codes = torch.full((32, inputs), 255, dtype=torch.uint8), torch.full((16, inputs), 127, dtype=torch.int8)
+    x[:, 0] = 254
+    found = _product(x, 128, packed_int8(codes), torch.ones(16), torch.zeros(16, dtype=torch.int64))
+    return bool((found.double() == (x.double() - 128) @ codes.double().t()).all())
 
 
 @cache
