@@ -95,6 +95,7 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     for border in (seams.dense, *([seams.shared] if own_tokens_in_experts else [])):
         border.read, border.leave = ColumnParallelProducts(slices, model.products).linears, leaves
         border.write = RowParallelProducts(slices, model.products)
+        border.gathers = slices.sp
     if not own_tokens_in_experts:
         seams.routed.enter, seams.routed.leave = enters, leaves
     for name, module in model.named_modules():
