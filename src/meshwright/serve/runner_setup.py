@@ -44,8 +44,8 @@ class RunnerSetup:
         """Of the model that the options are for."""
         return cls(
             blocks=blocks, slots=slots, block=options.block, form=FORMS.index(options.cache_dtype),
-            head=HEADS.index(options.head), packed=options.packed, compiled=options.compiled, exact=options.exact, longest=longest,
-            most_tokens=options.most_tokens, copies_bytes=options.copies_bytes,
+            head=HEADS.index(options.head), packed=options.packed, compiled=options.compiled, exact=options.exact,
+            longest=longest, most_tokens=options.most_tokens, copies_bytes=options.copies_bytes,
         )  # fmt: skip
 
     @classmethod
