@@ -8,7 +8,7 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-gpu bench-parallel leaderboard claims pages docs clean
+.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-gpu bench-parallel bench-serve leaderboard claims pages docs clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make bench        speed and memory beside transformers, and TRL where it is installed; encoding; start-up"
 	@echo "make bench-gpu    kernels and whole steps on this machine's GPU beside torch, Liger and transformers (10 minutes)"
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
+	@echo "make bench-serve  the serving engine beside transformers, llama.cpp and vLLM: what is installed takes part (ARGS=--full)"
 	@echo "make leaderboard  score the planner on every published run and kernel at hand, and write docs/accuracy.md (ARGS=FOLDER)"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
 	@echo "make pages        write the generated parts of the pages anew: keys, verbs, tables and outputs of plan"
@@ -86,6 +87,10 @@ bench-parallel: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.parallel_speed $(ARGS)
 	$(RUN) -m benchmarks.parallel_memory
 	$(RUN) -m benchmarks.context
+
+# transformers is installed; llama-cpp-python and vllm take part where they are (docs/benchmarks.md).
+bench-serve: $(VENV)/.installed-dev
+	$(RUN) -m benchmarks.serve $(ARGS)
 
 # The published tables are no part of the repository: docs/accuracy.md says what they hold.
 leaderboard: $(VENV)/.installed-dev

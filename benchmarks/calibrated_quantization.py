@@ -38,13 +38,13 @@ from meshwright.api.quantization_text import quantization_text
 from meshwright.compress import gptq
 from meshwright.compress.bit_budget import chosen, ladder
 from meshwright.compress.calibrated_model import calibrate
-from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.quality import Quality, compare
 from meshwright.compress.sensitivity import measured_groups
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, nearest
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer
+from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.training.batches import Batch

@@ -57,6 +57,10 @@ class Rounded:
     of_x: Round
     adds_bias: bool = False
 
+    def read(self, x: Tensor) -> Tensor:
+        """The input."""
+        return x
+
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """None: the product is its own."""
         return ()
@@ -73,6 +77,10 @@ class Decomposed:
 
     matrix: QuantizedMatrix
     adds_bias: bool = False
+
+    def read(self, x: Tensor) -> Tensor:
+        """The input."""
+        return x
 
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """The codes."""

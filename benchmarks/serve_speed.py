@@ -3,11 +3,11 @@
     python -m benchmarks.serve_speed [--json] [--rounds 3] [--part load|prefix|blocks|scheduler]
 
 Load: the same 32 requests (prompts of 16 to 256 tokens, answers of 16 to 128, greedy) to the same random llama-10m in
-fp32, answered by transformers one after another, by transformers in batches of 8 with left padding, and by the engine
-in both of its modes. They take turns in one process with one thread; seconds are those of the processor, and of each
-contestant the fewest of all rounds count. A token counts if it was asked for: what a batch computes beyond that is its
-own loss. Answers are compared token by token; where transformers' own two likeliest tokens are within 1e-4 of the
-logit, either is right, and that is counted.
+fp32, answered by transformers one after another, in batches of 8 with left padding, and by its continuous batching; by
+vLLM where it is installed; and by the engine in both of its modes. They take turns in one process with one thread;
+seconds are those of the processor, and of each contestant the fewest of all rounds count. A token counts if it was
+asked for: what a batch computes beyond that is its own loss. Answers are compared token by token; where transformers'
+own two likeliest tokens are within 1e-4 of the logit, either is right, and that is counted.
 
 Prefix: seconds until the first token behind a prefix of 1,024 tokens and 32 more, with the prefix in the cache over
 without; also where it had to make way, and comes from host memory. Blocks: seconds per operation of a pool of 100,000
@@ -17,17 +17,16 @@ blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences that 
 import argparse
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks.serve_peers import continuous, exported, vllm_engine
 from meshwright.model import Transformer, build
-from meshwright.model.hub import export_folder
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.engine_options import EngineOptions
@@ -56,9 +55,7 @@ def peer_of(model: Transformer) -> Any:
     """The same model of transformers."""
     import transformers
 
-    with tempfile.TemporaryDirectory() as place:
-        tensors = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
-        export_folder(Path(place), model_tensors=tensors, shape=model.shape, tokenizer=None, dtype=torch.float32)
+    with exported(model) as place:
         return transformers.AutoModelForCausalLM.from_pretrained(place).eval()
 
 
@@ -115,9 +112,13 @@ def race(rounds: int) -> dict[str, float]:
     ways: dict[str, Callable[[int], Answers]] = {
         "one_by_one": lambda _: theirs(peer, load, 1),
         "static": lambda _: theirs(peer, load, BATCH),
+        "continuous": lambda _: continuous(peer, load),
         "engine": lambda turn: ours(fast, load, turn),
         "exact": lambda turn: ours(exact, load, turn),
     }
+    if find_spec("vllm"):
+        other = vllm_engine(model)
+        ways["vllm"] = lambda _: other(load)
     seconds, answers = dict.fromkeys(ways, float("inf")), dict[str, Answers]()
     for turn in range(rounds):
         for name, way in ways.items():
@@ -130,6 +131,7 @@ def race(rounds: int) -> dict[str, float]:
         **{f"{name}_tokens_per_second": tokens / took for name, took in seconds.items()},
         "over_one_by_one": seconds["one_by_one"] / seconds["engine"],
         "over_static": seconds["static"] / seconds["engine"],
+        **{f"over_{name}": seconds[name] / seconds["engine"] for name in ("continuous", "vllm") if name in ways},
         "exact_over_one_by_one": seconds["one_by_one"] / seconds["exact"],
         "exact_over_static": seconds["static"] / seconds["exact"],
         "exact_costs": seconds["exact"] / seconds["engine"] - 1,

@@ -38,7 +38,7 @@ BELOW: dict[str, set[str]] = {
     "compress": TRAINING,
     "serve": MODEL | {"data"},
     "server": TENSORS | {"kernels", "model", "data", "serve"},
-    "observe": TRAINING | {"planner"},
+    "observe": TRAINING | {"planner", "serve"},
     "api": TRAINING | {"planner", "observe", "compress", "serve", "server"},
     "cli": TRAINING | {"planner", "observe", "compress", "serve", "server", "api"},
 }

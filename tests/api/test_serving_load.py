@@ -1,5 +1,6 @@
 """A load run through the engine: what it holds is what was planned and what a dry run counts; rates of the machine."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import meshwright as mw
 from meshwright.api.serve_planning import engine_times
 from meshwright.api.serving_calibration import QUICK, engine_rates
 from meshwright.api.serving_load import columns, dry
+from meshwright.kernels.compiled import library
 from meshwright.model import build
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
@@ -26,6 +28,7 @@ from meshwright.planner.serving.step_times import StepTimes
 from meshwright.serve.paged_cache import PagedCache
 from meshwright.spec import Cluster, presets
 from meshwright.spec.errors import PlanError
+from tests.cli.toy import call, refused, train, write_texts
 
 RATES = EngineRates(
     step_s=1e-3, sequence_s=1e-5, layer_s=5e-4, token_layer_s=1e-9, cached_bytes_per_s=5e9,
@@ -114,6 +117,38 @@ def test_a_measured_machine_is_planned_and_run(tmp_path: Path) -> None:
         mw.plan_serving("llama-3.1-8b", cluster="h100x8").measure()
     with pytest.raises(PlanError, match="framework=meshwright"):
         mw.plan_serving("llama-tiny", cluster=str(path), framework="vllm", input_length=20, output_length=5)
+
+
+def test_copies_of_matrices_are_planned() -> None:
+    """Of sizes that are whole panels: matrices that read one input are kept side by side, too."""
+    assert library.compiled() is not None, "the tests need a C compiler"
+    found = columns(times(), Load(input_tokens=5, output_tokens=3, concurrency=1, waves=1))
+    shape = presets.model("llama-tiny")
+    joined = shape.hidden * (shape.hidden + 2 * shape.kv_heads * shape.head_dim + 2 * shape.ffn)
+    alone = shape.hidden * (shape.hidden + shape.ffn)
+    numbers = shape.layers * (2 * joined + alone) + shape.vocab * shape.hidden
+    assert found.planned_copies_bytes == found.measured_copies_bytes == 4 * numbers
+
+
+def test_a_served_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Bytes agree; times of invented rates do not: exit code 4, and 0 where the tolerance allows all."""
+    run = tmp_path / "run"
+    assert call(capsys, *train(write_texts(tmp_path / "texts"), run, "recipe.steps=2"))[0] == 0
+    path = _written(tmp_path, text(replace(_file(), serving=RATES)))
+    words = ["compare", run, "--serve", "--cluster", path, "--input-length", "20", "--output-length", "5"]
+    code, out, errors = call(capsys, *words, "--concurrency", "2", "--tolerance", "0.0001", "--json")
+    found = json.loads(out)
+    rows = {row["what"]: row for row in found["rows"]}
+    assert code == 4 and not found["agrees"] and "planned" in errors
+    assert all(rows[name]["planned"] == rows[name]["measured"] for name in ("weights", "keys and values"))
+    assert rows["weights"]["dryrun"] == rows["weights"]["measured"] and rows["per token"]["dryrun"] is None
+    assert not rows["tokens/s"]["agrees"]
+    code, out, _ = call(capsys, *words, "--tolerance", "1e9")
+    assert code == 0 and out.startswith("AGREES  ") and "first token" in out
+    assert "--cluster" in refused(capsys, "compare", run, "--serve")
+    assert "add --serve" in refused(capsys, "compare", run, "--input-length", "3")
+    answer = mw.compare_serving(run, cluster=str(path), input_length=9, output_length=3, concurrency=1, tolerance=1e9)
+    assert answer.agrees and len(answer.rows()) == 6 and "<table" in answer._repr_html_()
 
 
 def test_rates_of_this_machine_are_numbers_above_zero() -> None:

@@ -23,16 +23,21 @@ from benchmarks import (
     recomputation,
     resident,
     resume,
+    serve,
     serve_adapters,
     serve_forms,
     serve_operations,
+    serve_quality,
     serve_quantized,
     serve_speed,
     startup,
     update_host_time,
 )
+from meshwright import planfile
 from meshwright.cli.main import main
+from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import RECOMPUTE
+from tests.cli.toy import write_texts
 
 TOY = [
     "model.layers=1",
@@ -196,6 +201,39 @@ def test_serving_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     assert found["wrong"] == 0 and found["prefix_hit_tokens"] == 1024
     for name in ("over_one_by_one", "over_static", "exact_costs", "blocks_100k_over_1k", "scheduler_step_microseconds"):
         assert found[name] > -1
+
+
+@pytest.mark.slow
+def test_throughput_over_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two designs in two steps: equal tokens by both implementations, a quality for each form, and a picture."""
+    pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
+    for name, value in (("ANSWER", 4), ("REQUESTS", 2), ("SCORED", 2)):
+        monkeypatch.setattr(serve_quality, name, value)
+    small = {name: {**shape, "layers": 1} for name, shape in serve_quality.DESIGNS.items()}
+    monkeypatch.setattr(serve_quality, "DESIGNS", small)
+    texts = write_texts(tmp_path / "texts")
+    monkeypatch.setattr(serve_quality, "TEXT", str(texts))
+    found = serve_quality.measure(tmp_path, 2, 1, ("GQA", "MLA"))
+    assert not found["left_out"] and min(found["equal_tokens"].values()) == 1
+    assert {row["what"] for row in found["rows"]} >= {"transformers", "engine", "eager attention", "paged, int4"}
+    assert all(row["tokens_per_second"] > 0 and 0 < row["bits_per_byte"] < 10 for row in found["rows"])
+    serve_quality.draw(found, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_designs_have_equal_compute() -> None:
+    shapes = [planfile.read(None, [f"model={json.dumps(one)}"]).model for one in serve_quality.DESIGNS.values()]
+    flop = [token_flop(shape, 128, causal=True).forward for shape in shapes]
+    assert max(flop) < 1.03 * min(flop)
+
+
+def test_all_serving_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them, in a process of its own; and what is installed."""
+    assert serve.main(["--only", "operations", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["operations"]["faults"] == 0 and "vllm" in found["installed"]
+    with pytest.raises(SystemExit):
+        serve.main(["--only", "nothing"])
 
 
 def test_serving_quantized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,6 @@ from meshwright.compress import calibrated_model as calibration
 from meshwright.compress.block_model import BlockModel
 from meshwright.compress.calibrated_block import quantize_block
 from meshwright.compress.calibrated_model import calibrate
-from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.input_folds import fold, folds, input_groups
 from meshwright.compress.input_statistics import Inputs
 from meshwright.compress.layer_inputs import reading
@@ -29,6 +28,7 @@ from meshwright.compress.original import OriginalModel, open_original
 from meshwright.model import Transformer, build
 from meshwright.model.hub import export_folder
 from meshwright.model.hub.safetensors_files import stored_tensors
+from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import MLAShape, ModelShape
 from meshwright.spec.errors import ArgumentError, DataError, PlanError

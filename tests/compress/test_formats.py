@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.compress.formats import FORMATS
-from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import write_quantized
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.model.hub.transforms import ROTARY
 from meshwright.model.hub.weight_names import bindings, tensor_sizes
+from meshwright.model.quantized_formats.folder_format import QuantizedModel
+from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import HubError, PlanError

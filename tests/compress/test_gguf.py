@@ -22,6 +22,7 @@ from meshwright.kernels.block_encoding import encode
 from meshwright.model.gguf.gguf_header import read_gguf_header
 from meshwright.model.gguf.gguf_metadata import OURS
 from meshwright.model.gguf.gguf_model import open_gguf
+from meshwright.model.gguf.gguf_parts import COUNT, NUMBER, TENSORS, read_gguf_parts
 from meshwright.model.gguf.gguf_vocabulary import WHOLE
 from meshwright.model.gguf.gguf_words import RULES, split_by
 from meshwright.model.gguf.gguf_writer import GGUFWriter, PlannedBlocks
@@ -367,3 +368,57 @@ def test_bad_input_is_refused_before_anything_is_made(
     with pytest.raises(kind, match=said):
         mw.quantize(**given)
     assert not (folder / "q.gguf").exists()
+
+
+def in_parts(path: Path, count: int, folder: Path) -> list[Path]:
+    """A file as llama-gguf-split writes it: tensors in runs, the keys of the model in the first part alone."""
+    header = read_gguf_header(path)
+    names, found = list(header.tensors), []
+    each = -(-len(names) // count)
+    for number in range(count):
+        own = names[number * each : (number + 1) * each]
+        keys: dict[str, Any] = dict(header.keys) if number == 0 else {}
+        keys |= {NUMBER: number, COUNT: count, TENSORS: len(names)}
+        found.append(folder / f"m-{number + 1:05}-of-{count:05}.gguf")
+        planned = [
+            PlannedBlocks(name=name, size=header.tensors[name].size, kind=header.tensors[name].kind) for name in own
+        ]
+        with GGUFWriter(found[-1], keys, planned) as writer:
+            for name in own:
+                writer.write(name, header.tensors[name].read())
+    return found
+
+
+def test_a_file_in_parts_is_read_by_its_first(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"]), "q8_0")
+    parts = in_parts(path, 3, tmp_path)
+    assert read_gguf_header(parts[1]).keys.keys() == {NUMBER, COUNT, TENSORS}
+    whole, joined = open_gguf(path), open_gguf(parts[0])
+    assert {one.file for one in joined.header.tensors.values()} == set(parts)
+    for (name, right), (also, tensor) in zip(whole.weights(torch.float32), joined.weights(torch.float32), strict=True):
+        assert name == also and torch.equal(right, tensor)
+    assert mw.load(parts[0]).tokenizer is not None
+
+
+def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"]), "q8_0")
+    first, second, third = in_parts(path, 3, tmp_path)
+    with pytest.raises(HubError, match=rf"is part 2 of 3: give the first, {first.name}"):
+        read_gguf_parts(second)
+    kept, whole = third.read_bytes(), second.read_bytes()
+    third.write_bytes(whole)
+    with pytest.raises(HubError, match="says it is part 2 of 3, and its name says 3 of 3"):
+        read_gguf_parts(first)
+    third.unlink()
+    with pytest.raises(HubError, match=rf"has 3 parts, and {third.name} is not beside it"):
+        read_gguf_parts(first)
+    third.write_bytes(kept)
+    (tmp_path / "other").mkdir()
+    fewer = model_of(replace(SHAPES["llama"], layers=1))
+    other = in_parts(written(tmp_path / "other" / "b.gguf", fewer, "q8_0"), 3, tmp_path / "other")
+    third.write_bytes(other[2].read_bytes())
+    with pytest.raises(HubError, match="a part is of another file"):
+        read_gguf_parts(first)
+    first.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(HubError, match=r"is part 1 of 3, and is not named so: parts are NAME-00001-of-00003\.gguf"):
+        read_gguf_parts(tmp_path / "renamed.gguf")

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.compress.formats import FORMATS
-from meshwright.compress.formats.gptq_files import GPTQFiles
-from meshwright.compress.formats.packed_linears import Codes
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.model.hub.weight_names import bindings
+from meshwright.model.quantized_formats.format_table import FORMATS
+from meshwright.model.quantized_formats.gptq_files import GPTQFiles
+from meshwright.model.quantized_formats.packed_linears import Codes
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.quantization_schemes import SCHEMES

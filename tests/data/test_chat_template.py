@@ -161,7 +161,7 @@ def test_random_expressions_show_nothing_of_python(pieces: list[str]) -> None:
                                "%d format: a real number is required, not str"),
         ("{{ messages + 'x' }}", "the chat template fails in line 1: TypeError: "
                                  'can only concatenate list (not "str") to list'),
-        ("{{ 'x' * 10 ** 15 }}", "the chat template fails in line 1: it needs too much memory"),
+        ("{{ 'x' * 10 ** 15 }}", "the chat template fails in line 1: * makes more than 16,777,216 characters"),
     ],
 )  # fmt: skip
 def test_a_failing_template_says_where(source: str, sentence: str) -> None:
@@ -196,3 +196,22 @@ def test_no_file_is_read(tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
             ours(f"{{% {tag} '{tmp_path}/secret'{tail} %}}").render(USER)
         assert "secret" not in str(error.value).replace(str(tmp_path / "secret"), "")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n + 1) ~ f(n + 1) if n < 60 }}{% endmacro %}{{ f(0) }}",
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{{ 'a' * 10 ** 12 }}",
+        "{{ [1] * 10 ** 11 }}",
+        "{{ '%99999999999d' % 3 }}",
+        "{{ 2 ** 1000000000 }}",
+    ],
+)
+def test_what_never_ends_or_grows_without_end_is_refused_in_any_process(source: str) -> None:
+    """Nothing else bounds a template where a trainer or `generate` runs it."""
+    with pytest.raises(DataError, match=r"rounds of loops|characters"):
+        ChatTemplate(source, {}, datetime.date(2026, 1, 1)).render([{"role": "user", "content": "a"}])

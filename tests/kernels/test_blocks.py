@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import block_encoding
-from meshwright.kernels.block_decoding import decode
+from meshwright.kernels.block_decoding import UNEVEN, decode
 from meshwright.kernels.block_encoding import WRITTEN, encode
 from meshwright.spec.block_types import BLOCK_TYPES, FLOATS, SUPER, BlockType
 
@@ -48,6 +48,25 @@ def one_number(kind: str, raw: bytes, place: int) -> float:
         return half(raw, 0) * (code if with_minimum else code - (16 if fifth else 8)) + (
             half(raw, 2) if with_minimum else 0.0
         )
+    if kind == "Q2_K":
+        part, inside = divmod(place, 128)
+        code = raw[16 + part * 32 + inside % 32] >> 2 * (inside // 32) & 3
+        return half(raw, 80) * (raw[place // 16] & 15) * code - half(raw, 82) * (raw[place // 16] >> 4)
+    if kind == "Q3_K":
+        part, inside = divmod(place, 128)
+        code = raw[32 + part * 32 + inside % 32] >> 2 * (inside // 32) & 3
+        code -= 0 if raw[place % 32] >> place // 32 & 1 else 4
+        run = place // 16
+        low = raw[96 + run % 8] >> 4 * (run // 8) & 15
+        return half(raw, 108) * ((low | (raw[104 + run % 4] >> 2 * (run // 4) & 3) << 4) - 32) * code
+    if kind == "IQ4_NL":
+        return half(raw, 0) * UNEVEN[raw[2 + place % 16] >> 4 * (place // 16) & 15]
+    if kind == "IQ4_XS":
+        run, inside = divmod(place, 32)
+        low, high = raw[4 + run // 2] >> 4 * (run % 2) & 15, int.from_bytes(raw[2:4], "little") >> 2 * run & 3
+        return (
+            half(raw, 0) * ((low | high << 4) - 32) * UNEVEN[raw[8 + 16 * run + inside % 16] >> 4 * (inside // 16) & 15]
+        )
     if kind in ("Q4_K", "Q5_K"):
         run, inside = divmod(place, 32)
         scale, minimum = six_bits(raw[4:16], run)
@@ -67,7 +86,15 @@ def random_blocks(kind: BlockType, rows: int = 3, blocks: int = 2) -> Tensor:
     """Bytes of which fp16 scales are of the usual size."""
     generator = torch.Generator().manual_seed(kind.number)
     raw = torch.randint(0, 256, (rows, blocks, kind.bytes), generator=generator, dtype=torch.uint8)
-    for at in {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind.name, (0,)):
+    for at in {
+        "Q4_1": (0, 2),
+        "Q5_1": (0, 2),
+        "Q4_K": (0, 2),
+        "Q5_K": (0, 2),
+        "Q6_K": (208,),
+        "Q2_K": (80, 82),
+        "Q3_K": (108,),
+    }.get(kind.name, (0,)):
         raw[..., at + 1] = (raw[..., at + 1] & 0x83) | 0x20
     return raw.flatten(1)
 

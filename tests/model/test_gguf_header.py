@@ -96,7 +96,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a dim of 0": (whole(start(1), tensor(dims=(8, 0))), "tensor x has dims"),
     "part of a block": (whole(start(1), tensor(dims=(33,), kind=8)), "rows of 33 numbers, no multiple of Q8_0's 32"),
     "a type of tensor": (whole(start(1), tensor(kind=77)), "tensor x has type 77, which does not exist"),
-    "a type not read": (whole(start(1), tensor(dims=(256,), kind=10)), "tensor x is Q2_K, which is not read"),
+    "a type not read": (whole(start(1), tensor(dims=(256,), kind=19)), "tensor x is IQ1_S, which is not read"),
     "outside": (whole(start(1), tensor(offset=8192)), "tensor x ends at"),
     "far outside": (whole(start(1), tensor(offset=2**64 - 32)), "tensor x ends at"),
     "larger than the file": (whole(start(1), tensor(dims=(2**40,))), "the file at .*: it is truncated"),
@@ -106,7 +106,6 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a long name": (whole(start(1), tensor("n" * 64)), "name of a tensor has 64 bytes, and at most 63"),
     "alignment 0": (whole(start(keys=1), key("general.alignment", 4, bytes(4))), "must be a power of 2"),
     "alignment 48": (whole(start(keys=1), key("general.alignment", 4, struct.pack("<I", 48))), "is 48, and must be"),
-    "one of three": (whole(start(keys=1), key("split.count", 2, struct.pack("<H", 3))), "is one of 3 parts"),
 }  # fmt: skip
 
 

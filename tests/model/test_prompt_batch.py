@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from meshwright.model import Sampling, Transformer, generate
-from meshwright.model.prompt_batch import generate_many, score
+from meshwright.model import Transformer, generate
+from meshwright.model.prompt_batch import greedy, score
 from meshwright.spec.errors import PlanError, RunError
 from tests.model.shrunk import KINDS, VOCAB, model, tokens
 
@@ -38,28 +38,21 @@ def test_continuations_are_scored_as_by_whole_passes(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_prompts_are_continued_as_by_themselves(name: str) -> None:
     found = model(name).eval()
-    ways = [Sampling(), Sampling(temperature=0.9, seed=3), Sampling(temperature=0.9, seed=4, top_k=5), Sampling()]
-    many = generate_many(found, PROMPTS, ways, max_new_tokens=9)
-    for prompt, way, made in zip(PROMPTS, ways, many, strict=True):
-        one = generate(found, prompt, max_new_tokens=9, sampling=way)
-        assert made.ids == one.ids and made.logprobs == pytest.approx(one.logprobs, abs=2e-4)
+    right = [generate(found, prompt, max_new_tokens=9).ids for prompt in PROMPTS]
+    assert greedy(found, PROMPTS, max_new_tokens=9) == right
 
 
 def test_rows_end_by_themselves() -> None:
-    """At a stop token, where `ended` says so, and at the last position."""
+    """At a stop token, and at the last position."""
     found = model("gpt2-124m").eval()  # learned positions: there is nothing behind the last
     most = found.shape.max_positions
     prompts = [PROMPTS[0], PROMPTS[1], tokens(1, most - 2).tolist()[0]]
     whole = [generate(found, prompt, max_new_tokens=12).ids for prompt in prompts]
     assert len(whole[2]) == 3
     stop = whole[0][2]
-    made = generate_many(
-        found, prompts, [Sampling()] * 3, max_new_tokens=12, stop_ids=(stop,),
-        ended=lambda row, ids: row == 1 and len(ids) == 5,
-    )  # fmt: skip
-    assert made[0].ids == whole[0][: whole[0].index(stop) + 1]
-    assert made[1].ids == (whole[1][: whole[1].index(stop) + 1] if stop in whole[1][:5] else whole[1][:5])
-    assert made[2].ids == (whole[2][: whole[2].index(stop) + 1] if stop in whole[2] else whole[2])
+    made = greedy(found, prompts, max_new_tokens=12, stop_ids=(stop,))
+    assert made == [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in whole]
+    assert greedy(found, prompts, max_new_tokens=0) == [[], [], []]
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
@@ -76,4 +69,4 @@ def test_what_cannot_be_asked_is_refused() -> None:
     with torch.no_grad():
         found.norm.weight.fill_(float("nan"))
     with pytest.raises(RunError, match="no numbers"):
-        generate_many(found, [[1]], [Sampling()], max_new_tokens=2)
+        greedy(found, [[1]], max_new_tokens=2)

@@ -134,7 +134,7 @@ def test_each_policy_keeps_less_than_the_one_before(name: str, dropout: float, p
     kept = {policy: memory(name, policy, length=48, dropout=dropout) for policy in POLICIES}
     none, norms, selective, attention, full = kept.values()
     assert none[0] > 1.05 * norms[0] and none[0] > 1.15 * selective[0] and selective[0] > 1.5 * full[0], kept
-    assert norms[0] > 1.2 * attention[0] and attention[0] > 1.3 * full[0], kept
+    assert norms[0] > (1.1 if dropout else 1.2) * attention[0] and attention[0] > 1.3 * full[0], kept
     assert none[1] > norms[1] > attention[1] > full[1] and none[1] > selective[1] > full[1], kept
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.planfile import absolute, read, without_folders, write
+from meshwright.planfile.folders import FolderModel
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 
@@ -128,21 +129,23 @@ def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherw
     ):
         monkeypatch.chdir(project)
         plan.write_text(text)
-        here = read("plan.yaml", shape_from_folder=lambda _: shape)
+        here = read("plan.yaml", read_folder=lambda _: FolderModel(shape=shape))
         assert os.path.normpath(here.init) == os.path.normpath(init)
         own = "auto" if init == "random" else str(Path("hf/tokenizer.json"))
         assert os.path.normpath(here.data.tokenizer) == own
         write(here, tmp_path / "saved.yaml")
         monkeypatch.chdir(tmp_path)
         assert (
-            absolute(read(project / "plan.yaml", shape_from_folder=lambda _: shape)).init
+            absolute(read(project / "plan.yaml", read_folder=lambda _: FolderModel(shape=shape))).init
             == absolute(read("saved.yaml")).init
         )
         assert read("saved.yaml").model == here.model
     monkeypatch.chdir(project)
-    given = read(None, ["model=./hf", "data.tokenizer=bytes"], shape_from_folder=lambda _: shape)
+    given = read(None, ["model=./hf", "data.tokenizer=bytes"], read_folder=lambda _: FolderModel(shape=shape))
     assert (given.init, given.data.tokenizer) == ("hf", "bytes")
-    assert read(None, ["model=./hf", "model.init=random"], shape_from_folder=lambda _: shape).init == "random"
+    assert (
+        read(None, ["model=./hf", "model.init=random"], read_folder=lambda _: FolderModel(shape=shape)).init == "random"
+    )
     with pytest.raises(PlanError, match=r"model.init must be random, or a Hugging Face folder"):
         read(None, ["model.init=[1]"])
 

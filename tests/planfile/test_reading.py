@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.planfile import read
+from meshwright.planfile.folders import FolderModel
 from meshwright.planfile.text import LARGEST_FILE_BYTES
-from meshwright.spec import BatchStage, Cluster, ModelShape, Plan, presets
+from meshwright.spec import BatchStage, Cluster, Plan, presets
 from meshwright.spec.errors import HubError, IllegalLayout, PlanError
 
 
@@ -110,20 +111,20 @@ def test_a_device_by_figures(plan_file: Path) -> None:
 def test_folders_are_the_callers_business(tmp_path: Path) -> None:
     seen = []
 
-    def shape_from_folder(folder: Path) -> ModelShape:
+    def read_folder(folder: Path) -> FolderModel:
         seen.append(folder)
-        return presets.model("gpt2")
+        return FolderModel(shape=presets.model("gpt2"))
 
-    plan = read(None, [f"model={tmp_path}", "model.layers=2"], shape_from_folder=shape_from_folder)
+    plan = read(None, [f"model={tmp_path}", "model.layers=2"], read_folder=read_folder)
     assert (seen, plan.model.layers, plan.model.name) == ([tmp_path], 2, "gpt2-124m (changed)")
     assert "folders are not read here" in refusal(None, f"model={tmp_path}")
     assert "there is no such folder" in refusal(None, "model=./nowhere")
 
-    def broken(folder: Path) -> ModelShape:
+    def broken(folder: Path) -> FolderModel:
         raise HubError(f"{folder}: no config.json")
 
     with pytest.raises(HubError, match=r"no config\.json"):
-        read(None, [f"model={tmp_path}"], shape_from_folder=broken)
+        read(None, [f"model={tmp_path}"], read_folder=broken)
 
 
 def test_a_preset_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +134,7 @@ def test_a_preset_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: 
     assert read(None, ["model=gpt2"]).model.name == "gpt2-124m"
     llama = presets.model("llama-2-7b")
     for folder in ("./gpt2", "mine"):
-        assert read(None, [f"model={folder}"], shape_from_folder=lambda _: llama).model == llama
+        assert read(None, [f"model={folder}"], read_folder=lambda _: FolderModel(shape=llama)).model == llama
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
-from meshwright.api.plan_reading import shape_from_folder
+from meshwright.api.plan_reading import read_folder
 from meshwright.spec import ModelShape, Plan
 from meshwright.training import loop
 from tests.train.running import Notes
@@ -58,7 +58,7 @@ def write(folder: Path, *, number: int = 24, shape: ModelShape = SHAPES["llama"]
 def plan(folder: Path, *words: str, run: str = "run") -> Plan:
     """Of the files in a folder."""
     given = [f"model={folder / 'hf'}", f"data={folder / 'pairs.jsonl'}", f"run={folder / run}", *WORDS, *words]
-    return planfile.read(None, given, shape_from_folder=shape_from_folder)
+    return planfile.read(None, given, read_folder=read_folder)
 
 
 def curve(folder: str, run: str, words: tuple[str, ...], resume: str = "no") -> list[dict[str, Any]]:

@@ -44,6 +44,8 @@ def first_weights(asked: Plan) -> dict[str, Tensor]:
     assert lora is not None
     drawn = build(asked.model, seed=asked.recipe.seed)
     found = {name: one.detach() for name, one in drawn.named_parameters() if one.requires_grad}
+    if not lora.dora:
+        return found
     base: dict[str, Tensor] = {}
     import_folder(Path(asked.init)).load(lambda name, tensor: base.__setitem__(name, tensor))
     for name in found:

@@ -15,6 +15,8 @@ from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import build
 from meshwright.model.fake_quantized import put_fake_quantization, straight_through
 from meshwright.model.linear import Linear
+from meshwright.model.quantized_formats.folder_format import fill
+from meshwright.model.quantized_model import build_quantized
 from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
@@ -55,6 +57,24 @@ def test_every_matrix_that_quantize_rounds_is_rounded_and_nothing_else() -> None
     tokens = torch.arange(24).view(2, 12)
     assert torch.equal(model(tokens), by_hand(tokens))
     assert set(model.state_dict()) == set(by_hand.state_dict())
+
+
+def test_products_of_eight_bits_are_those_of_the_quantized_model() -> None:
+    """Rows are rounded, too: logits are those of a model that multiplies the whole numbers, and gradients pass."""
+    model, scheme = build(WIDE, seed=3), SCHEMES["int8"]
+    names = quantizable(WIDE)
+    weights = {name: one.detach() for name, one in model.named_parameters()}
+    codes = {name: quantize_matrix(name, weights[name], scheme).tensors for name in names}
+    coded = build_quantized(WIDE, dict.fromkeys(names, scheme), kept={}, dtype=torch.float32)
+    fill(coded, (weights | codes).items())
+    tokens = torch.arange(24).view(2, 12)
+    plain = model(tokens)
+    put_fake_quantization([model], WIDE, "int8")
+    found = model(tokens)
+    torch.testing.assert_close(found, coded(tokens), rtol=1e-5, atol=1e-5)
+    assert float((found - plain).detach().abs().max()) > 1e-4
+    found.square().sum().backward()
+    assert all(one.grad is not None and one.grad.isfinite().all() for one in model.parameters())
 
 
 def _losses(asked: Plan) -> list[tuple[float, float]]:
@@ -125,7 +145,7 @@ def test_a_model_in_three_bits_recovers_and_its_codes_are_those_that_were_traine
 def test_what_cannot_be_rounded_so_is_refused(tmp_path: Path) -> None:
     asked = plain_plan(tmp_path, tmp_path / "run", shape=WIDE, fake_quantize="int4-rtn")
     cases: dict[str, dict[str, Any]] = {
-        "is no scheme that weights are trained for: take one of int4-rtn": {
+        "is no scheme that weights are trained for: take one of int8, int4-rtn": {
             "recipe": replace(asked.recipe, fake_quantize="int4-gptq")
         },
         "layout.tp=2 cuts them: take layout.tp=1": {"layout": Layout(tp=2)},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from meshwright import planfile
-from meshwright.api.plan_reading import shape_from_folder
+from meshwright.api.plan_reading import read_folder
 from meshwright.data import prepare
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.sample_rows import SampleRows
@@ -50,7 +50,7 @@ def plan(files: Path, *words: str) -> Plan:
     given = [f"model={files / 'hf'}", f"data={files / 'chat.jsonl'}", "data.form=samples", f"run={files / 'run'}"]
     given += ["recipe.sequence=64", "recipe.global_batch=4", "recipe.steps=4", "recipe.warmup_steps=0"]
     given += ["recipe.learning_rate=1e-2", "recipe.learning_rate_schedule=constant", "recipe.weight_decay=0"]
-    return planfile.read(None, [*given, *words], shape_from_folder=shape_from_folder)
+    return planfile.read(None, [*given, *words], read_folder=read_folder)
 
 
 @pytest.mark.slow

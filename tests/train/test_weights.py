@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright import planfile
-from meshwright.api.plan_reading import shape_from_folder
+from meshwright.api.plan_reading import read_folder
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
 from meshwright.model.hub import export_folder
@@ -60,7 +60,7 @@ def plan(tmp_path: Path, *words: str, model: str = "hf") -> Plan:
     text = tmp_path / "text.txt"
     text.write_text("def f(x):\n    return x + 1\n\n" * 400)
     given = [f"model={tmp_path / model}", f"data={text}", f"run={tmp_path / 'run'}", *WORDS, *words]
-    return planfile.read(None, given, shape_from_folder=shape_from_folder)
+    return planfile.read(None, given, read_folder=read_folder)
 
 
 def saved(run: Path, kind: str = "model.") -> dict[str, Tensor]:

@@ -5,6 +5,7 @@
     layout_argument  what of it is fixed
     planning         plan          -> PlanAnswer, of planned_layout.PlannedLayout
     serve_planning   plan_serving  -> ServingAnswer
+    serving_comparison  compare_serving  -> ServingComparison
     dry_runs         dry_run       -> DryRunAnswer
     profiling        profile       -> ProfileAnswer
     training_run     train         -> TrainAnswer; foresight: what is said before the first step

@@ -8,22 +8,23 @@ from torch import Tensor
 
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.trained_model import TrainedModel
-from meshwright.compress.formats import FORMATS
-from meshwright.compress.formats.folder_format import fill
 from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_tokenizer
-from meshwright.compress.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.data import Tokenizer
 from meshwright.model import Transformer, build
 from meshwright.model.gguf.gguf_model import GGUFModel, open_gguf
 from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
+from meshwright.model.quantized_formats.folder_format import fill
+from meshwright.model.quantized_formats.format_table import FORMATS
+from meshwright.model.quantized_formats.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.model.quantized_model import build_quantized
 from meshwright.model.transformer import skeleton
 from meshwright.spec.errors import ArgumentError, RunError
 from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint_folder
+from meshwright.store.base_weights import open_base
 from meshwright.store.model_weights import LAST, final_weights, locate
 from meshwright.store.run_folder import RunFolder, ids_of
 from meshwright.training.device import pick_device
@@ -151,13 +152,13 @@ def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> Traine
 
 def _open_hub(path: Path, dtype: str | None, place: Placing, adapter: Path | None = None) -> TrainedModel:
     """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
-    folder = import_folder(path)
+    base = open_base(path)
+    folder = base.hub
     shape, low = (folder.shape, dict[str, Tensor]()) if adapter is None else load_adapter(adapter, folder.shape)
     model, put = place(folder.shape, DTYPES[dtype] if dtype else folder.dtype)
 
-    def put_merged(name: str, tensor: Tensor) -> None:
+    for name, found in base.weights():
+        tensor = found if isinstance(found, Tensor) else found.dequantized()
         parts = adapter_parts(name, low)
         put(name, merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
-
-    folder.load(put_merged)
     return _with_tokenizer(model, folder, adapter or path)

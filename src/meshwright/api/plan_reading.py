@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
+from meshwright.planfile.folders import FolderModel
 from meshwright.planfile.reading import MUST_SAY
-from meshwright.spec import ModelShape, Plan
+from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, PlanError
 
 Section = str | Sequence[str] | Mapping[str, Any] | None
@@ -38,7 +39,7 @@ def read_plan(
     changes = [*base, *overrides, *(word for key, value in keys.items() for word in words_of(key, value))]
 
     def read(number: int) -> Plan:
-        return planfile.read(path, changes, shape_from_folder=shape_from_folder, notes=notes, processes=number)
+        return planfile.read(path, changes, read_folder=read_folder, notes=notes, processes=number)
 
     if processes is not None:
         return read(processes), resume
@@ -59,14 +60,15 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     return (Path(files[0]) if files else None), overrides, resume[-1] if resume else "no"
 
 
-def shape_from_folder(folder: Path) -> ModelShape:
-    """Of a Hugging Face directory, or of a run."""
-    from meshwright.model.hub import import_folder
+def read_folder(folder: Path) -> FolderModel:
+    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or one that nothing is trained of."""
+    from meshwright.store.base_weights import open_base
     from meshwright.store.run_folder import RunFolder
 
     if (folder / "plan.yaml").is_file():
-        return RunFolder.open(folder).plan.model.base
-    return import_folder(folder).shape
+        return FolderModel(shape=RunFolder.open(folder).plan.model.base)
+    found = open_base(folder)
+    return FolderModel(shape=found.hub.shape, codes=found.base)
 
 
 def words_of(key: str, value: Any) -> list[str]:

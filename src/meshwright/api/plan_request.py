@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
-from meshwright.api.plan_reading import base_words, plan_of, shape_from_folder
+from meshwright.api.plan_reading import base_words, plan_of, read_folder
 from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
@@ -48,14 +48,14 @@ def asked_plan(
     elif not given:
         folder = path.parent if path.name == "config.json" else path
         words.insert(0, f"model={folder}" if path.name == "config.json" else f"model={model}")
-    words += _adapters(tune)
+    words += _adapters(tune, coded=not given and _holds_codes(path))
     named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
     if tune and not given:
         words += _tuned(named, adapters=not tune.startswith(FULL))
     words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if given and plan is None else None
     with as_typed("recipe", _words(recipe)):
-        found = planfile.read(file, words, shape_from_folder=shape_from_folder, notes=[])
+        found = planfile.read(file, words, read_folder=read_folder, notes=[])
     _nodes(nodes)
     if cluster is not None:
         found = replace(found, cluster=_cluster(cluster, nodes or (found.cluster.nodes if given else 1)))
@@ -150,14 +150,24 @@ def _any_layout(found: Plan) -> None:
         raise IllegalLayout(layout_violations(found.model, alone, Layout(dp_replicate=devices))[0])
 
 
-def _adapters(tune: str) -> list[str]:
-    """Words of a plan for what --tune says."""
+def _adapters(tune: str, *, coded: bool) -> list[str]:
+    """Words of a plan for what --tune says. `coded`: of a folder that holds codes already, which are the base."""
     kind, _, rank = tune.partition(":")
     with_rank = kind in (LORA, QLORA)
     if kind not in ("", FULL, LORA, QLORA) or (rank and not (with_rank and rank.isdecimal())):
         raise ArgumentError(f"tune={tune!r} is not known: take full, lora, qlora, or with a rank as lora:64")
-    base = [f"model.lora.base={CODED_BASE}"] if kind == QLORA else []
+    base = [f"model.lora.base={CODED_BASE}"] if kind == QLORA and not coded else []
     return [f"model.lora={rank or TUNED_RANK}", *base] if with_rank else []
+
+
+def _holds_codes(path: Path) -> bool:
+    """Whether this is a quantized folder, or the config of one."""
+    folder = path.parent if path.name == "config.json" else path
+    if not (folder / "config.json").is_file():
+        return False
+    from meshwright.model.quantized_formats.quantized_folder import is_quantized
+
+    return is_quantized(folder)
 
 
 def _tuned(named: set[str], *, adapters: bool) -> list[str]:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.compress.bit_budget import chosen, ladder
-from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel
 from meshwright.compress.sensitivity import measured_groups
 from meshwright.compress.stream import predicted_bytes
 from meshwright.model import Transformer
+from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel
 from meshwright.spec.errors import ArgumentError, PlanError
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.units import GIB, MIB, gib

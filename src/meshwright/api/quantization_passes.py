@@ -11,11 +11,11 @@ from meshwright.api.model_opening import load
 from meshwright.api.quantization_text import QuantizationText
 from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.calibrated_model import calibrate
-from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, write_quantized
 from meshwright.model import Transformer
+from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.spec import num_parameters
 
 MOST_FP32 = 2**30

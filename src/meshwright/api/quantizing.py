@@ -19,13 +19,13 @@ from meshwright.api.quantization_budget import bytes_of, within_budget
 from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
 from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
 from meshwright.compress.bit_budget import bits_of, ladder
-from meshwright.compress.formats import DEFAULT, FORMATS, FP16_SCALES
-from meshwright.compress.formats.folder_format import QuantizedModel
 from meshwright.compress.gguf_stream import check_gguf_path, plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality
 from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_bytes
+from meshwright.model.quantized_formats.folder_format import QuantizedModel
+from meshwright.model.quantized_formats.format_table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES

@@ -39,6 +39,7 @@ from meshwright.spec.units import gib
 
 if TYPE_CHECKING:
     from meshwright.api.serving_load import ServingColumns
+    from meshwright.model import Transformer
 
 CACHE_WIDTHS: Mapping[str, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
 """Dtype of keys and values -> bytes of a number."""
@@ -90,9 +91,10 @@ class ServingAnswer(Answer):
         held = best.memory.weights_bytes * best.degrees.gpus + sequences * ranks * best.memory.sequence_bytes
         return held / self.parameters
 
-    def measure(self, waves: int = 4) -> "ServingColumns":
-        """Run the load here through Meshwright's own engine, in fp32 with weights of chance: planned, dry run and
-        measured. `waves`: requests per place in flight. ArgumentError where another machine or engine is planned."""
+    def measure(self, waves: int = 4, model: "Transformer | None" = None) -> "ServingColumns":
+        """Run the load here through Meshwright's own engine in fp32, with `model` or with weights of chance: planned,
+        dry run and measured. `waves`: requests per place in flight. ArgumentError where another machine or engine is
+        planned."""
         from meshwright.api.serving_load import columns
 
         of = self.best.deployment
@@ -104,7 +106,7 @@ class ServingAnswer(Answer):
             input_tokens=self.asked.input_tokens, output_tokens=self.asked.output_tokens,
             concurrency=self.asked.concurrency, waves=waves,
         )  # fmt: skip
-        return columns(self.timed(of), load)
+        return columns(self.timed(of), load, model)
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright plan --serve --json` prints."""

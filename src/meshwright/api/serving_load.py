@@ -11,7 +11,7 @@ from meshwright.model import Transformer, build
 from meshwright.model.transformer import skeleton
 from meshwright.planner.serving.cached_layers import sequence_bytes
 from meshwright.planner.serving.closed_loop import Load, Served, serve
-from meshwright.planner.serving.serving_memory import weights_bytes
+from meshwright.planner.serving.serving_memory import copies_bytes, weights_bytes
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.paged_cache import PagedCache
@@ -34,15 +34,19 @@ class ServingColumns:
     """Of the blocks that all requests in flight hold at their longest."""
     dry_cache_bytes: float
     measured_cache_bytes: float
+    planned_copies_bytes: float
+    """Of matrices in the order in which few rows read them."""
+    measured_copies_bytes: float
     planned: Served
     measured: Served
 
     @property
     def errors(self) -> Mapping[str, float]:
         """Planned over measured, minus 1."""
-        held = self.planned_weights_bytes + self.planned_cache_bytes
+        held = self.planned_weights_bytes + self.planned_cache_bytes + self.planned_copies_bytes
+        there = self.measured_weights_bytes + self.measured_cache_bytes + self.measured_copies_bytes
         return {
-            "memory": held / (self.measured_weights_bytes + self.measured_cache_bytes) - 1,
+            "memory": held / there - 1,
             "first_token": self.planned.first_token_s / self.measured.first_token_s - 1,
             "per_token": self.planned.per_token_s / self.measured.per_token_s - 1,
             "tokens_per_second": self.planned.output_tokens_per_s / self.measured.output_tokens_per_s - 1,
@@ -56,12 +60,13 @@ def columns(times: StepTimes, load: Load, model: Transformer | None = None) -> S
     blocks = places * _blocks(load)
     model = model or build(shape, dtype=torch.float32, device=torch.device("cpu"))
     dry_weights, dry_cache = dry(shape, blocks)
-    measured, held = run(model, load)
+    measured, held, copies = run(model, load)
     return ServingColumns(
         planned_weights_bytes=weights_bytes(of), dry_weights_bytes=dry_weights,
         measured_weights_bytes=sum(one.nbytes for one in model.parameters()),
         planned_cache_bytes=blocks * sequence_bytes(of.model, BLOCK, of.cache_width),
-        dry_cache_bytes=dry_cache, measured_cache_bytes=held, planned=serve(times, load), measured=measured,
+        dry_cache_bytes=dry_cache, measured_cache_bytes=held, planned_copies_bytes=copies_bytes(of),
+        measured_copies_bytes=copies, planned=serve(times, load), measured=measured,
     )  # fmt: skip
 
 
@@ -80,8 +85,8 @@ def dry(shape: ModelShape, blocks: int) -> tuple[int, int]:
     return weights, round(cache.bytes * width * blocks / (blocks + 2))
 
 
-def run(model: Transformer, load: Load) -> tuple[Served, int]:
-    """The closed loop, in wall time; and bytes of the blocks that were held at once."""
+def run(model: Transformer, load: Load) -> tuple[Served, int, int]:
+    """The closed loop, in wall time; bytes of the blocks that were held at once, and of copies of matrices."""
     places = round(load.concurrency)
     blocks = places * (_blocks(load) + 1)
     number, each = PagedCache(model, 1, BLOCK).bytes // 3, load.waves * places
@@ -107,7 +112,7 @@ def run(model: Transformer, load: Load) -> tuple[Served, int]:
     first_s, token_s, request_s = (sum(row[place] for row in done) / len(done) for place in range(3))
     tokens = sum(row[3] for row in done)
     served = Served(first_token_s=first_s, per_token_s=token_s, request_s=request_s, output_tokens_per_s=tokens / whole)
-    return served, most * number
+    return served, most * number, engine.copies_bytes
 
 
 def _sent(engine: ServingEngine, load: Load, number: int, tokens: int = 0) -> ServedRequest:

@@ -7,9 +7,8 @@
     bit_budget   how many bits each matrix has under a budget of bytes; sensitivity: what it goes by
     stream       a folder's weights, a matrix at a time -> a folder with codes
     quality      the model before and after on held-out text
-    formats      how a folder holds codes: our own, and those of other software
     distill_student, distill_sequences   a student of some of its teacher's layers; a file of what a teacher answers
 
 A method that needs activations of each matrix goes beside `gptq`, and takes what `input_statistics` gathers. A file
-format goes into `formats`, and is added to its table.
+format goes into `model/quantized_formats`, and is added to its table.
 """

@@ -14,10 +14,10 @@ from torch import Tensor
 from meshwright.compress.block_model import BlockModel
 from meshwright.compress.calibrated_block import advance, quantize_block
 from meshwright.compress.finished_blocks import Fingerprint, FinishedBlocks
-from meshwright.compress.formats.folder_format import QuantizedModel, Weights
 from meshwright.compress.original import OriginalModel
 from meshwright.compress.stream import QuantizedLayer
 from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.model.quantized_formats.folder_format import QuantizedModel, Weights
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import DataError, MeshwrightError
 from meshwright.spec.quantization_schemes import Scheme

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.compress.formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.compress.original import OriginalModel
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.model.hub.directory import fresh_folder, write_beside_weights
 from meshwright.model.hub.safetensors_files import ShardWriter, file_bytes
+from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.spec.errors import PlanError
 from meshwright.spec.units import GB
 

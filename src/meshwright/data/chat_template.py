@@ -1,11 +1,12 @@
 """Chat templates: a model's own Jinja template, run in a sandbox, with the spans that it marks as generated.
 
 Names and filters are those that templates of Hugging Face models expect (transformers, `utils/chat_template_utils.py`).
-A template comes with a model from anywhere: it sees no attribute of Python's own and no file, and training runs it in
-an encoding process only, whose time and memory are bounded (data/worker.py).
+A template comes with a model from anywhere: it sees no attribute of Python's own and no file, and its loops end. Where
+data is encoded, time and memory are bounded by a process of its own, too (data/worker.py).
 """
 
 import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from meshwright.spec.errors import DataError
 
@@ -25,7 +27,9 @@ _BEGIN, _END = (f"\ufdd0{secrets.randbits(64)}{side}\ufdd0" for side in "<>")
 """Stand around what is generated until they are taken out: no row can spell them."""
 
 _MOST_CHARACTERS: Final = 2**24
-"""Of one rendered conversation."""
+"""Of one rendered conversation, and of each sum or product of texts."""
+_MOST_ROUNDS: Final = 2**18
+"""Of all loops and macros of one rendered conversation: some seconds."""
 
 Span = tuple[int, int]
 """Characters [begin, end)."""
@@ -47,6 +51,60 @@ class _Generation(Extension):
     def mark(self, caller: Any) -> str:
         """The text between marks, which `render` takes out again."""
         return f"{_BEGIN}{caller()}{_END}"
+
+
+class _Limits(Extension):
+    """Counts what may never end, and measures what `~` joins."""
+
+    left = 0
+
+    def limited(self, template: nodes.Template) -> nodes.Template:
+        """The template, whose loops and macros count each round."""
+        repeated: list[nodes.For | nodes.Macro | nodes.CallBlock] = [*template.find_all(nodes.For)]
+        repeated += [*template.find_all(nodes.Macro), *template.find_all(nodes.CallBlock)]
+        for part in repeated:
+            part.body.insert(0, nodes.ExprStmt(self.call_method("count"), lineno=part.lineno))
+        found: nodes.Template = _Joins(self).visit(template)
+        return found
+
+    def count(self) -> None:
+        """One round."""
+        self.left -= 1
+        if self.left < 0:
+            raise jinja2.TemplateError(f"it runs more than {_MOST_ROUNDS:,} rounds of loops for one conversation")
+
+    def joined(self, parts: Sequence[Any]) -> str:
+        """As `~`."""
+        return _bounded(map(str, parts))
+
+
+class _Joins(NodeTransformer):
+    """Has `_Limits` join."""
+
+    def __init__(self, limits: _Limits) -> None:
+        self._limits = limits
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """`a ~ b ~ c`."""
+        self.generic_visit(node)
+        return self._limits.call_method("joined", [nodes.List(node.nodes)], lineno=node.lineno)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Makes no text or list that is too long by `+`, `*` or `%`."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """The result of an operator; TemplateError where it would be too long."""
+        sizes = [len(one) for one in (left, right) if isinstance(one, str | list | tuple)]
+        long = operator == "+" and sum(sizes) > _MOST_CHARACTERS
+        times = next((one for one in (left, right) if isinstance(one, int)), 1) if operator == "*" else 1
+        widths = map(int, re.findall(r"\d+", left)) if operator == "%" and isinstance(left, str) else ()
+        power = operator == "**" and isinstance(left, int) and isinstance(right, int) and abs(right) > 64
+        if long or power or sum(sizes) * times > _MOST_CHARACTERS or max(widths, default=0) > _MOST_CHARACTERS:
+            raise jinja2.TemplateError(f"{operator} makes more than {_MOST_CHARACTERS:,} characters")
+        return super().call_binop(context, operator, left, right)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +150,7 @@ class ChatTemplate:
         template's line where it fails."""
         turns = [_with_thoughts(message) for message in messages]
         given = {**self.special, "messages": turns, "tools": tools and list(tools), "documents": None}
+        self._environment.extensions[_Limits.identifier].left = _MOST_ROUNDS  # type: ignore[attr-defined]  # of jinja2's
         try:
             text = _bounded(self._compiled.generate(**given, add_generation_prompt=prompt))
         except DataError:
@@ -106,8 +165,8 @@ class ChatTemplate:
 
     @cached_property
     def _environment(self) -> ImmutableSandboxedEnvironment:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        environment = _Sandbox(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Limits, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _json
         environment.globals["raise_exception"] = _raise
@@ -117,7 +176,9 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> jinja2.Template:
         try:
-            return self._environment.from_string(self.source)
+            tree = _Limits(self._environment).limited(self._environment.parse(self.source))
+            code = self._environment.compile(tree)
+            return jinja2.Template.from_code(self._environment, code, self._environment.make_globals(None))
         except jinja2.TemplateSyntaxError as error:
             raise self._no_template(error) from error
 

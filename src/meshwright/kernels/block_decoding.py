@@ -5,9 +5,13 @@
     Q4_1   d, m fp16, the same                          d q + m
     Q5_0   d, 4 bytes of fifth bits, the same           d (q - 16)
     Q5_1   d, m, the same                               d q + m
+    Q2_K   16 bytes: scale s and minimum t of 4 bits of 16 numbers, 64 bytes, d, m   (d s) q - (m t)
+    Q3_K   32 bytes of third bits, 64 bytes, 16 scales of 6 bits, d   (d (s - 32)) (q - 4)
     Q4_K   d, m, 8 scales and 8 minima of 6 bits, 128 bytes   (d s) q - (m t), s and t of 32 numbers
     Q5_K   the same with 32 bytes of fifth bits
     Q6_K   128 bytes, 64 bytes of upper bits, 16 scales int8, d   (d s) (q - 32), s of 16 numbers
+    IQ4_NL d, 16 bytes as Q4_0           d v[q], v of 16 uneven steps
+    IQ4_XS d, 8 scales of 6 bits, 128 bytes   (d (s - 32)) v[q], s of 32 numbers
 
 Products are taken in this order, so that results are equal to the bit to those of the `gguf` package.
 """
@@ -19,6 +23,8 @@ from torch import Tensor
 
 from meshwright.spec.block_types import BLOCK_TYPES, SUPER
 
+UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Steps of the IQ4 types (ggml-common.h)."""
 FLOAT_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Of types without blocks."""
 
@@ -89,6 +95,37 @@ def k_steps(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (halves(blocks, 0) * scales.float()).unsqueeze(2), (halves(blocks, 2) * minima.float()).unsqueeze(2)
 
 
+def _q2_k(blocks: Tensor) -> Tensor:
+    both, codes = blocks[:, :16], _shifted(blocks[:, 16:80].view(-1, 2, 32), 2, 4).view(-1, 16, 16)
+    steps, minima = halves(blocks, 80) * (both & 0xF).float(), halves(blocks, 82) * (both >> 4).float()
+    return (steps.unsqueeze(2) * codes.float() - minima.unsqueeze(2)).view(-1, SUPER)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    lower = _shifted(blocks[:, 32:96].view(-1, 2, 32), 2, 4)
+    codes = lower | _shifted(blocks[:, None, :32], 1, 8) << 2
+    scales = nibbles(blocks[:, None, 96:104]).squeeze(1) | _shifted(blocks[:, None, 104:108], 2, 4).flatten(1) << 4
+    steps = (halves(blocks, 108) * (scales.float() - 32)).unsqueeze(2)
+    return (steps * (codes.view(-1, 16, 16).float() - 4)).view(-1, SUPER)
+
+
+def _uneven(codes: Tensor) -> Tensor:
+    """What 4-bit codes name, fp32."""
+    table = torch.tensor(UNEVEN, dtype=torch.float32, device=codes.device)
+    return table[codes.int()]
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return halves(blocks, 0) * _uneven(nibbles(blocks[:, None, 2:]).squeeze(1))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    lower = torch.stack((blocks[:, 4:8] & 0xF, blocks[:, 4:8] >> 4), dim=-1).flatten(1)
+    upper = _shifted(blocks[:, 2:4].unsqueeze(2), 2, 4).flatten(1)
+    steps = halves(blocks, 0) * ((lower | upper << 4).float() - 32)
+    return (steps.unsqueeze(2) * _uneven(nibbles(blocks[:, 8:].view(-1, 8, 16)))).view(-1, SUPER)
+
+
 def _q4_k(blocks: Tensor) -> Tensor:
     step, minimum = k_steps(blocks)
     codes = _shifted(blocks[:, 16:].view(-1, 4, 32), 4, 2)
@@ -113,5 +150,5 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 _DECODERS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q4_K": _q4_k, "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
+    "Q6_K": _q6_k, "Q2_K": _q2_k, "Q3_K": _q3_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 }  # fmt: skip

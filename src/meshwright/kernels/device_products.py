@@ -33,7 +33,7 @@ GROUPS = (0, 32, 64, 128, 256)
 
 def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor | None:
     """rows (M, K) times weights alone that are codes -> (M, N), or None. `known`: what rows became for others."""
-    if not len(rows) or matrix.codes.dim() != 2:
+    if not len(rows) or matrix.codes.dim() != 2 or matrix.before:
         return None
     if matrix.scheme.activations == "fp8" and _has_fp8(rows, matrix):
         return _fp8(rows, matrix, bias, known)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.quantization import grouped
+from meshwright.spec.code_cuts import ScalePlaces
 from meshwright.spec.quantization_schemes import DOUBLED
 
 POWERS = 7
@@ -47,10 +48,21 @@ def doubled(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.flatten(-2)[..., : flat.shape[-1]].view(scales.shape).contiguous(), outer, offset
 
 
-def undoubled(codes: Tensor, outer: Tensor, offset: Tensor, table: Tensor) -> Tensor:
-    """Scales (..., N, groups) fp32; `table` as dynamic_table."""
+def undoubled(codes: Tensor, outer: Tensor, offset: Tensor, table: Tensor, places: ScalePlaces | None = None) -> Tensor:
+    """Scales (..., N, groups) fp32; `table` as dynamic_table. `places`: of codes that are a part of a matrix's; outer
+    and offset are those of all."""
     flat = codes.flatten(-2)
     numbers = table.index_select(0, flat.flatten().int()).view(flat.shape)
-    wide = outer.repeat_interleave(DOUBLED, -1)[..., : flat.shape[-1]]
+    if places is None:
+        wide = outer.repeat_interleave(DOUBLED, -1)[..., : flat.shape[-1]]
+    else:
+        wide = outer.index_select(-1, _runs(places, codes.shape[-2], codes.shape[-1], codes.device))
     found: Tensor = numbers.mul_(wide).add_(offset).view(codes.shape)
     return found
+
+
+def _runs(places: ScalePlaces, rows: int, groups: int, device: torch.device) -> Tensor:
+    """In which run of the whole matrix each scale (rows groups,) stands."""
+    row = torch.arange(places.row, places.row + rows, dtype=torch.int32, device=device)
+    group = torch.arange(places.group, places.group + groups, dtype=torch.int32, device=device)
+    return ((row * places.groups).unsqueeze(1) + group).flatten() // DOUBLED

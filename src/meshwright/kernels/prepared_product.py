@@ -36,6 +36,9 @@ Matrix = Tensor | QuantizedMatrix
 class PreparedProduct(Protocol):
     """x times the transposed matrices, side by side, plus their biases."""
 
+    bytes: int
+    """Of copies of the matrices."""
+
     def __call__(self, rows: Tensor) -> Tensor:
         """rows (M, K) -> (M, N of all)."""
 
@@ -102,9 +105,10 @@ def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | N
 def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> PreparedProduct | None:
     if dtype != torch.float32 and not needs_wide(weights[0]) and integers.has_bf16_units():
         return None
-    whole = torch.cat([one.detach().float() for one in weights])
+    wide = [one.detach().float() for one in weights]
+    whole = wide[0] if len(wide) == 1 else torch.cat(wide)
     if library.compiled() is not None and (panels := library.float_panels(whole)) is not None:
-        return PanelProduct(panels, whole, bias)
+        return PanelProduct(panels, whole, bias, own=len(wide) > 1 or whole.data_ptr() != weights[0].data_ptr())
     return OnednnProduct(whole, bias) if compat.blas_is_slow() else TransposedProduct(whole, bias)
 
 
@@ -112,9 +116,11 @@ def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dty
 class PanelProduct:
     """By compiled loops for few rows, and by torch for more."""
 
-    def __init__(self, panels: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` (N, K) fp32, `panels` of it, `bias` (N,)."""
+    def __init__(self, panels: Tensor, weight: Tensor, bias: Tensor | None, *, own: bool) -> None:
+        """`weight` (N, K) fp32, `panels` of it, `bias` (N,). `own`: whether the weight is a copy, too: of several
+        matrices side by side, or of one in another dtype."""
         self._panels, self._weight, self._bias = panels, weight, bias
+        self.bytes = panels.nbytes + own * weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
@@ -132,6 +138,7 @@ class TransposedProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` (N, K) fp32, `bias` (N,)."""
         self._turned, self._bias = weight.t().contiguous(), bias
+        self.bytes = weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
@@ -147,6 +154,7 @@ class OnednnProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` (N, K) fp32, `bias` (N,)."""
         self._packed, self._bias = compat.onednn_packed(weight.contiguous()), bias
+        self.bytes = weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
@@ -193,6 +201,7 @@ class Int8Product:
         own, panels = library.compiled(), library.int8_panels(codes)
         if own is not None and own.has_int8_linear and panels is not None:
             self._rows = panels, codes.sum(1, dtype=torch.int32)
+        self.bytes = codes.nbytes * (1 if self._rows is None else 2)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""

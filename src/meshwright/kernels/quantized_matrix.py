@@ -20,6 +20,7 @@ from torch import Tensor
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.doubled_scales import doubled, dynamic_table, undoubled
 from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, unpack
+from meshwright.spec.code_cuts import ScalePlaces
 from meshwright.spec.quantization_schemes import NF4, PIECE, Scheme
 
 PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept")
@@ -40,6 +41,10 @@ class QuantizedMatrix:
     kept: Tensor | None = None
     outer: Tensor | None = None
     offset: Tensor | None = None
+    before: int = 0
+    """Of a part whose first group began with other inputs: so many codes of a row stand for those."""
+    places: ScalePlaces | None = None
+    """Of a part of a larger matrix, where its scales stand in that."""
     keeps_copies: bool = True
     """Whether products may keep a restored copy beside it; beside adapters none outlives its product."""
     prefer: str = "auto"
@@ -69,13 +74,19 @@ class QuantizedMatrix:
 
     def whole_codes(self) -> Tensor:
         """Codes (..., N, K), one an element."""
-        return unpack(self.codes, self.scheme.bits, self.size_in) if self.scheme.packed else self.codes
+        found = unpack(self.codes, self.scheme.bits, self.width) if self.scheme.packed else self.codes
+        return found[..., self.before :]
+
+    @property
+    def width(self) -> int:
+        """Codes of a row."""
+        return self.before + self.size_in
 
     def every_scale(self) -> Tensor:
         """S (..., N, groups) fp32."""
         if self.outer is None or self.offset is None:
             return self.scales.float()
-        return undoubled(self.scales, self.outer, self.offset, self._once("table", dynamic_table))
+        return undoubled(self.scales, self.outer, self.offset, self._once("table", dynamic_table), self.places)
 
     def dequantized(self) -> Tensor:
         """(..., N, K) fp32."""
@@ -84,22 +95,27 @@ class QuantizedMatrix:
     def restored(self, dtype: torch.dtype) -> Tensor:
         """(..., N, K), in fp32 rounded once, some rows at a time."""
         *stack, rows, _ = self.scales.shape
-        found = torch.empty(*stack, rows, self.size_in, dtype=dtype, device=self.codes.device)
+        found = torch.empty(*stack, rows, self.width, dtype=dtype, device=self.codes.device)
         scales, zeros = self.every_scale(), self.every_zero()
         if self._in_one_kernel(found):
             from meshwright.kernels.triton import restoring
 
             own = zeros.contiguous() if zeros.dim() else None
             numbers = self._once("numbers", self._numbers_of_codes)
-            return restoring.restore(self.codes, scales.contiguous(), own, numbers, self.scheme.group, found)
-        step = max(1, PIECE // (prod(stack) * self.size_in))
+            restoring.restore(self.codes, scales.contiguous(), own, numbers, self.scheme.group, found)
+            return self._own(found)
+        step = max(1, PIECE // (prod(stack) * self.width))
         for start in range(0, rows, step):
             some = slice(start, start + step)
             own = zeros[..., some, :] if zeros.dim() else zeros
             found[..., some, :] = self._rows(self.codes[..., some, :], scales[..., some, :], own)
         if self.columns is not None and self.kept is not None:
             found[..., self.columns.long()] = self.kept.to(dtype)
-        return found
+        return self._own(found)
+
+    def _own(self, found: Tensor) -> Tensor:
+        """Restored rows without what stands before them."""
+        return found[..., self.before :].contiguous() if self.before else found
 
     def _in_one_kernel(self, like: Tensor) -> bool:
         plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()
@@ -115,14 +131,14 @@ class QuantizedMatrix:
         runs = grouped(self._numbers(codes), self.scheme.group)
         if self.scheme.codes != "nf4" and (zeros.dim() or float(fixed_zero(self.scheme))):
             runs.sub_(zeros.unsqueeze(-1) if zeros.dim() else zeros)
-        return runs.mul_(scales.unsqueeze(-1)).flatten(-2)[..., : self.size_in]
+        return runs.mul_(scales.unsqueeze(-1)).flatten(-2)[..., : self.width]
 
     def _numbers(self, codes: Tensor) -> Tensor:
         """Numbers that codes name, before scales and zeros; a tensor of its own."""
         if self.scheme.bits == 4:
             table = self._once("pairs", partial(pairs_of, self.scheme.codes))
-            return table.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], -1)[..., : self.size_in]
-        return (unpack(codes, self.scheme.bits, self.size_in) if self.scheme.packed else codes).float()
+            return table.index_select(0, codes.flatten().int()).view(*codes.shape[:-1], -1)[..., : self.width]
+        return (unpack(codes, self.scheme.bits, self.width) if self.scheme.packed else codes).float()
 
     def _once(self, name: str, make: Callable[[torch.device], Tensor]) -> Tensor:
         """A small table where its tensors are."""
@@ -138,8 +154,8 @@ class QuantizedMatrix:
                 name: one if name == "columns" else one[number] for name, one in self.tensors.items()
             }
             self.prepared[key] = QuantizedMatrix(
-                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer,
-                tables=self.tables, **parts,
+                scheme=self.scheme, size_in=self.size_in, before=self.before, places=self.places,
+                keeps_copies=self.keeps_copies, prefer=self.prefer, tables=self.tables, **parts,
             )  # fmt: skip
         found: QuantizedMatrix = self.prepared[key]
         return found

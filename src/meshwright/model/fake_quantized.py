@@ -1,6 +1,6 @@
 """Weights that are rounded in every product, and trained all the same (quantization-aware training).
 
-    forward    y = x Q(W)^T        Q(W): what the codes of W stand for, by the function that writes them
+    forward    y = x Q(W)^T        Q(W): what the codes of W stand for, by the function that writes them; of int8 Q(x)
     backward   dL/dW = dL/dQ(W)    the straight-through estimator (Bengio et al. 2013, arXiv:1308.3432)
 
 W keeps the small steps of the optimizer. What is exported is codes of the last W: those that the last product had.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.quantized_linear import row_codes
 from meshwright.kernels.weight_codes import coded
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.quantized_weights import quantizable
@@ -37,6 +38,26 @@ def straight_through(weight: Tensor, scheme: Scheme) -> Tensor:
     return found
 
 
+class _RoundedRows(torch.autograd.Function):
+    """Q(x), with the gradient of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        codes, scales = row_codes(x.reshape(-1, x.shape[-1]))
+        return codes.mul_(scales).to(x.dtype).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def rounded_rows(x: Tensor) -> Tensor:
+    """What 8-bit products make of activations (..., K): whole numbers with a scale for each row, in x's dtype;
+    differentiable."""
+    found: Tensor = _RoundedRows.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return found
+
+
 class FakeQuantized:
     """The Weight of a layer whose matrix is rounded in each product."""
 
@@ -44,6 +65,10 @@ class FakeQuantized:
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme = scheme
+
+    def read(self, x: Tensor) -> Tensor:
+        """The input, rounded token by token where the scheme's products round it."""
+        return rounded_rows(x) if self.scheme.activations == "int8" else x
 
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """The rounded one."""

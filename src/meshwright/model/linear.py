@@ -22,8 +22,11 @@ class Weight(Protocol):
     adds_bias: bool
     """Whether `result` adds the bias; else the first product has it."""
 
+    def read(self, x: Tensor) -> Tensor:
+        """What is multiplied of the input (..., in); layers of one input agree on it."""
+
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
-        """What the input (..., in) is multiplied with, each (some, in); `weight` (out, in) is the layer's own."""
+        """What that is multiplied with, each (some, in); `weight` (out, in) is the layer's own."""
 
     def result(self, layer: "Linear", x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """x (..., in) and its products with the matrices -> (..., out)."""
@@ -99,7 +102,7 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
             "it another weight (Linear.lora)"
         )
     if border.read is not None and any(layer.quantized is not None for layer in ours):
-        raise IllegalLayout("quantized weights are whole on every device: take layout.tp=1")
+        return products(ours[0].kernels.linears, border.enter(x), ours)
     if len(ours) < len(layers) or (border.read is None and len(layers) == 1):
         return tuple(layer(x) for layer in layers)
     return products(border.read or ours[0].kernels.linears, x, ours)
@@ -118,6 +121,7 @@ def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequ
     """The layers' results for one input; `product` as kernels.linears."""
     if all(is_bare(layer) for layer in layers):
         return product(x, [layer.weight for layer in layers], [layer.local_bias for layer in layers])
+    x = layers[0].lora.read(x) if layers[0].lora else x
     matrices = [layer.lora.matrices(layer.matrix) if layer.lora else (layer.matrix,) for layer in layers]
     biases = [
         [None if layer.lora and layer.lora.adds_bias else layer.local_bias, *[None] * (len(some) - 1)]

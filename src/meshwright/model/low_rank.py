@@ -42,6 +42,10 @@ class LoRA(nn.Module):
     def _drops(self) -> bool:
         return self.dropout > 0 and self.training
 
+    def read(self, x: Tensor) -> Tensor:
+        """The input."""
+        return x
+
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """W and A; what reads another input than W, with dropout, is no part of one product."""
         return (weight,) if self._drops else (weight, self.a)

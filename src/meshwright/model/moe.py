@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
+from meshwright.kernels.cut_matrices import experts
 from meshwright.kernels.dropout import dropout
 from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
 from meshwright.kernels.quantized_linear import quantized_expert_linear
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
 from meshwright.model.seams import Seams
-from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.shape import ModelShape, MoEShape
 
 
@@ -133,9 +133,13 @@ class ExpertStack:
         """Equal parts of the experts."""
         if number == 1:
             return [self]
-        if isinstance(self.matrices, QuantizedMatrix):
-            raise IllegalLayout("quantized experts are whole on every device: take layout.ep=1")
-        cut = zip(*(one.chunk(number) for one in (self.matrices, *self.low)), strict=True)
+        whole = self.matrices
+        if isinstance(whole, QuantizedMatrix):
+            each = len(whole.codes) // number
+            stacks: Sequence[Tensor | QuantizedMatrix] = [experts(whole, part * each, each) for part in range(number)]
+        else:
+            stacks = whole.chunk(number)
+        cut = zip(stacks, *(one.chunk(number) for one in self.low), strict=True)
         return [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
 
 

@@ -6,18 +6,16 @@ document of its own, which no token of a prompt sees: every row is computed as i
 Letters: B rows, S new positions, T positions so far, D hidden, V vocab, N scored tokens.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 from torch import Tensor
 
-from meshwright.model.generate import Generation, Sampling, broken, check_prompt, pick
+from meshwright.model.generate import broken, check_prompt
 from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Transformer
-from meshwright.spec.errors import PlanError
 
 LOGITS = 2**24
 """Logits that are made at once while continuations are scored: 64 MiB in fp32."""
@@ -123,57 +121,24 @@ def _check(
 
 
 @torch.no_grad()
-def generate_many(
-    model: Transformer,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[Sampling],
-    *,
-    max_new_tokens: int,
-    stop_ids: Sequence[int] = (),
-    ended: Callable[[int, Sequence[int]], bool] = lambda row, ids: False,
-) -> list[Generation]:
-    """As `generate` for each prompt by itself, all at once. `ended` is asked after each new token whether a row ends
-    here, with its number and its new tokens. PlanError; RunError as `pick`."""
-    if len(prompts) != len(samplings):
-        raise PlanError(f"{len(prompts)} prompts were given {len(samplings)} ways of sampling: give one each")
+def greedy(
+    model: Transformer, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_ids: Sequence[int] = ()
+) -> list[list[int]]:
+    """The likeliest new tokens of each prompt, as `generate` finds them for each by itself. PlanError; RunError: the
+    logits are no numbers."""
     batch = PromptBatch(model, prompts)
-    device = model.embed.weight.device
     room = [min(max_new_tokens, model.shape.max_positions - len(prompt) + 1) for prompt in prompts]
-    found = [Generation(ids=[], logprobs=[]) for _ in prompts]
-    randoms = [torch.Generator().manual_seed(one.seed) for one in samplings]
-    alive = list(range(len(prompts)))
-    inside = [row for row in alive if room[row] > 0]
+    found: list[list[int]] = [[] for _ in prompts]
+    inside = {row for row, most in enumerate(room) if most > 0}
     while inside:
-        if 2 * len(inside) <= len(alive):  # rows that have ended are computed with until they are half of all
-            batch.select(torch.tensor([alive.index(row) for row in inside], device=device))
-            alive = inside
-        tokens, logprobs = _next(batch.logits(), [samplings[row] for row in alive], [randoms[row] for row in alive])
-        for row, token, logprob in zip(alive, tokens, logprobs, strict=True):
-            if row in inside:
-                found[row].ids.append(token)
-                found[row].logprobs.append(logprob)
-        inside = [row for row in inside if _goes_on(found[row].ids, room[row], stop_ids)]
-        inside = [row for row in inside if not ended(row, found[row].ids)]
+        logits = batch.logits()
+        if not bool(logits.logsumexp(-1).isfinite().all()):
+            raise broken()
+        tokens = logits.argmax(-1)
+        for row in sorted(inside):
+            found[row].append(int(tokens[row]))
+            if len(found[row]) == room[row] or found[row][-1] in stop_ids:
+                inside.discard(row)
         if inside:
-            batch.feed(torch.tensor(tokens, device=device)[:, None])
+            batch.feed(tokens[:, None])
     return found
-
-
-def _goes_on(ids: Sequence[int], room: int, stop_ids: Sequence[int]) -> bool:
-    return len(ids) < room and ids[-1] not in stop_ids
-
-
-def _next(
-    logits: Tensor, samplings: Sequence[Sampling], randoms: Sequence[torch.Generator]
-) -> tuple[list[int], list[float]]:
-    """The next token of each row of logits (B, V), and its log-probability."""
-    likeliest: list[int] = logits.argmax(-1).tolist()
-    tokens = [
-        token if sampling.temperature == 0 else pick(row, sampling, random)
-        for token, row, sampling, random in zip(likeliest, logits, samplings, randoms, strict=True)
-    ]
-    chosen = torch.tensor(tokens, device=logits.device)[:, None]
-    logprobs: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
-    if any(math.isnan(logprob) for logprob in logprobs):
-        raise broken()
-    return tokens, logprobs

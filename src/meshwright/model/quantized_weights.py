@@ -10,9 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.cut_matrices import cut
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
+from meshwright.spec.boxes import Box
+from meshwright.spec.code_cuts import CodesCut
 from meshwright.spec.inventory import parameters
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
 
 
@@ -32,26 +35,38 @@ class QuantizedWeight(nn.Module):
         prefer: str = "auto",
     ) -> None:
         super().__init__()
-        *stack, rows, self.size_in = size
+        *stack, rows, columns = size
         self.scheme, self.size, self.keeps_copies, self.prefer = scheme, size, keeps_copies, prefer
-        for name, (dims, kind) in scheme.sizes(rows, self.size_in, stack, kept=kept).items():
+        self.part: CodesCut | None = None
+        """What of the matrix is here; None = all."""
+        for name, (dims, kind) in scheme.sizes(rows, columns, stack, kept=kept).items():
             self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind)))
         if kept:
             self.register_buffer("kept", torch.empty(*stack, rows, kept, dtype=dtype))
         self._matrix: QuantizedMatrix | None = None
+
+    def cut(self, box: Box) -> None:
+        """Have room for a part of the matrix, before there is memory."""
+        self.part = CodesCut(scheme=self.scheme, box=box)
+        for name, (dims, kind) in self.part.sizes().items():
+            self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind), device=self.codes.device))
 
     @property
     def matrix(self) -> QuantizedMatrix:
         """What products take. Made once the tensors are where they stay."""
         if self._matrix is None:
             parts = {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
+            columns = self.size[-1] if self.part is None else self.part.box.sizes[-1]
             self._matrix = QuantizedMatrix(
-                scheme=self.scheme, size_in=self.size_in, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
+                scheme=self.scheme, size_in=columns, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
             )
+            if self.part is not None and not self.part.is_whole:
+                self._matrix.before, self._matrix.places = self.part.before, self.part.places
         return self._matrix
 
     def take(self, matrix: QuantizedMatrix) -> None:
-        """Have its tensors be those of another matrix of its scheme and size."""
+        """Have its tensors be those of a matrix of its scheme and size; of a part, that part of them."""
+        matrix = matrix if self.part is None else cut(matrix, self.part)
         for name, tensor in matrix.tensors.items():
             getattr(self, name).copy_(tensor)
 
@@ -69,7 +84,8 @@ def place(name: str) -> str:
 
 def frozen_schemes(shape: ModelShape) -> dict[str, Scheme]:
     """Of each frozen matrix that is held as codes beside adapters."""
-    return {one.name: SCHEMES[one.scheme] for one in parameters(shape) if one.scheme}
+    scheme = None if shape.lora is None else shape.lora.scheme
+    return {one.name: scheme for one in parameters(shape) if scheme is not None and one.scheme}
 
 
 def frozen_codes(models: Iterable[nn.Module], shape: ModelShape) -> dict[str, QuantizedWeight]:

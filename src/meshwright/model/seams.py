@@ -56,7 +56,8 @@ class Border:
     gathers: bool = False
     """Whether `read` makes of its input more than is here: products alone do not take its place."""
     enter: Callable[[Tensor], Tensor] = same
-    """(B, S, D) of the residual stream -> what the part reads, where it does not begin with products."""
+    """(B, S, D) of the residual stream -> what the part reads, where it begins with something else than products, or
+    with those of codes."""
     leave: Callable[[Tensor], Tensor] = same
     """What the part gives -> (B, S, D) of the residual stream."""
     write: SummedProduct | None = None

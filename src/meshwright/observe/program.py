@@ -35,6 +35,7 @@ from meshwright.training.evaluate import summed_loss
 from meshwright.training.loop import new_state
 from meshwright.training.objectives import objective_of
 from meshwright.training.preference import REFERENCE
+from meshwright.training.pretrained import round_largest
 from meshwright.training.rate import learning_rate
 from meshwright.training.state import TrainState
 from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
@@ -79,6 +80,8 @@ class TrainingProgram:
         """Model, optimizer, the tokens of a step."""
         self.told("build")
         self.state = new_state(self.plan, self.mesh, self.device, initialize=self.initialize)
+        if not self.initialize:
+            round_largest(self.state, self.plan)
         self.state.engine.train()
         self.objective = self._objective()
         if self.routing is not None:

@@ -86,6 +86,8 @@ def build_engine(
             if not trains:
                 stage.requires_grad_(False)
             shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
+            for name, codes in frozen_codes([stage], shape).items():
+                codes.cut(held[name])
             stages.append(stage)
     summed = None if reduce_dtype == dtype else reduce_dtype
     engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)
@@ -114,12 +116,17 @@ def measure_rows(engine: Engine) -> None:
     lora = engine.model.shape.lora
     if lora is None or not lora.dora:
         return
+    shards = engine.local_boxes()
     for stage in engine.stages:
-        for layer in stage.modules():
+        for name, layer in stage.named_modules():
             if isinstance(layer, Linear) and isinstance(layer.lora, LoRA):
                 matrix = layer.matrix if layer.quantized else data.local(layer.weight.detach())
                 lengths = data.local(layer.lora.magnitude.detach())
-                lengths.copy_(layer.lora.row_squares(layer.lora.whole(matrix)).sqrt().to(lengths.dtype))
+                found = layer.lora.row_squares(layer.lora.whole(matrix)).sqrt().to(lengths.dtype)
+                if layer.quantized:  # codes are not sharded, lengths are
+                    own = f"{name}.lora.magnitude"
+                    found = found.narrow(0, shards[own].offsets[0] - engine.boxes[own].offsets[0], len(lengths))
+                lengths.copy_(found)
 
 
 def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:

@@ -93,7 +93,8 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     seams, group = model.seams, slices.group
     enters, leaves = partial(enter, slices=slices), partial(leave, slices=slices)
     for border in (seams.dense, *([seams.shared] if own_tokens_in_experts else [])):
-        border.read, border.leave = ColumnParallelProducts(slices, model.products).linears, leaves
+        border.read, border.enter = ColumnParallelProducts(slices, model.products).linears, enters
+        border.leave = leaves
         border.write = RowParallelProducts(slices, model.products)
         border.gathers = slices.sp
     if not own_tokens_in_experts:

@@ -7,11 +7,12 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from meshwright.planfile.folders import ReadFolder, fields_of
 from meshwright.planfile.keys import (
     INSTEAD,
     LENGTHS,
@@ -32,7 +33,6 @@ from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import AXES
 from meshwright.spec.plan import RANDOM, Plan
-from meshwright.spec.shape import ModelShape
 
 DEFAULT_MODEL = "llama-tiny"
 MUST_SAY = ("model", "data", "run")
@@ -41,27 +41,25 @@ AUTO, MAY_BE_AUTO = "auto", ("dp_shard", "dp_replicate")
 """Degrees that take what is there, so that a run goes on with fewer processes, or more."""
 EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d{1,2}")
 
-ShapeFromFolder = Callable[[Path], ModelShape]
-
 
 def read(
     path: Path | str | None,
     overrides: Sequence[str] = (),
     *,
-    shape_from_folder: ShapeFromFolder | None = None,
+    read_folder: ReadFolder | None = None,
     notes: list[str] | None = None,
     processes: int = 1,
 ) -> Plan:
     """The plan in a file (None: the default plan) with `key=value` overrides, which win, applied in their order.
 
     Relative paths in the file are of the file's folder, those of overrides of the current one (planfile/paths.py).
-    `shape_from_folder` reads the shape of a Hugging Face folder where `model` is one. Its weights are then taken,
+    `read_folder` reads the shape of a Hugging Face folder where `model` is one. Its weights are then taken,
     unless `model.init` says otherwise, and its tokenizer, where `data.tokenizer` is auto. What was read under another
     tool's name is said in `notes`, or as a warning. `layout.dp_shard=auto` (or dp_replicate) is what `processes` leave
     to it. PlanError names the place, the key and the nearest legal value; whether the plan can run is `Plan.check`'s
     question.
     """
-    reader = _Reader(shape_from_folder)
+    reader = _Reader(read_folder)
     tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Given({}, "")
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
@@ -105,8 +103,8 @@ def _of_one_length(overrides: Sequence[str]) -> Sequence[str]:
 class _Reader:
     """One reading: collects problems and notes on the way."""
 
-    def __init__(self, shape_from_folder: ShapeFromFolder | None) -> None:
-        self.shape_from_folder = shape_from_folder
+    def __init__(self, read_folder: ReadFolder | None) -> None:
+        self.read_folder = read_folder
         self.problems: list[PlanError] = []
         self.notes: list[str] = []
         self.inits = dict.fromkeys(MODELS, RANDOM)
@@ -247,7 +245,7 @@ class _Reader:
         if not isinstance(name, str):
             return {"name": "custom", **fields} if section == "cluster.device" else fields
         if section in MODELS:
-            base = self._model(section, name, weights=init is None)
+            base = self._model(section, name, fields, weights=init is None)
             base["name"] = f"{base['name']} (changed)" if fields.keys() - {"lora"} else base["name"]
         elif section == "cluster":
             device, per_node = presets.devices_in_node(name)
@@ -262,9 +260,9 @@ class _Reader:
             return value if value == RANDOM else os.path.expanduser(value)
         raise PlanError(f"{section}.init must be random, or a Hugging Face folder whose weights are taken")
 
-    def _model(self, section: str, name: str, *, weights: bool) -> dict[str, Any]:
+    def _model(self, section: str, name: str, fields: Mapping[str, Any], *, weights: bool) -> dict[str, Any]:
         """Fields of a preset or of the folder at this path: a path that looks like one is one, then names go first.
-        `weights`: those of a folder are taken."""
+        `weights`: those of a folder are taken. `fields`: what is put on top."""
         try:
             folder = Path(name).expanduser()
             exists = folder.is_dir()
@@ -282,13 +280,13 @@ class _Reader:
                     f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
             raise PlanError(f"{section}={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
-        if self.shape_from_folder is None:
+        if self.read_folder is None:
             raise PlanError(
                 f"{section}={name!r} is a folder, and folders are not read here: give a preset's name or sizes"
             )
         if weights:
             self.inits[section] = str(folder)
-        return asdict(self.shape_from_folder(folder))
+        return fields_of(self.read_folder(folder), fields, section, name, weights=weights)
 
     def _raise(self) -> None:
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""

@@ -37,7 +37,7 @@ class EngineOptions:
     """Most tokens of prompt and answer; 0 = the model's positions."""
     packed: bool = True
     """On a CPU, copies of the model's matrices in the order in which products of few rows read them: as large as the
-    matrices, in fp32 where the CPU has no units for 16 bits."""
+    matrices (those that read one input are kept side by side, too), in fp32 where the CPU has no units for 16 bits."""
     compiled: bool = True
     """On a CPU with a C compiler, and in fp32: loops that are compiled in the first second take the place of several
     operations of torch each. Answers of the other way differ by rounding."""

@@ -36,6 +36,12 @@ class PreparedLayers:
         weight = model.head_weight
         self._head = int8_of(weight) if head == "int8" else prepared_product([weight], [None]) if packed else None
 
+    @property
+    def bytes(self) -> int:
+        """Of the copies that have been made."""
+        products = [known[0] for known in self._known.values() if known is not None]
+        return sum(one.bytes for one in [*products, *([self._head] if self._head is not None else [])])
+
     def __call__(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
         """As Border.prepared: x (..., in) -> (..., out) of each layer."""
         first = layers[0]

@@ -114,6 +114,10 @@ class BesideRows:
         self.now: list[tuple[LowRankProduct, Rows]] = []
         """Of the pass."""
 
+    def read(self, x: Tensor) -> Tensor:
+        """As Weight: the input."""
+        return x
+
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """As Weight: the layer's own."""
         return (weight,)

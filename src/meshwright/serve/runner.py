@@ -51,6 +51,11 @@ class Runner:
         self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens
         """Rows of the largest forward pass."""
 
+    @property
+    def copies_bytes(self) -> int:
+        """Of the matrices that steps have read in another order so far."""
+        return self._layers.bytes
+
     def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
         """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
         a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over.

@@ -168,6 +168,11 @@ class ServingEngine:
         return self._runner.most_rows
 
     @property
+    def copies_bytes(self) -> int:
+        """Of copies of the model's matrices that have been made so far (`EngineOptions.packed`)."""
+        return self._runner.copies_bytes
+
+    @property
     def guesses(self) -> GuessCounts | None:
         """How many tokens were guessed, and how many of them were right; None = there is no speculation."""
         return None if self._guesser is None else self._guesser.counts

@@ -50,15 +50,19 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
         ("Q5_0", 6, 32, 22),
         ("Q5_1", 7, 32, 24),
         ("Q8_0", 8, 32, 34),
+        ("Q2_K", 10, SUPER, 84),
+        ("Q3_K", 11, SUPER, 110),
         ("Q4_K", 12, SUPER, 144),
         ("Q5_K", 13, SUPER, 176),
         ("Q6_K", 14, SUPER, 210),
+        ("IQ4_NL", 20, 32, 18),
+        ("IQ4_XS", 23, SUPER, 136),
     )
 }
-"""Those that are read; all but Q4_1 are written, too."""
+"""Those that are read; all but Q4_1, Q2_K, Q3_K and the IQ types are written, too."""
 OTHER_TYPES: Mapping[int, str] = {
-    10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
-    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+    21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 """Types that are known by name alone, to say which one a file has."""

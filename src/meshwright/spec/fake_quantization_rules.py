@@ -11,8 +11,10 @@ from meshwright.spec.shape import ModelShape
 
 
 def learnable() -> tuple[str, ...]:
-    """Schemes whose rounding a model can be trained against: of weights alone, without text, whole numbers or nf4."""
-    return tuple(name for name, one in SCHEMES.items() if one.trains_beside and one.codes != "e4m3")
+    """Schemes whose rounding a model can be trained against: without text, whole numbers or nf4, of weights alone or of
+    activations too; columns that stay in 16 bit would be chosen anew as weights move."""
+    whole = (name for name, one in SCHEMES.items() if not one.calibrated and one.outliers == "none")
+    return tuple(name for name in whole if SCHEMES[name].codes != "e4m3")
 
 
 def fake_quantization_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -30,10 +32,9 @@ def fake_quantization_refusals(shape: ModelShape, recipe: Recipe, layout: Layout
     if shape.moe is not None:
         yield f"{said} is for matrices of one layer each, and experts are stacks: take a model without, or {off}"
     if shape.lora is not None:
-        yield (
-            f"{said} trains the matrices that are rounded, and model.lora freezes them: take model.lora.base="
-            f"{recipe.fake_quantize}, which holds them as codes beside the adapters, or {off}"
-        )
+        beside = SCHEMES[recipe.fake_quantize].trains_beside
+        held = f"model.lora.base={recipe.fake_quantize}, which holds them as codes beside the adapters, or "
+        yield f"{said} trains the matrices that are rounded, and model.lora freezes them: take {held * beside}{off}"
     if recipe.products != "same":
         yield f"{said} and recipe.products={recipe.products} both round weights: take recipe.products=same, or {off}"
     if layout.compile == "on":

@@ -1,5 +1,5 @@
-"""Where frozen matrices can be codes and scales (model.lora.base): whole on each rank that has their layer, restored
-for each product. No stage of ZeRO shards them."""
+"""Where frozen matrices can be codes and scales (model.lora.base): restored for each product, cut as numbers are by
+tensor and expert parallelism (spec/code_cuts.py). No stage of ZeRO shards them."""
 
 from collections.abc import Iterator
 
@@ -19,13 +19,6 @@ def frozen_code_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> I
     if shape.lora is None or not holds_codes(shape):
         return
     base = f"model.lora.base={shape.lora.base}"
-    cut = {"tp": layout.tp, "ep": layout.ep}
-    for axis, ranks in cut.items():
-        if ranks > 1:
-            yield (
-                f"{base} holds every matrix whole on its rank, and layout.{axis}={ranks} would cut it: take "
-                f"layout.{axis}=1, or model.lora.base={SAME}"
-            )
     if layout.compile == "on":
         yield f"{base} restores matrices in parts, which layout.compile=on does not compile: take layout.compile=off"
     if layout.cuda_graphs == "on":

@@ -15,7 +15,7 @@ gives all ranks equally many rows: the last ones are padding. Experts fewer than
 (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
 (docs/parallel.md).
 
-Frozen matrices that are codes and scales (spec/lora.py) are whole on every rank, and count as parameters as they are.
+Frozen matrices that are codes and scales (spec/lora.py) are shared by no stage of ZeRO, and count as parameters.
 
 Gradients of 16-bit weights are 4 bytes wide where anything is added to them, and 2 where nothing is
 (docs/decisions/0005-gradient-precision.md).
@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.boxes import Box, boxes_of, shard
+from meshwright.spec.code_cuts import bytes_of_codes
 from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
 from meshwright.spec.places import expert_place, expert_replicas, layers_of_stages, own_stages, place_of, ranks_along
-from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.schedule import stage_rank
 from meshwright.spec.shape import ModelShape
 
@@ -97,7 +97,7 @@ class HeldParameter:
     @property
     def code_bytes(self) -> int:
         """Of its codes and scales, where it is held as such."""
-        return SCHEMES[self.parameter.scheme].nbytes(self.box.sizes) if self.parameter.scheme else 0
+        return bytes_of_codes(self.parameter.scheme, self.box)
 
     @property
     def own_box(self) -> Box:

@@ -131,13 +131,6 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=64)
-def largest_coded(shape: ModelShape, group: str) -> int:
-    """Elements of the largest frozen matrix of a group that is held as codes, of stacks of one expert's; 0: none."""
-    sizes = (one.matrices for one in parameters(shape) if one.scheme and one.group == group)
-    return max((size[1] * size[2] for size in sizes if size), default=0)
-
-
 def num_parameters(shape: ModelShape) -> int:
     """N: all parameters, embeddings included, a tied head counted once."""
     return sum(p.numel for p in parameters(shape))

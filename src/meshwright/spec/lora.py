@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.spec.errors import PlanError, printable
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.scheme_names import scheme_named
 
 SAME = "same"
 """As `base`: frozen matrices are held as all weights are."""
@@ -38,7 +39,7 @@ class LoRAShape:
     """Multiply by alpha / sqrt(rank) instead, for large ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
     base: str = SAME
     """How the frozen matrices are held: `same`, as all weights, or a scheme of quantization that restores them for each
-    product: nf4-double, nf4, int4-hqq ... (QLoRA)."""
+    product: nf4-double, nf4, int4-hqq ... (QLoRA), or the layout of a quantized folder, as int4-g128-zeros-fp16."""
     dora: bool = False
     """Train the length of each row of the sum apart from its direction (Liu et al. 2024, arXiv:2402.09353)."""
 
@@ -49,11 +50,11 @@ class LoRAShape:
             raise PlanError(f"model.lora.alpha={self.alpha} must be a number above 0")
         if not 0 <= self.dropout < 1:
             raise PlanError(f"model.lora.dropout={self.dropout} must lie in [0, 1)")
-        if self.base != SAME and not (self.base in SCHEMES and SCHEMES[self.base].trains_beside):
+        if self.base != SAME and (self.scheme is None or not self.scheme.trains_beside):
             known_bases = [name for name, scheme in SCHEMES.items() if scheme.trains_beside]
             raise PlanError(
                 f"model.lora.base={printable(self.base)} holds no matrices beside which adapters are trained: take "
-                f"same, {', '.join(known_bases)}"
+                f"same, {', '.join(known_bases)}, or a layout as int4-g128-zeros-fp16"
             )
         known = [name for names in NAMES.values() for name in names]
         for name in self.targets.split(","):
@@ -71,7 +72,7 @@ class LoRAShape:
     @property
     def scheme(self) -> Scheme | None:
         """Of frozen matrices; None = they are held as all weights are."""
-        return SCHEMES.get(self.base)
+        return scheme_named(self.base)
 
     @property
     def scale(self) -> float:

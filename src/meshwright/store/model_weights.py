@@ -6,9 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.low_rank import merged
-from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, CheckpointError
 from meshwright.spec.inventory import adapter_parts
@@ -57,9 +55,8 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
         )
     adapters = dict(weights(checkpoint, torch.float32, verified=True))
     lora, trained = plan.model.lora, next(tensor.dtype for _, tensor in weights(checkpoint, torch.bfloat16))
-    schemes = frozen_schemes(plan.model)
     for name, stored in base_weights(plan, trained):
-        tensor = quantize_matrix(name, stored, schemes[name]).restored(trained) if name in schemes else stored
+        tensor = stored if isinstance(stored, Tensor) else stored.restored(trained)
         low = adapter_parts(name, adapters)
         kept = torch.float32 if name.endswith("correction_bias") else wanted  # as everywhere
         yield name, (merged(tensor.float(), low, lora) if low else tensor).to(kept)

@@ -1,16 +1,20 @@
 """First weights from a Hugging Face folder, under any layout: a tensor at a time, and of it what this rank holds."""
 
 from itertools import zip_longest
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import coded as codes_of
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
 from meshwright.model.hub.directory import GENERATION, TEMPLATE
 from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.model.quantized_formats.quantized_folder import is_quantized
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local
@@ -20,6 +24,7 @@ from meshwright.spec.plan import RANDOM
 from meshwright.store.base_weights import OTHERWISE, folder_of_weights
 from meshwright.store.durable import replace_file
 from meshwright.store.tensor_piece import Piece
+from meshwright.training.precision import DTYPES
 from meshwright.training.state import TrainState
 
 
@@ -28,7 +33,7 @@ def check_weights(plan: Plan) -> None:
     are others, or its tokenizer is not the one of the plan, so that every token would mean something else."""
     if plan.init == RANDOM:
         return
-    folder = folder_of_weights(plan)
+    folder = folder_of_weights(plan).hub
     for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.model.base).items()):
         if theirs != ours:
             there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
@@ -47,7 +52,10 @@ def take_weights(state: TrainState, plan: Plan) -> None:
     if state.engine.gathered_dtype is not None:  # the parameters are what is to be filled
         masters = {name: local(parameter.detach()) for name, parameter in state.engine.parameters.items()}
 
-    def put(name: str, tensor: Tensor) -> None:
+    def put(name: str, tensor: Tensor | QuantizedMatrix) -> None:
+        if isinstance(tensor, QuantizedMatrix):
+            coded[name].take(tensor)
+            return
         if name in coded:
             here = tensor.to(coded[name].codes.device)
             coded[name].take(quantize_matrix(name, here, coded[name].scheme))
@@ -65,16 +73,29 @@ def take_weights(state: TrainState, plan: Plan) -> None:
                 masters[name].copy_(tensor)
 
     with torch.no_grad():
-        folder_of_weights(plan).load(put, wanted=lambda name: name in coded or f"model.{name}" in places)
+        for name, tensor in folder_of_weights(plan).weights(lambda name: name in coded or f"model.{name}" in places):
+            put(name, tensor)
     if plan.model.lora is not None and plan.model.lora.dora:
         measure_rows(state.engine)
         state.take_weights({})
 
 
+@torch.no_grad()
+def round_largest(state: TrainState, plan: Plan) -> None:
+    """What taking the frozen base as codes holds at most beside the model: its largest matrix, and what rounding that
+    takes (turns of HQQ most). Of a folder with codes nothing is rounded."""
+    coded = frozen_codes(state.engine.stages, plan.model)
+    if not coded or (plan.init != RANDOM and is_quantized(Path(plan.init))):
+        return
+    largest = max(coded.values(), key=lambda one: prod(one.size))
+    matrix = torch.empty(largest.size, dtype=DTYPES[plan.recipe.precision], device=largest.codes.device)
+    largest.take(codes_of(matrix, largest.scheme))
+
+
 def keep_beside(plan: Plan, run: Path) -> None:
     """What the folder knows beyond weights and tokenizer (chat template, generation config), kept for an export."""
     if plan.init != RANDOM:
-        keep_extras(folder_of_weights(plan), run)
+        keep_extras(folder_of_weights(plan).hub, run)
 
 
 def keep_extras(found: HubFolder, run: Path) -> None:

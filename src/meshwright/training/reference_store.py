@@ -17,6 +17,7 @@ from meshwright.data import Corpus
 from meshwright.data.cache_folder import default_root, read_json, write_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
+from meshwright.spec.lora import SAME
 from meshwright.spec.plan import RANDOM
 from meshwright.spec.shape import ModelShape
 from meshwright.store import commit
@@ -43,9 +44,10 @@ def settings_of(plan: Plan, corpus: Corpus, device: str) -> str:
     return _hash(_FORMAT, corpus.fingerprint, recipe.sequence, plan.data.overlong, computed, _model(plan))
 
 
-def _model(plan: Plan) -> ModelShape:
-    """What the numbers depend on: adapters begin as nothing, and a name is no number."""
-    return replace(plan.model.base, name="")
+def _model(plan: Plan) -> tuple[ModelShape, str]:
+    """What the numbers depend on: the shape, and how frozen matrices are held. Adapters begin as nothing, and a name is
+    no number."""
+    return replace(plan.model.base, name=""), plan.model.lora.base if plan.model.lora else SAME
 
 
 def weights_of(plan: Plan, begins_with: Path | None) -> str:

@@ -20,9 +20,8 @@ from meshwright.data import Corpus
 from meshwright.data.chat_template import DEFAULT, ChatTemplate
 from meshwright.data.corpus import TokenStream
 from meshwright.data.sample_encoder import TRAINED
-from meshwright.model import Sampling
 from meshwright.model.predictions import Predictions
-from meshwright.model.prompt_batch import generate_many
+from meshwright.model.prompt_batch import greedy
 from meshwright.parallel import Engine
 from meshwright.spec import Plan
 from meshwright.spec.boxes import share
@@ -144,11 +143,10 @@ class RunSamples:
 
     def _alone(self, engine: Engine) -> list[list[int]]:
         """With cached keys and values."""
-        made = generate_many(
-            engine.model, [one.ids for one in self.prompts], [Sampling()] * len(self.prompts),
-            max_new_tokens=self.plan.recipe.sample_tokens, stop_ids=self.stop_ids,
+        asked = [one.ids for one in self.prompts]
+        return greedy(
+            engine.model, asked, max_new_tokens=self.plan.recipe.sample_tokens, stop_ids=self.stop_ids
         )  # fmt: skip
-        return [one.ids for one in made]
 
     def _together(self, engine: Engine) -> list[list[int]]:
         """Each new token by whole passes. Ranks see the same logits, and so end at the same token."""

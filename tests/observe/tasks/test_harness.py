@@ -98,6 +98,16 @@ def test_answers_are_those_of_transformers(folder: Path, name: str) -> None:
     assert own == right and len(set(own)) > 2
 
 
+def test_an_answer_does_not_depend_on_the_questions_beside_it(folder: Path) -> None:
+    """Sampled, so that the last digits of logits would show sooner or later; and ended by more ends than a request of
+    the server may have."""
+    settings = {"until": [f"{one}." for one in range(20)], "max_gen_toks": 24, "temperature": 1.2, "do_sample": True}
+    questions = [(str(one["question"]), settings) for one in items()]
+    together = ours(folder / "llama").generate_until(asked(*questions))
+    again = ours(folder / "llama").generate_until(asked(*questions[:5]))
+    assert together[:5] == again and len(set(together)) > 6
+
+
 def test_sampled_answers_differ_and_come_again(folder: Path) -> None:
     settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
     own = ours(folder / "llama")

@@ -9,15 +9,19 @@ AskedServe = Annotated[
 ]
 AskedInput = Annotated[
     int | None,
-    typer.Option("--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 1024]"),
+    typer.Option(
+        "--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 1024; 256 of compare]"
+    ),
 ]
 AskedOutput = Annotated[
     int | None,
-    typer.Option("--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 1024]"),
+    typer.Option(
+        "--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 1024; 64 of compare]"
+    ),
 ]
 AskedConcurrency = Annotated[
     int | None,
-    typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 64]"),
+    typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 64; 8 of compare]"),
 ]
 AskedQuantization = Annotated[
     str,

@@ -29,13 +29,13 @@ def answer(found: Comparison, run: str, *, every: bool = False) -> Iterator[str]
     wide = min(max((len(name) for name in names.values()), default=0) + 2, columns - 3 * VALUE - 2 * ERROR - UNIT)
     if table:
         yield ""
-        yield " " * wide + f"{TITLES[0]:>{VALUE}}{'':{ERROR}}{TITLES[1]:>{VALUE}}{'':{ERROR}}{TITLES[2]:>{VALUE}}"
+        yield heads(wide)
     for section in dict.fromkeys(row.section for row in rows):
         listed = [row for row in table if row.section == section]
         if listed:
             yield section
         for row in listed:
-            yield from _line(row, names[id(row)], wide)
+            yield from row_line(row, names[id(row)], wide)
         if not every:
             yield from _rest(found, [row for row in rows if row.section == section and row not in listed], section)
     yield ""
@@ -106,7 +106,12 @@ def _name(found: Comparison, row: ComparedRow) -> str:
     return f"{row.what}{rank}"
 
 
-def _line(row: ComparedRow, name: str, wide: int) -> Iterator[str]:
+def heads(wide: int) -> str:
+    """Titles of the columns behind names of so many letters."""
+    return " " * wide + f"{TITLES[0]:>{VALUE}}{'':{ERROR}}{TITLES[1]:>{VALUE}}{'':{ERROR}}{TITLES[2]:>{VALUE}}"
+
+
+def row_line(row: ComparedRow, name: str, wide: int) -> Iterator[str]:
     """Name, planned and its error, dry run and its error, measured, unit; a long name has a line of its own."""
     lead = f"  {name}"
     if len(lead) > wide:

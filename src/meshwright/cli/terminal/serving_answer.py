@@ -1,18 +1,22 @@
 """What `plan --serve` prints: does it fit, how fast, for how many at once; other layouts; the load varied."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.api.serve_planning import ServingAnswer
+from meshwright.cli.terminal.compare_answer import heads, row_line
 from meshwright.cli.terminal.screen_text import dot, marked, width, wrapped
+from meshwright.observe.compare.judge import ComparedRow
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
-from meshwright.spec.units import GIB, MIB, short_gib
+from meshwright.spec.units import GIB, short_gib
 
 if TYPE_CHECKING:
-    from meshwright.api.serving_load import ServingColumns
+    from meshwright.api.serving_comparison import ServingComparison
 
 ALTERNATIVES = 6
 """Layouts that are shown besides the recommended one."""
+NAMES = 22
+"""Letters of the names of rows."""
 
 
 def serving_answer(answer: ServingAnswer, *, details: bool = False, top: int | None = None) -> Iterator[str]:
@@ -73,23 +77,22 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
         )
 
 
-def measured_columns(found: "ServingColumns") -> Iterator[str]:
-    """Planned, dry run and measured; a dry run knows no time."""
-    planned, measured = found.planned, found.measured
+def served_rows(rows: Iterable[ComparedRow]) -> Iterator[str]:
+    """Planned, dry run and measured of a load that was run here."""
+    yield heads(NAMES)
+    for row in rows:
+        yield from row_line(row, row.what, NAMES)
+
+
+def served_load(found: "ServingComparison") -> Iterator[str]:
+    """All lines of `compare --serve`."""
+    asked = found.plan.asked
+    word, colour = ("AGREES", "green") if found.agrees else ("DIFFERS", "red")
+    yield from marked(wrapped(repr(found), width(), f"{word}  "), word, colour)
+    parts = [f"{asked.input_tokens:,} tokens in", f"{asked.output_tokens:,} out", f"{asked.concurrency:,} in flight"]
+    yield "  " + dot().join(parts)
     yield ""
-    yield f"    {'this load, run here':<22}  planned  dry run  measured"
-    for name, *sizes in (
-        ("weights, MiB", found.planned_weights_bytes, found.dry_weights_bytes, found.measured_weights_bytes),
-        ("cache, MiB", found.planned_cache_bytes, found.dry_cache_bytes, found.measured_cache_bytes),
-    ):
-        first, dry, last = (f"{size / MIB:,.1f}" for size in sizes)
-        yield f"    {name:<22}  {first:>7}  {dry:>7}  {last:>8}"
-    for name, a, b in (
-        ("first token, ms", planned.first_token_s * 1e3, measured.first_token_s * 1e3),
-        ("per token, ms", planned.per_token_s * 1e3, measured.per_token_s * 1e3),
-        ("tokens/s", planned.output_tokens_per_s, measured.output_tokens_per_s),
-    ):
-        yield f"    {name:<22}  {a:>7,.3g}  {'':>7}  {b:>8,.3g}   {a / b - 1:+.1%}"
+    yield from served_rows(found.compared)
 
 
 def _requests(one: ServingLayout) -> str:

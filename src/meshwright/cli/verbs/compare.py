@@ -1,12 +1,16 @@
 """`meshwright compare RUN`: planned, dry run and measured, row by row, of a run that has ended."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from meshwright.cli.inputs.plan_arguments import RunCluster
+from meshwright.cli.inputs.serve_arguments import AskedConcurrency, AskedInput, AskedOutput
+from meshwright.cli.verbs.plan_serve import refuse_load
+from meshwright.spec.errors import ArgumentError
 
 
 def compare(
@@ -22,6 +26,12 @@ def compare(
         typer.Option("--dry-run/--no-dry-run", help="Make the dry run where the folder keeps none, and keep it there."),
     ] = True,
     cluster: RunCluster = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve a load here, with --cluster FILE.toml of calibrate; compare with it.")
+    ] = False,
+    input_length: AskedInput = None,
+    output_length: AskedOutput = None,
+    concurrency: AskedConcurrency = None,
     every: Annotated[bool, typer.Option("--all", help="Every row of every rank, also those that are equal.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON document.")] = False,
 ) -> None:
@@ -30,6 +40,11 @@ def compare(
     What is not known is left open, with the reason. Exit code 4 where a row differs by more than the tolerance; the
     first one is explained.
     """
+    load = {"input_length": input_length, "output_length": output_length, "concurrency": concurrency}
+    if serve:
+        _served(run, cluster, {name: value for name, value in load.items() if value}, tolerance, json=json)
+        return
+    refuse_load({name: value or 0 for name, value in load.items()})
     from meshwright.api import comparing
     from meshwright.cli.terminal.compare_answer import answer as in_words
     from meshwright.cli.terminal.output import console, print_json
@@ -43,4 +58,22 @@ def compare(
         print_json(answer.to_dict())
     else:
         show(in_words(answer.found, str(run), every=every))
+    answer.check()
+
+
+def _served(run: Path, cluster: str | None, load: Mapping[str, int], tolerance: float, *, json: bool) -> None:
+    """A load that is served here, beside its plan."""
+    from meshwright.api.serving_comparison import compare_serving
+    from meshwright.cli.terminal.output import console, print_json
+    from meshwright.cli.terminal.screen_text import show
+    from meshwright.cli.terminal.serving_answer import served_load
+
+    if cluster is None:
+        raise ArgumentError("--serve compares with a plan for this machine: give --cluster FILE.toml of calibrate")
+    with console(json=True).status("compare"):
+        answer = compare_serving(run, cluster=cluster, tolerance=tolerance, **load)
+    if json:
+        print_json(answer.to_dict())
+    else:
+        show(served_load(answer))
     answer.check()

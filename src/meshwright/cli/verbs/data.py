@@ -10,7 +10,7 @@ from rich.text import Text
 
 from meshwright import planfile
 from meshwright.api.documents import check_page
-from meshwright.api.plan_reading import shape_from_folder
+from meshwright.api.plan_reading import read_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
 from meshwright.data.advice import named_columns
@@ -29,7 +29,7 @@ def show(plan: Path | None, overrides: list[str], json: bool, html: Path | None 
     with more rows."""
     if html is not None:
         check_page(html, "data.html", option="--html ")
-    settings = planfile.read(plan, overrides, shape_from_folder=shape_from_folder)
+    settings = planfile.read(plan, overrides, read_folder=read_folder)
     rows = 1 if html is None else rows_of(settings.recipe.sequence)
     found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)), rows=rows)
     if html is not None:

@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
+
+if TYPE_CHECKING:
+    from meshwright.api.serve_planning import ServingAnswer
+    from meshwright.api.serving_comparison import ServingComparison
 
 
 def print_serving(
@@ -17,7 +21,7 @@ def print_serving(
     from meshwright.api.serve_planning import plan_serving
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.terminal.screen_text import show
-    from meshwright.cli.terminal.serving_answer import measured_columns, serving_answer
+    from meshwright.cli.terminal.serving_answer import served_rows, serving_answer
 
     given = next((name for name, value in training.items() if value), None)
     if given:
@@ -29,13 +33,22 @@ def print_serving(
         if json and error.document:
             print_json(error.document)
         raise
-    found = answer.measure() if measure else None
+    found = _measured(answer) if measure else None
     if json:
-        print_json(answer.to_dict() | ({"measured": asdict(found), "errors": found.errors} if found else {}))
+        more = {"measured": asdict(found.columns), "errors": found.columns.errors} if found else {}
+        print_json(answer.to_dict() | more)
         return
     show(serving_answer(answer, details=details, top=top))
     if found:
-        show(measured_columns(found))
+        show(["", *served_rows(found.compared)])
+
+
+def _measured(answer: "ServingAnswer") -> "ServingComparison":
+    """The load run here, with weights of chance."""
+    from meshwright.api.serving_comparison import ServingComparison
+
+    columns = answer.measure()
+    return ServingComparison(plan=answer, columns=columns, tolerance=float("inf"), title=answer.asked.model.shape.name)
 
 
 def refuse_load(load: Mapping[str, str | int]) -> None:

@@ -81,7 +81,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """HubError: no such file, or one that is damaged, truncated, big-endian, of another version, or in parts."""
+    """Of one file, which may be a part (gguf_parts.py). HubError: no such file, or one that is damaged, truncated,
+    big-endian, or of another version."""
     if not path.is_file():
         raise HubError(f"{path} is no file: give a .gguf")
     with open(path, "rb") as file:
@@ -137,10 +138,6 @@ class _HeaderReader:
             if not name or name in keys:
                 raise self.damaged(f"key {name!r} is {'there twice' if name else 'without a name'}")
             keys[name] = self.value(name)
-        if int_of(keys.get("split.count"), 1) > 1:
-            raise HubError(
-                f"{self.path} is one of {keys['split.count']} parts: join them first (llama-gguf-split --merge)"
-            )
         found: dict[str, tuple[tuple[int, ...], BlockType, int]] = {}
         for _ in range(tensors):
             name = self.text(LONGEST_NAME - 1, "the name of a tensor")

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.block_decoding import FLOAT_DTYPES, decode
-from meshwright.model.gguf.gguf_header import GGUFHeader, Value, read_gguf_header
+from meshwright.model.gguf.gguf_header import GGUFHeader, Value
 from meshwright.model.gguf.gguf_metadata import frequency_factors, shape_keys, shape_of
 from meshwright.model.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, ROUTERS, architecture_of, gguf_bindings
+from meshwright.model.gguf.gguf_parts import read_gguf_parts
 from meshwright.model.gguf.gguf_vocabulary import TEMPLATE_KEY, GGUFVocabulary, read_vocabulary
 from meshwright.model.gguf.gguf_writer import PlannedBlocks
 from meshwright.model.hub.weight_names import Binding
@@ -69,9 +70,9 @@ class GGUFModel:
 
 
 def open_gguf(path: Path) -> GGUFModel:
-    """Everything but the weights. HubError: a damaged file, an architecture or type of tensor that is not read, tensors
-    that do not fit the shape that its keys say."""
-    header = read_gguf_header(path)
+    """Everything but the weights; of a file in parts all of them, by its first. HubError: a damaged file, an
+    architecture or type of tensor that is not read, tensors that do not fit the shape that its keys say."""
+    header = read_gguf_parts(path)
     shape = shape_of(header)
     found = GGUFModel(
         header=header, shape=shape, vocabulary=read_vocabulary(header),

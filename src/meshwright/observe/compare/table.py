@@ -26,13 +26,14 @@ def as_json(found: Comparison, run: str) -> dict[str, Any]:
             key: {"there": column.found is not None, "about": column.about}
             for key, column in zip(KEYS, found.columns, strict=True)
         },
-        "rows": [_row(row) for row in found.rows],
+        "rows": [row_json(row) for row in found.rows],
         "disagreeing": len(found.disagreeing),
-        "first": None if first is None else {**_row(first), "explanation": explanation(found, first)},
+        "first": None if first is None else {**row_json(first), "explanation": explanation(found, first)},
     }
 
 
-def _row(row: ComparedRow) -> dict[str, Any]:
+def row_json(row: ComparedRow) -> dict[str, Any]:
+    """A row of the document."""
     at = row.reference
     errors = {
         f"{key}_error": error if error is not None and isfinite(error) else None

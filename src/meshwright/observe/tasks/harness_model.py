@@ -5,14 +5,18 @@ Imports lm_eval (`pip install meshwright[eval]`): import this module only where 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeVar, final
 
 from lm_eval.api.model import LM
 
 from meshwright.data import Tokenizer
 from meshwright.data.chat_template import ChatTemplate
-from meshwright.model import Sampling, Transformer
-from meshwright.model.prompt_batch import ContinuationScore, generate_many, score
+from meshwright.model import Transformer
+from meshwright.model.prompt_batch import ContinuationScore, score
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.errors import DataError
 
 Item = TypeVar("Item")
@@ -53,11 +57,9 @@ class _Pair:
 class _Question:
     """A prompt that is to be answered."""
 
-    number: int
     prompt: tuple[int, ...]
-    sampling: Sampling
+    options: RequestOptions
     until: tuple[str, ...]
-    max_new_tokens: int
 
 
 @final
@@ -110,16 +112,22 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is an extra: without it
         return found
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Answers to (context, settings), cut where one of `until` begins."""
+        """Answers to (context, settings), cut where one of `until` begins; the engine computes them together."""
         questions = [self._question(number, *request.args) for number, request in enumerate(requests)]
-        found: dict[int, str] = {}
-        for some in _batches(
-            sorted(questions, key=lambda one: (-one.max_new_tokens, -len(one.prompt))),
-            lambda one: len(one.prompt) + one.max_new_tokens, self._text.tokens_per_pass,
-        ):  # fmt: skip
-            found |= self._answers(some)
-            self._tell(len(found), len(questions))
-        return [found[number] for number in range(len(questions))]
+        engine = self._engine
+        asked = [engine.add(one.prompt, one.options) for one in questions]
+        owners = {id(request.answers[0]): place for place, request in enumerate(asked)}
+        ended = {place for place, request in enumerate(asked) if request.ended}
+        while len(ended) < len(asked):
+            for answer in engine.step():
+                place = owners[id(answer)]
+                if not answer.ending and self._said(answer.ids, questions[place].until):
+                    engine.cancel(asked[place])
+                if answer.ending:
+                    ended.add(place)
+                    self._tell(len(ended), len(asked))
+        engine.run(asked)  # says so where logits were no numbers
+        return [self._answer(request.answers[0].ids, one.until) for request, one in zip(asked, questions, strict=True)]
 
     def _ids(self, text: str) -> list[int]:
         """Of a text behind which something follows; a template writes what begins it."""
@@ -183,28 +191,27 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is an extra: without it
         length = next((int(settings[name]) for name in _LENGTHS if settings.get(name) is not None), MAX_NEW_TOKENS)
         until = settings.get("until") or ()
         samples = settings.get("do_sample", bool(settings.get("temperature")))
-        sampling = Sampling(
-            temperature=float(settings.get("temperature", 1.0)) if samples else 0.0,
+        options = RequestOptions(
+            max_new_tokens=length, temperature=float(settings.get("temperature", 1.0)) if samples else 0.0,
             top_k=int(settings.get("top_k", 0)), top_p=float(settings.get("top_p", 1.0)), seed=number,
         )  # fmt: skip
         room = max(self._positions - length, self._positions // 2, 1)
         prompt = self._ids(context) or [self._first]
         ends = (until,) if isinstance(until, str) else tuple(until)
-        return _Question(number, tuple(prompt[-room:]), sampling, tuple(end for end in ends if end), length)
+        return _Question(tuple(prompt[-room:]), options, tuple(end for end in ends if end))
 
-    def _answers(self, some: Sequence[_Question]) -> dict[int, str]:
-        decode = self._text.tokenizer.decode
+    @cached_property
+    def _engine(self) -> ServingEngine:
+        """Exact on a CPU, so that an answer does not depend on the questions beside it."""
+        exact = self._text.model.embed.weight.device.type == "cpu"
+        return ServingEngine(self._text.model, EngineOptions(exact=exact), end_ids=self._text.stop_ids)
 
-        def ended(row: int, ids: Sequence[int]) -> bool:
-            longest = max((len(end.encode()) for end in some[row].until), default=0)
-            tail = decode(ids[-max(_TAIL, longest) :])
-            return len(ids) >= some[row].max_new_tokens or any(end in tail for end in some[row].until)
-
-        made = generate_many(
-            self._text.model, [one.prompt for one in some], [one.sampling for one in some],
-            max_new_tokens=max(one.max_new_tokens for one in some), stop_ids=self._text.stop_ids, ended=ended,
-        )  # fmt: skip
-        return {one.number: self._answer(made[row].ids, one.until) for row, one in enumerate(some)}
+    def _said(self, ids: Sequence[int], until: Sequence[str]) -> bool:
+        """Whether an answer has one of its ends."""
+        if not until:
+            return False
+        tail = self._text.tokenizer.decode(ids[-max(_TAIL, *(len(end.encode()) for end in until)) :])
+        return any(end in tail for end in until)
 
     def _answer(self, ids: Sequence[int], until: Sequence[str]) -> str:
         """The text up to the first of its ends, without special tokens."""

@@ -33,6 +33,8 @@ MUON = 0.3
 """How often matrices go by Muon."""
 CODES = 0.5
 """How often what is frozen is held as codes, where it can be."""
+BASES = ("nf4", "nf4-double", "int4-hqq", "int3", "int4-g16-zeros-fp16", "int8-rows-sym-fp32", "nf4-g32-sym-double")
+"""Groups that cuts of inputs fall on, and between; scales of a row, of a group, and those that are codes."""
 ADAPTERS = 0.25
 """How often all is frozen but adapters."""
 TEACHERS = 0.25
@@ -275,9 +277,9 @@ def _adapters(random: Random, settings: Settings) -> Settings:
     found: Settings = {"lora.targets": targets, "lora.rslora": _often(random, 0.3)}
     found["lora.rank"] = MULTIPLE if "products" in settings else random.choice((1, 2, 3, 5, 8))
     found |= {"lora.alpha": random.choice((4.0, 16.0)), "lora.dora": _often(random, 0.3)}
-    whole = settings["tp"] == settings.get("ep", 1) == 1 and "compile" not in settings
-    if whole and settings["precision"] == "fp32" and _often(random, CODES):  # each rank quantizes what one device does
-        found["lora.base"] = random.choice(("nf4", "nf4-double", "int4-hqq", "int3"))
+    plain = settings["precision"] == "fp32" and "compile" not in settings
+    if plain and _often(random, CODES):  # each rank quantizes what one device does
+        found["lora.base"] = random.choice(BASES)
     return found
 
 

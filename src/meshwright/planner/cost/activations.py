@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.cost.work import KeptBytes
+from meshwright.spec.frozen_code_rules import holds_codes
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -138,7 +139,8 @@ def layer_transient(of: "Local", routed: Routed | None) -> float:
 def _norm_kept(of: "Local", name: str) -> tuple[KeptBytes, KeptBytes]:
     """The residual stream at this point, and the normed input of the matrices behind."""
     stream = of.between * of.shape.hidden * of.stack.norm_kept * of.width / 2
-    normed = of.between_bytes if of.stack.regather and of.sp else of.hidden_bytes
+    regathers = of.stack.regather and of.sp and not holds_codes(of.shape)  # beside codes what was gathered is kept
+    normed = of.between_bytes if regathers else of.hidden_bytes
     core = of.stack.selective == "core"
     first = of.between_bytes if name == "attention" else 0.0
     return (

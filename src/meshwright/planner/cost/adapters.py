@@ -7,9 +7,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
+from meshwright.planner.cost.states import largest_coded
 from meshwright.planner.cost.work import KeptBytes, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import Product
-from meshwright.spec.inventory import largest_coded
 from meshwright.spec.quantization_schemes import PIECE
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def restored(of: "Local", name: str, into: float, out: float, batch: float = 1.0
 def restored_bytes(of: "Local", group: str) -> float:
     """The largest frozen matrix of a part of a layer (attention, mlp, expert) while it is restored from codes: itself,
     and indices and numbers of some rows. 0 where none is."""
-    elements = largest_coded(of.shape, group)
+    elements = largest_coded(of.shape, of.tp, of.ep, group)
     return elements * of.width + 6.0 * min(elements, PIECE)
 
 

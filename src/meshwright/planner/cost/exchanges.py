@@ -12,6 +12,7 @@ from meshwright.planner.cost.work import (
     MemoryPass,
     Work,
 )
+from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.objective_traits import most_answers
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ def enter(of: "Local", inputs: int = 1, *, alone: bool = False, readers: Sequenc
     """f or g in front of column-split matrices. With sp the input is gathered again backward, but
     where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered
     beside the products of `readers`, forward piece by piece, and its gradient summed beside those of the weights,
-    unless a split backward pass leaves these for later."""
+    unless a split backward pass leaves these for later. In front of codes it stands alone."""
     if of.tp == 1:
         return NO_EXCHANGES
+    alone = alone or holds_codes(of.shape)
     beside = readers if of.stack.own and not alone else ()
     products, inner = (tuple(work for op in beside for work in getattr(op, side)) for side in ("forward", "inputs"))
     after = tuple(work for op in beside for work in op.weights) if not of.splits else ()

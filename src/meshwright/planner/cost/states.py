@@ -9,15 +9,15 @@ from math import prod
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.boxes import boxes, sharded_dim
+from meshwright.spec.code_cuts import bytes_of_codes
 from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
 from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
-from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.shape import ModelShape
 
-Size = tuple[tuple[int, ...], bool, MomentFormat, bool, str]
-"""(sizes of a parameter, whether it is an expert's, how its moments are stored, whether it is trained, the scheme of
+Size = tuple[tuple[int, ...], bool, MomentFormat, bool, int]
+"""(sizes of a parameter, whether it is an expert's, how its moments are stored, whether it is trained, bytes of
 one that is held as codes)."""
 Sizes = tuple[Size, ...]
 
@@ -42,10 +42,11 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
     groups: dict[str, list[Size]] = {}
     for parameter in parameters(small):
         sizes = found[parameter.name].sizes
+        codes = bytes_of_codes(parameter.scheme, found[parameter.name])
         kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
         if kind == "dense" and parameter.layer > 0:
             continue
-        size = sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, parameter.scheme
+        size = sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, codes
         groups.setdefault(kind, []).append(size)
     groups.setdefault("head", [groups["embedding"][0]])
     return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
@@ -57,6 +58,15 @@ def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
     found = pieces(shape, tp, ep)
     some = found.routed if routed else found.dense
     return max((prod(sizes) for sizes, _, _, trained, _ in some if trained), default=0)
+
+
+@cache
+def largest_coded(shape: ModelShape, tp: int, ep: int, group: str) -> int:
+    """Elements on a rank of the largest frozen matrix of a group that is held as codes, of stacks of one expert's; 0:
+    none."""
+    found = boxes(shape, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
+    some = (found[one.name].sizes[-2:] for one in parameters(shape) if one.scheme and one.group == group)
+    return max(map(prod, some), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +110,9 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
     whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = 0
-    for (sizes, expert, stored, trained, scheme), times in parts.items():
-        if scheme:
-            codes += times * SCHEMES[scheme].nbytes(sizes)
+    for (sizes, expert, stored, trained, coded), times in parts.items():
+        if coded:
+            codes += times * coded
             continue
         n = same if expert else ranks
         dim = sharded_dim(sizes, n)

@@ -18,7 +18,6 @@ from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import divisors, layout_violations
-from meshwright.spec.quantization_schemes import SCHEMES
 
 FEW, MANY = 64, 2**26
 """Tokens at which the lines are taken: fewer than any chunk of the head has, and more."""
@@ -119,8 +118,8 @@ def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
     found = pieces(of.shape, tp, ep, of.recipe.storage)
     return {
         field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1],
-                      int(trained), SCHEMES[scheme].nbytes(sizes) if scheme else 0]
-                     for (sizes, expert, one, trained, scheme), times in Counter(getattr(found, field.name)).items()]
+                      int(trained), codes]
+                     for (sizes, expert, one, trained, codes), times in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
 

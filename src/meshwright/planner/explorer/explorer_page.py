@@ -18,7 +18,6 @@ from meshwright.planner.search.recommend import FREE
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
-from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.legal import block_refusals
 from meshwright.spec.plan import Plan
@@ -66,7 +65,6 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "first_dense": shape.moe.first_dense if shape.moe else 0,
             "learned_positions": shape.max_positions if shape.positions == "learned" else 0,
             "dropout": recipe.dropout,
-            "base": shape.lora.base if shape.lora and holds_codes(shape) else "",
             "state_blocks": block_refusals(shape, recipe, of.cluster.devices),
             "activation_bytes": 4 if recipe.precision == "fp32" else 2,
         },

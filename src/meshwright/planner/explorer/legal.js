@@ -4,8 +4,7 @@
 function violations(model, recipe, layout) {
   return [
     ...tensorRules(model, recipe, layout), ...contextRules(recipe, layout), ...pipelineRules(model, recipe, layout),
-    ...expertRules(model, layout), ...dataRules(layout), ...frozenCodeRules(model, layout), ...dropoutRules(model, layout),
-    ...batchRules(recipe, layout),
+    ...expertRules(model, layout), ...dataRules(layout), ...dropoutRules(model, layout), ...batchRules(recipe, layout),
     ...positionRules(model, recipe),
   ];
 }
@@ -50,16 +49,6 @@ function nearestTp(model, recipe, layout) {
   const away = (tp) => Math.abs(tp - layout.tp);
   const tp = legal.reduce((best, one) => (best === null || away(one) < away(best) ? one : best), null) || 1;
   return `layout.tp=${tp}` + (tp === 1 && layout.sp ? " layout.sp=false" : "") + (legal.length ? "" : " layout.ep=1");
-}
-
-// Frozen matrices that are codes: spec/frozen_code_rules.py.
-function* frozenCodeRules(model, layout) {
-  if (!model.base) return;
-  const base = `model.lora.base=${model.base}`;
-  for (const axis of ["tp", "ep"])
-    if (layout[axis] > 1)
-      yield `${base} holds every matrix whole on its rank, and layout.${axis}=${layout[axis]} would cut it: take ` +
-        `layout.${axis}=1, or model.lora.base=same`;
 }
 
 function* tensorRules(model, recipe, layout) {

@@ -12,7 +12,6 @@ from math import gcd
 from typing import Any, NamedTuple
 
 from meshwright.spec.distillation_rules import SAMPLES_UNDER
-from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
 from meshwright.spec.plan import Plan
@@ -156,7 +155,7 @@ def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool,
 
 
 def _experts(shape: ModelShape, tp: int, sp: bool, ranks: int, fixed: Fixed) -> tuple[int, ...]:
-    if shape.moe is None or (tp > 1 and not sp) or holds_codes(shape):
+    if shape.moe is None or (tp > 1 and not sp):
         return keep(fixed, "ep", (1,))
     return keep(fixed, "ep", tuple(e for e in divisors(shape.moe.experts) if ranks % e == 0))
 

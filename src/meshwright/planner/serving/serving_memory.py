@@ -61,6 +61,17 @@ def weights_bytes(of: Deployment) -> float:
     return sum(part.numel / _ranks(of, part) * _width(of, part) for part in parameters(of.model.shape))
 
 
+def copies_bytes(of: Deployment) -> float:
+    """Of matrices in another order beside fp32 weights: those of attention, MLPs and the head, which Meshwright's
+    engine keeps on a CPU with a C compiler. Those that read one input together are kept side by side, too. Experts stay
+    as they are."""
+    shape = of.model.shape
+    found = [part for part in parameters(shape) if part.group in ("attention", "mlp", "head") and len(part.shape) > 1]
+    joined = {"q", "k", "v"} | ({"gate", "up"} if any(".mlp.gate." in part.name for part in found) else set())
+    numbers = sum(part.numel * (2 if part.name.split(".")[-2] in joined else 1) for part in found)
+    return 4.0 * (numbers + (shape.vocab * shape.hidden if shape.tied else 0))
+
+
 def _width(of: Deployment, part: Parameter) -> float:
     """Bytes of an element: matrices of attention and MLPs in their formats, all else in 16 bits, or 32 on a machine
     that computes in them."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.compress.formats.folder_format import QuantizedModel, Weights
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
 from meshwright.model.hub.weight_names import tensor_sizes
+from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
@@ -93,10 +93,12 @@ class NativeFormat:
         check(folder, self.planned(model), stored)
         return model
 
-    def decoded(self, folder: Path, model: QuantizedModel) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
+    def decoded(
+        self, folder: Path, model: QuantizedModel, wanted: Wanted = every
+    ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
         """As QuantizedFormat."""
         stored = stored_tensors(folder)
-        for name in tensor_sizes(model.shape):
+        for name in filter(wanted, tensor_sizes(model.shape)):
             if name not in model.schemes:
                 yield name, stored[name].read()
                 continue

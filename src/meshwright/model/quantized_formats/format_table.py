@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from meshwright.compress.formats.awq_files import AWQFiles
-from meshwright.compress.formats.bitsandbytes import BitsAndBytes
-from meshwright.compress.formats.compressed_tensors import CompressedTensors
-from meshwright.compress.formats.folder_format import QuantizedFormat
-from meshwright.compress.formats.gptq_files import GPTQFiles
-from meshwright.compress.formats.native import NativeFormat
+from meshwright.model.quantized_formats.awq_files import AWQFiles
+from meshwright.model.quantized_formats.bitsandbytes import BitsAndBytes
+from meshwright.model.quantized_formats.compressed_tensors import CompressedTensors
+from meshwright.model.quantized_formats.folder_format import QuantizedFormat
+from meshwright.model.quantized_formats.gptq_files import GPTQFiles
+from meshwright.model.quantized_formats.native import NativeFormat
 
 FORMATS: Mapping[str, QuantizedFormat] = {
     one.name: one for one in (NativeFormat(), CompressedTensors(), GPTQFiles(), AWQFiles(), BitsAndBytes())

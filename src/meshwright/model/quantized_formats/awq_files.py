@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.compress.formats.folder_format import QuantizedModel
-from meshwright.compress.formats.packed_linears import (
+from meshwright.model.hub.entries import Entries
+from meshwright.model.hub.safetensors_files import Stored
+from meshwright.model.quantized_formats.folder_format import QuantizedModel
+from meshwright.model.quantized_formats.packed_linears import (
     Codes,
     PackedLinears,
     Parts,
@@ -21,8 +23,6 @@ from meshwright.compress.formats.packed_linears import (
     whole_scheme,
     words,
 )
-from meshwright.model.hub.entries import Entries
-from meshwright.model.hub.safetensors_files import Stored
 from meshwright.spec.quantization_schemes import Scheme
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

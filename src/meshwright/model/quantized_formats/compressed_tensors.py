@@ -17,15 +17,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from meshwright.compress.formats.folder_format import QuantizedModel, Weights
-from meshwright.compress.formats.hub_tensors import encoded_tensors, planned_tensors
-from meshwright.compress.formats.native import check
 from meshwright.kernels.quantization import pack, unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
 from meshwright.model.hub.transforms import CONV1D
 from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
+from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, planned_tensors
+from meshwright.model.quantized_formats.native import check
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros
@@ -111,10 +111,14 @@ class CompressedTensors:
         check(folder, _as_stored(self.planned(model), stored), stored)
         return model
 
-    def decoded(self, folder: Path, model: QuantizedModel) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
+    def decoded(
+        self, folder: Path, model: QuantizedModel, wanted: Wanted = every
+    ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
         """As QuantizedFormat."""
         stored = stored_tensors(folder)
         for binding in bindings(model.shape):
+            if not any(map(wanted, binding.ours)):
+                continue
             name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
             if name not in model.schemes:
                 theirs = [stored[one].read() for one in binding.theirs]

@@ -1,6 +1,6 @@
 """What a format of quantized folders says about itself."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +17,12 @@ from meshwright.spec.shape import ModelShape
 
 Weights = Iterable[tuple[str, Tensor | QuantizedMatrix]]
 """A model's parameters by our names."""
+Wanted = Callable[[str], bool]
+
+
+def every(name: str) -> bool:
+    """As Wanted: all of them."""
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +65,11 @@ class QuantizedFormat(Protocol):
     ) -> QuantizedModel:
         """What a folder holds, from its config and the headers of its files. HubError where they do not fit."""
 
-    def decoded(self, folder: Path, model: QuantizedModel) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-        """Parameters by our names, layer after layer: a tensor, or those of a QuantizedMatrix by name."""
+    def decoded(
+        self, folder: Path, model: QuantizedModel, wanted: Wanted = every
+    ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
+        """Parameters by our names, layer after layer: a tensor, or those of a QuantizedMatrix by name. Of what is
+        stored together and not `wanted` at all nothing is read."""
 
 
 def fill(model: Transformer, weights: Iterable[tuple[str, Tensor | dict[str, Tensor]]]) -> None:

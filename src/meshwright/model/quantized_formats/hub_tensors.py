@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from meshwright.compress.formats.folder_format import QuantizedModel, Weights
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.safetensors_files import Planned
 from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.quantized_formats.folder_format import QuantizedModel, Weights
 from meshwright.spec.quantization_schemes import Scheme
 
 PlanMatrix = Callable[[str, tuple[int, ...], Scheme], list[Planned]]

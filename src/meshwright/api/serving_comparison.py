@@ -1,0 +1,133 @@
+"""`compare --serve`: planned, dry run and measured of a served load, row by row."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.answer import Answer
+from meshwright.api.arguments import Place, checked, folder_of
+from meshwright.api.comparing import check_tolerance
+from meshwright.api.markup import line, table, whole
+from meshwright.api.serve_planning import ServingAnswer, plan_serving
+from meshwright.api.serving_load import ServingColumns
+from meshwright.observe.compare.disagreement import TITLES, shown
+from meshwright.observe.compare.judge import ComparedRow, Values
+from meshwright.observe.compare.table import percent, row_json
+from meshwright.spec.errors import OutsideTolerance
+
+TIMELESS = "a dry run knows no time"
+UNCOPIED = "a dry run reads no matrix"
+WEIGHTS, CACHE, COPIES = "weights", "keys and values", "copies of matrices"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServingComparison(Answer):
+    """The table of a served load."""
+
+    plan: ServingAnswer
+    columns: ServingColumns
+    tolerance: float
+    title: str
+    """What was served."""
+
+    @property
+    def compared(self) -> tuple[ComparedRow, ...]:
+        """Memory, then time, then use."""
+        of, planned, measured = self.columns, self.columns.planned, self.columns.measured
+        held = of.measured_weights_bytes + of.measured_cache_bytes + of.measured_copies_bytes
+        sizes: Mapping[str, Values] = {
+            WEIGHTS: (of.planned_weights_bytes, of.dry_weights_bytes, of.measured_weights_bytes),
+            CACHE: (of.planned_cache_bytes, of.dry_cache_bytes, of.measured_cache_bytes),
+            COPIES: (of.planned_copies_bytes, None, of.measured_copies_bytes),
+        }
+        figures = (
+            ("time", "first token", "seconds", planned.first_token_s, measured.first_token_s),
+            ("time", "per token", "seconds", planned.per_token_s, measured.per_token_s),
+            ("use", "tokens/s", "tokens/s", planned.output_tokens_per_s, measured.output_tokens_per_s),
+        )
+        return (
+            *(
+                ComparedRow(
+                    section="memory", what=what, unit="bytes", values=values, tolerance=self.tolerance, whole=held,
+                    missing=("", UNCOPIED, ""),
+                )
+                for what, values in sizes.items()
+            ),
+            *(
+                ComparedRow(
+                    section=section, what=what, unit=unit, values=(a, None, b), tolerance=self.tolerance,
+                    missing=("", TIMELESS, ""),
+                )
+                for section, what, unit, a, b in figures
+            ),
+        )  # fmt: skip
+
+    @property
+    def disagreeing(self) -> tuple[ComparedRow, ...]:
+        """Rows beyond the tolerance, in order."""
+        return tuple(row for row in self.compared if not row.agrees())
+
+    @property
+    def agrees(self) -> bool:
+        """Whether no row is beyond it."""
+        return not self.disagreeing
+
+    def check(self) -> None:
+        """OutsideTolerance with the first row that disagrees."""
+        if self.disagreeing:
+            row = self.disagreeing[0]
+            raise OutsideTolerance(
+                f"{self.title}: {row.what} planned {shown(row.values[0], row.unit)}, measured "
+                f"{shown(row.values[2], row.unit)} ({percent(row.error(0))})"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright compare --serve --json` prints."""
+        asked = self.plan.asked
+        return {
+            "kind": "served load", "model": asked.model.shape.name, "title": self.title,
+            "input_length": asked.input_tokens, "output_length": asked.output_tokens,
+            "concurrency": asked.concurrency, "tolerance": self.tolerance, "agrees": self.agrees,
+            "rows": [row_json(row) for row in self.compared],
+        }  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each figure: planned, dryrun and measured, with the errors of the first two."""
+        names = ("section", "what", "unit", "planned", "dryrun", "measured", "planned_error", "dryrun_error", "agrees")
+        return [{name: row[name] for name in names} for row in self.to_dict()["rows"]]
+
+    def __repr__(self) -> str:
+        good = len(self.compared) - len(self.disagreeing)
+        return f"{self.title}: {good} of {len(self.compared)} rows agree (tolerance {self.tolerance:.0%})"
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (row.what, *(shown(value, row.unit) for value in row.values), percent(row.error(0)),
+             "" if row.agrees() else "disagrees")
+            for row in self.compared
+        ]  # fmt: skip
+        return whole(line(repr(self), "good" if self.agrees else "alarm"), table(("", *TITLES, "off", ""), cells))
+
+
+@checked
+def compare_serving(
+    model: Place, *, cluster: str, input_length: int = 256, output_length: int = 64, concurrency: int = 8,
+    waves: int = 4, tolerance: float = 0.1,
+) -> ServingComparison:  # fmt: skip
+    """Serve a load here with Meshwright's engine, and lay plan, dry run and measurement side by side.
+
+    `model`: a run folder or a Hugging Face directory, in fp32. `cluster`: FILE.toml of `calibrate`, whose machine this
+    is, as FILE.tomlx1. `input_length`, `output_length`: tokens of a request; `concurrency`: requests in flight;
+    `waves`: requests per place in flight. That rows disagree is an answer (`agrees`, `check`). PlanError.
+    """
+    from meshwright.api.model_opening import load
+
+    check_tolerance(tolerance)
+    opened, folder = load(model), folder_of(model)
+    asked: Any = opened.plan if opened.plan is not None else Path(folder)
+    plan = plan_serving(
+        asked, cluster=cluster, input_length=input_length, output_length=output_length, concurrency=concurrency
+    )
+    columns = plan.measure(waves, opened.model)
+    return ServingComparison(plan=plan, columns=columns, tolerance=tolerance, title=str(folder))

@@ -1,0 +1,80 @@
+"""Folders of quantized models, as they were written by us or by other software."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.model.hub.directory import CONFIG, QUANTIZATION, HubFolder, import_folder, read_json
+from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, every
+from meshwright.model.quantized_formats.format_table import FORMATS
+from meshwright.model.quantized_weights import quantizable
+from meshwright.spec.errors import HubError
+from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.scheme_names import base_name, layout
+
+WHOLE = "take the folder that it was quantized from, with model.lora.base=nf4"
+
+
+def quant_method(path: Path) -> str:
+    """The word of a folder's config for its format; empty where it has none."""
+    found = (read_json(path / CONFIG) or {}).get(QUANTIZATION)
+    return str(found.get("quant_method", "")) if isinstance(found, dict) else ""
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether a folder is in one of our formats."""
+    return quant_method(path) in FORMATS
+
+
+def open_folder(path: Path) -> HubFolder:
+    """A Hugging Face directory, quantized or not. HubError."""
+    return import_folder(path, quantized=is_quantized(path))
+
+
+def open_quantized(folder: HubFolder) -> QuantizedModel:
+    """What it holds; HubError where config and files do not fit."""
+    config: Any = (read_json(folder.path / CONFIG) or {}).get(QUANTIZATION)
+    form = FORMATS.get(quant_method(folder.path))
+    if form is None:
+        raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(FORMATS)})")
+    return form.described(folder.path, folder.shape, folder.dtype, config)
+
+
+def decoded_weights(
+    folder: Path, model: QuantizedModel, wanted: Wanted = every
+) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
+    """Parameters by our names, layer after layer; matrices as the codes that files hold. Of what is stored together and
+    not `wanted` at all nothing is read. HubError where a file is damaged."""
+    sizes = quantizable(model.shape)
+    for name, found in FORMATS[quant_method(folder)].decoded(folder, model, wanted):
+        if isinstance(found, Tensor):
+            yield name, found
+            continue
+        parts: dict[str, Any] = dict(found)
+        yield name, QuantizedMatrix(scheme=model.schemes[name], size_in=sizes[name][-1], keeps_copies=False, **parts)
+
+
+def base_of(folder: HubFolder, model: QuantizedModel) -> str:
+    """As which `model.lora.base` its codes are held beside adapters. HubError where nothing can be trained beside them,
+    or not all matrices have codes of one layout."""
+    held: dict[Scheme, str] = {}
+    for name, scheme in model.schemes.items():
+        held.setdefault(layout(scheme), name)
+        if not layout(scheme).trains_beside:
+            raise HubError(
+                f"{folder.path} is quantized with activations that products round, too ({scheme.name}), and adapters "
+                f"are trained beside weights alone: {WHOLE}"
+            )
+    if model.skipped:
+        raise HubError(
+            f"{folder.path} holds {model.skipped[0]} as numbers and other matrices as codes, and the base of adapters "
+            f"is of one kind: {WHOLE}"
+        )
+    if len(held) > 1:
+        names = " and ".join(f"{name} as {base_name(one)}" for one, name in list(held.items())[:2])
+        raise HubError(f"{folder.path} holds {names}, and the base of adapters is of one kind: {WHOLE}")
+    return base_name(replace(next(iter(held)), name=next(iter(model.schemes.values())).name))
