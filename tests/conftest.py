@@ -69,12 +69,12 @@ def strict_collectives(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     from meshwright.observe import ranks
     from tests.parallel.strict import under
 
-    start = ranks._start
+    start = ranks.start
 
-    def start_strictly(function: Any, arguments: Any, rank: int, place: Any) -> Any:
-        return start(under, (seed, function, arguments), rank, place)
+    def start_strictly(serve: Any, function: Any, arguments: Any, rank: int, place: Any) -> Any:
+        return start(serve, under, (seed, function, arguments), rank, place)
 
-    monkeypatch.setattr(ranks, "_start", start_strictly)
+    monkeypatch.setattr(ranks, "start", start_strictly)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -36,7 +36,7 @@ BELOW: dict[str, set[str]] = {
     "store": STORE - {"store"},
     "training": TRAINING - {"training"},
     "compress": TRAINING,
-    "serve": TENSORS | {"kernels", "model", "data"},
+    "serve": MODEL | {"data"},
     "server": TENSORS | {"kernels", "model", "data", "serve"},
     "observe": TRAINING | {"planner", "serve"},
     "api": TRAINING | {"planner", "observe", "compress", "serve", "server"},

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.gpu import attention_cases, narrow_cases, product_cases, quantized_cases, rows_cases
+from benchmarks.gpu import attention_cases, narrow_cases, paged_cases, product_cases, quantized_cases, rows_cases
 from benchmarks.gpu.case import Case
 
 Build = Callable[..., Case]
@@ -61,10 +61,12 @@ ENTRIES = [
     _entry(5, narrow_cases.weight_gradient_fp8, 8192, 14336, 4096, small=(2048, 2048, 2048)),
     _entry(5, narrow_cases.grouped_fp8, 8192, 4096, 14336, 8, 2, small=(1024, 1024, 1024, 8, 2)),
     _entry(5, narrow_cases.restored, 14336, 4096),
+    _entry(5, paged_cases.paged_rows, 64, 4096, 32, 8, 128, small=(4, 4096, 8, 2, 128)),
     _entry(5, quantized_cases.int4_linear, 1, 14336, 4096),
     _entry(5, quantized_cases.int8_linear, 1, 14336, 4096),
     _entry(5, quantized_cases.int4_linear, 16, 14336, 4096),
     _entry(5, quantized_cases.int8_linear, 4096, 14336, 4096, small=(4096, 1024, 1024)),
+    _entry(6, paged_cases.paged_rows, 1, 8192, 32, 8, 128),
     _entry(6, quantized_cases.nf4_linear, 1, 14336, 4096),
     _entry(6, quantized_cases.fp8_linear, 16, 14336, 4096),
     _entry(6, quantized_cases.int4_linear, 256, 14336, 4096),
@@ -106,6 +108,7 @@ TINY = [
     _entry(5, narrow_cases.weight_gradient_fp8, 20, 32, 48),
     _entry(5, narrow_cases.grouped_fp8, 20, 32, 48, 4, 2),
     _entry(5, narrow_cases.restored, 5, 192),
+    _entry(5, paged_cases.paged_rows, 3, 301, 4, 2, 24),
     _entry(5, quantized_cases.int4_linear, 3, 40, 96),
     _entry(5, quantized_cases.int8_linear, 3, 40, 96),
     _entry(6, quantized_cases.nf4_linear, 3, 40, 96),
@@ -132,6 +135,7 @@ MODEST = [
     _entry(5, narrow_cases.restored, 64, 1024),
     _entry(5, narrow_cases.weight_gradient_fp8, 300, 128, 256),
     _entry(5, narrow_cases.grouped_fp8, 256, 256, 512, 4, 2),
+    _entry(5, paged_cases.paged_rows, 8, 500, 4, 2, 64),
     _entry(5, quantized_cases.int4_linear, 16, 512, 512),
     _entry(5, quantized_cases.int8_linear, 64, 512, 512),
     _entry(6, quantized_cases.nf4_linear, 16, 512, 512),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshwright.api.quantizing import quantize
     from meshwright.api.serve_planning import plan_serving
     from meshwright.api.serving_comparison import compare_serving
+    from meshwright.api.sharded_serving import sharded_engine
     from meshwright.api.training_run import train
     from meshwright.api.tuning import tune
     from meshwright.serve.engine_options import EngineOptions
@@ -41,7 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
     "compare", "compare_serving", "distill", "dry_run", "evaluate", "load", "plan", "plan_serving", "profile",
-    "quantize", "report", "train", "tune",
+    "quantize", "report", "sharded_engine", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
@@ -49,7 +50,7 @@ _MODULES = {
     "load": "api.model_opening", "plan": "api.planning", "plan_serving": "api.serve_planning",
     "compare_serving": "api.serving_comparison",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
-    "train": "api.training_run", "tune": "api.tuning",
+    "sharded_engine": "api.sharded_serving", "train": "api.training_run", "tune": "api.tuning",
     "EngineOptions": "serve.engine_options", "RequestOptions": "serve.request_options",
     "ServerLimits": "server.server_options", "Speculation": "serve.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",

@@ -11,6 +11,7 @@ from meshwright.kernels.triton import (
     merging,
     narrow_update,
     packed_product,
+    paged,
     permute,
     restoring,
     root_norm,
@@ -73,6 +74,21 @@ def int8_sample(rows: int) -> Sample:
     }  # fmt: skip
     made = INT8 | {"out": "*i32" if rows <= 16 else NARROW}
     return Sample(int8_product.int8_rows, made, constants, tile.warps, tile.stages, True, ("outliers",), True)
+
+
+PAGED = types(
+    "q keys values out", "key_scales value_scales lse parts", tables="*i64", offsets="*i64", last="*i64", scale="fp32"
+)  # fmt: skip
+
+
+def paged_sample(width: int, group: int, codes: int, kind: str) -> Sample:
+    """A few query heads are too few rows for the larger products of tensor cores: those of Ampere multiply them."""
+    constants = {
+        "GROUP": group, "CODES": codes, "PARTS": True, "WIDE": False, "SPLIT": paged.SPLIT, "HEADS": paged.LEAST,
+        "KEYS": paged.keys_at_once(width), "BLOCK": max(16, 1 << (width - 1).bit_length()),
+    }  # fmt: skip
+    made = PAGED | {"keys": kind, "values": kind, "out": WIDE}
+    return Sample(paged.paged_rows, made, constants, paged.WARPS, paged.STAGES, unaligned=("rows", "window"))
 
 
 ROUNDED = types("x", "scales", left_out="*u8")
@@ -168,4 +184,11 @@ SAMPLES = {
         int8_product.finish_parts, INT8 | {"parts": "*i32", "out": NARROW},
         INT8_FORM | {"COLUMNS": 64, "ROWS": 16}, 4, unaligned=("count", "outliers"),
     ),
+    "paged_rows_64": paged_sample(64, 1, 0, NARROW),
+    "paged_rows_80": paged_sample(80, 7, 0, NARROW),
+    "paged_rows_128": paged_sample(128, 4, 0, NARROW),
+    "paged_rows_256": paged_sample(256, 8, 0, NARROW),
+    "paged_rows_int8": paged_sample(128, 4, 1, "*i8"),
+    "paged_rows_fp8": paged_sample(128, 4, 2, "*u8"),
+    "add_splits": Sample(paged.add_splits, PAGED, {"SPLIT": paged.SPLIT, "BLOCK": 128}, 1, unaligned=("rows",)),
 }  # fmt: skip

@@ -133,6 +133,45 @@ def test_ctrl_c_is_130_and_a_run_is_served_as_it_is(run: Path) -> None:
         assert server.process.wait(60) == 130
 
 
+@pytest.mark.slow
+def test_two_ranks_behind_one_address(run: Path) -> None:
+    """Ctrl-C is for the first; what needs a whole model on it is refused with a sentence."""
+    right = mw.load(run).generate("def ", max_new_tokens=12, temperature=0.0)
+    with started(run, "--tp", "2") as server:
+        assert any("tp=2" in line for line in server.lines)
+        body = {"prompt": "def ", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+        status, found = server.ask("/v1/completions", body)
+        assert status == 200 and found["choices"][0]["token_ids"] == list(right.ids)
+        status, found = server.ask("/v1/completions", {**body, "echo": True, "logprobs": 1})
+        assert status == 400 and "leave out echo" in found["error"]["message"]
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(60) == 130
+
+
+@pytest.mark.slow
+def test_health_tells_that_a_rank_is_gone_before_anybody_asks(run: Path) -> None:
+    with started(run, "--tp", "2") as server:
+        assert server.ask("/health") == (200, {"status": "ok"})
+        (rank,) = _forked(server.process.pid)
+        os.kill(rank, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while server.ask("/health")[0] == 200:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert server.ask("/v1/completions", {"prompt": "def ", "max_tokens": 4})[0] >= 500
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) is not None
+
+
+def _forked(process: int) -> list[int]:
+    """Grandchildren: those that the server of forks has made."""
+    return [one for child in _children(process) for one in _children(child)]
+
+
+def _children(process: int) -> list[int]:
+    return [int(one) for path in Path(f"/proc/{process}/task").glob("*/children") for one in path.read_text().split()]
+
+
 def test_an_address_that_is_taken(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -150,6 +189,11 @@ def test_an_address_that_is_taken(run: Path, capsys: pytest.CaptureFixture[str])
         (["RUN", "--api-key-file", "none"], "--api-key-file none cannot be read"),
         (["RUN", "--max-queue", "0"], "--max-queue 0 must be above 0"),
         (["RUN", "--port", "70000"], "--port 70000"),
+        (["RUN", "--port", "0", "--tp", "3"], "does not divide"),
+        (
+            ["RUN", "--port", "0", "--tp", "2", "--adapter", "sql=."],
+            "--adapter sql is served by one rank alone: take --tp 1",
+        ),
         (["RUN", "--api-key", "x"], "see meshwright serve --help"),
     ],
 )

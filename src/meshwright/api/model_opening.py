@@ -1,5 +1,6 @@
 """Opening a trained model: a run, a checkpoint, a Hugging Face directory, an adapter, or a GGUF file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,12 +22,18 @@ from meshwright.model.quantized_model import build_quantized
 from meshwright.model.transformer import skeleton
 from meshwright.spec.errors import ArgumentError, RunError
 from meshwright.spec.inventory import adapter_parts
+from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import open_base
 from meshwright.store.model_weights import LAST, final_weights, locate
 from meshwright.store.run_folder import RunFolder, ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.precision import DTYPES
+
+Put = Callable[[str, Tensor], object]
+"""Takes a whole weight by its name."""
+Placing = Callable[[ModelShape, torch.dtype], tuple[Transformer, Put]]
+"""Makes a model of a shape, or this rank's part of it, and what fills its weights in."""
 
 
 @checked
@@ -39,34 +46,43 @@ def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> 
     fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
     or HubError where it is damaged.
     """
-    path = folder_of(path)
+    return opened(folder_of(path), dtype, checkpoint, _whole)
+
+
+def opened(path: Path, dtype: str | None, checkpoint: str, place: Placing) -> TrainedModel:
+    """As `load`, into a model that `place` makes."""
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        return _open_run(path, dtype, checkpoint)
+        return _open_run(path, dtype, checkpoint, place)
     if (path / "config.json").is_file():
         if checkpoint != LAST:
             raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
-        return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype)
+        return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype, place)
     if is_gguf_path(path):
         if checkpoint != LAST:
             raise ArgumentError(f"checkpoint={checkpoint}: {path} is a GGUF file, which has none")
-        return _open_gguf(path, dtype)
+        return _open_gguf(path, dtype, place)
     if is_adapter(path):
-        return _open_hub(base_folder(path), dtype, adapter=path)
+        return _open_hub(base_folder(path), dtype, place, adapter=path)
     what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
     raise RunError(
         f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
     )
 
 
-def _open_run(path: Path, dtype: str | None, which: str) -> TrainedModel:
+def _whole(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:
+    model = build(shape, dtype=dtype, device=pick_device(), initialize=False)
+    places = model.state_dict()
+    return model, lambda name, tensor: places[name].copy_(tensor)
+
+
+def _open_run(path: Path, dtype: str | None, which: str, place: Placing) -> TrainedModel:
     run, checkpoint = locate(path, which)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
-    model = build(run.plan.model.base, dtype=wanted, device=pick_device(), initialize=False)
-    places = model.state_dict()
+    model, put = place(run.plan.model.base, wanted)
     for name, tensor in final_weights(run.plan, checkpoint, wanted):
-        places[name].copy_(tensor)
+        put(name, tensor)
     return _of_run(run, checkpoint, model, path)
 
 
@@ -105,14 +121,13 @@ def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
     return _with_tokenizer(model, folder, path)
 
 
-def _open_gguf(path: Path, dtype: str | None) -> TrainedModel:
+def _open_gguf(path: Path, dtype: str | None, place: Placing) -> TrainedModel:
     """Codes are restored in fp32 and cast."""
     found = open_gguf(path)
     wanted = DTYPES[dtype] if dtype else found.dtype
-    model = build(found.shape, dtype=wanted, device=pick_device(), initialize=False)
-    places = model.state_dict()
+    model, put = place(found.shape, wanted)
     for name, tensor in found.weights(torch.float32):
-        places[name].copy_(tensor)
+        put(name, tensor)
     return _of_gguf(found, model)
 
 
@@ -135,16 +150,15 @@ def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> Traine
     )
 
 
-def _open_hub(path: Path, dtype: str | None, adapter: Path | None = None) -> TrainedModel:
+def _open_hub(path: Path, dtype: str | None, place: Placing, adapter: Path | None = None) -> TrainedModel:
     """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
     base = open_base(path)
     folder = base.hub
     shape, low = (folder.shape, dict[str, Tensor]()) if adapter is None else load_adapter(adapter, folder.shape)
-    model = build(folder.shape, dtype=DTYPES[dtype] if dtype else folder.dtype, device=pick_device(), initialize=False)
-    places = model.state_dict()
+    model, put = place(folder.shape, DTYPES[dtype] if dtype else folder.dtype)
 
     for name, found in base.weights():
         tensor = found if isinstance(found, Tensor) else found.dequantized()
         parts = adapter_parts(name, low)
-        places[name].copy_(merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
+        put(name, merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
     return _with_tokenizer(model, folder, adapter or path)

@@ -21,6 +21,7 @@ from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedAnswer
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serve.serving_ranks import ServingRanks
 from meshwright.server.hosted_model import HostedModel
 from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.spec import Data, Plan, Recipe, num_parameters
@@ -79,6 +80,8 @@ class TrainedModel:
     """Tokens that end a text."""
     path: Path = Path()
     """Where it was read from."""
+    ranks: ServingRanks | None = None
+    """Those that have the other parts of the model; None = it is whole."""
 
     @checked
     def generate(
@@ -142,7 +145,7 @@ class TrainedModel:
         decode = self.tokenizer.decode if self.tokenizer else None
         return ServingEngine(
             self.model, options, decode=decode, end_ids=self.stop_ids, tokenizer=self.tokenizer,
-            adapters=opened_adapters(adapters, self.model, self.path),
+            adapters=opened_adapters(adapters, self.model, self.path), ranks=self.ranks,
         )  # fmt: skip
 
     @checked
@@ -179,7 +182,7 @@ class TrainedModel:
         `engine`."""
         return HostedModel(
             name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),
-            draft=draft, adapters=opened_adapters(adapters, self.model, self.path),
+            draft=draft, adapters=opened_adapters(adapters, self.model, self.path), ranks=self.ranks,
         )  # fmt: skip
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:

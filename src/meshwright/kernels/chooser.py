@@ -48,6 +48,7 @@ RULES = {
     "restore": Rule(True, "4-bit codes are read once and the matrix written once"),
     "layer_norm": Rule(False, "torch's own is one kernel a pass already"),
     "gelu": Rule(False, "torch's own is one kernel a pass already"),
+    "paged_attention": Rule(True, "rows read blocks where they lie, a run of keys each"),
     "attention": Rule(False, "torch's cuDNN and flash kernels are faster"),
 }
 """Operations that have a Triton kernel."""

@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels.chooser import choice, uses_triton
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.linear import needs_wide
 
+WIDEST = 256
+"""Of heads that the Triton kernel takes."""
 HIDDEN = float("-inf")
 """Added to the score of a key that a query does not see."""
 
@@ -84,11 +87,28 @@ def attend_rows_reference(
     return torch.stack(found)
 
 
+def row_kernel(like: Tensor, width: int, prefer: str) -> tuple[bool, str]:
+    """Whether a kernel attends to blocks row by row for tensors like this one and heads of at most a width, and what
+    does it, with the reason."""
+    feature = f"heads are {width} wide, more than {WIDEST}" if width > WIDEST else ""
+    if not uses_triton("paged_attention", like, prefer=prefer, feature=feature) and like.device.type == "cpu":
+        return False, "torch (a CPU)"
+    found = choice("paged_attention", like.device, like.dtype, prefer=prefer, feature=feature)
+    return found.by == "triton", f"{found.by} ({found.reason})"
+
+
 def attend_rows(
-    own: Loops, q: Tensor, keys: KeptNumbers, values: KeptNumbers, call: RowsCall, *, width: int, window: int,
+    own: Loops | None, q: Tensor, keys: KeptNumbers, values: KeptNumbers, call: RowsCall, *, width: int, window: int,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """As the reference, in fp32, by compiled loops. What a row gets follows from its own sequence alone."""
+    """As the reference: in fp32 by compiled loops, else by a Triton kernel. What a row gets follows from its own
+    sequence alone."""
+    if own is None:
+        from meshwright.kernels.triton import paged
+
+        stores = paged.BlockStore(keys.codes, keys.scales), paged.BlockStore(values.codes, values.scales)
+        places = paged.RowPlaces(call.tables, call.offsets, call.last, call.longest)
+        return paged.attend_rows(q, *stores, places, width=width, window=window, scale=scale)
     where = call.tables, call.offsets, call.last, call.longest
     scales = None if keys.scales is None or values.scales is None else (keys.scales, values.scales)
     return own.attend(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
 from meshwright.model.kv_cache import Past
-from meshwright.model.linear import Linear, is_plain, read, write
+from meshwright.model.linear import Linear, held_rows, is_plain, read, write
 from meshwright.model.norm import RMSNorm
 from meshwright.model.rope import softmax_factor
 from meshwright.model.seams import Seams
@@ -63,6 +63,12 @@ class Attention(AttentionBase):
             self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps, kernels)
         self.o = Linear(queries, shape.hidden, kernels, shape.out_bias)
         self.scale = shape.head_dim**-0.5
+
+    @property
+    def held_key_heads(self) -> int:
+        """Key heads that are here: all, or those of a part of the model."""
+        width = self.shape.head_dim
+        return held_rows(self.k, self.shape.kv_heads * width) // width
 
     def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
@@ -119,6 +125,12 @@ class LatentAttention(AttentionBase):
         return self.attended(q, k, v, sight, cache)
 
     @property
+    def held_key_heads(self) -> int:
+        """As those of Attention, where keys and values of every head are kept."""
+        width = self.mla.nope_dim + self.mla.v_dim
+        return held_rows(self.kv_up, self.shape.heads * width) // width
+
+    @property
     def folds_keys(self) -> bool:
         """Whether what makes keys and values may be multiplied into queries and results: it is a matrix."""
         return is_plain(self.kv_up)
@@ -130,7 +142,7 @@ class LatentAttention(AttentionBase):
         q: without and with rotation (B, S, H, width); k: low rank and rotary key (B, S, 1, width).
         """
         mla = self.mla
-        matrix = self.kv_up.weight.view(self.shape.heads, mla.nope_dim + mla.v_dim, mla.kv_rank)
+        matrix = self.kv_up.weight.view(-1, mla.nope_dim + mla.v_dim, mla.kv_rank)
         of_keys, of_values = matrix.split((mla.nope_dim, mla.v_dim), dim=1)
         low = torch.einsum("bshn,hnr->bshr", q[0], of_keys)
         keys = torch.cat(k, dim=-1)

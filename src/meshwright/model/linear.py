@@ -71,6 +71,13 @@ class Head(Linear):
         return super().forward(x) if use is None else use(x, self.weight)
 
 
+def held_rows(layer: nn.Module, whole: int) -> int:
+    """Outputs that a layer gives: of a part of a model those of its own matrix, `whole` where it is another module."""
+    if not isinstance(layer, Linear):
+        return whole
+    return len(layer.weight) if layer.quantized is None else layer.quantized.matrix.size_out
+
+
 def is_plain(layer: nn.Module) -> TypeGuard[Linear]:
     """Whether a kernel may take the layer's matrix without calling it: not where another module, or another weight, was
     put in its place, or something hangs on its call."""

@@ -53,6 +53,8 @@ class Border:
     read: Callable[..., tuple[Tensor, ...]] | None = None
     """Products of the part's input with its first matrices, as kernels.linears, which None is. A part that begins with
     such products is entered by them."""
+    gathers: bool = False
+    """Whether `read` makes of its input more than is here: products alone do not take its place."""
     enter: Callable[[Tensor], Tensor] = same
     """(B, S, D) of the residual stream -> what the part reads, where it begins with something else than products, or
     with those of codes."""

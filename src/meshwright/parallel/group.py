@@ -98,6 +98,13 @@ class Group:
         work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=goes_on)
         return Pending(part, work, None if part is into or into is None else into.copy_, pieces)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's tensor on all ranks, in place; gives x."""
+        if self.size > 1:
+            self.traffic.tell(self.axis, "broadcast", _bytes(x) if self.index < self.size - 1 else 0)
+            dist.broadcast(x, group=self.process_group, group_src=0)
+        return x
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
         return self.start_all_to_all(rows, sent, received, goes_on=False).wait()

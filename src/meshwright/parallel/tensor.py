@@ -96,6 +96,7 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
         border.read, border.enter = ColumnParallelProducts(slices, model.products).linears, enters
         border.leave = leaves
         border.write = RowParallelProducts(slices, model.products)
+        border.gathers = slices.sp
     if not own_tokens_in_experts:
         seams.routed.enter, seams.routed.leave = enters, leaves
     for name, module in model.named_modules():

@@ -5,13 +5,16 @@ goes back to a block. What was saved first is given up first. As the pool of blo
 is to be moved is a list, in whose order it happens before a step computes.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+MoveKind = Literal["copy", "save", "load"]
+MOVES: tuple[MoveKind, ...] = get_args(MoveKind)
 
 
 class Move(NamedTuple):
     """Content that is moved: from a block to another, to a slot of host memory, or back."""
 
-    kind: Literal["copy", "save", "load"]
+    kind: MoveKind
     source: int
     target: int
 

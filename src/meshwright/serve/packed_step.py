@@ -5,7 +5,8 @@ Two ways of grouping rows into calls of attention (kernels/paged_attention.py):
     fast    new tokens of all sequences that decode, in a call for each of a few lengths; a chunk of a prompt is a call
     exact   each row is a sequence of one query over a number of keys that follows from its position alone
 
-Compiled loops attend row by row without calls; in the fast way a chunk of a prompt is a call all the same.
+Compiled loops, and on a GPU a kernel, attend row by row without calls; in the fast way a chunk of a prompt is a call
+all the same.
 """
 
 from bisect import bisect_left
@@ -74,7 +75,7 @@ class RowPacker:
 
     def pack(self, runs: Sequence[Run], rows: int) -> PackedStep:
         """`rows` at least as many as the runs have tokens; those beyond are written where nobody reads."""
-        plans, runs = self._sorted(runs) if self._cache.loops is None else ([], self._chunks_last(runs))
+        plans, runs = ([], self._chunks_last(runs)) if self._cache.by_rows else self._sorted(runs)
         size, table = self._cache.size, [run.sequence.table for run in runs]
         tokens, positions, slots, last = list[int](), list[int](), list[int](), list[int]()
         owners, spans = list[CachedSequence](), dict[str, list[tuple[int, int]]]()
@@ -91,7 +92,7 @@ class RowPacker:
         more = rows - len(tokens)
         fed = torch.tensor((tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more))
         fed, adapters = fed.to(self._cache.device), rows_of(spans, self._cache.device)
-        if self._cache.loops is not None:
+        if self._cache.by_rows:
             return PackedStep(fed[:1], fed[1:2], self._places(fed, runs, more), last, owners, adapters)
         copied = sum(len(plan.used) for plan in plans)
         calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
@@ -118,8 +119,8 @@ class RowPacker:
         calls = {window: [self._chunk(*one, window) for one in _begun(chunks, 0)] for window in self._cache.windows}
         if not chunks:
             offsets, last = offsets + [0] * more, last + [0] * more
-        where = torch.tensor((offsets, last))
-        rows = RowsCall(torch.tensor(tables), where[0], where[1], max(last, default=0) + 1)
+        where = torch.tensor((offsets, last), device=self._cache.device)
+        rows = RowsCall(torch.tensor(tables, device=self._cache.device), where[0], where[1], max(last, default=0) + 1)
         return StepPlaces(fed[2], [], calls, rows if begin or not chunks else None)
 
     def _sorted(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:

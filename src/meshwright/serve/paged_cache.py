@@ -13,7 +13,15 @@ from torch import Tensor
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.compiled.library import Loops, takes
 from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
-from meshwright.kernels.paged_attention import DenseCall, PagedCall, RowsCall, attend_dense, attend_paged, attend_rows
+from meshwright.kernels.paged_attention import (
+    DenseCall,
+    PagedCall,
+    RowsCall,
+    attend_dense,
+    attend_paged,
+    attend_rows,
+    row_kernel,
+)
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache
 from meshwright.model.transformer import Block, Transformer
@@ -69,7 +77,7 @@ class PagedLayer:
         attention, shape = block.attention, block.attention.shape
         self.window = block.window
         self.low_rank = isinstance(attention, LatentAttention) and attention.folds_keys
-        heads, width = shape.kv_heads, shape.head_dim
+        heads, width = attention.held_key_heads, shape.head_dim
         values = shape.mla.v_dim if shape.mla else width
         if self.low_rank:
             assert shape.mla is not None
@@ -94,7 +102,7 @@ class PagedLayer:
         for store, new in zip(self._stores, news, strict=True):
             store.write(self.places.slots, new, self.loops)
         done, parts = 0, list[Tensor]()
-        if self.places.rows is not None and self.loops is not None:
+        if self.places.rows is not None:
             done, stores = len(self.places.rows.last), (self.keys, self.values)
             found = attend_rows(
                 self.loops, q[:done], *stores, self.places.rows, width=v.shape[-1], window=self.window, scale=scale
@@ -179,6 +187,11 @@ class PagedCache:
         self.number, self.size = number, size
         self.zero, self.unread = number, number + 1
         self.layers = [PagedLayer(block, number + 2, size, weight, self.loops, form) for block in model.blocks]
+        widest = max(layer.keys.sizes[3] for layer in self.layers)
+        self.by_rows, self.attention = (
+            row_kernel(weight, widest, model.kernels.prefer) if self.loops is None else (True, "compiled loops")
+        )
+        """Whether rows that decode read blocks where they lie; what attends for them, and why."""
         self.windows = sorted({layer.window for layer in self.layers})
         self.device = weight.device
         kept = [tensor for layer in self.layers for tensor in layer.kept]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.prepared_product import PreparedProduct, int8_of, prepared_product
-from meshwright.model.linear import Linear, is_ours
+from meshwright.model.linear import Linear, held_rows, is_ours
 from meshwright.model.transformer import Transformer
 from meshwright.serve.request_adapters import BesideRows
 
@@ -31,7 +31,7 @@ class PreparedLayers:
     def __init__(self, model: Transformer, *, packed: bool, head: HeadForm, loops: Loops | None = None) -> None:
         """`packed`: whether there are copies; the head in int8 is one of its own. `loops` are used beside them."""
         self._model, self._loops = model, loops
-        self._packed = packed and model.seams.dense.read is None
+        self._packed = packed and not model.seams.dense.gathers
         self._known: dict[nn.Module, tuple[PreparedProduct, list[int]] | None] = {}
         weight = model.head_weight
         self._head = int8_of(weight) if head == "int8" else prepared_product([weight], [None]) if packed else None
@@ -81,7 +81,7 @@ def _prepared(layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] 
     if len(ours) < len(layers):
         return None
     product = prepared_product([layer.matrix for layer in ours], [layer.local_bias for layer in ours])
-    return None if product is None else (product, [layer.out_features for layer in ours])
+    return None if product is None else (product, [held_rows(layer, layer.out_features) for layer in ours])
 
 
 def _is_whole(layer: Linear) -> bool:

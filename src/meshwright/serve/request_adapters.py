@@ -6,7 +6,7 @@ a pass may mix adapters and rows without. In exact mode a row's bits do not depe
 compiled loops sum in one order for any number; else products have TILE rows, which are compared in several orders.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -26,6 +26,7 @@ Rows = slice | Tensor
 """Rows of a pass: a run of them, or their numbers."""
 LORA, STACK = ".lora.", "_lora."
 """In names of tensors: beside a layer, and beside a stack of experts."""
+MERGED = "merge it (`meshwright export`) and serve that model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +45,18 @@ class ServedAdapter:
     def check(self, name: str, model: Transformer) -> None:
         """ArgumentError where requests cannot have it beside others, under its name."""
         refused = f"adapter={name} cannot be served by request"
-        otherwise = "merge it (`meshwright export`) and serve that model"
         if self.lora.dora:
-            raise ArgumentError(f"{refused}: DoRA changes the lengths of the model's own rows; {otherwise}")
+            raise ArgumentError(f"{refused}: DoRA changes the lengths of the model's own rows; {MERGED}")
         stack = next((one for one in self.tensors if STACK in one), None)
         if stack is not None:
-            raise ArgumentError(f"{refused}: it adapts experts ({stack.partition(STACK)[0]}); {otherwise}")
+            raise ArgumentError(f"{refused}: it adapts experts ({stack.partition(STACK)[0]}); {MERGED}")
         for layer in self.layers:
             found = model.get_submodule(layer)
             above = model.get_submodule(layer.rpartition(".")[0])
             if isinstance(above, LatentAttention) and found is above.kv_up:
-                raise ArgumentError(f"{refused}: {layer} is multiplied into queries, not rows; {otherwise}")
+                raise ArgumentError(f"{refused}: {layer} is multiplied into queries, not rows; {MERGED}")
             if not isinstance(found, Linear) or found.lora is not None:
-                raise ArgumentError(f"{refused}: {layer} has an adapter of its own; {otherwise}")
+                raise ArgumentError(f"{refused}: {layer} has an adapter of its own; {MERGED}")
 
 
 @final
@@ -175,6 +175,11 @@ class RequestAdapters:
         finally:
             for layer in touched:
                 layer.lora = None
+
+
+def needs_one_rank(names: Iterable[str]) -> ArgumentError:
+    """Why none of them is served over several ranks, which have parts of its layers."""
+    return ArgumentError(f"adapter={next(iter(names))} is served by one rank alone: take tp=1, or {MERGED}")
 
 
 def rows_of(spans: Mapping[str, Sequence[tuple[int, int]]], device: torch.device) -> dict[str, Rows]:

@@ -1,6 +1,6 @@
 """Computes steps: the trainer's own model over packed rows, with the paged cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import final
 
@@ -15,6 +15,8 @@ from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.serve.scheduler import StepPlan
+from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.step_words import StepWriter
 
 
 @final
@@ -32,15 +34,20 @@ class Runner:
         exact: bool,
         copies_bytes: int,
         adapters: RequestAdapters | None = None,
+        ranks: ServingRanks | None = None,
     ) -> None:
         """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
         (dense_copies.py). `exact`: a row's bits depend on its own sequence alone. Without `adapters`, those of
-        sequences are passed over."""
-        self._model, self.cache, self._layers, self._adapters = model, cache, layers, adapters
+        sequences are passed over. `ranks`: with whom this one computes, each with a part of the model."""
+        self._model, self.cache, self._layers, self._adapters, self._ranks = model, cache, layers, adapters, ranks
+        self._head = head = layers.logits if ranks is None else _then(layers.logits, ranks.first_rank_logits)
+        on_all = head if ranks is None else _then(layers.logits, ranks.whole_logits)
+        self._multiple = 1 if ranks is None else ranks.row_multiple
+        self._writer = StepWriter()
         self._packer = RowPacker(cache, longest, exact=exact, copies_bytes=copies_bytes)
         low_rank = cache.layers[0].low_rank
         with layers.used():
-            self._exact = ExactRows(model, most_tokens, layers.logits, low_rank=low_rank) if exact else None
+            self._exact = ExactRows(model, most_tokens, on_all, low_rank=low_rank) if exact else None
         self.most_rows = min(most_tokens, self._exact.most) if self._exact else most_tokens
         """Rows of the largest forward pass."""
 
@@ -51,7 +58,26 @@ class Runner:
 
     def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
         """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
-        a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over."""
+        a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over.
+        RunError: another rank is gone."""
+        if self._ranks is None:
+            return self.compute(step, behind)
+        assert not behind, "a model whose steps have parts is on one rank"
+        self._ranks.say(Said.STEP, self._writer.words(step))
+        return self.compute(step)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """What they held was no numbers."""
+        if self._ranks is not None and blocks:
+            self._ranks.say(Said.CLEAR, blocks)
+        self.cache.clear(blocks)
+
+    def compute(self, step: StepPlan, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
+        """As `run`, of what this rank has; logits are whole on the first one."""
+        with nullcontext() if self._ranks is None else self._ranks.together():
+            return self._compute(step, behind)
+
+    def _compute(self, step: StepPlan, behind: int) -> tuple[list[CachedSequence], Tensor]:
         self.cache.carry_out(step.moves)
         begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
         runs = [Run(one, begin, begin + count) for one, begin, count in begins]
@@ -71,7 +97,8 @@ class Runner:
     def _passes(self, runs: list[Run]) -> Iterator[PackedStep]:
         """Forward passes: one, or in exact mode as many as rows allow."""
         if self._exact is None:
-            yield self._packer.pack(runs, sum(run.end - run.begin for run in runs))
+            rows = sum(run.end - run.begin for run in runs)
+            yield self._packer.pack(runs, -(-rows // self._multiple) * self._multiple)
             return
         for some in cut(runs, self._exact.most):
             yield self._packer.pack(some, self._exact.padded(sum(run.end - run.begin for run in some)))
@@ -79,13 +106,17 @@ class Runner:
     def _logits(self, states: Tensor) -> Tensor:
         """Of hidden states (R, D)."""
         if self._exact is None:
-            return self._layers.logits(states)
+            return self._head(states)
         parts = []
         for some in states.split(self._exact.most):
             padded = some.new_zeros(self._exact.padded(len(some)), some.shape[1])
             padded[: len(some)] = some
-            parts.append(self._layers.logits(padded)[: len(some)])
+            parts.append(self._head(padded)[: len(some)])
         return torch.cat(parts)
+
+
+def _then(first: Callable[[Tensor], Tensor], second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: second(first(x))
 
 
 def cut(runs: list[Run], most: int) -> Iterator[list[Run]]:

@@ -1,12 +1,12 @@
 """The serving engine: requests in, tokens out, one step at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.kernels.compiled import library
 from meshwright.model.generate import broken, check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.beam_groups import BeamGroups
@@ -18,15 +18,15 @@ from meshwright.serve.draft_model import DraftModel, following
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.host_tier import HostTier
-from meshwright.serve.paged_cache import PagedCache, bytes_per_block
-from meshwright.serve.prepared_layers import PreparedLayers
+from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.prompt_scores import PromptScores, score_prompt
-from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
+from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter, needs_one_rank
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.runner import Runner
+from meshwright.serve.runner_setup import RunnerSetup
 from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
+from meshwright.serve.serving_ranks import Said, ServingRanks
 from meshwright.serve.speculation import GuessCounts, Guesser, Refuted
 from meshwright.spec.errors import ArgumentError, RunError
 
@@ -46,17 +46,21 @@ class ServingEngine:
         end_ids: Iterable[int] = (),
         tokenizer: Tokenizer | None = None,
         adapters: Mapping[str, ServedAdapter] | None = None,
+        ranks: ServingRanks | None = None,
     ) -> None:
         """`decode`: makes text, which stop strings are searched for in; `end_ids`: tokens that end a text; `tokenizer`:
-        what constrained answers are spelled by; `adapters`: those that requests may name. The model is put into
-        evaluation mode. ArgumentError where options make no sense, or an adapter cannot be served."""
+        what constrained answers are spelled by; `adapters`: those that requests may name; `ranks`: those that have the
+        other parts of the model, and `follow`. The model is put into evaluation mode. ArgumentError where options make
+        no sense, or an adapter cannot be served."""
         self.options = options = options or EngineOptions()
         self.model = model.eval()
         self._decode, self._end_ids = decode, frozenset(end_ids)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._ranks = tokenizer, ranks
         self._grammars: Grammars | None = None
         self._longest = options.longest or model.shape.max_positions
         self._check(model)
+        if ranks is not None:
+            _check_ranks(ranks, options, adapters or {})
         self.adapters = RequestAdapters(model, adapters or {}, exact=options.exact)
         size = options.block
         most = options.most_sequences * -(-self._longest // size)
@@ -72,8 +76,11 @@ class ServingEngine:
                 f"host_cache_bytes={options.host_cache_bytes} is less than a block of {bytes_each:,} bytes: give more, "
                 "or 0 for none"
             )
-        self._loops = library.compiled() if options.compiled else None
-        runners = [self._computing(one, number, slots, exact=options.exact and one is model) for one in models]
+        setup = RunnerSetup.of(options, number, slots, self._longest)
+        if ranks is not None:
+            ranks.say(Said.SETUP, setup.words)
+        drafting = replace(setup, exact=False)
+        runners = [setup.runner(model, self.adapters, ranks), *(drafting.runner(one) for one in models[1:])]
         self._runner, self.cache = runners[0], runners[0].cache
         widest = [one.cache.widest for one in runners]
         self.tables = BlockTables(
@@ -129,6 +136,8 @@ class ServingEngine:
 
     def score(self, prompt: Sequence[int], top: int, adapter: str | None = None) -> PromptScores:
         """What the model, or one of its adapters, says of a prompt's own tokens. PlanError, ArgumentError."""
+        if self._ranks is not None:
+            raise ArgumentError("a prompt is scored by one rank alone: leave out echo with logprobs, or --tp")
         self.adapters.check(adapter)
         with self.adapters.over({adapter: slice(0, max(0, len(prompt) - 1))} if adapter else {}):
             return score_prompt(self.model, prompt, top)
@@ -147,6 +156,11 @@ class ServingEngine:
     def longest(self) -> int:
         """Most tokens of prompt and answer but the last, whose keys and values nobody needs."""
         return self._longest
+
+    @property
+    def attention(self) -> str:
+        """What attends for rows that decode, and why: `triton (sm_90, bf16: ...)`."""
+        return self.cache.attention
 
     @property
     def rows_at_once(self) -> int:
@@ -270,23 +284,6 @@ class ServingEngine:
                     given = f"{name}={getattr(options, name)}"
                     raise ArgumentError(f"{given} is for CPUs: take {name}={other}, or a model on the CPU")
 
-    @torch.no_grad()
-    def _computing(self, model: Transformer, number: int, slots: int, *, exact: bool) -> Runner:
-        """What computes a model over `number` blocks, and as many slots of host memory as that."""
-        options, loops = self.options, self._loops
-        if exact and loops is not None:
-            loops = loops.for_any_rows()
-        return Runner(
-            model,
-            PagedCache(model, number, options.block, form=options.cache_dtype, loops=loops, slots=slots),
-            PreparedLayers(model, packed=options.packed, head=options.head, loops=loops),
-            longest=self._longest,
-            most_tokens=options.most_tokens,
-            exact=exact,
-            copies_bytes=options.copies_bytes,
-            adapters=self.adapters if model is self.model else None,
-        )
-
     def _grammar(self, options: RequestOptions, ends: frozenset[int]) -> GrammarState | None:
         if not options.constrained:
             return None
@@ -324,7 +321,7 @@ class ServingEngine:
 
     def _forget(self, sequence: CachedSequence) -> None:
         """Blocks that have keys and values of a sequence whose logits are no numbers."""
-        self.cache.clear(self.tables.withdraw(sequence))
+        self._runner.clear(self.tables.withdraw(sequence))
 
     def _end(self, sequence: CachedSequence) -> None:
         self.scheduler.end(sequence)
@@ -332,6 +329,13 @@ class ServingEngine:
             self._guesser.forget(sequence)
         del self._growing[sequence]
         self._waiting.pop(sequence, None)
+
+
+def _check_ranks(ranks: ServingRanks, options: EngineOptions, adapters: Mapping[str, ServedAdapter]) -> None:
+    if options.exact and ranks.row_multiple > 1:
+        raise ArgumentError("exact=True pads rows to numbers that expert parallel ranks cannot share: take ep=1")
+    if adapters:
+        raise needs_one_rank(adapters)
 
 
 def _check(request: ServedRequest) -> None:

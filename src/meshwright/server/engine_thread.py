@@ -119,7 +119,9 @@ class EngineThread:
         self._thread.join(wait_s)
 
     def stuck(self, step_s: float) -> bool:
-        """Whether there is work and no step has ended for so long."""
+        """Whether there is work and no step has ended for so long, or a rank of the model is gone."""
+        if self.hosted is not None and self.hosted.ranks is not None and self.hosted.ranks.broken:
+            return True
         return bool(self._owners) and monotonic() - self._moved_at > step_s
 
     # In the thread.

@@ -9,6 +9,7 @@ from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serve.serving_ranks import ServingRanks
 from meshwright.spec.errors import ArgumentError
 
 
@@ -29,6 +30,8 @@ class HostedModel:
     """By the names that requests say in the model's place."""
     draft: Transformer | None = None
     """A small model that guesses, where the engine's options have guesses and no such model."""
+    ranks: ServingRanks | None = None
+    """Those that have the other parts of the model; None = it is whole."""
 
     def __post_init__(self) -> None:
         """ArgumentError: an adapter has the model's name."""
@@ -50,7 +53,8 @@ class HostedModel:
             options = replace(options, speculation=replace(options.speculation, draft=self.draft))
         decode = self.tokenizer.decode if self.tokenizer else None
         found = ServingEngine(
-            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer, adapters=self.adapters
+            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer,
+            adapters=self.adapters, ranks=self.ranks,
         )  # fmt: skip
         found.run([found.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
         return found

@@ -112,6 +112,12 @@ Draft = Annotated[
         help="A small model with the same tokenizer guesses, in place of the look-up.", rich_help_panel=ENGINE,
     ),
 ]  # fmt: skip
+TensorRanks = Annotated[
+    int, typer.Option("--tp", help="Processes of this machine that share every layer.", rich_help_panel=ENGINE)
+]
+ExpertRanks = Annotated[
+    int, typer.Option("--ep", help="Over how many of them experts are spread, each whole.", rich_help_panel=ENGINE)
+]
 Adapters = Annotated[
     list[str] | None,
     typer.Option(

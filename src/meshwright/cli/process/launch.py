@@ -99,7 +99,9 @@ def fail(error: BaseException, line: str, code: int) -> None:
     if watchdog is None:
         _say(line)
         return
-    if _is_lost_connection(error):
+    from meshwright.parallel.health.lost_connection import is_lost_connection
+
+    if is_lost_connection(error):
         watchdog.lost(_first_line(error), error.__traceback__)
     if not isinstance(error, (MeshwrightError, KeyboardInterrupt)) and code == 1:
         line = f"rank {rank()} failed at {watchdog.watch.after(error.__traceback__).place}: {line}"
@@ -223,15 +225,6 @@ def _neighbours() -> tuple[int, ...]:
         return ()
     first = rank() - int(os.environ["LOCAL_RANK"])
     return tuple(range(first, first + int(os.environ["LOCAL_WORLD_SIZE"])))
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """What a collective raises where another rank is gone; Gloo's errors have no class of their own."""
-    import torch.distributed as dist
-
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -58,6 +59,8 @@ def serve(
     guess_tokens: asked.GuessTokens = None,
     guess_ngram: asked.GuessNgram = None,
     draft: asked.Draft = None,
+    tp: asked.TensorRanks = 1,
+    ep: asked.ExpertRanks = 1,
     max_body_bytes: Annotated[int, _limit("Of a request.")] = 2**20,
     max_prompt_tokens: Annotated[int, _limit("Of a prompt; 0 = what the model takes.")] = 0,
     max_answer_tokens: Annotated[int, _limit("Of a request: prompts x n x max_tokens.")] = 32_768,
@@ -91,6 +94,7 @@ def serve(
     from meshwright.kernels.kept_numbers import CacheForm
     from meshwright.serve.engine_options import EngineOptions
     from meshwright.serve.prepared_layers import HeadForm
+    from meshwright.serve.request_adapters import needs_one_rank
 
     engine = EngineOptions(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
@@ -104,20 +108,36 @@ def serve(
     adapters = asked.named_adapters(adapter, called)
 
     def ready(server: "HttpServer") -> None:
+        found = server.service.engine.engine if server.service else None
+        if found is not None and found.model.embed.weight.device.type != "cpu":
+            print(f"attention of rows that decode: {found.attention}", flush=True)
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
 
-    def opened() -> "HostedModel":
-        from meshwright.api.model_opening import load
+    if tp > 1:
+        if adapters:
+            raise needs_one_rank(adapters)
+        from meshwright.observe.ranks import start_server
 
-        guesses = load(draft, dtype).model if draft else None
-        return load(model, dtype, checkpoint=checkpoint).hosted(called, draft=guesses, adapters=adapters)
+        start_server()  # here, where Ctrl-C can be kept from it
+    with ExitStack() as ranks:
 
-    server = server_of(called, opened, options, engine, ready)
-    words = " ".join(f"{key}={value}" for key, value in configuration(server, engine, draft, adapters).items())
-    print(f"configuration: {words}", flush=True)
-    run(server)
+        def opened() -> "HostedModel":
+            from meshwright.api.model_opening import load
+            from meshwright.api.sharded_serving import sharded_model
+
+            guesses = load(draft, dtype).model if draft else None
+            if tp == ep == 1:
+                return load(model, dtype, checkpoint=checkpoint).hosted(called, draft=guesses, adapters=adapters)
+            found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
+            assert found is not None, "no launcher has started this process"
+            return found.hosted(called, draft=guesses)
+
+        server = server_of(called, opened, options, engine, ready)
+        shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
+        print(f"configuration: {' '.join(f'{key}={value}' for key, value in shown.items())}", flush=True)
+        run(server)
 
 
 def _guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":

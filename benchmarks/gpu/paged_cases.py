@@ -1,0 +1,76 @@
+"""Attention of rows that decode, over keys and values in blocks of 16 positions in any order."""
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, implementations, taken
+from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.paged_attention import PagedCall, RowsCall, attend_paged, attend_rows
+
+SIZE = 16
+"""Positions of a block."""
+
+
+def paged_rows(
+    sequences: int, positions: int, heads: int, key_heads: int, width: int, *, dtype: torch.dtype, device: torch.device
+) -> Case:  # fmt: skip
+    """A row of each sequence at its last position. Ours by torch gathers the blocks, as engines do without the
+    kernel."""
+    each, scale = -(-positions // SIZE), width**-0.5
+    order = torch.randperm(sequences * each, generator=torch.Generator().manual_seed(positions)).to(device)
+    tables = order.view(sequences, each)
+    last = torch.full((sequences,), positions - 1, device=device)
+    rows = RowsCall(order, torch.arange(0, sequences * each, each, device=device), last, positions)
+    bias = torch.zeros(sequences, 1, 1, each * SIZE, device=device)
+    bias[..., positions:] = -torch.inf
+    call = PagedCall(0, sequences, 1, tables, bias)
+
+    def run(q: Tensor, keys: Tensor, values: Tensor, prefer: str) -> Tensor:
+        stores = _store(keys), _store(values)
+        if prefer == "triton":
+            return attend_rows(None, q, *stores, rows, width=width, window=0, scale=scale)
+        new = keys.new_zeros(sequences, key_heads, width)
+        return attend_paged(q, new, new, *stores, [call], scale=scale)
+
+    def plain(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Whole scores of gathered keys, a softmax in fp32."""
+        group = heads // key_heads
+        seen_k, seen_v = (
+            store[tables].flatten(1, 2)[:, :positions].repeat_interleave(group, 2) for store in (keys, values)
+        )
+        scores = torch.einsum("rhe,rthe->rht", q, seen_k) * scale
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return torch.einsum("rht,rthe->rhe", weights, seen_v)
+
+    def varlen(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """torch.nn.attention.varlen with a block table, where this torch has a kernel for it; else it fails, and is
+        named so."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        borders = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+        used = torch.full((sequences,), positions, dtype=torch.int32, device=device)
+        found = varlen_attn(
+            q, keys, values, borders, borders * positions, 1, positions, scale=scale, enable_gqa=heads != key_heads,
+            seqused_k=used, block_table=tables.int(),
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        return found
+
+    store, numbers = (sequences * each, SIZE, key_heads, width), sequences * heads * width
+    moved = 2 * numbers + 2 * sequences * positions * key_heads * width
+    return Case(
+        operation="attention over blocks",
+        size=f"{sequences} rows of {positions:,} positions, {heads}/{key_heads} heads of {width}", dtype=dtype,
+        leaves=(Leaf((sequences, heads, width)), Leaf(store), Leaf(store)), exact=plain, eager=plain,
+        ours=implementations("paged_attention", run, device, dtype), chosen=taken("paged_attention", device, dtype),
+        rivals={"torch varlen": varlen} if device.type == "cuda" else {},
+        counts={"forward": Count(dtype.itemsize * moved, 4.0 * numbers * positions)}, kinds=(ATTENTION,), learns=False,
+        compiles=False,
+    )  # fmt: skip
+
+
+def _store(numbers: Tensor) -> KeptNumbers:
+    """Blocks that are there already."""
+    found = KeptNumbers((1, 1, *numbers.shape[2:]), numbers, "model")  # type: ignore[arg-type]  # two sizes
+    found.codes, found.sizes = numbers, tuple(numbers.shape)  # type: ignore[assignment]  # four sizes
+    return found

@@ -1,0 +1,238 @@
+"""An engine over several ranks, each of which reads its own part of the weights.
+
+The ranks are processes of this machine that are started here, or those that torchrun has started already.
+"""
+
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.api.arguments import Place, folder_of
+from meshwright.api.model_opening import Placing, Put, described, opened
+from meshwright.api.trained_model import TrainedModel
+from meshwright.model import Transformer
+from meshwright.model.hub.adapter import base_folder, is_adapter
+from meshwright.model.quantized_formats.quantized_folder import is_quantized
+from meshwright.observe.ranks import start
+from meshwright.parallel import Mesh, build_engine, make_mesh
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.runner_setup import follow
+from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.spec import Layout, Recipe
+from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError
+from meshwright.spec.legal import layout_violations
+from meshwright.spec.shape import ModelShape
+from meshwright.store.model_weights import LAST
+from meshwright.training.device import pick_device
+
+NEVER = timedelta(days=3650)
+"""After which a rank that waits for the next step gives up: a server may have nothing to do for long, and a rank that
+ends closes its connections."""
+MEET_S, POLL_S = 300.0, 0.02
+"""For the slowest rank to import torch; between looks whether it is there."""
+LAST_WORD_S = 2.0
+"""For a rank to say why it ends."""
+SAID = 500
+"""Letters of that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What all ranks open."""
+
+    path: Path
+    dtype: str | None
+    checkpoint: str
+    layout: Layout
+    store: str = ""
+    """Where ranks that are started here meet."""
+    threads: int = 1
+
+
+@contextmanager
+def sharded_engine(
+    path: Place, options: EngineOptions | None = None, *, tp: int, ep: int = 1, dtype: str | None = "fp32",
+    checkpoint: str = LAST,
+) -> Iterator[ServingEngine | None]:  # fmt: skip
+    """An engine of a trained model over `tp` ranks; `ep`: over how many of them experts are spread, each whole.
+
+    Without a process group tp - 1 processes of this machine are started, which end with the context. In one of tp
+    ranks (torchrun) every rank enters: the first is given the engine, and others None, when the first has left.
+    `path`, `dtype`, `checkpoint`: as `load`. `options`: bytes are those of each rank. ArgumentError, IllegalLayout,
+    RunError, and what `load` raises."""
+    with sharded_model(path, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint) as found:
+        yield None if found is None else found.engine(options)
+
+
+@contextmanager
+def sharded_model(
+    path: Place, *, tp: int, ep: int = 1, dtype: str | None = "fp32", checkpoint: str = LAST
+) -> Iterator[TrainedModel | None]:
+    """The first rank's part of a model, for an engine alone; None on other ranks. As `sharded_engine`."""
+    task = _Task(path=folder_of(path), dtype=dtype, checkpoint=checkpoint, layout=_layout(tp, ep))
+    _check(task)
+    if dist.is_initialized():
+        if dist.get_world_size() != tp:
+            raise ArgumentError(f"tp={tp}: the process group has {dist.get_world_size()} ranks, and all of them serve")
+        with _joined(task) as found:
+            yield found
+        return
+    with _started(task) as found:
+        yield found
+
+
+def _layout(tp: int, ep: int) -> Layout:
+    if tp < 2 or ep < 1:
+        raise ArgumentError(f"tp={tp} ep={ep}: tp must be at least 2, and ep at least 1; one rank is an engine alone")
+    return Layout(tp=tp, ep=ep, sp=ep > 1, compile="off")
+
+
+def _check(task: _Task) -> None:
+    """Whatever can be refused before a process is started."""
+    if is_quantized(task.path):
+        raise ArgumentError("quantized weights are whole on every device: take tp=1")
+    path, layout = base_folder(task.path) if is_adapter(task.path) else task.path, task.layout
+    shape = described(path, task.checkpoint).model.shape
+    refused = layout_violations(shape, Recipe(sequence=layout.tp), layout)
+    if refused:
+        raise IllegalLayout(refused[0].replace("layout.", ""))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus and layout.tp > gpus:
+        raise ArgumentError(f"tp={layout.tp}: this machine has {gpus} GPUs, of which each rank takes one")
+
+
+@contextmanager
+def _started(task: _Task) -> Iterator[TrainedModel]:
+    """With processes of this machine as the other ranks."""
+    before = torch.get_num_threads()
+    threads = max(1, before // task.layout.tp)
+    with tempfile.TemporaryDirectory() as folder:
+        task = replace(task, store=str(Path(folder, "store")), threads=threads)
+        others = [start(_serve_rank, _follow_task, task, rank) for rank in range(1, task.layout.tp)]
+        try:
+            torch.set_num_threads(threads)
+            _meet(task, 0, [process for process, _ in others])
+            with _joined(task) as found:
+                assert found is not None and found.ranks is not None
+                ends = [process.sentinel for process, _ in others]
+                threading.Thread(target=_watch, args=(ends, found.ranks), daemon=True).start()
+                yield found
+            for process, _ in others:
+                process.join(LAST_WORD_S)
+        except RunError as error:
+            said = _last_words([pipe for _, pipe in others])
+            raise RunError(f"{error} ({said})" if said else str(error)) from error
+        finally:
+            torch.set_num_threads(before)
+            for process, pipe in others:
+                process.kill()
+                process.join()
+                pipe.close()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _watch(ends: list[int], ranks: ServingRanks) -> None:
+    """Know at once when a process ends, also where nobody asks anything of the ranks."""
+    wait(ends)
+    ranks.broken = True
+
+
+@contextmanager
+def _joined(task: _Task) -> Iterator[TrainedModel | None]:
+    """This rank's part, and what it is for: the first rank says at the end that it is one."""
+    mesh = make_mesh(task.layout)
+    found = opened(task.path, task.dtype, task.checkpoint, _placing(mesh))
+    ranks = ServingRanks(mesh["tp"], found.model)
+    if not ranks.leads:
+        follow(found.model, ranks)
+        yield None
+        return
+    try:
+        yield replace(found, ranks=ranks)
+    finally:
+        if not ranks.broken:
+            with suppress(RunError):  # who is gone hears no end
+                ranks.say(Said.END)
+
+
+def _placing(mesh: Mesh) -> Placing:
+    """Takes this rank's boxes of each weight."""
+
+    def place(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:
+        device = pick_device()
+        engine = build_engine(
+            shape, mesh.layout, mesh=mesh, device=device, dtype=dtype, initialize=False, trains=False
+        )  # fmt: skip
+        places, boxes = engine.model.state_dict(), engine.boxes
+
+        def put(name: str, tensor: Tensor) -> None:
+            places[name].copy_(tensor[boxes[name].slices] if name in boxes else tensor)
+
+        return engine.model, put
+
+    return place
+
+
+def _meet(task: _Task, rank: int, others: list[Any]) -> None:
+    """Make the process group when all ranks are there. RunError: one has ended."""
+    store = dist.FileStore(task.store, task.layout.tp)
+    store.set_timeout(NEVER)
+    store.set(f"here/{rank}", "")
+    end = time.monotonic() + MEET_S
+    while not store.check([f"here/{place}" for place in range(task.layout.tp)]):
+        if any(not process.is_alive() for process in others) or time.monotonic() > end:
+            raise RunError(f"a rank of {task.layout.tp} could not be started")
+        time.sleep(POLL_S)
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("group", store), rank=rank, world_size=task.layout.tp, timeout=NEVER
+    )
+
+
+def _serve_rank(pipe: Connection, function: Any, task: _Task, rank: int) -> None:
+    """A process of its own; Ctrl-C is for who started it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        function(task, rank)
+    except Exception as error:
+        known = isinstance(error, MeshwrightError)
+        if not known:
+            traceback.print_exc()
+        with suppress(OSError):
+            said = " ".join((str(error) if known else f"{type(error).__name__}: {error}").split())
+            pipe.send_bytes(f"rank {rank}: {said[:SAID]}".encode())
+        raise SystemExit(1) from None
+
+
+def _follow_task(task: _Task, rank: int) -> None:
+    torch.set_num_threads(task.threads)
+    _meet(task, rank, [])
+    with _joined(task):
+        pass
+
+
+def _last_words(pipes: list[Connection]) -> str:
+    """What a rank said that ended by itself; empty = nothing."""
+    for pipe in pipes:
+        with suppress(EOFError, OSError):
+            if pipe.poll(LAST_WORD_S):
+                return pipe.recv_bytes().decode()
+    return ""

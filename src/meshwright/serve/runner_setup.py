@@ -1,0 +1,103 @@
+"""How a runner is made: by an engine, and in the same way by ranks that follow it."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass
+from typing import Self
+
+import torch
+
+from meshwright.kernels.compiled import library
+from meshwright.kernels.kept_numbers import FORMS
+from meshwright.model.transformer import Transformer
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.paged_cache import PagedCache
+from meshwright.serve.prepared_layers import HEADS, PreparedLayers
+from meshwright.serve.request_adapters import RequestAdapters
+from meshwright.serve.runner import Runner
+from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.step_words import StepReader
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSetup:
+    """What all ranks must agree on, as whole numbers; see EngineOptions."""
+
+    blocks: int
+    """Of the cache, the same on every rank."""
+    slots: int
+    """Of host memory, for as many blocks."""
+    block: int
+    form: int
+    """Of FORMS."""
+    head: int
+    """Of HEADS."""
+    packed: int
+    compiled: int
+    exact: int
+    longest: int
+    most_tokens: int
+    copies_bytes: int
+
+    @classmethod
+    def of(cls, options: EngineOptions, blocks: int, slots: int, longest: int) -> Self:
+        """Of the model that the options are for."""
+        return cls(
+            blocks=blocks, slots=slots, block=options.block, form=FORMS.index(options.cache_dtype),
+            head=HEADS.index(options.head), packed=options.packed, compiled=options.compiled, exact=options.exact,
+            longest=longest, most_tokens=options.most_tokens, copies_bytes=options.copies_bytes,
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, words: Sequence[int]) -> Self:
+        """Of `words`."""
+        return cls(**dict(zip(cls.__slots__, words, strict=True)))
+
+    @property
+    def words(self) -> list[int]:
+        """Its fields in order."""
+        return [int(one) for one in astuple(self)]
+
+    @torch.no_grad()
+    def runner(
+        self, model: Transformer, adapters: RequestAdapters | None = None, ranks: ServingRanks | None = None
+    ) -> Runner:
+        """What computes steps of a model, or of this rank's part of it."""
+        with nullcontext() if ranks is None else ranks.together():
+            return self._runner(model, adapters, ranks)
+
+    def _runner(self, model: Transformer, adapters: RequestAdapters | None, ranks: ServingRanks | None) -> Runner:
+        loops = library.compiled() if self.compiled else None
+        if self.exact and loops is not None:
+            loops = loops.for_any_rows()
+        return Runner(
+            model,
+            PagedCache(model, self.blocks, self.block, form=FORMS[self.form], loops=loops, slots=self.slots),
+            PreparedLayers(model, packed=bool(self.packed), head=HEADS[self.head], loops=loops),
+            longest=self.longest,
+            most_tokens=self.most_tokens,
+            exact=bool(self.exact),
+            copies_bytes=self.copies_bytes,
+            adapters=adapters,
+            ranks=ranks,
+        )
+
+
+@torch.no_grad()
+def follow(model: Transformer, ranks: ServingRanks) -> None:
+    """Compute what the first rank says with this rank's part of the model, until it says that it ends. RunError: a rank
+    is gone."""
+    model.eval()
+    runner, steps = None, StepReader()
+    while True:
+        kind, words = ranks.hear()
+        if kind is Said.END:
+            return
+        if kind is Said.SETUP:
+            runner, steps = RunnerSetup.read(words).runner(model, ranks=ranks), StepReader()
+            continue
+        assert runner is not None, "the first rank says first how steps are computed"
+        if kind is Said.CLEAR:
+            runner.cache.clear(words)
+        else:
+            runner.compute(steps.step(words))
