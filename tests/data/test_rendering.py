@@ -117,6 +117,16 @@ def test_roles_choose(source: str) -> None:
     messages[2]["train"] = False
     messages[4]["weight"] = 0
     assert trained(source, messages) == []
+    messages[2] |= {"train": None, "weight": 1.0}  # a table has null where a row says nothing
+    assert trained(source, messages) == ["a<|im_end|>"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("weight", 0.5), ("weight", 2), ("train", "false"), ("train", [])])
+def test_a_turn_that_is_trained_by_half_is_refused(key: str, value: Any) -> None:
+    messages = turns("u", "a")
+    messages[1][key] = value
+    with pytest.raises(DataError, match=f"a message has {key}="):
+        rendered(CHATML, messages)
 
 
 def test_thoughts_are_dropped_by_choice() -> None:

@@ -114,7 +114,15 @@ def _wanted(messages: Sequence[Message], one: Conversation, policy: Policy) -> l
     named = [number for number, message in enumerate(messages) if role_of(message) in roles]
     turns = [turn for turn in named if turn >= one.prompt or role_of(messages[turn]) != "assistant"]
     turns = turns[-1:] if policy.train_on == "last" else turns
-    return [turn for turn in turns if messages[turn].get("train", True) and messages[turn].get("weight", 1)]
+    return [turn for turn in turns if _trains(messages[turn])]
+
+
+def _trains(message: Message) -> bool:
+    """What a message says itself. DataError: neither yes nor no."""
+    for key in ("train", "weight"):
+        if message.get(key, 1) not in (None, False, True, 0, 1):
+            raise DataError(f"a message has {key}={message[key]!r}: a turn is trained (1, true) or not (0, false)")
+    return all(message.get(key, 1) in (None, True, 1) for key in ("train", "weight"))
 
 
 def _marked_turns(
