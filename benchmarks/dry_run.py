@@ -2,7 +2,7 @@
 
     python -m benchmarks.dry_run [--json] [--only tp,z3] [--times 3]
 
-Each layout is run on Gloo processes of this machine, as often as `--times` says, under two witnesses in turn that the
+Each layout is run on Gloo processes of this machine, as often as `--times` says, under two recorders in turn that the
 dry run does not know of: torch's profiler, whose allocator events count tensors (observe/profile/cpu_allocator.py), and
 a library before the C library's own that counts every block (benchmarks/allocations.py), scratch of oneDNN, MKL and
 Gloo included. A rank's peak is the median; the counted ones are beyond what a first run has left: MKL keeps the buffers
@@ -118,7 +118,7 @@ def evenly(router: Router, scores: Tensor) -> Tensor:
 
 
 def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Counts]]]]:
-    """On one rank: for each plan and time the peak that the witness saw, and what each step sent."""
+    """On one rank: for each plan and time the peak that the recorder saw, and what each step sent."""
     torch.set_num_threads(1)
     Router._choose = evenly  # type: ignore[method-assign]
     made: Made = {}
@@ -127,9 +127,9 @@ def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Cou
         count = plan.micro_batches
         runs = []
         for _ in range(times):
-            with watching() as witness, patient():
+            with watching() as recorder, patient():
                 sent = _run(plan, count, made)
-            runs.append((max((held for _, held in witness.totals()), default=0), sent))
+            runs.append((max((held for _, held in recorder.totals()), default=0), sent))
         found.append(runs)
     return found
 
@@ -205,7 +205,7 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(CASES)
     again_counted()
     if missing():
-        print(f"only one witness: {missing()}", file=sys.stderr)
+        print(f"only one recorder: {missing()}", file=sys.stderr)
     rows = []
     for name in names:
         plan = plan_of(name)

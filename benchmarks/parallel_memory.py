@@ -117,7 +117,7 @@ def context_bytes(degree: int, work: Work) -> int:
     x = torch.zeros(*batch.tokens.shape, work.shape.hidden, requires_grad=True)
     positions = torch.arange(batch.tokens.shape[1])[None] if batch.positions is None else batch.positions
     with kept(list(model.parameters())) as found:
-        out, _ = model.run_layers(x, model.sights(positions, batch.tokens.shape[1], None))
+        out, _ = model.run_layers(x, model.attention_metadata(positions, batch.tokens.shape[1], None))
     del out
     return found[0]
 

@@ -72,9 +72,9 @@ def measured(shape: ModelShape, rows: int, sequence: int, rounds: int) -> dict[s
     peaks = {}
     for name, layout in all_layouts.items():
         switched(model, layout)
-        with watching() as witness:
+        with watching() as recorder:
             once()
-        peaks[name] = max(held for _, held in witness.totals())
+        peaks[name] = max(held for _, held in recorder.totals())
     return {name: {"seconds": statistics.median(seconds[name]), "bytes": peaks[name]} for name in all_layouts}
 
 

@@ -199,8 +199,8 @@ class _StageModule(nn.Module):
         """The last stage ends in the norm; head and loss are in the loss function."""
         model = self.model
         positions = torch.arange(x.shape[1]).unsqueeze(0)
-        sights = model.sights(positions, x.shape[1], None)
-        x, _ = model.run_layers(model.enter(x, positions) if model.first else x, sights)
+        attention_metadata = model.attention_metadata(positions, x.shape[1], None)
+        x, _ = model.run_layers(model.enter(x, positions) if model.first else x, attention_metadata)
         out: Tensor = model.norm(x) if model.last else x
         return out
 

@@ -170,18 +170,24 @@ def test_what_cannot_be_trained_is_refused(
 
 
 NEST = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
-SLOW = {"loops": NEST, "a power": "{{ 9 ** (9 ** 9) }}", "words": "{{ lipsum(n=99999, max=99999) | length }}"}
+LONG = "{% for a in range(99999) %}{{ ('x' * 9999999) | upper | length }}{% endfor %}"
+TIME = "ran for more than 2.5 s on 3 rows: it may never end; correct it"
+SLOW = {
+    "loops": (NEST, (TIME, "fails in line 1: it runs more than 262,144 rounds of loops for one conversation")),
+    "a power": ("{{ 9 ** (9 ** 9) }}", ("fails in line 1: ** makes more than 16,777,216 characters",)),
+    "words": ("{{ lipsum(n=99999, max=99999) | length }}", ("fails in line 1: 'lipsum' is undefined",)),
+    "long rounds": (LONG, (TIME,)),
+}
 
 
 @pytest.mark.parametrize("attack", SLOW)
 def test_an_endless_template_is_ended(folder: Path, attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sample_cache, "_LIMIT_S", 2.5)
     path = write(folder, chats(3))
-    (folder / "chat_template.jinja").write_text(SLOW[attack] + CHATML, encoding="utf-8")
+    template, sentences = SLOW[attack]
+    (folder / "chat_template.jinja").write_text(template + CHATML, encoding="utf-8")
     begin = time.monotonic()
-    assert refused(folder) == (
-        f"{path}, line 1: the chat template ran for more than 2.5 s on 3 rows: it may never end; correct it"
-    )
+    assert refused(folder) in [f"{path}, line 1: the chat template {one}" for one in sentences]
     assert time.monotonic() - begin < 30
 
 
@@ -205,7 +211,8 @@ def test_a_template_without_measure_is_ended_in_its_own_process(folder: Path, at
     said = refused(folder)
     assert said in (
         f"{path}, line 1: the chat template writes more than 16,777,216 characters for one conversation",
-        f"{path}, line 1: the chat template fails in line 1: it needs too much memory",
+        f"{path}, line 1: the chat template fails in line 1: * makes more than 16,777,216 characters",
+        f"{path}, line 1: the chat template fails in line 1: + makes more than 16,777,216 characters",
     )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17, "KiB"
 

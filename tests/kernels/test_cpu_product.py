@@ -109,7 +109,7 @@ def test_a_compiled_block_takes_no_more_memory_than_with_torchs_products(monkeyp
     shape = ModelShape(name="block", vocab=256, layers=1, hidden=192, heads=3, kv_heads=1, ffn=512, max_positions=512)
     model = build(shape).train()
     [block], x = model.blocks, torch.randn(8, 512, 192, requires_grad=True)
-    sights = model.sights(torch.arange(512).expand(8, -1), 512, None)
+    attention_metadata = model.attention_metadata(torch.arange(512).expand(8, -1), 512, None)
 
     def peak(slow: bool) -> int:
         monkeypatch.setattr(compat, "blas_is_slow", lambda: slow)
@@ -117,7 +117,7 @@ def test_a_compiled_block_takes_no_more_memory_than_with_torchs_products(monkeyp
         compiled = torch.compile(block.compute, fullgraph=True, dynamic=False)
         for _ in range(2):  # the second one is counted: the first compiles
             with watching() as seen:
-                compiled(x, sights[0], None)[0].sum().backward()
+                compiled(x, attention_metadata[0], None)[0].sum().backward()
             model.zero_grad()
             x.grad = None
         return max(total for _, total in seen.totals())

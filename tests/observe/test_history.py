@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshwright import compat
-from meshwright.observe.profile import allocator as testimony
-from meshwright.observe.profile.allocator import DeviceWitness
+from meshwright.observe.profile import allocator as account
+from meshwright.observe.profile.allocator import DeviceAllocationRecorder
 from meshwright.observe.profile.gpu_allocator import history
 
 KB, MB = 2**10, 2**20
@@ -139,28 +139,28 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", found.snapshot)
-    monkeypatch.setattr(testimony, "time_ns", lambda: found.now_us * 1000)
+    monkeypatch.setattr(account, "time_ns", lambda: found.now_us * 1000)
     yield found
 
 
-def witnessed(allocator: Allocator) -> testimony.AllocatorAccount:
+def recorded(allocator: Allocator) -> account.AllocatorAccount:
     """Of two parts: in the first 3 MB, and 6 MB in between; in the second 4 MB more."""
-    with DeviceWitness(DEVICE) as witness:
+    with DeviceAllocationRecorder(DEVICE) as recorder:
         allocator.take(0, 3 * MB)
         allocator.take(4 * MB, 6 * MB)
         allocator.give(4 * MB)
-        witness.begin("step 1")
+        recorder.begin("step 1")
         allocator.take(4 * MB, 4 * MB)
         allocator.give(4 * MB)
     assert not allocator.recording
-    return witness.testimony()
+    return recorder.account()
 
 
 PARTS = [("start", 9 * MB, 17 * MB), ("step 1", 7 * MB, 17 * MB)]
 
 
 def test_the_curve_is_that_of_the_events(allocator: Allocator) -> None:
-    found = witnessed(allocator)
+    found = recorded(allocator)
     assert [size // MB for _, size in found.curve] == [3, 9, 3, 7, 3]
     assert [at for at, _ in found.curve] == pytest.approx([0.001, 0.002, 0.003, 0.005, 0.006])
     assert found.events == 5 and found.peak_bytes == max(size for _, size in found.curve)
@@ -169,8 +169,8 @@ def test_the_curve_is_that_of_the_events(allocator: Allocator) -> None:
 
 
 def test_events_that_were_dropped_are_the_parts_peaks(allocator: Allocator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(testimony, "EVENTS", 3)
-    found = witnessed(allocator)
+    monkeypatch.setattr(account, "EVENTS", 3)
+    found = recorded(allocator)
     assert [size // MB for _, size in found.curve] == [9, 7, 3] and found.events == 2
 
 
@@ -178,7 +178,7 @@ def test_statistics_without_pieces_leave_them_to_the_history(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
-    found = witnessed(allocator)
+    found = recorded(allocator)
     assert (found.active_bytes, found.inactive_split_bytes) == (9 * MB, 17 * MB)
 
 
@@ -198,7 +198,7 @@ def test_without_a_history_a_profile_has_its_parts(
     allocator: Allocator, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda.memory, name, value)
-    found = witnessed(allocator)
+    found = recorded(allocator)
     assert [size // MB for _, size in found.curve] == [9, 7] and found.events == 0
     assert [(one.name, one.allocated_bytes, one.inactive_split_bytes) for one in found.stretches] == PARTS
     assert found.peak_bytes == 9 * MB
@@ -211,12 +211,12 @@ def test_a_torch_without_cuda_has_none() -> None:
 
 @pytest.mark.gpu
 def test_of_a_real_gpu() -> None:
-    with DeviceWitness(torch.device("cuda", torch.cuda.current_device())) as witness:
+    with DeviceAllocationRecorder(torch.device("cuda", torch.cuda.current_device())) as recorder:
         held = torch.empty(8 * MB, dtype=torch.uint8, device="cuda")
         torch.empty(24 * MB, dtype=torch.uint8, device="cuda")
-        witness.begin("step 1")
+        recorder.begin("step 1")
         held = held + 1
-    found = witness.testimony()
+    found = recorder.account()
     assert found.events >= 4 and max(size for _, size in found.curve) >= 32 * MB
     assert max(size for _, size in found.curve) <= found.peak_bytes <= 34 * MB
     assert found.active_bytes is not None and found.inactive_split_bytes is not None

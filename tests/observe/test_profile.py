@@ -121,11 +121,11 @@ def test_every_collective_of_a_step_is_timed(profiles: dict[str, Profile], name:
 @each
 def test_witness_and_watch_agree(profiles: dict[str, Profile], name: str) -> None:
     for one in profiles[name].ranks:
-        assert one.testimony.peak_bytes > 0
-        assert one.testimony.peak_bytes == pytest.approx(one.seen.peak_bytes, rel=0.05)
+        assert one.account.peak_bytes > 0
+        assert one.account.peak_bytes == pytest.approx(one.seen.peak_bytes, rel=0.05)
         assert sum(one.seen.kinds.values()) == one.seen.peak_bytes
-        assert one.testimony.reserved_bytes > one.testimony.peak_bytes
-        assert max(moment.allocated_bytes for moment in one.memory) == one.testimony.peak_bytes
+        assert one.account.reserved_bytes > one.account.peak_bytes
+        assert max(moment.allocated_bytes for moment in one.memory) == one.account.peak_bytes
         assert {moment.step for moment in one.memory} == set(range(FIRST + 1))
 
 

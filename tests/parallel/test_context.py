@@ -216,10 +216,9 @@ def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("fused", [False, True], ids=["blocks", "fused"])
 def test_attention_and_gradients_equal_one_device(size: int, fused: bool) -> None:
-    sights = [(0, False), (0, True)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
+    masks = [(0, False), (0, True)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
     cases = [
-        (route, split, widths, *sight)
-        for route, split, widths, sight in itertools.product(ROUTES, SPLITS, WIDTHS, sights)
+        (route, split, widths, *mask) for route, split, widths, mask in itertools.product(ROUTES, SPLITS, WIDTHS, masks)
     ]
     for worst in on_ranks(size, compare, cases, fused):
         assert len(worst) == len(cases)

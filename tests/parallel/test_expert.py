@@ -111,8 +111,8 @@ def closed_form_bytes(rows: list[Tensor], group: Group) -> dict[str, int]:
     here = group.index
     leaving = int(runs[here].sum() - runs[here, here])
     arriving = int(runs[:, here].sum() - runs[here, here])
-    journeys = (leaving + arriving) * HIDDEN * 4
-    return {"forward": 8 * (len(rows[0]) - local) + journeys, "backward": journeys}
+    exchange_passes = (leaving + arriving) * HIDDEN * 4
+    return {"forward": 8 * (len(rows[0]) - local) + exchange_passes, "backward": exchange_passes}
 
 
 def _layer_cases(world: int, pieces: int) -> list[dict[str, Any]]:
@@ -188,9 +188,9 @@ def test_rows_are_under_way_while_others_are_multiplied(name: str, pieces: int) 
     """The first products are the router's; shared experts multiply while rows come and while they return."""
     shared = ["mm"] if name == "deepseek-v3" else []
     trip, visits = ["alltoall_base"], (["mm", "alltoall_base"] * pieces)
-    journeys = [*trip * pieces, *shared, *visits, *shared]
-    forward = ["mm", *trip, *journeys]
-    backward = [*journeys, "mm"]
+    exchange_passes = [*trip * pieces, *shared, *visits, *shared]
+    forward = ["mm", *trip, *exchange_passes]
+    backward = [*exchange_passes, "mm"]
     assert on_ranks(2, _order, name, pieces) == [[merged(forward), merged(backward)]] * 2
 
 

@@ -29,11 +29,11 @@ def kept_bytes(shape: ModelShape, options: list[dict[str, object]]) -> list[int]
         layout = Layout(compile="off", **each)  # type: ignore[arg-type]
         model = build_engine(shape, layout).model
         positions = torch.arange(SEQUENCE).expand(ROWS, SEQUENCE)
-        sights = model.sights(positions, SEQUENCE, None)
+        attention_metadata = model.attention_metadata(positions, SEQUENCE, None)
         block = next(iter(model.layers.values()))
-        sight = sights[block.window]
+        metadata = attention_metadata[block.window]
         known = {p.data_ptr() for p in model.parameters()}
-        known |= {t.data_ptr() for t in (sight.cos, sight.sin) if t is not None}
+        known |= {t.data_ptr() for t in (metadata.cos, metadata.sin) if t is not None}
         kept: dict[int, int] = {}
 
         def keep(tensor: Tensor, known: set[int] = known, kept: dict[int, int] = kept) -> Tensor:
@@ -45,7 +45,7 @@ def kept_bytes(shape: ModelShape, options: list[dict[str, object]]) -> list[int]
         slices = layout.tp if layout.sp else 1
         x = torch.randn(ROWS, SEQUENCE // slices, shape.hidden, requires_grad=True)
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            out, _ = block(x, sight)
+            out, _ = block(x, metadata)
             found.append(sum(kept.values()))
         out.sum().backward()
     return found

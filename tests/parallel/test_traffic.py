@@ -1,4 +1,4 @@
-"""What the ledger counts beside a witness that sees the process groups' own operations, and beside closed forms."""
+"""What the ledger counts beside a recorder that sees the process groups' own operations, and beside closed forms."""
 
 from dataclasses import replace
 from functools import cache
@@ -20,7 +20,7 @@ from meshwright.training.evaluate import summed_loss
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 from meshwright.training.step import train_step
-from tests.parallel.witness import Seen, Witness
+from tests.parallel.traffic_recorder import Seen, TrafficRecorder
 
 Sent = dict[tuple[str, str], tuple[int, int]]
 """(axis, collective) -> (calls, bytes)."""
@@ -96,23 +96,23 @@ class Run:
 
 
 def both(case: Case, options: list[dict[str, Any]]) -> list[tuple[Sent, Seen, dict[str, set[tuple[int, ...]]]]]:
-    """Per layout: what a step told, what the witness saw, and the ranks that an axis stands for."""
+    """Per layout: what a step told, what the recorder saw, and the ranks that an axis stands for."""
     made: Made = {}
     found = []
     for each in options:
         run = Run(case, Layout(compile="off", **each), made)
-        with Witness() as witness:
+        with TrafficRecorder() as recorder:
             told = run.step()
         groups = [*run.mesh.groups.values(), *run.mesh.links.values(), *(group for _, group in run.engine.common)]
         axes: dict[str, set[tuple[int, ...]]] = {}
         for group in groups:
             axes.setdefault(group.axis, set()).add(group.ranks)
-        found.append((told, witness.seen, axes))
+        found.append((told, recorder.seen, axes))
     return found
 
 
 def together(axes: dict[str, set[tuple[int, ...]]]) -> list[tuple[set[str], set[tuple[int, ...]]]]:
-    """Axes that have ranks in common (data and shard on two ranks, say) as one: the witness sees ranks, not names."""
+    """Axes that have ranks in common (data and shard on two ranks, say) as one: the recorder sees ranks, not names."""
     merged: list[tuple[set[str], set[tuple[int, ...]]]] = []
     for axis, ranks in axes.items():
         names, members = {axis}, set(ranks)
@@ -311,9 +311,9 @@ def test_experts_are_sent_tokens_four_times() -> None:
     case = replace(CASE, shape=replace(SHAPE, layers=2, family="mixtral", moe=moe))
     for found in on_ranks(4, sent_by, case, [{"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4}]):
         for e, one in zip((2, 4), found, strict=True):
-            journeys = 4 * round_of(e, moe.top_k * 8 * 16 // 4 * SHAPE.hidden * 4)
+            exchange_passes = 4 * round_of(e, moe.top_k * 8 * 16 // 4 * SHAPE.hidden * 4)
             counts = 8 * moe.experts * (e - 1) // e
-            assert one["ep", "all_to_all"] == (5 * 2, 2 * (journeys + counts))
+            assert one["ep", "all_to_all"] == (5 * 2, 2 * (exchange_passes + counts))
 
 
 def test_traffic_remembers_the_last_call_and_counts_between_snapshots() -> None:

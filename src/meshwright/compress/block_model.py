@@ -87,9 +87,9 @@ class BlockModel:
     def _output(self, layer: int, number: int) -> Tensor:
         block, batch = self.model.blocks[layer], self.batches[number]
         positions = _positions(batch)
-        sights = self.model.sights(positions, batch.tokens.shape[1], batch.documents)
+        attention_metadata = self.model.attention_metadata(positions, batch.tokens.shape[1], batch.documents)
         x: Tensor
-        x, _ = block(self.hidden[number], sights[block.window])
+        x, _ = block(self.hidden[number], attention_metadata[block.window])
         return x
 
 

@@ -169,6 +169,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, _Limits, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _json
+        del environment.globals["lipsum"]  # words without end
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = datetime.combine(self.today, time()).strftime
         return environment

@@ -57,8 +57,8 @@ def causal_mask(
     """The mask of the last `queries` positions over `keys` positions.
 
     `window`: a query sees itself and the window - 1 before it. `documents` (B, keys) int, ascending along a row: no
-    sight across documents; `spans`: how many they are in all rows and how long the longest is, for which a GPU is else
-    waited for.
+    query sees another document; `spans`: how many they are in all rows and how long the longest is, for which a GPU is
+    else waited for.
     """
     window = window if window < keys else 0
     if documents is None or queries != keys or kind(documents) == "cpu":

@@ -40,7 +40,7 @@ class GradientSum:
         alias = parameter.view_as(parameter).grad_fn
         node = alias and alias.next_functions[0][0]
         assert node is not None, "a frozen parameter has no gradient"
-        own = ref(self)  # the node's hooks are out of the garbage collector's sight: no circle may go through them
+        own = ref(self)  # the node's hooks are out of the garbage collector's reach: no circle may go through them
 
         def take(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
             found, gradient = own(), gradients[0]

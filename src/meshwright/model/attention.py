@@ -19,7 +19,7 @@ from meshwright.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionMetadata:
     """What attention needs to know about positions: rotary tables (None with learned positions) and the mask."""
 
     mask: Mask
@@ -37,16 +37,16 @@ class AttentionBase(nn.Module):
         super().__init__()
         self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: Past | None) -> Tensor:
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
         """q (B, S, H, E), k and v of the same positions -> (B, S, D)."""
-        return write(self.seams.dense, self.over_past(q, k, v, sight, cache).flatten(2), self.o)
+        return write(self.seams.dense, self.over_past(q, k, v, metadata, cache).flatten(2), self.o)
 
-    def over_past(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, cache: Past | None) -> Tensor:
+    def over_past(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
         """The same before the last product: (B, S, H, width of values)."""
         attend = self.seams.attend or self.kernels.attend
         if cache is not None:
-            return cache.attend(attend, q, k, v, sight.mask, scale=self.scale)
-        return attend(q, k, v, sight.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
+            return cache.attend(attend, q, k, v, metadata.mask, scale=self.scale)
+        return attend(q, k, v, metadata.mask, scale=self.scale, dropout=self.dropout if self.training else 0.0)
 
 
 class Attention(AttentionBase):
@@ -70,16 +70,16 @@ class Attention(AttentionBase):
         width = self.shape.head_dim
         return held_rows(self.k, self.shape.kv_heads * width) // width
 
-    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         parts = read(self.seams.dense, x, self.q, self.k, self.v)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
         if self.shape.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if sight.cos is not None:
+        if metadata.cos is not None:
             turned = self.shape.rope_interleaved, self.seams.overwrites
-            q, k = self.kernels.rotate_pair(q, k, sight.cos, sight.sin, *turned)
-        return self.attended(q, k, v, sight, cache)
+            q, k = self.kernels.rotate_pair(q, k, metadata.cos, metadata.sin, *turned)
+        return self.attended(q, k, v, metadata, cache)
 
 
 class LatentAttention(AttentionBase):
@@ -102,7 +102,7 @@ class LatentAttention(AttentionBase):
         self.o = Linear(shape.heads * mla.v_dim, shape.hidden, kernels, shape.out_bias)
         self.scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * softmax_factor(shape)
 
-    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> Tensor:
+    def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
         """x (B, S, D) -> (B, S, D)."""
         mla = self.mla
         q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down)
@@ -115,14 +115,14 @@ class LatentAttention(AttentionBase):
         kv = low if over_low else self.kv_up(low)
         pair = (q_rope, k_rope.unsqueeze(2))
         q_rope, k_rope = self.kernels.rotate_pair(
-            *pair, sight.cos, sight.sin, self.shape.rope_interleaved, in_place=False
+            *pair, metadata.cos, metadata.sin, self.shape.rope_interleaved, in_place=False
         )
         if cache is not None and over_low:
-            return self.attended_low((q_nope, q_rope), (low.unsqueeze(2), k_rope), sight, cache)
+            return self.attended_low((q_nope, q_rope), (low.unsqueeze(2), k_rope), metadata, cache)
         k_nope, v = kv.unflatten(-1, (-1, mla.nope_dim + mla.v_dim)).split((mla.nope_dim, mla.v_dim), dim=-1)
         q = torch.cat((q_nope, q_rope), dim=-1)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, k_nope.shape[2], -1)), dim=-1)
-        return self.attended(q, k, v, sight, cache)
+        return self.attended(q, k, v, metadata, cache)
 
     @property
     def held_key_heads(self) -> int:
@@ -135,7 +135,9 @@ class LatentAttention(AttentionBase):
         """Whether what makes keys and values may be multiplied into queries and results: it is a matrix."""
         return is_plain(self.kv_up)
 
-    def attended_low(self, q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], sight: Sight, cache: Past) -> Tensor:
+    def attended_low(
+        self, q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], metadata: AttentionMetadata, cache: Past
+    ) -> Tensor:
         """As `attended`, over the low rank (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): with c the low rank of a
         position, q (W_k c) = (W_k^T q) c, and sums of W_v c are W_v times sums of c.
 
@@ -146,6 +148,6 @@ class LatentAttention(AttentionBase):
         of_keys, of_values = matrix.split((mla.nope_dim, mla.v_dim), dim=1)
         low = torch.einsum("bshn,hnr->bshr", q[0], of_keys)
         keys = torch.cat(k, dim=-1)
-        summed = self.over_past(torch.cat((low, q[1]), dim=-1), keys, keys[..., : mla.kv_rank], sight, cache)
+        summed = self.over_past(torch.cat((low, q[1]), dim=-1), keys, keys[..., : mla.kv_rank], metadata, cache)
         out = torch.einsum("bshr,hvr->bshv", summed, of_values)
         return write(self.seams.dense, out.flatten(2), self.o)

@@ -15,7 +15,7 @@ from meshwright.kernels.attention import UNKNOWN
 from meshwright.kernels.dropout import dropout
 from meshwright.kernels.gradient_sums import apart
 from meshwright.kernels.linear import SAME
-from meshwright.model.attention import Attention, LatentAttention, Sight
+from meshwright.model.attention import Attention, AttentionMetadata, LatentAttention
 from meshwright.model.init import fill_initial
 from meshwright.model.kv_cache import Cache, Past
 from meshwright.model.linear import Head
@@ -45,21 +45,25 @@ class Block(nn.Module):
         self.draws = bool(dropout or (shape.lora and shape.lora.dropout))
         """Whether training draws random numbers here."""
 
-    def forward(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """x (B, S, D) -> (B, S, D) and, for routed layers, the balance loss of each sequence (B,)."""
-        return self.seams.call(self, x, sight, cache)
+        return self.seams.call(self, x, metadata, cache)
 
-    def compute(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
+    def compute(
+        self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """As `forward`: the arithmetic of one device."""
-        normed, x = self.attend(x, sight, cache)
+        normed, x = self.attend(x, metadata, cache)
         if self.routed:
             out, balance = self.mlp(normed)
             return x + self.drop(out), balance
         return x + self.drop(self.mlp(normed)), None
 
-    def attend(self, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor]:
+    def attend(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> tuple[Tensor, Tensor]:
         """x (B, S, D) -> what the feed-forward reads, and what its result is added to."""
-        attended = self.drop(self.attention(self.attention_norm(x), sight, cache))
+        attended = self.drop(self.attention(self.attention_norm(x), metadata, cache))
         normed, x = self.mlp_norm.after(x, attended)
         return normed, x
 
@@ -164,7 +168,7 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
-        x, balance = self.run_layers(x, self.sights(positions, tokens.shape[1], documents, spans))
+        x, balance = self.run_layers(x, self.attention_metadata(positions, tokens.shape[1], documents, spans))
         if not self.last:
             return x, Loss(torch.zeros((), device=x.device), balance)
         predictions = Predictions(self, self.seams.enter_head(self.norm(x)))
@@ -186,8 +190,8 @@ class Transformer(nn.Module):
         past = cache.length if cache else 0
         if positions is None:
             positions = torch.arange(past, past + tokens.shape[1], device=tokens.device).unsqueeze(0)
-        sights = self.sights(positions, past + tokens.shape[1], documents)
-        x, balance = self.run_layers(self.enter(tokens, positions), sights, cache)
+        attention_metadata = self.attention_metadata(positions, past + tokens.shape[1], documents)
+        x, balance = self.run_layers(self.enter(tokens, positions), attention_metadata, cache)
         return self.seams.enter_head(self.norm(x)), balance
 
     def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -203,20 +207,20 @@ class Transformer(nn.Module):
         return cast(list[Block], list(self.layers.values()))
 
     def run_layers(
-        self, x: Tensor, sights: dict[int, Sight], cache: Cache | None = None
+        self, x: Tensor, attention_metadata: dict[int, AttentionMetadata], cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """x (B, S, D) through all layers that this model holds; the balance loss (B,) is a mean over all of the shape's
         routed layers, so that those of pipeline stages add up to it."""
         balances: list[Tensor] = []
         for index, block in enumerate(self.blocks):
-            x, balance = block(x, sights[block.window], cache.layers[index] if cache else None)
+            x, balance = block(x, attention_metadata[block.window], cache.layers[index] if cache else None)
             if balance is not None:
                 balances.append(balance)
         return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
 
-    def sights(
+    def attention_metadata(
         self, positions: Tensor, keys: int, documents: Tensor | None, spans: tuple[int, int] = UNKNOWN
-    ) -> dict[int, Sight]:
+    ) -> dict[int, AttentionMetadata]:
         """What each kind of layer sees, by window size; made once a pass. positions (B, S), documents (B, keys)."""
         cos = sin = None
         if self.shape.positions == "rope":
@@ -224,7 +228,7 @@ class Transformer(nn.Module):
         queries = positions.shape[1]
         windows = {block.window for block in self.blocks}
         mask = partial(self.seams.mask, queries, keys, documents=documents, spans=spans, device=positions.device)
-        return {window: Sight(mask(window=window), cos, sin) for window in windows}
+        return {window: AttentionMetadata(mask(window=window), cos, sin) for window in windows}
 
     def at_head(self, x: Tensor, use: Callable[[Tensor, Tensor], Made]) -> Made:
         """use(x (N, D), weight (V, D)) of the head, tied or not."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.compat import torch_compile
 from meshwright.kernels.weight_gradients import splits, traced
-from meshwright.model.attention import Sight
+from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.moe import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute
@@ -101,9 +101,9 @@ def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
     as_one = _compiled(block_call(recompute, compiled=True))
     in_parts = block_call(around, _around_experts()) if apart else as_one
 
-    def run(block: Block, x: Tensor, sight: Sight, cache: Past | None) -> tuple[Tensor, Tensor | None]:
+    def run(block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None) -> tuple[Tensor, Tensor | None]:
         call = compute if cache is not None else in_parts if block.routed else as_one
-        found: tuple[Tensor, Tensor | None] = call(block, x, sight, cache)
+        found: tuple[Tensor, Tensor | None] = call(block, x, metadata, cache)
         return found
 
     return run
@@ -117,8 +117,10 @@ def _around_experts() -> BlockCall:
     before, behind = _compiled(_before_experts), _compiled(_behind_experts)
     halves = _compiled(begin), _compiled(finish)
 
-    def run(block: Block, x: Tensor, sight: Sight, cache: Past | None = None) -> tuple[Tensor, Tensor | None]:
-        x, routed, rows = before(block, x, sight)
+    def run(
+        block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        x, routed, rows = before(block, x, metadata)
         received, shared = cast(MoE, block.mlp).visit(routed, rows, halves)
         found: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared)
         return found
@@ -126,8 +128,8 @@ def _around_experts() -> BlockCall:
     return run
 
 
-def _before_experts(block: Block, x: Tensor, sight: Sight) -> tuple[Tensor, RoutedTokens, list[Tensor]]:
-    normed, x = block.attend(x, sight)
+def _before_experts(block: Block, x: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, RoutedTokens, list[Tensor]]:
+    normed, x = block.attend(x, metadata)
     return x, *cast(MoE, block.mlp).route(normed)
 
 

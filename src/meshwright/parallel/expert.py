@@ -7,16 +7,16 @@ Rank r of `ep` holds experts r X/ep .. (r + 1) X/ep - 1, and every rank has toke
     experts   as on one device, over the rows of all ranks
     back      put back in the order of arrival, and by all-to-all to where they came from
 
-and the backward pass goes both ways again (journey.py). Rows travel in pieces, each for an equal part of every rank's
-experts: those of one compute while the next is under way, and whole experts see all their rows at once, in the same
-order as in one piece. The first half of the shared experts runs while rows come, the second while they return
+and the backward pass goes both ways again (row_exchange.py). Rows travel in pieces, each for an equal part of every
+rank's experts: those of one compute while the next is under way, and whole experts see all their rows at once, in the
+same order as in one piece. The first half of the shared experts runs while rows come, the second while they return
 (moe.py). Every rank calls the same collectives in the same order, however tokens are
 routed: a rank that sends or receives nothing takes part with nothing, and its experts get gradients of zero.
 
 An expert's gradient is the sum over the tokens of all ep ranks; it must not be reduced over ep again. The ranks that
 hold the same experts (`expert_shard`, `dp_replicate`) sum theirs.
 
-Sent by a rank in each of the four journeys: its rows for other ranks x D x element size, about N k (ep - 1)/ep rows
+Sent by a rank in each of the four exchanges: its rows for other ranks x D x element size, about N k (ep - 1)/ep rows
 there in the forward pass; the counts are 8 bytes an expert of other ranks.
 """
 
@@ -33,7 +33,7 @@ from meshwright.model.moe import Experts, ExpertStack, MoE
 from meshwright.model.seams import Dispatch
 from meshwright.parallel import operators
 from meshwright.parallel.group import Group
-from meshwright.parallel.journey import Route, Sorting, Way, arrive, depart, home, turn
+from meshwright.parallel.row_exchange import Route, Sorting, Way, arrive, depart, home, turn
 from meshwright.spec.purpose import takes
 from meshwright.spec.shape import MoEShape
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright import compat
-from meshwright.model.attention import Sight
+from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import Block, Transformer
@@ -223,14 +223,14 @@ class Offload:
         self.leaving: list[StoredStorage] = []
 
     def __call__(
-        self, block: Block, x: Tensor, sight: Sight, cache: Past | None = None
+        self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """As the inner call."""
         if not torch.is_grad_enabled() or cache is not None:
-            return self.inner(block, x, sight, cache)
+            return self.inner(block, x, metadata, cache)
         blocks = self.model.blocks
         starts, moves = block is blocks[0], block is not blocks[-1]
-        shared = [*block.parameters(), *block.buffers(), *_tensors_of(sight)]
+        shared = [*block.parameters(), *block.buffers(), *_tensors_of(metadata)]
         if starts and not self.model.first:
             shared.append(x)  # the pipeline holds it
         stays = {key for tensor in shared if (key := _key(tensor)) is not None}
@@ -239,7 +239,7 @@ class Offload:
         self.last = ref(kept)
         try:
             with saving_by(SavedTensorHooks(kept.pack, kept.unpack)):
-                found = self.inner(block, x, sight, cache)
+                found = self.inner(block, x, metadata, cache)
             sent = kept.send()
         finally:  # a forward pass that fails keeps nothing
             kept.found = {}

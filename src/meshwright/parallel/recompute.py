@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.kernels.weight_gradients import same_split
-from meshwright.model.attention import Sight
+from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
 from meshwright.model.norm import LayerNorm, RMSNorm
 from meshwright.model.seams import BlockCall, compute, same
@@ -59,18 +59,25 @@ def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kw
 def _call(
     block: Block,
     x: Tensor,
-    sight: Sight,
+    metadata: AttentionMetadata,
     cache: Past | None,
     *,
     inner: BlockCall,
     contexts: Callable[[], tuple[Any, Any]] | None,
 ) -> tuple[Tensor, Tensor | None]:
     if not torch.is_grad_enabled() or cache is not None:
-        return inner(block, x, sight, cache)
+        return inner(block, x, metadata, cache)
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     keep_random_state = block.draws and block.training
     result: tuple[Tensor, Tensor | None] = checkpoint(
-        same_split(inner), block, x, sight, None, use_reentrant=False, preserve_rng_state=keep_random_state, **options
+        same_split(inner),
+        block,
+        x,
+        metadata,
+        None,
+        use_reentrant=False,
+        preserve_rng_state=keep_random_state,
+        **options,
     )
     return result
 
@@ -147,17 +154,17 @@ def _place(x: Tensor) -> tuple[Any, ...]:
 
 
 def _call_without_norms(
-    block: Block, x: Tensor, sight: Sight, cache: Past | None, *, inner: BlockCall
+    block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None, *, inner: BlockCall
 ) -> tuple[Tensor, Tensor | None]:
     if not torch.is_grad_enabled() or cache is not None:
-        return inner(block, x, sight, cache)
+        return inner(block, x, metadata, cache)
     norms = _Norms()
     handles = [
         part.register_forward_hook(norms.mark) for part in block.modules() if isinstance(part, RMSNorm | LayerNorm)
     ]
     try:
         with saving_by(SavedTensorHooks(norms.pack, norms.unpack)):
-            return inner(block, x, sight, cache)
+            return inner(block, x, metadata, cache)
     finally:
         for handle in handles:
             handle.remove()

@@ -128,7 +128,7 @@ def discard(path: Path) -> None:
 
 
 def _hide(path: Path) -> Path:
-    """Out of sight in one step, so that nobody meets it half deleted."""
+    """Out of the way in one step, so that nobody meets it half deleted."""
     return path.rename(path.with_name(f"{_REMOVING}{uuid.uuid4().hex[:8]}-{path.name}"))
 
 

@@ -124,9 +124,9 @@ def _ranks(found: "Profile") -> "Table":
     if len(some) > COLUMNS:
         some = found.ranks[:: len(some) // found.plan.layout.pp][:COLUMNS]
     table = _table("rank", *(str(one.rank) for one in some))
-    table.add_row("peak", *(gib(one.testimony.peak_bytes) for one in some))
-    table.add_row("reserved", *(gib(one.testimony.reserved_bytes) for one in some))
-    split = [one.testimony.inactive_split_bytes for one in some]
+    table.add_row("peak", *(gib(one.account.peak_bytes) for one in some))
+    table.add_row("reserved", *(gib(one.account.reserved_bytes) for one in some))
+    split = [one.account.inactive_split_bytes for one in some]
     if any(size is not None for size in split):
         table.add_row("free in pieces", *("-" if size is None else gib(size) for size in split))
     steps = [one.steps[found.chosen] for one in some]

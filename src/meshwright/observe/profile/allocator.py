@@ -40,7 +40,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorAccount:
-    """All that a witness has seen."""
+    """All that a recorder has seen."""
 
     peak_bytes: int
     reserved_bytes: int
@@ -54,7 +54,7 @@ class AllocatorAccount:
     """Of the allocator, from which the curve was made; 0 = of a GPU only a point for each part is known."""
 
 
-class HostWitness:
+class HostAllocationRecorder:
     """Of a CPU's memory."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class HostWitness:
         self.begins: list[int] = []
         self._watching = watching()
 
-    def __enter__(self) -> "HostWitness":
+    def __enter__(self) -> "HostAllocationRecorder":
         self.heard = self._watching.__enter__()
         self.begin("start")
         return self
@@ -81,7 +81,7 @@ class HostWitness:
         self.names.append(name)
         self.begins.append(time_ns())
 
-    def testimony(self) -> AllocatorAccount:
+    def account(self) -> AllocatorAccount:
         """Adds the events up. A part begins with what the one before it left."""
         points = list(self.heard.totals())
         most, place, total = [0] * len(self.names), 0, 0
@@ -104,7 +104,7 @@ class HostWitness:
         )
 
 
-class DeviceWitness:
+class DeviceAllocationRecorder:
     """Of a GPU's memory. Its allocator works when the host asks it to, so that no waiting for the device is needed."""
 
     def __init__(self, device: torch.device) -> None:
@@ -114,7 +114,7 @@ class DeviceWitness:
         self.name, self.started = "start", 0
         self.history: History | None = None
 
-    def __enter__(self) -> "DeviceWitness":
+    def __enter__(self) -> "DeviceAllocationRecorder":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         self.started = time_ns()
@@ -143,7 +143,7 @@ class DeviceWitness:
         self.name = name
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def testimony(self) -> AllocatorAccount:
+    def account(self) -> AllocatorAccount:
         """What was read. The curve is that of the events, with the readings for what came before the first one kept."""
         told = self.history
         events = told.allocated if told else ()
@@ -161,9 +161,9 @@ class DeviceWitness:
         )
 
 
-def testifier_of(device: torch.device) -> HostWitness | DeviceWitness:
+def recorder_of(device: torch.device) -> HostAllocationRecorder | DeviceAllocationRecorder:
     """The one that a kind of device has, to be entered before anything is built."""
-    return DeviceWitness(device) if device.type == "cuda" else HostWitness(device)
+    return DeviceAllocationRecorder(device) if device.type == "cuda" else HostAllocationRecorder(device)
 
 
 def thinned(points: list[tuple[float, int]]) -> tuple[tuple[float, int], ...]:

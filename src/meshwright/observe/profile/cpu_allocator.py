@@ -23,7 +23,7 @@ Event = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Witness:
+class AllocationRecorder:
     """What was allocated while `watching`; read it afterwards."""
 
     events: list[Event] = field(default_factory=list)
@@ -48,9 +48,9 @@ def patient() -> Iterator[None]:
 
 
 @contextmanager
-def watching() -> Iterator[Witness]:
+def watching() -> Iterator[AllocationRecorder]:
     """Have torch's profiler listen to this process's allocations."""
-    found = Witness()
+    found = AllocationRecorder()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listening:
         yield found
     found.events = sorted(compat.heard_allocations(listening))

@@ -2,7 +2,7 @@
 
 Each rank builds and runs the program three times over, since whoever looks at storages slows it down:
 
-    witnessed   the allocator's own account of what was held (observe.profile.allocator)
+    recorded   the allocator's own account of what was held (observe.profile.allocator)
     watched     every storage, by kind (observe.dryrun.storage_tracker); never compiled, since compiled code takes
     memory unseen
     timed       one step to warm up, then the steps that count, under nobody's eyes but a clock's; then one more under
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from meshwright.observe.dryrun.rank_run import Seen, Watched
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, StorageWatch
-from meshwright.observe.profile.allocator import AllocatorAccount, testifier_of
+from meshwright.observe.profile.allocator import AllocatorAccount, recorder_of
 from meshwright.observe.profile.clock import Aligned, align, clock_of
 from meshwright.observe.profile.cpu_allocator import patient
 from meshwright.observe.profile.memory_timeline import TimelinePeak, moments
@@ -56,7 +56,7 @@ class RankProfile:
     rank: int
     device: str
     host: str
-    testimony: AllocatorAccount
+    account: AllocatorAccount
     seen: Seen
     memory: tuple[TimelinePeak, ...]
     """The parts of the first steps, in order."""
@@ -69,7 +69,7 @@ class RankProfile:
     clock: Aligned
     peak_flop_per_s: float | None
     compiled: bool = False
-    """Whether the witnessed and the timed program were: the watched one never is."""
+    """Whether the recorded and the timed program were: the watched one never is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +82,12 @@ class Profile:
     @property
     def worst(self) -> RankProfile:
         """The rank that held most."""
-        return max(self.ranks, key=lambda one: one.testimony.peak_bytes)
+        return max(self.ranks, key=lambda one: one.account.peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Of that rank, by the witness."""
-        return self.worst.testimony.peak_bytes
+        """Of that rank, by the recorder."""
+        return self.worst.account.peak_bytes
 
     @property
     def step_seconds(self) -> tuple[float, ...]:
@@ -184,8 +184,8 @@ def measure(
     devices.prepare(target, plan.recipe.precision)
     mesh = make_mesh(plan.layout, traffic=pulse.calls, made=made)
     rounds = _Rounds(plan, mesh, target, pulse)
-    said(f"{FIRST} steps before the allocator's witness")
-    testimony = rounds.witnessed()
+    said(f"{FIRST} steps before the allocator's recorder")
+    account = rounds.recorded()
     said(f"{FIRST} steps with every storage watched, not compiled")
     seen, watch = rounds.watched()
     said(f"{steps + 2} steps against the clock")
@@ -194,9 +194,9 @@ def measure(
         rank=mesh.rank,
         device=devices.title(target),
         host=platform.node(),
-        testimony=testimony,
+        account=account,
         seen=seen,
-        memory=moments(seen, watch, testimony),
+        memory=moments(seen, watch, account),
         traffic=traffic,
         steps=timed,
         operations=table,
@@ -225,26 +225,26 @@ class _Rounds:
         masked = plan.recipe.document_mask and plan.layout.cp == 1
         return _Real(plan=plan, mesh=mesh, device=self.device, told=heard, documents=masked)
 
-    def witnessed(self) -> AllocatorAccount:
+    def recorded(self) -> AllocatorAccount:
         """Build, the first steps, evaluation, what a checkpoint reads."""
-        witness = testifier_of(self.device)
+        recorder = recorder_of(self.device)
         part = ["start"]
 
         def begin(name: str) -> None:
             part[0] = name
-            witness.begin(name)
+            recorder.begin(name)
 
         def span(one: Span | None) -> None:
-            witness.begin(str(one) if one else part[0])
+            recorder.begin(str(one) if one else part[0])
 
-        with witness, told(span), patient() if self.device.type == "cpu" else nullcontext():
+        with recorder, told(span), patient() if self.device.type == "cpu" else nullcontext():
             program = self._program(begin)
             program.build()
             for number in range(1, FIRST + 1):
                 program.step(number, self.count)
             program.rest()
             del program
-        return witness.testimony()
+        return recorder.account()
 
     def watched(self) -> tuple[Seen, StorageWatch]:
         """The same under a watch, not compiled."""

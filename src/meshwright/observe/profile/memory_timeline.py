@@ -19,10 +19,10 @@ class TimelinePeak(Stretch):
     """By the watch."""
 
 
-def moments(seen: Seen, watch: StorageWatch, testimony: AllocatorAccount) -> tuple[TimelinePeak, ...]:
+def moments(seen: Seen, watch: StorageWatch, account: AllocatorAccount) -> tuple[TimelinePeak, ...]:
     """The parts of a program that was watched once and told of by the allocator once, in order."""
     starts = [*(phase.start for phase in watch.phases), watch.now]
-    told = _paired(watch, testimony)
+    told = _paired(watch, account)
     parts = iter(seen.passes)
     found, step = [], 0
     for index, phase in enumerate(watch.phases):
@@ -39,9 +39,9 @@ def moments(seen: Seen, watch: StorageWatch, testimony: AllocatorAccount) -> tup
     return tuple(found)
 
 
-def _paired(watch: StorageWatch, testimony: AllocatorAccount) -> list[Stretch | None]:
+def _paired(watch: StorageWatch, account: AllocatorAccount) -> list[Stretch | None]:
     """What the allocator says of each phase of the watch; nothing where the two runs were not the same."""
     names = [phase.name for phase in watch.phases]
-    if [one.name for one in testimony.stretches] == names:
-        return list(testimony.stretches)
+    if [one.name for one in account.stretches] == names:
+        return list(account.stretches)
     return [None] * len(names)

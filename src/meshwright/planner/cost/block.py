@@ -306,7 +306,7 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     shared: list[LayerOperation] = []
     if moe.shared_experts:
         shared = list(_mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1))
-    there, back = exchanges.journeys(of, moved, (up, inner, down), shared)
+    there, back = exchanges.exchange_passes(of, moved, (up, inner, down), shared)
     sorting = (MemoryPass(2 * moved, 3),)
     yield LayerOperation(name="dispatch", forward=(MemoryPass(2 * moved, 6),), inputs=sorting, exchanges=there)
     yield from (up, down, inner)

@@ -75,22 +75,24 @@ def ring(of: "Local", keys_values: float) -> Exchanges:
     return Exchanges((keys,), (keys, gradients))
 
 
-def journeys(
+def exchange_passes(
     of: "Local", size_bytes: float, experts: Sequence[LayerOperation], shared: Sequence[LayerOperation]
 ) -> tuple[Exchanges, Exchanges]:
     """Rows of so many bytes to their experts and back, forward in front of and behind the experts' operations, whose
-    pieces hide both journeys, backward the other way round. In this package's engine the first product of the shared
+    pieces hide both passes, backward the other way round. In this package's engine the first product of the shared
     experts runs beside the one that comes, the rest of them beside the one that returns."""
     if of.ep == 1:
         return NO_EXCHANGES, NO_EXCHANGES
     assert of.shape.moe is not None
     tell = Exchange("ep", "all-to-all", 8.0 * of.shape.moe.experts)
     parts = (shared[:2], shared[2:]) if of.stack.own else ((), ())  # the border in front and the product; the rest
-    there, back = (Exchanges(*(_journey(of, size_bytes, experts, part, back) for back in (0, 1))) for part in parts)
+    there, back = (
+        Exchanges(*(_exchange_pass(of, size_bytes, experts, part, back) for back in (0, 1))) for part in parts
+    )
     return there._replace(forward=(tell, *there.forward)), back
 
 
-def _journey(
+def _exchange_pass(
     of: "Local", size_bytes: float, experts: Sequence[LayerOperation], shared: Sequence[LayerOperation], back: int
 ) -> tuple[Exchange]:
     """Of a forward pass, or of a backward pass (1)."""

@@ -1,4 +1,4 @@
-"""The witness against allocations whose sizes are known."""
+"""The recorder against allocations whose sizes are known."""
 
 from threading import Thread
 

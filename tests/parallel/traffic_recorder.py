@@ -23,7 +23,7 @@ IGNORED = {"recv_"}
 """Counted at the sender."""
 
 
-class Witness(TorchDispatchMode):
+class TrafficRecorder(TorchDispatchMode):
     """Within, all that this thread sends; backward passes on a CPU run in the thread that asks for them."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Witness(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operation.namespace == "c10d":
             name = operation.overloadpacket.__name__
-            assert name in SENDS or name in IGNORED, f"the witness does not know c10d.{name}"
+            assert name in SENDS or name in IGNORED, f"the recorder does not know c10d.{name}"
             if name in SENDS:
                 self._see(name, args)
         return operation(*args, **(kwargs or {}))
