@@ -28,6 +28,7 @@ from meshwright.spec.ledger import PLANNED
 from meshwright.spec.lora import SAME as SAME_BASE
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.places import rank_of
+from meshwright.spec.schedule_kinds import KINDS, NAMES
 
 MODELS = (
     "llama-3.1-8b", "llama-2-13b", "qwen3-14b", "qwen3-32b", "llama-3.1-70b", "qwen2.5-72b", "llama-3.1-405b",
@@ -72,8 +73,9 @@ def _draw(draw: random.Random, name: str) -> Plan | None:
         return None
     dp = world // (tp * pp * cp)
     replicas = draw.choice([n for n in (1, 1, 2, 4, 8) if dp % n == 0])
-    schedule = draw.choice(("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")) if pp > 1 else "1f1b"
-    vp = {"interleaved": draw.choice((2, 3, 4)), "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
+    schedule = draw.choice(NAMES) if pp > 1 else "1f1b"
+    kind, more = KINDS[schedule], draw.choice((0, 1, 2))
+    vp = kind.stages + more * (kind.deeper and kind.stages > 1)
     experts = [n for n in (1, 2, 4, 8) if dp // replicas * cp * tp % n == 0] if shape.moe else [1]
     micro, accumulate = draw.choice((1, 1, 2, 4)), draw.choice((1, 2, 4)) * (pp if pp > 1 else 1)
     try:

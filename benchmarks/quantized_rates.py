@@ -91,8 +91,8 @@ def measured(size: int, rows: Sequence[int], rounds: int) -> dict[str, object]:
         times[str(count)] = {name: 1e3 * one for name, one in best.items()}
     over = {count: {name: row["bf16"] / row[f"{name} bf16"] for name in WAYS} for count, row in times.items()}
     rate, one = copy_rate(rounds), times[str(rows[0])]
-    codes, _, shifts = made["int4-rtn"][0].prepared["int4"]  # what the product reads
-    stored = codes.numel() * codes.element_size() + shifts.numel() * shifts.element_size()
+    read = made["int4-rtn"][0].prepared.get("int4")  # by the product of 4 bits, where this CPU has one
+    stored = sum(one.nbytes for one in read if isinstance(one, torch.Tensor)) if read else float("nan")
     return {
         "milliseconds": times,
         "copy_bytes_per_second": rate,

@@ -33,7 +33,8 @@ from meshwright.model.linear import Linear
 from meshwright.parallel.stages import cut
 from meshwright.spec import Layout
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import SPLIT, stage_rank
+from meshwright.spec.schedule import stage_rank
+from meshwright.spec.schedule_kinds import SPLIT
 
 SCHEDULES = {
     "afab": "ScheduleGPipe",

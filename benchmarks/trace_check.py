@@ -37,7 +37,8 @@ from meshwright.planner.explain import layout_words
 from meshwright.planner.search.ranking import search
 from meshwright.planner.step.predict import estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.schedule import NAMES, SINGLE, refusal
+from meshwright.spec.schedule import refusal
+from meshwright.spec.schedule_kinds import KINDS, NAMES
 
 DEGREES = (2, 4, 8)
 LARGE = (
@@ -68,7 +69,7 @@ def schedules(degrees: Sequence[int] = DEGREES) -> Iterator[dict[str, Any]]:
 def _schedule(name: str, pp: int) -> list[Checked]:
     """All numbers of micro-batches from pp to 3 pp."""
     torch.set_num_threads(1)
-    virtual = 1 if name in (*SINGLE, "zb-h1") else 2
+    virtual = KINDS[name].stages
     layers = pp * virtual
     counts = [m for m in range(pp, 3 * pp + 1) if refusal(name, pp, m, virtual) is None]
     layout = Layout(pp=pp, vp=virtual, schedule=name, zero=0, micro_batch=1, compile="off")  # type: ignore[arg-type]

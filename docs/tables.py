@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from meshwright.spec.schedule_kinds import KINDS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
@@ -141,12 +143,9 @@ TABLES = {
         layout=f"pp=4,dp_shard=8,zero=1,{PLAIN},{{}}",
         head="`layout.schedule`",
         rows={
-            "`afab`": "schedule=afab",
-            "`1f1b`": "schedule=1f1b",
-            "`interleaved`, `vp=2`": "schedule=interleaved,vp=2",
-            "`zb-h1`": "schedule=zb-h1",
-            "`zb-v`": "schedule=zb-v,vp=2",
-            "`dualpipe-v`": "schedule=dualpipe-v,vp=2",
+            f"`{name}`" + ", `vp=2`" * (kind.deeper and kind.stages > 1): f"schedule={name}"
+            + f",vp={kind.stages}" * (kind.stages > 1)
+            for name, kind in KINDS.items()
         },
         columns=("bubble", "activations, GiB", "peak, GiB", "sent by pp, GB", "step, s"),
     ),

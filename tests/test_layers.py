@@ -54,7 +54,7 @@ LIBRARIES: dict[str, set[str]] = {
 """Third-party imports of the lower layers; the others are free."""
 
 LONG_ON_PURPOSE: dict[str, str] = {}
-"""Modules above 350 lines, each with the reason why it is not two."""
+"""Modules of 350 lines and more, each with the reason why it is not two."""
 
 READS_ENVIRONMENT: dict[str, str] = {
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
@@ -254,7 +254,7 @@ def test_no_module_is_an_attic() -> None:
 
 
 def test_modules_stay_small() -> None:
-    long = {shown(path): lines for path in MODULES if (lines := len(source(path).splitlines())) > 350}
+    long = {shown(path): lines for path in MODULES if (lines := len(source(path).splitlines())) >= 350}
     assert not {name: lines for name, lines in long.items() if name not in LONG_ON_PURPOSE}, "cut it, or say why not"
     assert set(LONG_ON_PURPOSE) <= set(long), "a module of the list is short: strike it off"
 

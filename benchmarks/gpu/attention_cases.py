@@ -42,7 +42,7 @@ def documents(
     lengths = _lengths(length, number)
     document = torch.repeat_interleave(torch.arange(number), torch.tensor(lengths)).to(device)
     seen = (document[:, None] == document[None]).tril()
-    mask = ours.causal_mask(length, length, documents=document[None], spans=(number, max(lengths)))
+    mask = ours.causal_mask(length, length, documents=document[None], spans=ours.DocumentSpans(number, max(lengths)))
     rivals: dict[str, Run] = {}
     if device.type == "cuda":
         rivals = {"torch varlen": _varlen(document, lengths), "torch FlexAttention": _flex(document, length)}

@@ -185,6 +185,7 @@ def test_whole_routed_blocks_are_one_graph_in_every_turn(monkeypatch: pytest.Mon
     assert found["compiled_later"] == 0 and found["eager"]["over_eager"] == 1
 
 
+@pytest.mark.slow
 def test_serving_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
     monkeypatch.setattr(serve_speed, "REQUESTS", 3)

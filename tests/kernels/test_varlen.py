@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.kernels import attention, varlen
-from meshwright.kernels.attention import Mask, attend, attend_reference, causal_mask
+from meshwright.kernels.attention import DocumentSpans, Mask, attend, attend_reference, causal_mask
 from meshwright.kernels.target import acting_as
 from meshwright.training.batches import Share, select, split, to_batch
 from tests.counting import Operations
@@ -84,9 +84,9 @@ def test_what_documents_hide_is_not_multiplied() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
     q, k, v = (x.requires_grad_() for x in given(70))
-    for in_blocks in (False, True):
+    for way in ("flash", "blocks"):
         for window in (0, 9):
-            arguments = (q, k, v, random_documents(70, share, 3), None, None, window, SCALE, in_blocks)
+            arguments = (q, k, v, random_documents(70, share, 3), None, None, window, SCALE, way, 0.0)
             torch.library.opcheck(varlen.varlen_attention, arguments)
 
 
@@ -100,7 +100,7 @@ def test_blocks_keep_queries_keys_and_values_alone() -> None:
 
     q, k, v = (x.requires_grad_() for x in given(80))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        varlen.attend(q, k, v, varlen.AttentionForm(None, None, None, 0, SCALE, in_blocks=True))
+        varlen.attend(q, k, v, varlen.AttentionForm(None, None, None, 0, SCALE, "blocks"))
     assert kept == [q.numel(), k.numel(), v.numel()]
 
 
@@ -117,7 +117,7 @@ def test_no_host_waits_for_the_borders_of_a_gpu(window: int) -> None:
     with acting_as("cuda"), compat.fake_tensors():
         q, k, v = (torch.empty(2, 40, 4, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
         documents = torch.zeros(2, 40, dtype=torch.int32)
-        mask = causal_mask(40, 40, window=window, documents=documents, spans=(7, 20))
+        mask = causal_mask(40, 40, window=window, documents=documents, spans=DocumentSpans(7, 20))
         out = attend(q, k, v, mask, scale=SCALE)
         out.backward(torch.ones_like(out))
         assert q.grad is not None and mask.borders is not None and mask.borders.shape == (8,)
@@ -146,10 +146,10 @@ def test_a_batch_knows_how_many_documents_its_parts_hold_and_how_long_they_are()
     documents = np.array([[0, 0, 0, 0, 0, 0], [3, 3, 3, 3, 4, 4], [1, 2, 2, 3, 3, 3]], dtype=np.int32)
     sequences = Sequences(tokens=documents, targets=documents, documents=documents, positions=documents, packed=True)
     batch = to_batch(sequences, torch.device("cpu"), document_mask=True, rows=4)
-    assert batch.documents_of_rows == ((1, 6), (2, 4), (3, 3), (1, 6)) and batch.spans == (7, 6)
-    assert [part.spans for part in split(batch, 2)] == [(3, 6), (4, 6)]
-    assert select(batch, Share(index=1, parts=4)).spans == (2, 4)
-    assert to_batch(sequences, torch.device("cpu"), document_mask=False).spans == (0, 0)
+    assert batch.documents_of_rows == ((1, 6), (2, 4), (3, 3), (1, 6)) and batch.spans == DocumentSpans(7, 6)
+    assert [part.spans for part in split(batch, 2)] == [DocumentSpans(3, 6), DocumentSpans(4, 6)]
+    assert select(batch, Share(index=1, parts=4)).spans == DocumentSpans(2, 4)
+    assert to_batch(sequences, torch.device("cpu"), document_mask=False).spans == DocumentSpans()
 
 
 @pytest.mark.parametrize("window", [0, 5])
@@ -167,20 +167,21 @@ def test_on_a_gpu_the_flash_kernel_reads_borders(
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, borders: Tensor, longest: int, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        assert options == {"window": window, "scale": SCALE} and longest == 33
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert options == {"window": window, "scale": SCALE, "dropout": 0.0} and longest == 33
         assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("she,the->hst", q.float(), k.float()) * SCALE
         scores = scores.masked_fill(~pairs(borders, len(q)), float("-inf"))
-        return torch.einsum("hst,the->she", scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)
+        out = torch.einsum("hst,the->she", scores.softmax(-1), v.float()).to(q.dtype)
+        return out, scores.logsumexp(-1), torch.empty(0)
 
     monkeypatch.setattr(compat, "varlen_attention", forward)
     q, k, v = tensors((3, 40, 4, width), (3, 40, 2, width), (3, 40, 2, values), dtype=torch.bfloat16)
     documents = random_documents(40, 0.1, 5)
     with acting_as("cuda"):
-        mask = causal_mask(40, 40, window=window, documents=documents, spans=(32, 33))
+        mask = causal_mask(40, 40, window=window, documents=documents, spans=DocumentSpans(32, 33))
         found = attend(q, k, v, mask, scale=SCALE)
     exact = attend_reference(q.double(), k.double(), v.double(), mask, scale=SCALE)
     torch.testing.assert_close(found.float(), exact.float(), rtol=2e-2, atol=2e-2)

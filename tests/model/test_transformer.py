@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels import attention
+from meshwright.kernels import attention, varlen
+from meshwright.kernels.varlen import AttentionForm
 from meshwright.model import Transformer
 from tests.model.shrunk import KINDS, model, packed, tokens
 
@@ -135,13 +136,13 @@ def test_dropout_reaches_embedding_attention_and_both_branches(monkeypatch: pyte
 
     monkeypatch.setattr(torch, "native_dropout", spy)
     weights: list[float] = []
-    attend = attention.F.scaled_dot_product_attention
+    attend = varlen.attend
 
-    def watch(*args: Tensor, dropout_p: float, **options: object) -> Tensor:
-        weights.append(dropout_p)
-        return attend(*args, dropout_p=dropout_p, **options)  # type: ignore[arg-type]
+    def watch(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
+        weights.append(form.dropout)
+        return attend(q, k, v, form)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watch)
+    monkeypatch.setattr(varlen, "attend", watch)
     found(tokens(2, 10))
     assert drawn == [(2, 10, 24)] * (1 + 2 * 3) and weights == [0.3] * 3
 

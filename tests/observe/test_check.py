@@ -377,7 +377,11 @@ def _deaf() -> None:
     ("layout", "name"),
     [
         (Layout(pp=2, tp=2, dp_shard=2, zero=1, sp=True, micro_batch=1, compile="off"), "llama-3.1-8b"),
-        (Layout(cp=2, tp=2, dp_shard=2, ep=4, sp=True, zero=3, micro_batch=1, compile="off"), "qwen3-30b-a3b"),
+        pytest.param(
+            Layout(cp=2, tp=2, dp_shard=2, ep=4, sp=True, zero=3, micro_batch=1, compile="off"),
+            "qwen3-30b-a3b",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_ranks_that_share_a_trace_would_have_recorded_that_trace(layout: Layout, name: str) -> None:

@@ -75,6 +75,8 @@ REAL = {
     "codes": plan(CODED, 8, micro_batch=2),
     "codes again": plan(CODED, 4, micro_batch=2, recompute="full"),
     "z2-codes": plan(CODED, 8, dp_shard=2, zero=2, micro_batch=2),
+    "z3-codes": plan(CODED, 8, dp_shard=2, zero=3, micro_batch=2),
+    "z3-codes again": plan(CODED, 8, dp_shard=2, zero=3, micro_batch=2, recompute="full", precision="bf16"),
     "tp-codes": plan(CODED, 8, tp=2, sp=True, micro_batch=4),
     "ep-codes": plan(
         replace(MIXED, lora=LoRAShape(rank=8, base="int4-hqq")), 32, dp_shard=2, ep=2, zero=1, micro_batch=8

@@ -16,7 +16,8 @@ from meshwright.observe.verify.random_case import random_case
 from meshwright.observe.verify.router_ties import margin
 from meshwright.observe.verify.shrinking import shrunk
 from meshwright.spec.errors import PlanError
-from meshwright.spec.schedule import NAMES
+from meshwright.spec.frozen_code_rules import holds_codes, shares_codes
+from meshwright.spec.schedule_kinds import NAMES
 from meshwright.spec.shape import ModelShape, MoEShape
 
 DRAWS = 2000
@@ -121,6 +122,11 @@ FEATURES: dict[str, Asks] = {
     "bf16": lambda one: one.case.precision == "bf16",
     "documents": lambda one: one.case.packed,
     "fp8": lambda one: one.case.products == "fp8",
+    "codes": lambda one: holds_codes(one.case.shape),
+    "codes that ranks share": lambda one: holds_codes(one.case.shape) and shares_codes(one.layout),
+    "codes that ranks share, cut by tp": lambda one: (
+        holds_codes(one.case.shape) and shares_codes(one.layout) and one.layout.tp > 1
+    ),
     "a teacher": lambda one: one.case.teacher is not None,
     "a teacher under tp": lambda one: one.case.teacher is not None and one.layout.tp > 1,
     "a teacher under cp": lambda one: one.case.teacher is not None and one.layout.cp > 1,

@@ -32,7 +32,7 @@ from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.lora import LoRAShape
-from meshwright.spec.schedule import SPLIT
+from meshwright.spec.schedule_kinds import SPLIT
 from tests.model.shrunk import KINDS, model, tokens
 
 NARROW = replace(shrink("llama-3.1-8b"), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=64)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.data import Sequences
 from meshwright.kernels.attention import Mask, attend_reference, causal_mask
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
@@ -24,6 +25,8 @@ from meshwright.parallel.recompute import block_call
 from meshwright.parallel.ring import ROUTES, context_attend
 from meshwright.spec import Layout, MLAShape, ModelShape
 from meshwright.spec.errors import IllegalLayout
+from meshwright.training.batches import Share, to_batch
+from meshwright.training.batches import split as split_batch
 from tests.kernels.exactness import FUSED_ATTENTION, plain_attention
 
 BATCH, SEQUENCE, SCALE = 2, 144, 0.3
@@ -124,12 +127,36 @@ def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(size: int, s
     for index, other in itertools.product(range(size), range(size)):
         mine, theirs = (local_positions(SEQUENCE, size, rank, split) for rank in (index, other))
         at = places(SEQUENCE, size, index, split)
-        mask = ContextMask.of(alone(size, index), at, split, torch.device("cpu"), first[:, mine], first[:, mine], 0)
+        mask = ContextMask.of(alone(size, index), at, split, torch.device("cpu"), first[:, mine], 0)
         tiles = list(mask.chunks(mask.keys_of(size, other)))
         assert not any(tile.hidden for tile in tiles)
         for row in range(BATCH):
             of_row = [tile for tile in tiles if row in range(BATCH)[tile.rows]]
             assert torch.equal(seen(of_row, len(mine), len(theirs)), whole[row, 0][mine][:, theirs].long())
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_mask_of_packed_documents_waits_for_no_device(split: str, seed: int) -> None:
+    """Where documents begin is known where rows are read: nothing is gathered (these ranks cannot talk), and no value
+    of a tensor is looked at: the documents are meta tensors, which have none."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = (torch.rand(BATCH, SEQUENCE, generator=draw) < 0.1 / seed).int().cumsum(1).numpy()
+    read = Sequences(tokens=rows, targets=rows, documents=rows, positions=rows, packed=True)
+    for index, window in itertools.product(range(4), (0, 20)):
+        columns = tuple(local_positions(SEQUENCE, 4, index, split).tolist())
+        batch = to_batch(read, torch.device("cpu"), document_mask=True, share=Share(columns=columns), rows=BATCH + 1)
+        part = split_batch(batch, 2)[0]
+        unseen = torch.empty(BATCH, SEQUENCE // 4, dtype=torch.int32, device="meta")
+        mask = mask_maker(alone(4, index), split)(
+            SEQUENCE // 4, SEQUENCE // 4, window=window, documents=unseen, spans=part.spans
+        )
+        assert isinstance(mask, ContextMask) and mask.bounds is not None
+        right = [
+            [max(int((row == row[at]).argmax()), at - window + 1 if window else 0) for at in columns] for row in rows
+        ]
+        assert mask.bounds.tolist() == right
+        assert split_batch(batch, 2)[1].spans.begins == ((0,),)
 
 
 def work(size: int, index: int, other: int, split: str) -> int:

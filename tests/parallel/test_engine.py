@@ -95,7 +95,12 @@ def check(case: str, world: int, layouts: list[dict[str, Any]]) -> None:
     assert not any(found.values()), "\n".join(f"{options}: {what}" for options, what in found.items() if what)
 
 
-@pytest.mark.parametrize("case", [*KINDS, "packed"])
+def slow(name: str) -> Any:
+    """A mixture's matrix of layouts takes a minute; the other mixtures are in the quick set."""
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [*(slow(kind) if kind == "qwen3-30b-a3b" else kind for kind in KINDS), "packed"])
 def test_two_ranks_train_the_same_model(case: str) -> None:
     check(case, 2, TWO + TWO_STAGES + (TWO_EXPERTS if CASES[case].shape.moe else []))
 
@@ -105,6 +110,6 @@ def test_four_stages_on_two_ranks(kind: str) -> None:
     check(f"{kind} of 5 layers", 2, V_STAGES)
 
 
-@pytest.mark.parametrize("case", ["packed", "gpt2-124m", "qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.parametrize("case", ["packed", "gpt2-124m", "qwen3-30b-a3b", slow("deepseek-v3")])
 def test_four_ranks_train_the_same_model(case: str) -> None:
     check(case, 4, FOUR + FOUR_STAGES + (FOUR_EXPERTS if CASES[case].shape.moe else []))

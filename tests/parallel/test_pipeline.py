@@ -25,7 +25,8 @@ from meshwright.parallel.pipeline import Pipeline
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.replay import StageLink, replay
-from meshwright.spec.schedule import NAMES, Action, refusal, schedule, stage_layers, stage_rank, stages_of
+from meshwright.spec.schedule import Action, refusal, schedule, stage_layers, stage_rank, stages_of
+from meshwright.spec.schedule_kinds import NAMES
 from tests.model.shrunk import VOCAB, shrink
 from tests.parallel.telling import Told
 

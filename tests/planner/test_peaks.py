@@ -139,7 +139,8 @@ def test_documents_cost_nothing_but_in_fp32() -> None:
     plain, packed = (
         predict(plan(LLAMA, replace(wide, document_mask=mask), dp_shard=8, zero=3)) for mask in (False, True)
     )
-    assert packed.peak_bytes > plain.peak_bytes + 8192**2 * 4
+    assert packed.step_s > plain.step_s
+    assert packed.peak_bytes < plain.peak_bytes + 8192**2 * 4 / 2, "a mask of the whole sequence"
 
 
 def test_context_parallelism_costs_something() -> None:
@@ -318,17 +319,18 @@ def test_a_split_pass_leaves_gradients_of_weights_for_later() -> None:
     assert small < 0.5 * large
 
 
-@pytest.mark.parametrize("name", ["noise", "fp32"])
+@pytest.mark.parametrize("name", ["noise", "fp32", "fp32 documents", "fp32 window"])
 def test_copies_that_few_plans_have_are_counted_as_the_dry_run_does(name: str) -> None:
-    """Of gradients, for the noise scale; of keys for each head, in fp32 on a GPU."""
+    """Of gradients, for the noise scale; of keys for each head, in fp32 on a GPU, whole or strip by strip."""
     shape = replace(LLAMA, layers=2, vocab=4096)
     recipe = Recipe(sequence=256, global_batch=4, precision="bf16", document_mask=False)
+    few = replace(shape, kv_heads=1, layers=6, ffn=8192)
+    wide = replace(recipe, sequence=2048, precision="fp32")
     asked = {
         "noise": plan(shape, replace(recipe, noise_scale_every=10), micro_batch=1, compile="off"),
-        "fp32": plan(
-            replace(shape, kv_heads=1, layers=6, ffn=8192),
-            replace(recipe, sequence=2048, precision="fp32"), micro_batch=4, compile="off",
-        ),
+        "fp32": plan(few, wide, micro_batch=4, compile="off"),
+        "fp32 documents": plan(few, replace(wide, document_mask=True), micro_batch=4, compile="off"),
+        "fp32 window": plan(replace(few, window=300), wide, micro_batch=4, compile="off"),
     }[name]  # fmt: skip
     seen, planned = dry_run(asked, device="cuda").ranks[0], predict(asked).worst
     total = planned.total_bytes - planned.kinds["reserve"]

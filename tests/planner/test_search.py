@@ -18,7 +18,8 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import OFFLOADED, RECOMPUTE
-from meshwright.spec.schedule import NAMES, V_PLACED, refusal
+from meshwright.spec.schedule import refusal
+from meshwright.spec.schedule_kinds import NAMES, V_PLACED
 from meshwright.spec.shape import MoEShape
 
 

@@ -1,9 +1,12 @@
 """Memory of served models: by hand from configurations of transformers, and against what the engine really holds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from meshwright.model import build
+from meshwright.planner.serving import serving_memory as serving_memory_module
 from meshwright.planner.serving.cached_layers import (
     CachedLayers,
     ServedModel,
@@ -14,8 +17,10 @@ from meshwright.planner.serving.cached_layers import (
 from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.frameworks import MESHWRIGHT, VLLM
 from meshwright.planner.serving.number_formats import BF16, formats_of
-from meshwright.planner.serving.serving_memory import serving_memory, weights_bytes
+from meshwright.planner.serving.serving_memory import BLOCK, GRAPH_ROWS, graphs_bytes, serving_memory, weights_bytes
+from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.paged_cache import PagedCache
+from meshwright.serve.step_graphs import StepMemory
 from meshwright.spec import presets
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.inventory import num_parameters
@@ -124,6 +129,30 @@ def test_more_ranks_narrower_weights_and_shorter_sequences_hold_more() -> None:
     assert most() < most(tp=2) < most(tp=4)
     assert most() < most(quantization="fp8") < most(quantization="int4_wo")
     assert most(8192) < most(4096) < most(1024)
+
+
+def test_cuda_graphs_of_our_engine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What graphs read and leave is what the engine makes for them, but for a block that pads tables; one GPU has them,
+    of weights that are not quantized."""
+    shape = presets.model("llama-3.1-8b")
+    ours = replace(deployment("llama-3.1-8b"), framework=MESHWRIGHT)
+    rows = EngineOptions().most_sequences
+    assert rows == GRAPH_ROWS and EngineOptions().block == BLOCK
+    whole = graphs_bytes(ours, 2048)
+    assert graphs_bytes(ours, 64) < whole < graphs_bytes(ours, 100_000) < 2**31
+    memory = serving_memory(ours, 2048)
+    assert memory.graphs_bytes == whole
+    assert memory.cache_bytes == memory.usable_bytes - memory.weights_bytes - memory.activations_bytes - whole
+    monkeypatch.setattr(serving_memory_module, "GRAPH_POOLS", 0.0)
+    blocks = 1 + rows * shape.max_positions // BLOCK
+    held = StepMemory(rows, blocks, shape.vocab, torch.device("cpu"))
+    assert graphs_bytes(ours, 2048) + 8 == held.bytes
+    none = [
+        deployment("llama-3.1-8b"), replace(deployment("llama-3.1-8b", "fp8"), framework=MESHWRIGHT),
+        replace(deployment("llama-3.1-8b", tp=2), framework=MESHWRIGHT),
+        replace(deployment("deepseek-v3"), framework=MESHWRIGHT),
+    ]  # fmt: skip
+    assert [graphs_bytes(one, 2048) for one in none] == [0.0] * 4
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny"])

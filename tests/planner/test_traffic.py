@@ -14,6 +14,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.collectives import exchanges, of_exchange, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets
 from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.places import place_of
 from tests.parallel.test_traffic import CASE, HEAD, SHAPE, Sent, sent_by
 
@@ -146,6 +147,21 @@ TIED: list[dict[str, Any]] = [
 
 
 MIXTRAL = replace(SHAPE, layers=2, family="mixtral", moe=MoEShape(experts=4, top_k=4, ffn=16))
+CODED = replace(SHAPE, lora=LoRAShape(rank=2, base="nf4-double"))
+SHARED: list[dict[str, Any]] = [
+    {"dp_shard": 4, "zero": 3, "micro_batch": 1},
+    {"dp_replicate": 2, "dp_shard": 2, "zero": 3},
+    {"tp": 2, "dp_shard": 2, "zero": 3},
+    {"cp": 2, "dp_shard": 2, "zero": 3},
+    {"dp_shard": 4, "zero": 2, "micro_batch": 1},
+    {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1},
+]
+SHARED_EXPERTS: list[dict[str, Any]] = [
+    {"dp_shard": 4, "zero": 3},
+    {"dp_shard": 4, "ep": 2, "zero": 3},
+    {"dp_shard": 4, "ep": 4, "zero": 3},
+]
+"""Frozen matrices are codes, which ZeRO-3 shares."""
 TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2, top_k=2, ffn=16, first_dense=1))
 
 
@@ -159,8 +175,19 @@ TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2
         (replace(CASE, shape=replace(shrink("qwen2.5-0.5b"), layers=5)), 2, TIED),
         (replace(CASE, optimizer="muon"), 4, FOUR),
         (replace(CASE, shape=TWO_EXPERTS, precision="bf16", optimizer="muon"), 4, FEW),
+        (replace(CASE, shape=CODED), 4, SHARED),
+        (replace(CASE, shape=replace(MIXTRAL, lora=CODED.lora)), 4, SHARED_EXPERTS),
     ],
-    ids=["dense", "experts", "few experts in bf16", "tied head", "muon", "muon, few experts in bf16"],
+    ids=[
+        "dense",
+        "experts",
+        "few experts in bf16",
+        "tied head",
+        "muon",
+        "muon, few experts in bf16",
+        "codes",
+        "codes of experts",
+    ],
 )
 def test_the_trainer_counts_the_same(case: Case, world: int, options: list[dict[str, Any]]) -> None:
     """Calls and bytes by axis and collective, exactly. Every expert gets every token, so routing leaves no choice. A

@@ -1,5 +1,8 @@
 """Adapters as models of a server: what they are called, what they answer, and whose runs are taken."""
 
+import io
+import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +119,33 @@ def test_adapters_of_runs_are_those_that_are_merged(runs: Path) -> None:
         right = mw.load(runs / merged[one]).generate_many(prompts, mw.RequestOptions(max_new_tokens=16))
         assert [each.ids for each in found[3 * number : 3 * number + 3]] == [each.ids for each in right]
     assert len({found[0].ids, found[3].ids, found[9].ids}) == 3
+
+
+def test_one_adapter_of_generate_and_chat(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run and of PEFT: the answers are those of the model that was fine-tuned, and the base is itself again."""
+    asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0}
+    base, right = mw.load(runs / "base"), mw.load(runs / "first").generate("def f1(", **asked)
+    plain = base.generate("def f1(", **asked)
+    for folder in ("first", "peft"):
+        assert base.generate("def f1(", adapter=runs / folder, **asked).ids == right.ids
+    assert base.generate("def f1(", **asked).ids == plain.ids != right.ids
+    words = ["generate", str(runs / "base"), "--prompt", "def f1(", "--greedy", "--max-new-tokens", "12"]
+    for more in ([], ["--samples", "2"]):
+        capsys.readouterr()
+        assert main([*words, *more, "--adapter", str(runs / "first")]) == 0
+        said = capsys.readouterr().out
+        rows = [json.loads(line)["text"] for line in said.splitlines()] if more else [said.removeprefix("def f1(")[:-1]]
+        assert rows == [right.text] * (1 + bool(more))
+    answers = []
+    for folder, more in (("first", []), ("base", ["--adapter", str(runs / "peft")]), ("base", [])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+        assert main(["chat", str(runs / folder), "--greedy", "--max-new-tokens", "12", *more]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+    for verb in (words, ["chat", str(runs / "base")]):
+        assert "--adapter nowhere: there is no such folder" in refused(capsys, *verb, "--adapter", "nowhere")
 
 
 def test_the_command_line(

@@ -127,7 +127,7 @@ def test_layouts_train_the_same_adapter(files: Path) -> None:
 
 
 @pytest.mark.slow
-def test_lengths_of_rows_are_sharded_and_codes_are_not(files: Path) -> None:
+def test_lengths_of_rows_are_sharded(files: Path) -> None:
     """DoRA under ZeRO, and beside rows that tp cuts."""
     asked = plan(files, *LORA, "model.lora.base=nf4-double", "model.lora.dora=true", "recipe.steps=4")
     right = losses(asked)

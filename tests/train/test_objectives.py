@@ -16,7 +16,9 @@ from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.objective_traits import TRAITS
 from meshwright.training.batches import Batch, Feed, Share, select, split
+from meshwright.training.objectives import MADE, objective_of
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import CROSS_ENTROPY, Objective, train_step
 from tests.train.tiny import RECIPE, batch, relative, small, trained
@@ -177,3 +179,12 @@ def test_ranks_read_their_parts_of_a_source_and_together_all_of_it() -> None:
     finally:
         for feed in (whole, *parts):
             feed.close()
+
+
+def test_every_objective_of_a_recipe_is_made() -> None:
+    """One without a maker would end in a KeyError, and not as cross-entropy; those with a teacher are made with it."""
+    assert {*MADE} == {name for name, traits in TRAITS.items() if not traits.teacher}
+    for name in MADE:
+        made = objective_of(replace(RECIPE, objective=name))
+        assert (made is CROSS_ENTROPY) == (name == "cross-entropy")
+        assert made.figures == TRAITS[name].figures

@@ -1,7 +1,6 @@
 """CUDA graphs of passes (layout.cuda_graphs): what a CPU can prove of them, and what a GPU must."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import compat
 from meshwright.data import Sequences
@@ -20,9 +18,10 @@ from meshwright.kernels.varlen import borders_of
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine
+from meshwright.parallel.graph_capture import MOST, WARM
 from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.pass_graphs import MOST, WARM, PassGraphs, check_device
+from meshwright.parallel.pass_graphs import PassGraphs, check_device
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.legal import layout_violations
@@ -32,88 +31,17 @@ from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler
 from meshwright.training.standing_batch import form_of, standing
 from meshwright.training.step import MicroPass, StepResult, Weights, train_step
+from tests.operation_recorder import OnDeviceOnly, Recorder
 
 ON = Layout(cuda_graphs="on", compile="off")
 CPU = torch.device("cpu")
 LLAMA = shrink("llama-3.1-8b")
 
 
-READ_BY_HOST = {
-    torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default,
-    torch.ops.aten._unique2.default, torch.ops.aten.repeat_interleave.Tensor,
-}  # fmt: skip
-"""Operations whose result or its size the host must know."""
-
-
 @pytest.fixture
 def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss multiplies all rows: that a target is ignored decides no size."""
     monkeypatch.setattr(cross_entropy._Chunks, "_kept", lambda self, valid: None)
-
-
-class Recorder:
-    """In place of a GPU: records the operations of a pass and repeats them on the very tensors that they had, as a
-    launched graph does. A result that the host reads would stay what it was when it was recorded."""
-
-    def __init__(self, own: Callable[[], list[Tensor]]) -> None:
-        self.own, self.launches = own, 0
-
-    def beside(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in tensors)
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        before = [one.clone() for one in self.own()]
-        with Recording() as recording:
-            work()
-        with torch.no_grad():  # a capture does nothing of it
-            for one, value in zip(self.own(), before, strict=True):
-                one.copy_(value)
-
-        def launch() -> None:
-            self.launches += 1
-            recording.repeat()
-
-        return launch
-
-
-class Recording(TorchDispatchMode):
-    """Operations with their operands and results."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
-        self.calls: list[tuple[Any, Any, Any, Any]] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Yes: else a compiled function would run as it was written."""
-        return True
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert function not in READ_BY_HOST, f"the host reads a tensor: {function}"
-        out = function(*args, **(kwargs or {}))
-        self.calls.append((function, args, kwargs or {}, out))
-        return out
-
-    @torch.no_grad()
-    def repeat(self) -> None:
-        for function, args, kwargs, out in self.calls:
-            if any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns):
-                continue  # a view, which sees what its base holds
-            again = function(*args, **kwargs)
-            if not any(one.alias_info is not None for one in function._schema.returns):
-                for old, new in zip(tensors(out), tensors(again), strict=True):
-                    old.copy_(new)
-
-
-def tensors(found: Any) -> Iterator[Tensor]:
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, tuple | list):
-        for one in found:
-            yield from tensors(one)
 
 
 def engine_of(
@@ -300,7 +228,7 @@ def test_each_form_has_its_graph_and_there_are_only_so_many() -> None:
 def test_documents_have_room_in_powers_of_two() -> None:
     """Few forms serve all batches, and what is not there has no tokens."""
     batch = batch_of(0, 2, 24, 61, packed=True)
-    number, longest = batch.spans
+    number, longest, _ = batch.spans
     own = standing(batch)
     assert own.spans[0] >= number > own.spans[0] / 2 and own.spans[1] >= longest
     assert form_of(own) == form_of(batch) != form_of(replace(batch, documents=None))
@@ -346,7 +274,11 @@ def test_uncompiled_blocks_may_make_all_again() -> None:
 
 
 def test_dropout_is_captured_where_nothing_sets_the_random_state_back() -> None:
-    assert not layout_violations(LLAMA, Recipe(global_batch=8, sequence=16, dropout=0.1), ON)
+    recipe = Recipe(global_batch=8, sequence=16, dropout=0.1, document_mask=False)
+    assert not layout_violations(LLAMA, recipe, ON)
+    assert not layout_violations(LLAMA, replace(recipe, precision="bf16", document_mask=True), ON)
+    (said,) = layout_violations(LLAMA, replace(recipe, document_mask=True), ON)
+    assert "recipe.dropout=0.1" in said and "take recipe.dropout=0" in said
 
 
 def test_data_parallelism_alone_is_legal() -> None:
@@ -398,15 +330,6 @@ def test_a_gpu_trains_the_same_with_graphs_and_without(compiled: Literal["off", 
         torch.use_deterministic_algorithms(before)
     assert found[0][0] == found[1][0]
     assert all(torch.equal(found[1][1][key], value) for key, value in found[0][1].items())
-
-
-class OnDeviceOnly(TorchDispatchMode):
-    """Refuses what makes a host wait for a GPU. A number that the host has is none."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = args and getattr(args[0], "constant", None) is not None
-        assert known or function not in READ_BY_HOST, f"the host reads a tensor: {function}"
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "all-but-attention", "full"])

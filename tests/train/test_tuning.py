@@ -39,11 +39,16 @@ def conversations(number: int) -> list[dict[str, object]]:
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    directory(tmp_path / "hf", SHAPES["llama"])
-    (tmp_path / "hf" / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+    return write(tmp_path)
+
+
+def write(folder: Path) -> Path:
+    """A Hugging Face folder `hf` and a file `chat.jsonl`; returns the folder."""
+    directory(folder / "hf", SHAPES["llama"])
+    (folder / "hf" / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
     rows = map(json.dumps, conversations(24))
-    (tmp_path / "chat.jsonl").write_text("\n".join(rows), encoding="utf-8")
-    return tmp_path
+    (folder / "chat.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    return folder
 
 
 def plan(files: Path, *words: str) -> Plan:
@@ -177,3 +182,22 @@ def test_a_template_is_found_from_any_folder(files: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(files.parent)
     kept = planfile.read(files / "run" / "plan.yaml")
     assert prepare(kept.data).train.num_documents > 0
+
+
+def test_a_model_without_a_template_is_given_a_plain_one_and_it_is_said(files: Path) -> None:
+    """Of conversations alone: completions and texts are written by none."""
+    (files / "hf" / "chat_template.jinja").unlink()
+    config = json.loads((files / "hf" / "tokenizer_config.json").read_text(encoding="utf-8"))
+    del config["chat_template"]
+    (files / "hf" / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    pieces = ({"prompt": f"say {one}", "completion": f" {one}"} for one in range(12))
+    (files / "pieces.jsonl").write_text("\n".join(map(json.dumps, pieces)), encoding="utf-8")
+    said = {}
+    for name in ("chat", "pieces"):
+        watcher = Notes()
+        words = ("recipe.steps=1", "data.validation=0", f"data={files / name}.jsonl", f"run={files / name}")
+        loop.run(plan(files, *words), watchers=[watcher])
+        assert watcher.info is not None
+        said[name] = [text for text in watcher.info.notes if text.startswith("turns are written by the plain template")]
+    assert len(said["chat"]) == 1 and "data.template=FILE" in said["chat"][0] and said["pieces"] == []
+    assert "### assistant" in (files / "chat" / "chat_template.jinja").read_text(encoding="utf-8")

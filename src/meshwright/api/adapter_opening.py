@@ -1,6 +1,7 @@
-"""Adapters for the requests of a served model: folders of PEFT's, and runs that trained one."""
+"""Adapters beside a model that is in memory: folders of PEFT's, and runs that trained one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from meshwright.api.arguments import Place, folder_of
 from meshwright.model import Transformer
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import is_adapter, load_adapter
-from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.lora import SAME
 from meshwright.spec.plan import RANDOM
@@ -22,7 +23,7 @@ from meshwright.store.model_weights import locate, weights
 def opened_adapters(given: Mapping[str, Place] | None, model: Transformer, source: Path) -> dict[str, ServedAdapter]:
     """Each by its name, for requests to a model that was read from `source`. ArgumentError, HubError or CheckpointError
     where one cannot be had."""
-    found = {name: _opened(name, folder_of(place), model, source) for name, place in (given or {}).items()}
+    found = {name: opened_adapter(name, folder_of(place), model, source) for name, place in (given or {}).items()}
     for name, adapter in found.items():
         if not name:
             raise ArgumentError("adapter= must have a name, which requests say")
@@ -30,7 +31,26 @@ def opened_adapters(given: Mapping[str, Place] | None, model: Transformer, sourc
     return found
 
 
-def _opened(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
+def named(place: Place | None) -> dict[str, Path]:
+    """One adapter under the name of its folder; none where there is none."""
+    if place is None:
+        return {}
+    folder = folder_of(place)
+    return {folder.resolve().name: folder}
+
+
+@contextmanager
+def beside(place: Place, model: Transformer, source: Path) -> Iterator[None]:
+    """While it lasts, all rows of a model that was read from `source` have an adapter. As `opened_adapters`."""
+    given = named(place)
+    with torch.no_grad():
+        adapters = RequestAdapters(model, opened_adapters(given, model, source), exact=False)
+    with adapters.over(dict.fromkeys(given, slice(None))):
+        yield
+
+
+def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
+    """One adapter of a model that was read from `source`. ArgumentError, HubError or CheckpointError."""
     if is_adapter(path):
         shape, tensors = load_adapter(path, model.shape.base)
         assert shape.lora is not None
@@ -48,10 +68,10 @@ def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
     run, checkpoint = locate(path)
     lora, init = run.plan.model.lora, run.plan.init
     if lora is None:
-        raise ArgumentError(f"adapter={name}: {path} trained all weights and has no adapter: serve it as a model")
+        raise ArgumentError(f"adapter={name}: {path} trained all weights and has no adapter: give it as the model")
     if init == RANDOM:
         raise ArgumentError(
-            f"adapter={name}: {path} trained it beside drawn weights, which no folder holds: serve the run as a model"
+            f"adapter={name}: {path} trained it beside drawn weights, which no folder holds: give the run as the model"
         )
     if lora.base != SAME:
         raise ArgumentError(
@@ -59,10 +79,10 @@ def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
             "--adapter`) to have it beside other weights"
         )
     known = checkpoints.values(checkpoint).get("base")
-    beside = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
-    if known != base_fingerprint(run.plan) or known != beside:
+    given = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
+    if known != base_fingerprint(run.plan) or known != given:
         raise ArgumentError(
-            f"adapter={name}: {path} trained it beside the weights of {init}, and {source} has others: serve the "
-            "folder that model.init names"
+            f"adapter={name}: {path} trained it beside the weights of {init}, and {source} has others: give the "
+            "folder that model.init names as the model"
         )
     return ServedAdapter(lora, dict(weights(checkpoint, torch.float32, verified=True)))

@@ -3,8 +3,10 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
+from meshwright.api.adapter_opening import named
 from meshwright.api.trained_model import TrainedModel
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
@@ -38,14 +40,16 @@ class Dialogue:
         *,
         system: str = "",
         engine: EngineOptions | None = None,
+        adapter: Path | None = None,
     ) -> None:
-        """`system`: what stands before all turns; `engine`: room for one answer by default. ArgumentError; PlanError
-        where the model has no tokenizer."""
-        self._model, self._options = model, options or RequestOptions()
+        """`system`: what stands before all turns; `engine`: room for one answer by default; `adapter`: the folder of
+        one that answers have. ArgumentError; PlanError where the model has no tokenizer."""
+        adapters, options = named(adapter), options or RequestOptions()
+        self._model, self._options = model, replace(options, adapter=next(iter(adapters), options.adapter))
         if self._options.n > 1:
             raise ArgumentError(f"n={self._options.n} must be 1: a conversation goes on with one answer")
         model.chat_template()
-        self._engine = model.engine(engine or EngineOptions(most_sequences=1))
+        self._engine = model.engine(engine or EngineOptions(most_sequences=1), adapters=adapters)
         self._begin = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._begin)
         """Of all turns so far."""

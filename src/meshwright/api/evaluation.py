@@ -1,12 +1,14 @@
 """`evaluate`: a model on tasks or on held-out text, alone or before and after, with the noise of each figure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.api.adapters_in_turn import AdaptersInTurn
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
@@ -57,6 +59,8 @@ class EvaluatedFigure:
     """Of the one it is held against."""
     difference: Estimate | None = None
     """value - before, paired by item."""
+    adapter: str = ""
+    """Name of the one beside the base, which is `before`; empty = a whole model."""
     verdict: Verdict | None = None
     """Whether the difference is beyond noise (two-sided 95 %)."""
 
@@ -69,6 +73,13 @@ class EvaluationAnswer(Answer):
     """Where the model is."""
     against: Path | None
     figures: tuple[EvaluatedFigure, ...]
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """What the `cells` of each figure are."""
+        named = ("adapter",) if any(one.adapter for one in self.figures) else ()
+        two = ("before", "after", "difference", "") if self.against is not None else ("value",)
+        return (*named, "task", "metric", *two, "items")
 
     def counted(self, *kinds: Verdict) -> int:
         """Figures with one of these verdicts."""
@@ -92,6 +103,7 @@ class EvaluationAnswer(Answer):
         """A row for each figure."""
         return [
             {
+                **({"adapter": one.adapter} if one.adapter else {}),
                 "task": one.task, "metric": one.metric, "items": one.items, "value": one.value.value,
                 "error": one.value.error, "before": one.before and one.before.value,
                 "before_error": one.before and one.before.error,
@@ -105,18 +117,16 @@ class EvaluationAnswer(Answer):
         return f"{self.run}: {self.headline or many(len(self.figures), 'figure')}"
 
     def _repr_html_(self) -> str:
-        head = ("task", "metric", *(("before",) if self.against else ()), "after" if self.against else "value")
-        more = ("difference", "", "items") if self.against else ("items",)
         return whole(
             *([line(self.headline)] if self.against else ()),
-            table((*head, *more), [tuple(cells(one)) for one in self.figures]),
+            table(self.head, [tuple(cells(one)) for one in self.figures]),
             line("figures ± standard error; differences are paired by item"),
         )
 
 
 def cells(one: EvaluatedFigure) -> Iterator[str]:
-    """A figure as the cells of a row: task, metric, before, after, difference, verdict and items."""
-    yield from (one.task, one.metric)
+    """A figure as the cells of a row: adapter, task, metric, before, after, difference, verdict and items."""
+    yield from (one.adapter, one.task, one.metric) if one.adapter else (one.task, one.metric)
     if one.before is not None:
         yield shown(one.before)
     yield shown(one.value)
@@ -138,6 +148,7 @@ def evaluate(
     *,
     tasks: str | Path | Sequence[str] = (),
     against: Place | None = None,
+    adapters: Mapping[str, Place] | None = None,
     data: str | Path | None = None,
     dtype: str | None = None,
     sequences: int = 0,
@@ -148,7 +159,8 @@ def evaluate(
     progress: Progress | None = None,
 ) -> EvaluationAnswer:
     """Score a model, a run or a Hugging Face directory, and another one (`against`) on the same items. `checkpoint` of
-    the run: last, best, or a step; of `against` it is the last.
+    the run: last, best, or a step; of `against` it is the last. `adapters`, by name, are held against the model: it is
+    loaded once, and each in turn is merged into it.
 
     `tasks`: YAML files of lm-evaluation-harness, or folders of them, with local data; without them the held-out part of
     the run, or all of `data`. `limit`: items of each task, `sequences`: rows of text, 0 = all. `shots`: examples before
@@ -165,18 +177,26 @@ def evaluate(
     for place, named in ((path, ""), *([(other, "against=")] if other is not None else [])):
         if not place.is_dir():  # said before the harness is loaded, which takes seconds
             raise RunError(f"{named}{place} does not exist: give a run folder or a Hugging Face directory")
-    models = [lambda: load(path, dtype, checkpoint=checkpoint), *([lambda: load(other, dtype)] if other else [])]
+    models: dict[str, Loader] = {"": lambda: load(path, dtype, checkpoint=checkpoint)}
+    before: Loader | None = None if other is None else partial(load, other, dtype)
+    if adapters:
+        if other is not None:
+            raise ArgumentError(f"against={other}: adapters are held against the model itself; leave one of both out")
+        folders = {name: folder_of(place) for name, place in adapters.items()}
+        turns = AdaptersInTurn(load(path, dtype, checkpoint=checkpoint), folders)
+        models, before, other = {name: partial(turns.with_adapter, name) for name in folders}, turns.plain, path
     if places:
-        found = _on_tasks(models, places, limit, shots, chat, progress)
+        found = _on_tasks(models, before, places, limit, shots, chat, progress)
     else:
         if other is not None:
             _check_tokenizers(path, other)
-        found = _on_held_out(models, data, sequences)
+        found = _on_held_out(models, before, data, sequences)
     return EvaluationAnswer(run=path, against=other, figures=tuple(found))
 
 
 def _on_tasks(
-    models: Sequence[Loader], places: Sequence[str], limit: int | None, shots: int | None, chat: bool,
+    models: Mapping[str, Loader], before: Loader | None, places: Sequence[str], limit: int | None,
+    shots: int | None, chat: bool,
     progress: Progress | None,
 ) -> list[EvaluatedFigure]:  # fmt: skip
     if find_spec("lm_eval") is None:
@@ -187,14 +207,14 @@ def _on_tasks(
     def scored(loaded: Loader) -> "list[TaskFigure]":
         return run_tasks(configs, _text_model(loaded(), chat=chat), limit=limit, shots=shots, progress=progress)
 
-    after, *others = (scored(one) for one in models)  # one after the other: they need not have room at once
-    before = {(one.task, one.metric, one.filter): one for other in others for one in other}
+    after = [(name, one) for name, loaded in models.items() for one in scored(loaded)]  # one at a time has room
+    twins = {(one.task, one.metric, one.filter): one.items for one in (scored(before) if before else ())}
     found = []
-    for one in after:
+    for name, one in after:
         metric = one.metric if one.filter == "none" else f"{one.metric} ({one.filter})"
-        twin = before.get((one.task, one.metric, one.filter))
-        first = None if not others else {} if twin is None else twin.items
-        found.append(_figure(one.task, metric, one.figure, one.items, first, one.higher_is_better))
+        first = twins.get((one.task, one.metric, one.filter), {}) if before else None
+        figure = _figure(one.task, metric, one.figure, one.items, first, one.higher_is_better)
+        found.append(replace(figure, adapter=name))
     return found
 
 
@@ -210,10 +230,13 @@ def _text_model(opened: TrainedModel, *, chat: bool) -> Any:
     )  # fmt: skip
 
 
-def _on_held_out(models: Sequence[Loader], data: str | Path | None, sequences: int) -> list[EvaluatedFigure]:
+def _on_held_out(
+    models: Mapping[str, Loader], before: Loader | None, data: str | Path | None, sequences: int
+) -> list[EvaluatedFigure]:
     """Nats per token, of all and of each role; items are conversations, or windows of a text. Of a mixture their means
     by weight, as the run has them, and then those of each source."""
-    opened = models[0]()
+    opening, *others = models.values()
+    opened = opening()
     whole = opened.held_out_rows(data, sequences, apart=True)
     parts = whole.parts
 
@@ -221,15 +244,18 @@ def _on_held_out(models: Sequence[Loader], data: str | Path | None, sequences: i
         engine, device = on_one_device(found.model), found.model.embed.weight.device
         return [_by_role(row_losses(engine, one.batches(device, by_role=True)).tolist(), one.items) for one in parts]
 
-    after = scored(opened)
+    after = [scored(opened)]
     sources = opened.plan.data.mixture if opened.plan and len(parts) > 1 else ()
     del opened  # two models need not have room at once
-    before: Sequence[_ByMetric | None] = scored(models[1]()) if len(models) > 1 else [None] * len(parts)
-    if not sources:
-        return _of_source(HELD_OUT, after[0], before[0])
-    named = [f"{HELD_OUT} {one.path}" for one in sources]
-    each = [_of_source(*one) for one in zip(named, after, before, strict=True)]
-    return [*_by_weight(each, [one.weight for one in sources]), *chain.from_iterable(each)]
+    after += [scored(one()) for one in others]
+    own: Sequence[_ByMetric | None] = scored(before()) if before else [None] * len(parts)
+    named = [(f"{HELD_OUT} {one.path}", one.weight) for one in sources] or [(HELD_OUT, 1.0)]
+    found = []
+    for name, scores in zip(models, after, strict=True):
+        each = [_of_source(task, one, first) for (task, _), one, first in zip(named, scores, own, strict=True)]
+        means = _by_weight(each, [weight for _, weight in named]) if sources else ()
+        found += [replace(one, adapter=name) for one in (*means, *chain.from_iterable(each))]
+    return found
 
 
 _ByMetric = Mapping[str, Mapping[str, tuple[float, float]]]

@@ -9,7 +9,7 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.capturing_rules import CAPTURED, policies
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.layout import RECOMPUTE
-from meshwright.spec.schedule import NAMES
+from meshwright.spec.schedule_kinds import NAMES
 from meshwright.spec.units import many
 
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")

@@ -1,9 +1,11 @@
 """Answers to a file of prompts, all at once by the serving engine."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.api.adapter_opening import named
 from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.distill_sequences import READERS, Question, questions
 from meshwright.serve.engine_options import EngineOptions
@@ -40,11 +42,14 @@ def _said(text: str) -> Question:
 
 
 def answer_prompts(
-    model: TrainedModel, asked: Sequence[Question], options: RequestOptions, engine: EngineOptions | None = None
-) -> Iterator[dict[str, Any]]:
+    model: TrainedModel, asked: Sequence[Question], options: RequestOptions, engine: EngineOptions | None = None,
+    adapter: Path | None = None,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each answer, in the order of the prompts: `prompt` or `messages`, `ids`, `text` and `ending`.
-    ArgumentError, PlanError, DataError."""
-    serving = model.engine(engine)
+    `adapter`: the folder of one that all answers have. ArgumentError, PlanError, DataError."""
+    adapters = named(adapter)
+    serving = model.engine(engine, adapters=adapters)
+    options = replace(options, adapter=next(iter(adapters), options.adapter))
     for begin in range(0, len(asked), AT_ONCE):
         some = asked[begin : begin + AT_ONCE]
         ids = [model.encode_messages(one.messages) if one.messages else model.encode(one.text) for one in some]

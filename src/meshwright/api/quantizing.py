@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
 from meshwright.api.model_opening import described
 from meshwright.api.quantization_budget import bytes_of, within_budget
+from meshwright.api.quantization_options import check_options, chosen_scheme, matrices_left
 from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
 from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
 from meshwright.compress.bit_budget import bits_of, ladder
@@ -27,10 +27,9 @@ from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_by
 from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_formats.format_table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError
+from meshwright.spec.errors import ArgumentError, OutsideTolerance
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
-from meshwright.spec.presets import nearest
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.units import gib
 from meshwright.store.durable import one_line
 from meshwright.store.model_weights import LAST
@@ -207,8 +206,8 @@ def quantize(
             checkpoint=checkpoint, quality=quality, keep=keep,
             other={"group": group, "outliers": outliers, "threshold": threshold, "budget": budget},
         )  # fmt: skip
-    taken = _scheme(scheme, group, outliers, threshold)
-    _check(format, sequences, calibration, max_kl, dtype, target)
+    taken = chosen_scheme(scheme, group, outliers, threshold)
+    check_options(format, sequences, calibration, max_kl, dtype, target)
     if format in FP16_SCALES:
         taken = replace(taken, scales="float16")
     limit = None if budget is None else bytes_of(budget)
@@ -264,10 +263,10 @@ def _as_gguf(
         if given is not None:
             raise ArgumentError(f"{option}={given} is not for GGUF files: leave it out")
     taken = GGUF_SCHEMES[name]
-    _check(DEFAULT, sequences, 1, max_kl, dtype, target)
+    check_options(DEFAULT, sequences, 1, max_kl, dtype, target)
     check_gguf_path(target)
     original = open_original(path, checkpoint)
-    wanted, names = DTYPES[dtype] if dtype else original.dtype, _left(original, keep)
+    wanted, names = DTYPES[dtype] if dtype else original.dtype, matrices_left(original, keep)
     kept = tuple(one for one in quantizable(original.shape) if one not in names)
     plan = plan_gguf(original, wanted, taken, kept)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
@@ -283,64 +282,10 @@ def _as_gguf(
     )  # fmt: skip
 
 
-def _scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
-    if name not in SCHEMES:
-        known = [*SCHEMES, *GGUF_SCHEMES]
-        raise ArgumentError(
-            f"scheme={name} is not known: take one of {', '.join(known)}; nearest: {nearest(name, known, 1)[0]}"
-        )
-    found = SCHEMES[name]
-    if group is not None:
-        if not found.group:
-            raise ArgumentError(f"group={group}: {name} has a scale for each output and no groups; leave it out")
-        found = replace(found, group=group)
-    if found.outliers == "none":
-        if outliers is not None or threshold is not None:
-            raise ArgumentError(f"outliers= and threshold= are for scheme=llm-int8, and {name} keeps no columns")
-        return found
-    limit = found.threshold if threshold is None else threshold
-    if outliers in (None, "calibrated"):
-        return replace(found, threshold=limit)
-    if outliers != "threshold":
-        raise ArgumentError(f"outliers={outliers} is not known: take calibrated or threshold")
-    return replace(found, outliers="threshold", threshold=limit)
-
-
-def _check(
-    format: str, sequences: int, calibration: int, max_kl: float | None, dtype: str | None, target: Path
-) -> None:  # fmt: skip
-    if format not in FORMATS:
-        raise ArgumentError(f"format={format} is not known: take one of {', '.join((*FORMATS, GGUF))}")
-    if sequences < 1:
-        raise ArgumentError(f"sequences={sequences} must be 1 or more")
-    if calibration < 1:
-        raise ArgumentError(f"calibration={calibration} must be 1 or more")
-    if max_kl is not None and not max_kl >= 0:
-        raise ArgumentError(f"max_kl={max_kl} must be 0 or more")
-    if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise PlanError(f"out={target} is not empty: take another folder, or empty this one")
-
-
 def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype: torch.dtype) -> QuantizedModel:
     """Every matrix but those that are kept; ArgumentError for a pattern without one."""
-    schemes = dict.fromkeys(_left(original, keep), scheme)
+    schemes = dict.fromkeys(matrices_left(original, keep), scheme)
     return QuantizedModel(shape=original.shape, schemes=schemes, kept={}, dtype=dtype)
-
-
-def _left(original: OriginalModel, keep: Sequence[str]) -> list[str]:
-    """Matrices that are quantized."""
-    names = list(quantizable(original.shape))
-    for pattern in keep:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ArgumentError(
-                f"keep={pattern} names no matrix that would be quantized; the first ones are {', '.join(names[:3])}"
-            )
-    left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in keep)]
-    if not left:
-        raise ArgumentError(f"keep={keep[0]} leaves nothing to quantize")
-    return left
 
 
 def _record(one: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:

@@ -166,6 +166,7 @@ def row_of(one: ServingLayout) -> dict[str, Any]:
         "tokens_per_second": one.tokens_per_s if served_ else None,
         "tokens_per_second_per_gpu": one.tokens_per_s_per_gpu if served_ else None,
         "weights_bytes": round(memory.weights_bytes), "activations_bytes": round(memory.activations_bytes),
+        "graphs_bytes": round(memory.graphs_bytes),
         "cache_bytes": _whole(memory.cache_bytes), "cache_bytes_per_token": round(memory.position_bytes),
         "cache_bytes_per_sequence": round(memory.sequence_bytes), "most_requests": _whole(one.most_requests),
         "waits": one.waits,
@@ -284,7 +285,7 @@ def _does_not_fit(answer: ServingAnswer) -> DoesNotFit:
     """With the nearest layout, and what would fit."""
     one, asked = answer.best, answer.asked
     memory = one.memory
-    needed = memory.weights_bytes + memory.activations_bytes + memory.sequence_bytes
+    needed = memory.weights_bytes + memory.activations_bytes + memory.graphs_bytes + memory.sequence_bytes
     others = [
         (f"quantization={name}", formats_of(name, experts=asked.model.shape.moe is not None))
         for name in NARROWER if FORMATS[name].width < asked.formats.experts.width

@@ -1,13 +1,14 @@
 """A trained model and what it is asked for: answers, and the score of a text. `model_opening` reads one."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api.adapter_opening import opened_adapters
+from meshwright.api.adapter_opening import beside, opened_adapters
 from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
@@ -94,15 +95,18 @@ class TrainedModel:
         top_p: float = 1.0,
         seed: int = 0,
         on_token: Callable[[int], None] | None = None,
+        adapter: str | Path | None = None,
     ) -> Generated:
         """Continue a text, or token ids, until the model ends it. `temperature` 0: always the likeliest token;
         `top_k`: only the k likeliest, 0 = all; `top_p`: only the likeliest that together reach p. `on_token` hears of
-        each new one. PlanError."""
+        each new one. `adapter`: one as those of `engine`, for all tokens. PlanError, ArgumentError."""
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        found = generate(
-            self.model, ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=self.stop_ids, on_token=on_token
-        )
+        with nullcontext() if adapter is None else beside(adapter, self.model, self.path):
+            found = generate(
+                self.model, ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=self.stop_ids,
+                on_token=on_token,
+            )  # fmt: skip
         decode = self.tokenizer.decode if self.tokenizer else None
         asked = prompt if isinstance(prompt, str) else decode(ids) if decode else None
         return Generated(

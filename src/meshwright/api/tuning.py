@@ -13,6 +13,7 @@ from meshwright.api.tuning_defaults import (
     PREFERENCE_DEFAULTS,
     RATES,
     SAMPLES,
+    SHARED,
     defaults_of,
     rate_of_adapters,
 )
@@ -54,7 +55,9 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     given = [str(word) for word in words if plan_of(word) is None]
     whole = len(given) < len(words) or any("=" not in word for word in given)
     keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in said(word)}
-    added = {} if whole else defaults_of(DEFAULTS, keys)
+    alone = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
+    shared = {} if alone else SHARED
+    added = {} if whole else {**defaults_of(DEFAULTS, keys), **shared}
 
     def read(notes: list[str] | None) -> tuple[Plan, str]:
         more = [f"{key}={value}" for key, value in added.items()]
@@ -70,7 +73,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
         raise PlanError("recipe.epochs=0 reads nothing: say how often, or recipe.steps or recipe.tokens")
     pairs = holds_pairs(plan.data)
     if not whole and pairs:
-        added = defaults_of(PREFERENCE_DEFAULTS, keys)
+        added = {**defaults_of(PREFERENCE_DEFAULTS, keys), **shared}
         if "recipe.learning_rate" in added:
             added["recipe.learning_rate"] = RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
         plan, resume = read([])

@@ -27,6 +27,9 @@ PREFERENCE_DEFAULTS: Mapping[str, str] = {
 """Of a file with chosen and rejected answers, two of which share a row; TRL's DPOConfig has the same rate."""
 RATES = {"orpo": "8e-6"}
 """Learning rates of objectives that have one of their own (arXiv:2403.07691, appendix C)."""
+SHARED: Mapping[str, str] = {"layout.dp_shard": "auto", "layout.zero": "1"}
+"""On several processes, where nothing is said of the layout: each reads other rows, and they share the optimizer's
+states, which sends as much as if each had all of them."""
 INSTEAD = {"recipe.epochs": ("recipe.steps", "recipe.tokens")}
 """A default that is not taken where one of these keys is given."""
 

@@ -17,9 +17,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != "--debug"] or ["--help"]
     if words[0] in ("-h", "--help", "--version"):
         return _told(words[0])
+    from meshwright.cli.process.accelerate import number_ranks
     from meshwright.cli.process.environment import described, set_defaults
     from meshwright.cli.process.launch import processes, rank
 
+    number_ranks(os.environ)
     if not debug:
         warnings.simplefilter("ignore")
     set_defaults(os.environ)

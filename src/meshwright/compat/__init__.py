@@ -35,6 +35,8 @@ from meshwright.compat.groups import named_group as named_group
 from meshwright.compat.sdpa import attention_backward as attention_backward
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
 from meshwright.compat.sdpa import cuda_attention as cuda_attention
+from meshwright.compat.sdpa import efficient_attention as efficient_attention
+from meshwright.compat.sdpa import efficient_attention_backward as efficient_attention_backward
 from meshwright.compat.sdpa import flash_attention as flash_attention
 from meshwright.compat.sdpa import flash_attention_backward as flash_attention_backward
 from meshwright.compat.sdpa import has_flash_attention as has_flash_attention

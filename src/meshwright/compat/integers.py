@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshwright.compat import real_tensors
+from meshwright.compat import cpu_multiplies, real_tensors
 
 INT4_GROUPS = (32, 64, 128, 256)
 """Inputs that share a scale, which the 4-bit product takes."""
@@ -80,8 +80,9 @@ def has_bf16_units() -> bool:
 
 
 def has_int4_product() -> bool:
-    """Whether this torch multiplies 16-bit activations with 4-bit weights on a CPU."""
-    return hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+    """Whether this torch multiplies 16-bit activations with 4-bit weights on this CPU, and by vectors."""
+    by_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or cpu_multiplies(torch.bfloat16)
+    return by_vectors and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
 
 
 def packed_int4(codes: Tensor) -> Tensor:

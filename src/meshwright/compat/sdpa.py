@@ -125,27 +125,59 @@ def cuda_attention(
 
 
 def varlen_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, longest: int, *, window: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, longest: int, *, window: int,
+    scale: float, dropout: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """A GPU's causal flash attention over documents one after another: q (T, H, E), k and v (T, K, E), which begin at
-    `borders` (N + 1,) int32 and are `longest` at most; `window` 0 = none -> (T, H, E) and the log-sum-exp (H, T).
+    `borders` (N + 1,) int32 and are `longest` at most; `window` 0 = none -> (T, H, E), the log-sum-exp (H, T), and the
+    state (2,) that its dropout began with.
 
-    torch.nn.attention.varlen calls the same operation; it has neither grouped heads nor windows before 2.13.
+    torch.nn.attention.varlen calls the same operation; it has neither grouped heads nor windows before 2.13, nor
+    dropout.
     """
     sizes = (borders, borders, longest, longest)
-    found = torch.ops.aten._flash_attention_forward(q, k, v, *sizes, 0.0, True, False, scale=scale, **_sides(window))
-    return found[0], found[1]
+    found = torch.ops.aten._flash_attention_forward(
+        q, k, v, *sizes, dropout, True, False, scale=scale, **_sides(window)
+    )  # fmt: skip
+    return found[0], found[1], found[2]
 
 
 def varlen_attention_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    borders: torch.Tensor, longest: int, *, window: int, scale: float,
+    borders: torch.Tensor, longest: int, *, window: int, scale: float, dropout: float = 0.0,
+    random: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradients of q, k and v; see varlen_attention. Without dropout the random state is never read."""
-    unread = torch.empty(2, dtype=torch.uint64, device=q.device)
+    if random is None:
+        random = torch.empty(2, dtype=torch.uint64, device=q.device)
     sizes = (borders, borders, longest, longest)
     found = torch.ops.aten._flash_attention_backward(
-        gradient, q, k, v, out, lse, *sizes, 0.0, True, unread, unread[0], scale=scale, **_sides(window)
+        gradient, q, k, v, out, lse, *sizes, dropout, True, random, random[0], scale=scale, **_sides(window)
+    )
+    return found[0], found[1], found[2]
+
+
+def efficient_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A GPU's memory-efficient attention, which takes fp32, and numbers (B, H, S, T) that are added to the scores: q
+    (B, H, S, E), k (B, H, T, E), v (B, H, T, V) -> (B, H, S, V), and the log-sum-exp (B, H, S up to a multiple of 32).
+
+    scaled_dot_product_attention calls the same operation, and keeps the log-sum-exp to itself. Rows of `bias` must lie
+    a multiple of 16 numbers apart.
+    """
+    found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return found[0], found[1]
+
+
+def efficient_attention_backward(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
+    out: torch.Tensor, lse: torch.Tensor, *, causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v; see efficient_attention. Without dropout the random state is never read."""
+    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        gradient, q, k, v, bias, out, lse, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
     )
     return found[0], found[1], found[2]
 

@@ -64,6 +64,8 @@ class TokenStream:
     """Documents come in pairs: a preference, the better one first."""
     same_pairs: int = 0
     """Of those, with two answers that are the same."""
+    first: int = 0
+    """Of a mixture: documents of the sources before, so that the numbers of answers are of all sources."""
     rows: NDArray[np.int64] | None = None
     """Of samples: [num_documents] which row of the file each is of; a conversation may give several. None = text."""
 

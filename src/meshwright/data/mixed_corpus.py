@@ -3,13 +3,13 @@
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 
 from meshwright.data.cache_folder import default_root, new_folder
-from meshwright.data.corpus import Corpus, MixedStream
+from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
@@ -28,13 +28,20 @@ def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None 
         together = repr([part.fingerprint for part in found])
         fingerprint = hashlib.blake2b(together.encode(), digest_size=20).hexdigest()
     return Corpus(
-        train=MixedStream(parts=tuple(part for one in found for part in one.train.parts), weights=weights),
-        validation=MixedStream(parts=tuple(part for one in found for part in one.validation.parts), weights=weights),
+        train=MixedStream(parts=_numbered(one.train for one in found), weights=weights),
+        validation=MixedStream(parts=_numbered(one.validation for one in found), weights=weights),
         tokenizer=found[0].tokenizer,
         fingerprint=fingerprint,
         key=fingerprint[:24],
         unread=sum((Counter(part.unread) for part in found), Counter()),
     )
+
+
+def _numbered(streams: Iterable[Stream]) -> tuple[TokenStream, ...]:
+    """Each source's stream, which knows how many documents come before its own."""
+    parts = [part for stream in streams for part in stream.parts]
+    before = accumulate((part.num_documents for part in parts), initial=0)
+    return tuple(replace(part, first=first) for part, first in zip(parts, before, strict=False))
 
 
 def _tokenizer(data: Data, root: Path) -> str:

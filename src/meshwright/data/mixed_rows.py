@@ -19,7 +19,8 @@ class MixedRows:
     goes through epochs of its own, each in another order. One epoch of the mixture is as many rows as all have."""
 
     def __init__(self, rows: Sequence[NumberedRows], weights: Sequence[float]) -> None:
-        """`weights` are shares of trained tokens: a source whose rows hold fewer of them gets more rows."""
+        """`weights` are shares of what a loss is the mean of, trained tokens or pairs: a source whose rows hold fewer
+        of them gets more rows."""
         self.rows: Final = tuple(rows)
         self.weights: Final = tuple(weights)
 
@@ -27,7 +28,7 @@ class MixedRows:
     def interleaving(self) -> Interleaving:
         """Which source each row is of; every source has a row."""
         rows = zip(self.rows, self.weights, strict=True)
-        return Interleaving([Fraction(repr(weight)) / _trained_in_a_row(one) for one, weight in rows])
+        return Interleaving([Fraction(repr(weight)) / _counted_in_a_row(one) for one, weight in rows])
 
     def __len__(self) -> int:
         """Rows of all sources together."""
@@ -75,6 +76,8 @@ def joined(found: Sequence[Sequences]) -> Sequences:
     return Sequences(packed=packed, **arrays)
 
 
-def _trained_in_a_row(rows: NumberedRows) -> Fraction:
-    """Tokens that are trained, a row; windows of text have equally many, counted as 1."""
-    return Fraction(rows.fitted.trained, len(rows)) if isinstance(rows, SampleRows) else Fraction(1)
+def _counted_in_a_row(rows: NumberedRows) -> Fraction:
+    """Tokens that are trained, or pairs, a row; windows of text have equally many tokens, counted as 1."""
+    if not isinstance(rows, SampleRows):
+        return Fraction(1)
+    return Fraction(rows.fitted.kept if rows.pairs else rows.fitted.trained, len(rows))

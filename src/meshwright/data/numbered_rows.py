@@ -1,6 +1,6 @@
 """The rows of a corpus by number: windows of its text, its samples packed, or those of several sources."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.data.corpus import Corpus, MixedStream, Stream
 from meshwright.data.mixed_rows import MixedRows
@@ -15,27 +15,36 @@ from meshwright.spec.objective_traits import CROSS_ENTROPY, PREFERENCES
 def check_objective(data: Data, recipe: Recipe, pairs: bool | None) -> None:
     """DataError where an objective over pairs has none, or another one has them. `pairs`: whether rows are; None =
     there are no rows."""
-    if data.mixture and (recipe.traits.pairs or pairs):
-        raise DataError(
-            "data.mixture has no rows of preferences (chosen and rejected): put them into one file, as data.path"
-        )
+    named = f"data.path={data.path}" if data.path else f"data={data.title}"
     if pairs and not recipe.traits.pairs:
         raise DataError(
-            f"data.path={data.path} holds preferences (chosen and rejected), and recipe.objective={recipe.objective} "
+            f"{named} holds preferences (chosen and rejected), and recipe.objective={recipe.objective} "
             f"compares nothing: take recipe.objective={PREFERENCES[0]}, or another of {', '.join(PREFERENCES)}"
         )
     if recipe.traits.pairs and pairs is False:
         raise DataError(
-            f"recipe.objective={recipe.objective} compares answers, and data.path={data.path} has no columns chosen "
+            f"recipe.objective={recipe.objective} compares answers, and {named} has no columns chosen "
             f"and rejected: take recipe.objective={CROSS_ENTROPY}, or a file with pairs"
+        )
+
+
+def check_alike(data: Data, pairs: Sequence[bool | None]) -> None:
+    """DataError where some sources of a mixture hold preferences and others do not. `pairs`: of each source, whether
+    it does; None = it has no rows."""
+    named = {kind: source.path for source, kind in zip(data.mixture, pairs, strict=False) if kind is not None}
+    if len(named) > 1:
+        raise DataError(
+            f"data.mixture: {named[True]} holds preferences (chosen and rejected) and {named[False]} none: an "
+            "objective is over one of both; tune on one after the other, each with a run of its own"
         )
 
 
 def numbered_rows(data: Data, recipe: Recipe, corpus: Corpus, stream: Stream, *, shuffle: bool) -> NumberedRows:
     """Of a stream of the corpus; DataError where there is less than a row of any source, or where the objective is for
     other data."""
-    parts = corpus.train.parts
-    pairs = any(part.pairs for part in parts) if any(len(part.starts) for part in parts) else None
+    each = [part.pairs if len(part.starts) else None for part in corpus.train.parts]
+    check_alike(data, each)
+    pairs = None if set(each) <= {None} else any(each)
     check_objective(data, recipe, pairs)
     if isinstance(stream, MixedStream):
         return MixedRows(list(_of_each(data, recipe, corpus, stream, shuffle)), stream.weights)

@@ -7,6 +7,7 @@ from typing import Literal
 from meshwright.data import mixed_corpus, sample_cache, token_cache
 from meshwright.data.cache_folder import Progress
 from meshwright.data.corpus import Corpus
+from meshwright.data.numbered_rows import check_alike
 from meshwright.data.samples import Preference, Sample, sample
 from meshwright.data.sources import Source
 from meshwright.spec import Data
@@ -27,8 +28,9 @@ def prepare(
 
 def holds_pairs(data: Data) -> bool:
     """Whether the data's rows are preferences, after the first of each source. DataError for what is wrong with those
-    rows, with a file or with a template: seen in a moment, before anything else is begun."""
+    rows, with a file or with a template, and where sources differ: seen in a moment, before anything else is begun."""
     found = [_first_sample(one) for one in data.sources or (data,)]
+    check_alike(data, [None if one is None else isinstance(one, Preference) for one in found])
     return any(isinstance(one, Preference) for one in found)
 
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.data.advice import how_often, tokens_of_run
+from meshwright.data.chat_template import DEFAULT
 from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import NumberedRows, numbered_rows
-from meshwright.data.sample_rows import SampleRows
+from meshwright.data.sample_rows import SampleRows, trained_roles
 from meshwright.spec import Data, Recipe
+from meshwright.spec.plan import SAMPLES
 from meshwright.spec.units import count, many
 
 MOST_TIMES = 4
@@ -21,7 +23,7 @@ class SourceReading:
 
     path: str
     share: float
-    """Of the trained tokens."""
+    """Of the trained tokens, or of the pairs."""
     tokens: int
     """Of one pass, trained or not."""
     bytes_per_token: float
@@ -36,6 +38,8 @@ class SourceReading:
     """Samples that no row has."""
     cut_tokens: int = 0
     """Of samples: behind the ends of rows."""
+    pairs: bool = False
+    """Its rows are preferences."""
 
 
 def readings(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) -> tuple[SourceReading, ...]:
@@ -61,6 +65,7 @@ def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, 
         overlong=fitted.overlong if fitted else 0,
         left_out=fitted.left_out if fitted else 0,
         cut_tokens=fitted.cut_tokens if fitted else 0,
+        pairs=isinstance(rows, SampleRows) and rows.pairs,
     )
 
 
@@ -79,8 +84,9 @@ def announced(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) ->
 
 
 def _source(one: SourceReading) -> str:
+    what = "pairs" if one.pairs else "trained tokens"
     return (
-        f"{one.path}: {one.share:.1%} of the trained tokens, {count(one.tokens)} tokens of {one.bytes_per_token:.2f} "
+        f"{one.path}: {one.share:.1%} of the {what}, {count(one.tokens)} tokens of {one.bytes_per_token:.2f} "
         f"bytes in {many(one.rows, 'row')}, {how_often(one.times)}"
     )
 
@@ -98,6 +104,17 @@ def _notes(one: SourceReading, rows: NumberedRows, data: Data) -> Iterator[str]:
         yield (
             f"{name}repeated {one.times:.1f} times, and beyond {MOST_TIMES} a repetition teaches little: take a lower "
             "weight, fewer steps, or more text"
+        )
+
+
+def plainly_written(data: Data, corpus: Corpus) -> Iterator[str]:
+    """A note where turns are written by the plain template, as those of a model without one."""
+    if data.form != SAMPLES or corpus.tokenizer.chat_template != DEFAULT:
+        return
+    if trained_roles(corpus.train) not in ((), ("other",)):
+        yield (
+            "turns are written by the plain template: headings (### user) and an end-of-text token behind answers: "
+            "data.template=FILE names another, as the chat_template.jinja of a tuned model's folder"
         )
 
 

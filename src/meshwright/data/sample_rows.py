@@ -177,7 +177,7 @@ class SampleRows:
             samples = self.samples_of(place)
             self._fill(samples, tokens[row], targets[row], documents[row], positions[row], roles[row])
             if self._stream.pairs:
-                answers[row, : len(samples)] = samples
+                answers[row, : len(samples)] = np.add(samples, self._stream.first)
         return Sequences(
             tokens=tokens, targets=targets, documents=documents, positions=positions, roles=roles,
             packed=bool((documents[:, -1] > 0).any()), answers=answers if self._stream.pairs else None,

@@ -33,8 +33,8 @@ class Sequences:
     packed: bool
     """Whether any row holds a document's border."""
     answers: NDArray[np.int64] | None = None
-    """[B, A] of pairs: the number in the stream of the sample that each document of a row is, the better one of a pair
-    first, -1 = none; None = there are no pairs."""
+    """[B, A] of pairs: the number of the sample that each document of a row is, the better one of a pair first; in its
+    stream, or among those of all sources of a mixture; -1 = none; None = there are no pairs."""
     roles: NDArray[np.uint8] | None = None
     """Who says each target, as its place in rendering.ROLES; None = text, which nobody says."""
 

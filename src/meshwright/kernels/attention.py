@@ -1,6 +1,7 @@
 """Attention behind one function: softmax(q k^T * scale + mask) v, causal."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,20 @@ from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.varlen import borders_of
 
-UNKNOWN = (0, 0)
+
+class DocumentSpans(NamedTuple):
+    """What the host knows of the documents of packed rows, so that no device is asked."""
+
+    number: int = 0
+    """Of all rows; 0 = unknown."""
+    longest: int = 0
+    """Positions; 0 = unknown."""
+    begins: tuple[tuple[int, ...], ...] = ()
+    """Of each row, the position of each document's beginning, 0 first; of whole rows, where a rank has a part of their
+    positions. Empty = unknown."""
+
+
+UNKNOWN = DocumentSpans()
 LONG = 256 * 64
 """Positions times dims of a head (64 at most) from which on blocks of queries pay."""
 
@@ -51,7 +65,7 @@ class Mask:
 
 
 def causal_mask(
-    queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, spans: tuple[int, int] = UNKNOWN,
+    queries: int, keys: int, *, window: int = 0, documents: Tensor | None = None, spans: DocumentSpans = UNKNOWN,
     device: torch.device | None = None,
 ) -> Mask:  # fmt: skip
     """The mask of the last `queries` positions over `keys` positions.
@@ -63,8 +77,8 @@ def causal_mask(
     window = window if window < keys else 0
     if documents is None or queries != keys or kind(documents) == "cpu":
         return Mask(window, documents)
-    number, longest = spans
-    return Mask(window, documents, borders_of(documents, number), torch.tensor(longest or keys, device="cpu"))
+    longest = torch.tensor(spans.longest or keys, device="cpu")
+    return Mask(window, documents, borders_of(documents, spans.number), longest)
 
 
 NARROW_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT")
@@ -104,8 +118,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0, prefer: str = "auto"
 ) -> Tensor:
     """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, the blockwise
-    form where that is faster (training on a CPU below AVX-512), and for documents and windows what skips the hidden
-    pairs (kernels/varlen.py).
+    form where that is faster (training on a CPU below AVX-512) or draws dropout (on a CPU), and for documents and
+    windows what skips the hidden pairs (kernels/varlen.py). Only queries over past keys have a mask that is a tensor.
 
     On a GPU flash attention alone takes unequal heads, and neither tensors as masks nor fp32 nor heads wider than 256:
     torch would fall back to the S x T form, so keys and values are repeated first. A CPU without 16-bit matrix units
@@ -118,8 +132,8 @@ def attend(
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
         form = varlen.AttentionForm(
-            mask.documents, mask.borders, mask.longest, mask.window, scale, chosen == "blockwise"
-        )
+            mask.documents, mask.borders, mask.longest, mask.window, scale, chosen, dropout
+        )  # fmt: skip
         return varlen.attend(q, k, v, form)
     allowed, causal = _told(q, k, mask)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
@@ -159,20 +173,26 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
 
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
-    """`varlen`, `blockwise` or `torch` for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V). The compiler sees through
-    torch's kernel, so plain causal attention is left to that there."""
-    if q.shape[1] != k.shape[1] or dropout:
+    """`torch`, or a way of kernels/varlen.py, for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V). The compiler sees
+    through torch's kernel, so plain causal attention is left to that there."""
+    if q.shape[1] != k.shape[1] or (mask.is_plain and torch.compiler.is_compiling()):
         return "torch"
-    if q.requires_grad and prefers_blockwise(q) and not (mask.is_plain and torch.compiler.is_compiling()):
-        return "blockwise"
-    return "varlen" if not mask.is_plain and v.shape[-1] <= WIDEST and can_fuse(q, k) else "torch"
+    if kind(q) == "cpu":
+        if dropout or (q.requires_grad and prefers_blockwise(q)):
+            return "blocks"
+        return "torch" if mask.is_plain else "flash" if v.shape[-1] <= WIDEST and can_fuse(q, k) else "blocks"
+    if mask.is_plain:
+        return "torch"
+    if v.shape[-1] <= WIDEST and can_fuse(q, k):
+        return "flash"
+    return "blocks" if dropout or kind(q) != "cuda" else "strips"
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
     """Which kernel `attend` runs for the same arguments: blockwise, or torch's flash, cudnn, efficient or math."""
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
-        return "flash" if chosen == "varlen" else chosen
+        return {"blocks": "blockwise", "strips": "efficient"}.get(chosen, chosen)
     allowed, _ = _told(q, k, mask)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
     if acts() == "cuda":

@@ -72,7 +72,33 @@ def _heads(rows: slice, keys: int) -> slice:
     return slice(rows.start * keys, rows.stop * keys)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], *, window: int, scale: float) -> Tensor:
+def random_state(device: torch.device) -> Tensor:
+    """Of the generator of a device, as bytes on the host, which does not wait for it."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class Dropped:
+    """Attention dropout: factors of the weights, 0 or 1 / (1 - rate), tile by tile. The same state of a generator gives
+    the same ones, so that the backward pass draws them again and none is kept."""
+
+    def __init__(self, rate: float, state: Tensor | None = None, device: torch.device | None = None) -> None:
+        """Drawn by the device's own generator; `state`: as it drew them from there on."""
+        self.rate = rate
+        self.generator: torch.Generator | None = None
+        if state is not None and not compat.is_fake(state):
+            self.generator = torch.Generator(device or "cpu")
+            self.generator.set_state(state)
+
+    def factors(self, weights: Tensor) -> Tensor:
+        """Of the next tile's weights, in their shape."""
+        kept = torch.empty_like(weights).bernoulli_(1 - self.rate, generator=self.generator)
+        return kept.div_(1 - self.rate)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], window: int, scale: float,
+    dropped: Dropped | None = None,
+) -> Tensor:  # fmt: skip
     """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V); 16-bit inputs are widened inside and the result
     rounded once."""
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
@@ -82,14 +108,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], *, window
         heads = _heads(tile.rows, keys)
         block = q[heads, :, tile.queries]
         weights = _weights(block, k[heads, tile.keys], tile, window)
+        if dropped is not None:
+            weights.mul_(dropped.factors(weights))
         out[heads, :, tile.queries] = torch.bmm(weights, v[heads, tile.keys]).view(*block.shape[:3], -1)
     return _ungrouped(out, batch).to(dtype)
 
 
 def backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], *, window: int, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], window: int, scale: float,
+    dropped: Dropped | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v. `dropped` begins as that of the forward pass."""
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
     q, k, v = _as_read(q, k, v, scale)
     gradients = _grouped(gradient.float(), keys)
@@ -99,8 +128,12 @@ def backward(
         block, seen = q[heads, :, tile.queries], k[heads, tile.keys]
         given = gradients[heads, :, tile.queries].flatten(1, 2)
         weights = _weights(block, seen, tile, window)
-        of_v[heads, tile.keys] += torch.bmm(weights.transpose(1, 2), given)
+        factors = dropped.factors(weights) if dropped is not None else None
+        read = weights if factors is None else weights * factors
+        of_v[heads, tile.keys] += torch.bmm(read.transpose(1, 2), given)
         of_scores = torch.bmm(given, v[heads, tile.keys].transpose(1, 2))
+        if factors is not None:
+            of_scores.mul_(factors)
         of_scores = compat.softmax_backward(of_scores, weights)
         of_q[heads, :, tile.queries] = torch.bmm(of_scores, seen).view_as(block)
         of_k[heads, tile.keys] += torch.bmm(of_scores.transpose(1, 2), block.flatten(1, 2))

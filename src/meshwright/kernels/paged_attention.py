@@ -18,9 +18,8 @@ from meshwright.kernels.chooser import choice, uses_triton
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.linear import needs_wide
+from meshwright.spec.graph_sizes import WIDEST
 
-WIDEST = 256
-"""Of heads that the Triton kernel takes."""
 HIDDEN = float("-inf")
 """Added to the score of a key that a query does not see."""
 

@@ -24,6 +24,7 @@ from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product
 from meshwright.kernels.compiled import library
+from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.quantization import absmax_scale, highest
 from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears_reference
@@ -175,7 +176,7 @@ def _share_columns(matrices: Sequence[QuantizedMatrix]) -> bool:
 
 @final
 class Int8Product:
-    """Of 8-bit rows with 8-bit matrices, by oneDNN; columns that are left out are multiplied apart, in fp32."""
+    """Of 8-bit rows with 8-bit matrices, by oneDNN; columns that are left out are multiplied apart, and exactly."""
 
     def __init__(self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> None:
         """`matrices` as `_share_columns`; `bias` (N of all,)."""
@@ -184,7 +185,8 @@ class Int8Product:
         self._take(codes, torch.cat([one.scales.float().view(-1) for one in matrices]), bias)
         if first.columns is not None and first.kept is not None:
             self._columns: Tensor | None = first.columns.long()
-            self._kept = torch.cat([one.kept.float() for one in matrices if one.kept is not None]).t().contiguous()
+            self._kept = weights_in_steps(torch.cat([one.kept for one in matrices if one.kept is not None]))
+            self.bytes += self._kept.nbytes
 
     @classmethod
     def of_codes(cls, codes: Tensor, scales: Tensor) -> "Int8Product":
@@ -211,7 +213,7 @@ class Int8Product:
         left = wide if self._columns is None else wide.index_fill(1, self._columns, 0.0)
         found = self._multiplied(left)
         if self._columns is not None:
-            found.addmm_(wide.index_select(1, self._columns), self._kept)
+            found.add_(exact_product(wide.index_select(1, self._columns), self._kept))
         if self._bias is not None:
             found.add_(self._bias)
         return found.to(rows.dtype)

@@ -21,6 +21,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product, device_products
+from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import input_gradient, needs_wide, products
 from meshwright.kernels.quantization import absmax_scale, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
@@ -29,8 +30,8 @@ from meshwright.kernels.target import kind
 INT8_INPUTS = 2**31 // 127**2
 """Inputs of which sums of 8-bit products cannot leave 32 bits."""
 INT4_ROWS, INT4_ROWS_BESIDE_FP32 = 8, 24
-"""Rows up to which a CPU's 4-bit product is faster than one with a restored copy: in bf16, and in fp32 where the CPU
-has no units for bf16 (benchmarks/quantized_rates.py)."""
+"""Rows up to which a CPU's 4-bit product is faster than one with a restored copy: in bf16 or, with AVX2 alone, in fp32;
+and in fp32 with AVX-512 that has no units for bf16 (benchmarks/quantized_rates.py)."""
 
 
 def quantized_linears_reference(
@@ -121,7 +122,7 @@ def _int8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dic
     codes, scales = known[key]
     y = _multiplied(codes, matrix).mul_(scales)
     if columns is not None:
-        y = torch.addmm(y, rows[:, columns].float(), _wide(kept, matrix).t())
+        y = y.add_(_left_out(rows[:, columns], kept, matrix))
     return y if bias is None else y.add_(bias)
 
 
@@ -134,13 +135,14 @@ def _listed(matrix: QuantizedMatrix) -> tuple[int, ...]:
     return found
 
 
-def _wide(kept: Tensor, matrix: QuantizedMatrix) -> Tensor:
+def _left_out(x: Tensor, kept: Tensor, matrix: QuantizedMatrix) -> Tensor:
+    """x (M, O) times weights (N, O) that are kept as numbers -> (M, N) fp32. Which columns a threshold takes depends on
+    the rows anyway; of those known before, a row's result does not."""
     if matrix.kept is None:
-        return kept.float()
+        return x.float() @ kept.float().t()
     if "kept" not in matrix.prepared:
-        matrix.prepared["kept"] = kept.float()
-    found: Tensor = matrix.prepared["kept"]
-    return found
+        matrix.prepared["kept"] = weights_in_steps(kept)
+    return exact_product(x, matrix.prepared["kept"])
 
 
 def _in_onednn(x: Tensor) -> bool:
@@ -173,7 +175,8 @@ def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
     wide = needs_wide(rows)
     if takes_int4(matrix, rows):
         slow_bf16 = not integers.has_bf16_units()
-        if len(rows) <= (INT4_ROWS_BESIDE_FP32 if slow_bf16 else INT4_ROWS):
+        beside_fp32 = slow_bf16 and compat.cpu_multiplies(torch.bfloat16)
+        if len(rows) <= (INT4_ROWS_BESIDE_FP32 if beside_fp32 else INT4_ROWS):
             return _int4(rows, matrix, bias)
         wide = wide or slow_bf16
     dtype = torch.float32 if wide else rows.dtype
@@ -183,12 +186,12 @@ def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
 
 
 def takes_int4(matrix: QuantizedMatrix, rows: Tensor) -> bool:
-    """Whether torch's 4-bit product takes a matrix: whole numbers in groups, on a CPU that multiplies bf16. Rows in
-    fp32 or fp16 are rounded to bf16 for it: with them it is ten times slower."""
+    """Whether torch's 4-bit product takes a matrix: whole numbers in groups, on a CPU with AVX2 or products of bf16.
+    Rows in fp32 or fp16 are rounded to bf16 for it: with them it is ten times slower."""
     scheme = matrix.scheme
     if scheme.bits != 4 or scheme.codes != "integer" or scheme.group not in integers.INT4_GROUPS:
         return False
-    if kind(rows) != "cpu" or not integers.has_int4_product() or not compat.cpu_multiplies(torch.bfloat16):
+    if kind(rows) != "cpu" or not integers.has_int4_product():
         return False
     return matrix.size_out % 16 == 0 and matrix.size_in % scheme.group == 0
 

@@ -1,9 +1,9 @@
 """Attention of packed documents and of sliding windows: only pairs of which one sees the other are multiplied.
 
 On a CPU each document is a call of its own, and a window goes over its queries in stretches; the blockwise form does
-both in blocks. On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the window as a
-number (Dao 2023, arXiv:2307.08691). No mask of S x S is made, and what waits for the backward pass is queries, keys,
-values, the result and its log-sum-exp.
+both in blocks, and dropout. On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the
+window as a number (Dao 2023, arXiv:2307.08691); fp32 goes by strips (strips.py). No mask of S x S is made, and what
+waits for the backward pass is queries, keys, values, the result and its log-sum-exp.
 
 Letters: B batch, S sequence, H query heads, K key heads, E and V widths.
 """
@@ -18,12 +18,14 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import torch_compile
-from meshwright.kernels import blockwise
-from meshwright.kernels.blockwise import RowTile
+from meshwright.kernels import blockwise, strips
+from meshwright.kernels.blockwise import Dropped, RowTile, random_state
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import fused_width, padded
 from meshwright.kernels.target import acts, kind
 
+STATE_BYTES = {"cpu": 5056, "cuda": 16}
+"""Of a generator's state, by kind of device."""
 STRETCH = 64
 """Queries of a window's stretch, at least: a shorter one multiplies fewer keys for nothing in more calls."""
 
@@ -40,7 +42,10 @@ class AttentionForm(NamedTuple):
     constant of it."""
     window: int
     scale: float
-    in_blocks: bool = False
+    way: str = "flash"
+    """flash: fused, by documents or stretches, on a GPU by borders; strips: strips.py; blocks: blockwise.py."""
+    dropout: float = 0.0
+    """Of the weights; not in strips, nor of a CPU's flash kernel."""
 
 
 def borders_of(documents: Tensor, number: int) -> Tensor:
@@ -59,7 +64,8 @@ def borders_of(documents: Tensor, number: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
     """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V)."""
     if torch.compiler.is_compiling():
-        compiled: Tensor = varlen_attention(q, k, v, *form)[0]
+        operator = varlen_dropout if form.dropout else varlen_attention
+        compiled: Tensor = operator(q, k, v, *form)[0]
         return compiled
     out: Tensor = _Varlen.apply(q, k, v, form)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return out
@@ -68,38 +74,61 @@ def attend(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
 class _Varlen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> Tensor:
-        out, lse = _forward(q, k, v, form)
-        ctx.save_for_backward(q, k, v, *((None, None) if form.in_blocks else (out, lse)))
-        ctx.form = form
+        out, lse, random = _forward(q, k, v, form)
+        ctx.save_for_backward(q, k, v, *((None, None) if form.way == "blocks" else (out, lse)))
+        ctx.form, ctx.random = form, random
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        return *_backward(gradient, q, k, v, out, lse, ctx.form), None
+        return *_backward(gradient, q, k, v, out, lse, ctx.random, ctx.form), None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
-    """The result and its log-sum-exp as the kernel keeps it: (B, H, S), on a GPU (H, B S), none in blocks."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and its log-sum-exp as the kernel keeps it: (B, H, S), of a GPU's flash kernel (H, B S), none in
+    blocks; and what its dropout began with."""
+    if form.way == "blocks":
+        random = random_state(q.device) if form.dropout else _none(q)
+        return blockwise.forward(q, k, v, *_in_blocks(q, form, None)), q.new_empty(0), random
+    if form.way == "strips":
+        return *strips.forward(q, k, v, form.documents, **_reach(form, q)), _none(q)
     if kind(q) != "cpu":
         return _forward_by_borders(q, k, v, form)
-    if form.in_blocks:
-        tiles = _blocks(_rows(form.documents, q), form.window)
-        return blockwise.forward(q, k, v, tiles, window=form.window, scale=form.scale), q.new_empty(0)
-    return _forward_by_stretches(q, k, v, form)
+    return *_forward_by_stretches(q, k, v, form), _none(q)
 
 
 def _backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, form: AttentionForm
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
+    form: AttentionForm,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Of q, k and v."""
-    if form.in_blocks:
-        tiles = _blocks(_rows(form.documents, q), form.window)
-        return blockwise.backward(gradient, q, k, v, tiles, window=form.window, scale=form.scale)
+    if form.way == "blocks":
+        return blockwise.backward(gradient, q, k, v, *_in_blocks(q, form, random))
     assert out is not None and lse is not None
+    if form.way == "strips":
+        return strips.backward(gradient, q, k, v, out, lse, form.documents, **_reach(form, q))
     if kind(q) != "cpu":
-        return _backward_by_borders(gradient, q, k, v, out, lse, form)
+        return _backward_by_borders(gradient, q, k, v, out, lse, random, form)
     return _backward_by_stretches(gradient, q, k, v, out, lse, form)
+
+
+def _none(q: Tensor) -> Tensor:
+    """No state."""
+    return q.new_empty(0, dtype=torch.int64)
+
+
+def _in_blocks(
+    q: Tensor, form: AttentionForm, state: Tensor | None
+) -> tuple[Iterator[RowTile], int, float, Dropped | None]:  # fmt: skip
+    """What the blockwise form takes behind its tensors."""
+    dropped = Dropped(form.dropout, state, q.device) if form.dropout else None
+    return _blocks(_rows(form.documents, q), form.window), form.window, form.scale, dropped
+
+
+def _reach(form: AttentionForm, q: Tensor) -> dict[str, Any]:
+    """What the strips take behind their tensors."""
+    return {"longest": _longest(form, q), "window": form.window, "scale": form.scale}
 
 
 def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
@@ -204,30 +233,28 @@ def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
     return like.new_zeros(()).where(~tile.hidden(window, like.device), float("-inf"))
 
 
-def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
+def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys, values = (_one_after_another(x, _width(q, v)) for x in (q, k, v))
-    out, lse = compat.varlen_attention(
-        queries, keys, values, _borders(form, q), _longest(form, q), window=form.window, scale=form.scale
-    )
-    return out[..., : v.shape[-1]].contiguous().unflatten(0, q.shape[:2]), lse
+    out, lse, random = compat.varlen_attention(
+        queries, keys, values, _borders(form, q), _longest(form, q), **_options(form)
+    )  # fmt: skip
+    made = out[..., : v.shape[-1]].contiguous().unflatten(0, q.shape[:2])
+    return made, lse, random if form.dropout else _none(q)
+
+
+def _options(form: AttentionForm) -> dict[str, Any]:
+    """Of a GPU's flash kernel."""
+    return {"window": form.window, "scale": form.scale, "dropout": form.dropout}
 
 
 def _backward_by_borders(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, form: AttentionForm
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, random: Tensor, form: AttentionForm
 ) -> tuple[Tensor, Tensor, Tensor]:
     given, queries, keys, values, result = (_one_after_another(x, _width(q, v)) for x in (gradient, q, k, v, out))
     found = compat.varlen_attention_backward(
-        given,
-        queries,
-        keys,
-        values,
-        result,
-        lse,
-        _borders(form, q),
-        _longest(form, q),
-        window=form.window,
-        scale=form.scale,
-    )
+        given, queries, keys, values, result, lse, _borders(form, q), _longest(form, q), **_options(form),
+        random=random if form.dropout else None,
+    )  # fmt: skip
     of_q, of_k, of_v = (
         x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(found, (q, k, v), strict=True)
     )
@@ -253,57 +280,68 @@ def _longest(form: AttentionForm, q: Tensor) -> int:
     return max(2, int(form.longest))
 
 
-@torch.library.custom_op("meshwright::varlen_attention", mutates_args=())
-def varlen_attention(
+def _made(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
-    window: int, scale: float, in_blocks: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As attend, one operator of compiled code. Also the log-sum-exp."""
-    out, lse = _forward(q, k, v, AttentionForm(documents, borders, longest, window, scale, in_blocks))
-    return out.contiguous(), lse.contiguous()
+    window: int, scale: float, way: str, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """As attend, one operator of compiled code. Also the log-sum-exp, and what dropout began with."""
+    out, lse, random = _forward(q, k, v, AttentionForm(documents, borders, longest, window, scale, way, dropout))
+    return out.contiguous(), lse.contiguous(), random
 
 
-@varlen_attention.register_fake
-def _(
+def _made_sizes(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, borders: Tensor | None, longest: Tensor | None,
-    window: int, scale: float, in_blocks: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    window: int, scale: float, way: str, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     batch, length, heads = q.shape[:3]
-    if in_blocks:
-        return _empty_like(q, v), q.new_empty(0)
-    size = (batch, heads, length) if q.device.type == "cpu" else (heads, batch * length)
-    return _empty_like(q, v), q.new_empty(size, dtype=torch.float32)
+    if way == "blocks":
+        state = torch.empty(STATE_BYTES[q.device.type], dtype=torch.uint8, device="cpu") if dropout else _none(q)
+        return _empty_like(q, v), q.new_empty(0), state
+    size: tuple[int, ...] = (batch, heads, length) if q.device.type == "cpu" else (heads, batch * length)
+    if way == "strips":
+        size = (batch, heads, -(-length // strips.SUMS) * strips.SUMS)
+    random = q.new_empty(2, dtype=torch.uint64) if dropout else _none(q)
+    return _empty_like(q, v), q.new_empty(size, dtype=torch.float32), random
+
+
+varlen_attention = torch.library.custom_op("meshwright::varlen_attention", _made, mutates_args=())
+varlen_dropout = torch.library.custom_op(
+    "meshwright::varlen_dropout", _made, mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+"""The same with dropout: compiled code that makes it again begins with the same random state."""
 
 
 @torch.library.custom_op("meshwright::varlen_attention_backward", mutates_args=())
 def varlen_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
     documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
-    in_blocks: bool,
+    way: str, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v."""
-    form = AttentionForm(documents, borders, longest, window, scale, in_blocks)
-    of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, form)
+    form = AttentionForm(documents, borders, longest, window, scale, way, dropout)
+    of_q, of_k, of_v = _backward(gradient, q, k, v, out, lse, random, form)
     return of_q.contiguous(), of_k.contiguous(), of_v.contiguous()
 
 
 @varlen_attention_backward.register_fake
 def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, random: Tensor,
     documents: Tensor | None, borders: Tensor | None, longest: Tensor | None, window: int, scale: float,
-    in_blocks: bool,
+    way: str, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, documents, borders, longest, *ctx.options = inputs
-    kept = (None, None) if ctx.options[-1] else output  # blocks make the weights again
-    ctx.save_for_backward(q, k, v, *kept, documents, borders, longest)
+    kept = (None, None) if ctx.options[2] == "blocks" else output[:2]  # blocks make the weights again
+    ctx.save_for_backward(q, k, v, *kept, output[2], documents, borders, longest)
 
 
-def _gradients(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 6
+def _gradients(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *varlen_attention_backward(gradient, *ctx.saved_tensors, *ctx.options), *(None,) * 7
 
 
-varlen_attention.register_autograd(_gradients, setup_context=_setup)
+for _operator in (varlen_attention, varlen_dropout):
+    _operator.register_fake(_made_sizes)
+    _operator.register_autograd(_gradients, setup_context=_setup)

@@ -75,7 +75,7 @@ def held_rows(layer: nn.Module, whole: int) -> int:
     """Outputs that a layer gives: of a part of a model those of its own matrix, `whole` where it is another module."""
     if not isinstance(layer, Linear):
         return whole
-    return len(layer.weight) if layer.quantized is None else layer.quantized.matrix.size_out
+    return len(layer.weight) if layer.quantized is None else layer.quantized.rows
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[Linear]:

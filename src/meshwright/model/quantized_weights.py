@@ -1,7 +1,8 @@
 """Matrices of a model that are codes and scales: where they stand.
 
 A `Linear` with `quantized` has no weight; a stack of experts `up` is None beside `up_quantized`. An adapter, a bias and
-whatever runs around the layer stay as they are. The tensors are buffers: nothing trains or shards them.
+whatever runs around the layer stay as they are. The tensors are buffers, which nothing trains; or views of one frozen
+parameter, which can be shared as parameters are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,16 +14,22 @@ from torch import Tensor, nn
 from meshwright.kernels.cut_matrices import cut
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
 from meshwright.spec.boxes import Box
-from meshwright.spec.code_cuts import CodesCut
+from meshwright.spec.code_cuts import LINE_BYTES, CodesCut, lines, nbytes
 from meshwright.spec.inventory import parameters
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.quantization_schemes import Scheme, Size
 from meshwright.spec.shape import ModelShape
+
+RUN = "quantized.run"
+"""End of the name of a parameter that is bytes of codes."""
 
 
 class QuantizedWeight(nn.Module):
     """The tensors of one matrix (rows, columns), or of a stack of them."""
 
     codes: Tensor
+    run: nn.Parameter | None
+    """Where the tensors are views of it: (lines of LINE_BYTES, some), of any dtype, which says nothing of what is in
+    it. None = they are buffers."""
 
     def __init__(
         self,
@@ -39,36 +46,85 @@ class QuantizedWeight(nn.Module):
         self.scheme, self.size, self.keeps_copies, self.prefer = scheme, size, keeps_copies, prefer
         self.part: CodesCut | None = None
         """What of the matrix is here; None = all."""
-        for name, (dims, kind) in scheme.sizes(rows, columns, stack, kept=kept).items():
-            self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind)))
+        self.held: dict[str, Size] = scheme.sizes(rows, columns, stack, kept=kept)
+        """Of the tensors."""
         if kept:
-            self.register_buffer("kept", torch.empty(*stack, rows, kept, dtype=dtype))
-        self._matrix: QuantizedMatrix | None = None
+            self.held["kept"] = (*stack, rows, kept), str(dtype).removeprefix("torch.")
+        for name, (dims, kind) in self.held.items():
+            self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind)))
+        self.register_parameter("run", None)
+        self._made: tuple[nn.Parameter | None, QuantizedMatrix] | None = None
+        """The matrix, and the run of which it is made."""
 
     def cut(self, box: Box) -> None:
         """Have room for a part of the matrix, before there is memory."""
         self.part = CodesCut(scheme=self.scheme, box=box)
-        for name, (dims, kind) in self.part.sizes().items():
+        self.held = self.part.sizes()
+        for name, (dims, kind) in self.held.items():
             self.register_buffer(name, torch.empty(dims, dtype=getattr(torch, kind), device=self.codes.device))
+
+    def put_into_run(self, dtype: torch.dtype) -> None:
+        """Have room for its tensors in one frozen parameter, before there is memory. `dtype`: of the parameters beside
+        it, so that all of them travel as they are."""
+        size = lines(self.held.values()), LINE_BYTES // dtype.itemsize
+        self.run = nn.Parameter(torch.empty(size, dtype=dtype, device=self.codes.device), requires_grad=False)
+        for name in self.held:
+            delattr(self, name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.codes.device if self.run is None else self.run.device
+
+    @property
+    def rows(self) -> int:
+        """Outputs that are here."""
+        return self.held["scales"][0][-2]
 
     @property
     def matrix(self) -> QuantizedMatrix:
-        """What products take. Made once the tensors are where they stay."""
-        if self._matrix is None:
-            parts = {name: getattr(self, name) for name in PARTS if hasattr(self, name)}
+        """What products take. Made once the tensors are where they stay; a run must be whole here."""
+        if self._made is None or self._made[0] is not self.run:
+            parts: dict[str, Any] = self._buffers_by_name() if self.run is None else self._views(self.run.detach())
             columns = self.size[-1] if self.part is None else self.part.box.sizes[-1]
-            self._matrix = QuantizedMatrix(
+            made = QuantizedMatrix(
                 scheme=self.scheme, size_in=columns, keeps_copies=self.keeps_copies, prefer=self.prefer, **parts
             )
             if self.part is not None and not self.part.is_whole:
-                self._matrix.before, self._matrix.places = self.part.before, self.part.places
-        return self._matrix
+                made.before, made.places = self.part.before, self.part.places
+            self._made = self.run, made
+        return self._made[1]
 
-    def take(self, matrix: QuantizedMatrix) -> None:
-        """Have its tensors be those of a matrix of its scheme and size; of a part, that part of them."""
+    def take(self, matrix: QuantizedMatrix, share: Tensor | None = None, first: int = 0) -> None:
+        """Have its tensors be those of a matrix of its scheme and size; of a part, that part of them. `share`: of a
+        run, the lines that are here, from the `first` on."""
         matrix = matrix if self.part is None else cut(matrix, self.part)
-        for name, tensor in matrix.tensors.items():
-            getattr(self, name).copy_(tensor)
+        if self.run is None:
+            for name, tensor in matrix.tensors.items():
+                getattr(self, name).copy_(tensor)
+            return
+        share = self.run.detach() if share is None else share
+        whole = torch.zeros(len(self.run), LINE_BYTES, dtype=torch.uint8, device=share.device)
+        for name, place in self._views(whole).items():
+            place.copy_(matrix.tensors[name])
+        share.view(torch.uint8).copy_(whole[first : first + len(share)])
+
+    def _buffers_by_name(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in PARTS if name in self.held}
+
+    def _views(self, run: Tensor) -> dict[str, Tensor]:
+        """The tensors that stand in a whole run, each from the beginning of a line."""
+        flat, found, start = run.view(torch.uint8).flatten(), dict[str, Tensor](), 0
+        for name, (dims, kind) in self.held.items():
+            size = nbytes(((dims, kind),))
+            found[name] = flat[start : start + size].view(getattr(torch, kind)).view(dims)
+            start += LINE_BYTES * lines(((dims, kind),))
+        return found
+
+
+def is_run(name: str) -> bool:
+    """Whether a parameter of this name is bytes of codes."""
+    return name.endswith(RUN)
 
 
 def quantizable(shape: ModelShape) -> dict[str, tuple[int, ...]]:

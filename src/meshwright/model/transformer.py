@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose, in_form
-from meshwright.kernels.attention import UNKNOWN
+from meshwright.kernels.attention import UNKNOWN, DocumentSpans
 from meshwright.kernels.dropout import dropout
 from meshwright.kernels.gradient_sums import apart
 from meshwright.kernels.linear import SAME
@@ -159,12 +159,12 @@ class Transformer(nn.Module):
         scale: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        spans: tuple[int, int] = UNKNOWN,
+        spans: DocumentSpans = UNKNOWN,
         objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
         """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
         the loss: see `loss`. The cross-entropy is zero on all but the last, where `objective` may make another of the
-        predictions. `spans`: how many documents all rows hold, and how long the longest is."""
+        predictions. `spans`: what the host knows of documents."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
@@ -219,7 +219,7 @@ class Transformer(nn.Module):
         return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
 
     def attention_metadata(
-        self, positions: Tensor, keys: int, documents: Tensor | None, spans: tuple[int, int] = UNKNOWN
+        self, positions: Tensor, keys: int, documents: Tensor | None, spans: DocumentSpans = UNKNOWN
     ) -> dict[int, AttentionMetadata]:
         """What each kind of layer sees, by window size; made once a pass. positions (B, S), documents (B, keys)."""
         cos = sin = None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -37,6 +38,7 @@ from meshwright.spec.boxes import Box, boxes
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.held import adds_gradients, common
+from meshwright.spec.held import held as held_by
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import shares_tied_ends
 from meshwright.spec.places import own_stages
@@ -86,8 +88,7 @@ def build_engine(
             if not trains:
                 stage.requires_grad_(False)
             shrink(stage, torch.float32 if gathered else dtype, sizes, frozen=dtype)
-            for name, codes in frozen_codes([stage], shape).items():
-                codes.cut(held[name])
+            put_codes(stage, shape, layout, mesh.rank, held, dtype)
             stages.append(stage)
     summed = None if reduce_dtype == dtype else reduce_dtype
     engine = parallelize(stages, mesh, held, device, summed, micro_batches, gathered)
@@ -99,14 +100,26 @@ def build_engine(
     return engine
 
 
+def put_codes(
+    stage: Transformer, shape: ModelShape, layout: Layout, rank: int, held: dict[str, Box], dtype: torch.dtype
+) -> None:
+    """Room for what a rank holds of frozen matrices that are codes: as parameters in `dtype`, of nothing but bytes,
+    where ranks share them, so that ZeRO shards and gathers them as it does all others."""
+    sharers = {one.parameter.name: one.ranks for one in held_by(shape, layout, rank) if one.parameter.scheme}
+    for name, codes in frozen_codes([stage], shape).items():
+        codes.cut(held[name])
+        if sharers[name] > 1:
+            codes.put_into_run(dtype)
+
+
 @torch.no_grad()
 def draw_codes(engine: Engine, seed: int, dtype: torch.dtype) -> None:
     """Give frozen matrices that are held as codes the initial weights of (seed, name) in `dtype`, quantized."""
     shape = engine.model.shape
     for name, weight in frozen_codes(engine.stages, shape).items():
-        drawn = torch.zeros(weight.size, dtype=dtype, device=weight.codes.device)
+        drawn = torch.zeros(weight.size, dtype=dtype, device=weight.device)
         fill_initial(drawn, name, shape, seed, whole=weight.size)
-        weight.take(quantize_matrix(name, drawn, weight.scheme))
+        data.take_codes(weight, quantize_matrix(name, drawn, weight.scheme))
 
 
 @torch.no_grad()
@@ -117,16 +130,19 @@ def measure_rows(engine: Engine) -> None:
     if lora is None or not lora.dora:
         return
     shards = engine.local_boxes()
-    for stage in engine.stages:
-        for name, layer in stage.named_modules():
-            if isinstance(layer, Linear) and isinstance(layer.lora, LoRA):
+    for number, block in chain.from_iterable(stage.layers.items() for stage in engine.stages):
+        every = ((name, one) for name, one in block.named_modules() if isinstance(one, Linear))
+        adapted = {name: (layer, layer.lora) for name, layer in every if isinstance(layer.lora, LoRA)}
+        lengths = {name: data.local(low.magnitude.detach()) for name, (_, low) in adapted.items()}
+        with data.codes_gathered(block):
+            for name, (layer, low) in adapted.items():
                 matrix = layer.matrix if layer.quantized else data.local(layer.weight.detach())
-                lengths = data.local(layer.lora.magnitude.detach())
-                found = layer.lora.row_squares(layer.lora.whole(matrix)).sqrt().to(lengths.dtype)
-                if layer.quantized:  # codes are not sharded, lengths are
-                    own = f"{name}.lora.magnitude"
-                    found = found.narrow(0, shards[own].offsets[0] - engine.boxes[own].offsets[0], len(lengths))
-                lengths.copy_(found)
+                found = low.row_squares(low.whole(matrix)).sqrt().to(lengths[name].dtype)
+                if layer.quantized:  # whole, and lengths may be sharded
+                    own = f"layers.{number}.{name}.lora.magnitude"
+                    start = shards[own].offsets[0] - engine.boxes[own].offsets[0]
+                    found = found.narrow(0, start, len(lengths[name]))
+                lengths[name].copy_(found)
 
 
 def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:

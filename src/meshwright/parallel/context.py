@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.attention import UNKNOWN, Mask
+from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask
 from meshwright.kernels.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.group import Group
 from meshwright.spec.errors import IllegalLayout
@@ -110,26 +110,22 @@ class ContextMask(Mask):
     neither window nor documents need more than one number a query. Under documents alone no tile needs a mask; those of
     a window are made a tile at a time, at its edges only.
 
-    `first` (B or 1, S / c), None = the start of the sequence; `bounds`: the same on the host.
+    `bounds` (B or 1, S / c), on the host: each position's `first`; None = the start of the sequence.
     """
 
     queries: Places = Places((0,), 0)
     sequence: int = 0
     split: str = "zigzag"
     device: torch.device | None = None
-    first: Tensor | None = None
     bounds: Tensor | None = None
 
     @staticmethod
     def of(
-        group: Group, queries: Places, split: str, device: torch.device | None, first: Tensor | None,
-        bounds: Tensor | None, window: int,
-    ) -> "ContextMask":  # fmt: skip
+        group: Group, queries: Places, split: str, device: torch.device | None, bounds: Tensor | None, window: int
+    ) -> "ContextMask":
         """For these queries of a rank of `group`."""
         sequence = len(queries.starts) * queries.length * group.size
-        return ContextMask(
-            queries=queries, sequence=sequence, split=split, device=device, first=first, bounds=bounds, window=window
-        )
+        return ContextMask(queries=queries, sequence=sequence, split=split, device=device, bounds=bounds, window=window)
 
     def keys_of(self, size: int, index: int) -> Places:
         """Where the keys of a rank lie."""
@@ -182,12 +178,13 @@ class ContextMask(Mask):
         self, keys: Places, queries: slice, begin: int, end: int, highest: list[int]
     ) -> Iterator[tuple[slice, Tensor]]:
         """Window and documents hide, from some of the queries, keys before the last one's first."""
-        if self.first is None:
+        if self.bounds is None:
             return
         common = min(keys.upto(highest[queries.stop - 1] - 1), end)
         if begin < common:
             positions = keys.positions(begin, common, self.device)
-            yield slice(0, common - begin), positions < self.first[:, queries, None]
+            first = self.bounds[:, queries, None].to(self.device, non_blocking=True)
+            yield slice(0, common - begin), positions < first
 
     def _too_late(
         self, keys: Places, queries: slice, start: int, begin: int, end: int
@@ -202,8 +199,9 @@ class ContextMask(Mask):
 def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
     """What takes the place of kernels.attention.causal_mask, with its signature; sequences are c times the queries.
 
-    Documents (B, S / c) are those of this rank's positions, neighbours with equal numbers being one document. Their
-    numbers are gathered from all ranks, once a pass and kind of layer: it is a collective.
+    Documents (B, S / c) are those of this rank's positions, neighbours with equal numbers being one document. Where
+    they begin is known on the host: it reads whole rows. Where `spans` does not say it, their numbers are gathered from
+    all ranks, once a pass and kind of layer: a collective, for which the host waits.
     """
 
     def make(
@@ -212,7 +210,7 @@ def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
         *,
         window: int = 0,
         documents: Tensor | None = None,
-        spans: tuple[int, int] = UNKNOWN,
+        spans: DocumentSpans = UNKNOWN,
         device: torch.device | None = None,
     ) -> Mask:
         if keys != queries:
@@ -223,25 +221,29 @@ def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
         sequence = queries * group.size
         mine = places(sequence, group.size, group.index, split)
         window = window if window < sequence else 0
-        first = _first_seen(group, mine, split, window, documents)
-        if first is None:
-            return ContextMask.of(group, mine, split, device, None, None, window)
-        return ContextMask.of(group, mine, split, device, first.to(device), first.cpu(), window)  # waits for a device
+        begins = None if documents is None else _begins(group, mine, split, documents, spans)
+        return ContextMask.of(group, mine, split, device, _first_seen(mine, window, begins), window)
 
     return make
 
 
-def _first_seen(group: Group, mine: Places, split: str, window: int, documents: Tensor | None) -> Tensor | None:
+def _begins(group: Group, mine: Places, split: str, documents: Tensor, spans: DocumentSpans) -> Tensor:
+    """Where the document of each of this rank's positions begins (B, S / c), on the host."""
+    if spans.begins:
+        held = mine.positions(0, len(mine.starts) * mine.length, torch.device("cpu"))
+        rows = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in spans.begins]
+        return torch.stack([row[torch.searchsorted(row, held, right=True) - 1] for row in rows])
+    whole = in_order(group.all_gather(documents, 1).chunk(group.size, 1), split, 1).cpu()  # waits for a device
+    changes = torch.ones_like(whole, dtype=torch.bool)
+    changes[:, 1:] = whole[:, 1:] != whole[:, :-1]
+    starts = torch.arange(whole.shape[1], device="cpu").where(changes, 0).cummax(1).values
+    return take_at(starts, mine, 1)
+
+
+def _first_seen(mine: Places, window: int, begins: Tensor | None) -> Tensor | None:
     """The first position that each of this rank's positions sees (B or 1, S / c); None = that of the sequence."""
-    count = len(mine.starts) * mine.length
-    first = None
-    if documents is not None:
-        whole = in_order(group.all_gather(documents, 1).chunk(group.size, 1), split, 1)
-        begins = torch.ones_like(whole, dtype=torch.bool)
-        begins[:, 1:] = whole[:, 1:] != whole[:, :-1]
-        starts = torch.arange(whole.shape[1], device=whole.device).where(begins, 0).cummax(1).values
-        first = take_at(starts, mine, 1)
-    if window:
-        near = (mine.positions(0, count) - (window - 1)).clamp(min=0)
-        first = near[None] if first is None else torch.maximum(first, near.to(first.device))
-    return first
+    if not window:
+        return begins
+    held = mine.positions(0, len(mine.starts) * mine.length, torch.device("cpu"))
+    near = (held - (window - 1)).clamp(min=0)
+    return near[None] if begins is None else torch.maximum(begins, near)

@@ -15,7 +15,8 @@ as wide from its first micro-batch to the optimizer. torch's mixed precision alo
 dtype of the shards, and add micro-batches up in that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import cast
@@ -28,8 +29,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright import compat
 from meshwright.kernels.gradient_sums import GradientSum, sum_of
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model import Transformer
 from meshwright.model.moe import MoE
+from meshwright.model.quantized_weights import QuantizedWeight, is_run
 from meshwright.parallel.mesh import Mesh, device_mesh
 from meshwright.parallel.sharding import tell
 from meshwright.spec.boxes import Box, shard, sharded_dim
@@ -176,6 +179,27 @@ def reduce_now(modules: list[FSDPModule]) -> None:
     """The same at once, outside of any backward pass; of the modules of one model the root comes first."""
     set_reducing(modules, True)
     compat.fsdp_post_backward(modules)
+
+
+def take_codes(weight: QuantizedWeight, matrix: QuantizedMatrix) -> None:
+    """Have a frozen matrix be the codes of a whole one: of these what this rank holds, ZeRO's cut included."""
+    if weight.run is None:
+        weight.take(matrix)
+        return
+    whole = tuple(weight.run.shape)
+    share = local_box(weight.run, Box(whole=whole, offsets=(0, 0), sizes=whole))
+    weight.take(matrix, local(weight.run.detach()), share.offsets[0])
+
+
+@contextmanager
+def codes_gathered(block: nn.Module) -> Iterator[None]:
+    """With the codes of a block whole, where ranks share them; those of experts spread over ep stay as they are."""
+    if not isinstance(block, FSDPModule) or not any(map(is_run, dict(block.named_parameters()))):
+        yield
+        return
+    block.unshard()
+    yield
+    block.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from meshwright import compat
 from meshwright.kernels.gradient_sums import GradientSum, gradient_dtype
 from meshwright.model import Transformer
+from meshwright.model.quantized_weights import is_run
 from meshwright.parallel import data
 from meshwright.parallel.context import places
 from meshwright.parallel.group import Group
@@ -59,14 +60,17 @@ class Engine:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By their names in the whole model; a tied head's matrix on both ends of a pipeline has one name."""
-        return dict(chain.from_iterable(stage.named_parameters() for stage in self.stages))
+        """By their names in the whole model; bytes of codes are not among them. A tied head's matrix on both ends of a
+        pipeline has one name."""
+        named = chain.from_iterable(stage.named_parameters() for stage in self.stages)
+        return {name: one for name, one in named if not is_run(name)}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Kept buffers (a router's correction), by name."""
         known = self.parameters
-        return {n: t for stage in self.stages for n, t in stage.state_dict().items() if n not in known}
+        named = chain.from_iterable(stage.state_dict().items() for stage in self.stages)
+        return {name: one for name, one in named if name not in known and not is_run(name)}
 
     def local_boxes(self) -> dict[str, Box]:
         """What this rank holds of each of its parameters, ZeRO's cut included."""

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.compat.fakes import storage_key
+from meshwright.kernels.blockwise import random_state
 from meshwright.kernels.weight_gradients import same_split
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
@@ -45,7 +47,9 @@ ATTENTION_CORES = frozenset(
         "_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward",
     )
     if hasattr(torch.ops.aten, name)
-) | {torch.ops.meshwright.varlen_attention.default, torch.ops.meshwright.context_attention.default}  # fmt: skip
+) | {
+    getattr(torch.ops.meshwright, name).default for name in ("varlen_attention", "varlen_dropout", "context_attention")
+}  # fmt: skip
 """Of compiled code: it knows no seams, and its operators are all that a policy sees."""
 
 
@@ -150,7 +154,7 @@ class _Norms:
 
 
 def _place(x: Tensor) -> tuple[Any, ...]:
-    return x.untyped_storage()._cdata, x.storage_offset(), x.numel(), x.dtype
+    return storage_key(x.untyped_storage()), x.storage_offset(), x.numel(), x.dtype
 
 
 def _call_without_norms(
@@ -198,15 +202,11 @@ class _KeptAttention:
                 made = attend(*given, **options)
             self.made, self.learns, self.random = made.detach(), made.requires_grad, None
             if draws:
-                self.random = _random_state(device)
+                self.random = random_state(device)
             return made
         if self.random is not None:
             torch.cuda.set_rng_state(self.random, device) if device.type == "cuda" else torch.set_rng_state(self.random)
         return self.made.detach().requires_grad_(self.learns)
-
-
-def _random_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 _repeated: ContextVar[_KeptAttention | None] = ContextVar("repeated", default=None)

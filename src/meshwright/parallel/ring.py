@@ -201,16 +201,16 @@ ROUTES: dict[str, type[_Ring] | type[_Gather]] = {"ring": _Ring, "all-gather": _
 
 @torch.library.custom_op("meshwright::context_attention", mutates_args=())
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None,
     window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As attend, one operator of compiled code; of the mask what a rank cannot know. Also the log-sum-exp."""
-    return _shared(q, first, bounds, window, split, scale, group, route).attend(q, k, v)
+    return _shared(q, bounds, window, split, scale, group, route).attend(q, k, v)
 
 
 @context_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, bounds: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None,
     window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
@@ -219,11 +219,11 @@ def _(
 
 @torch.library.custom_op("meshwright::context_attention_backward", mutates_args=())
 def context_attention_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v, each (B, heads, S/c, width) as the products leave it."""
-    shared = _shared(q, first, bounds, window, split, scale, group, route)
+    shared = _shared(q, bounds, window, split, scale, group, route)
     found = shared.gradients(gradient, q, k, v, out, lse)
     of_q, of_k, of_v = (one.transpose(1, 2).contiguous() for one in found)
     shares = of_k.untyped_storage().data_ptr() == of_v.untyped_storage().data_ptr()
@@ -232,7 +232,7 @@ def context_attention_backward(
 
 @context_attention_backward.register_fake
 def _(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, first: Tensor | None,
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     of_q, of_k, of_v = (x.new_empty(x.transpose(1, 2).shape) for x in (q, k, v))
@@ -240,24 +240,24 @@ def _(
 
 
 def _shared(
-    q: Tensor, first: Tensor | None, bounds: Tensor | None, window: int, split: str, scale: float, group: int,
+    q: Tensor, bounds: Tensor | None, window: int, split: str, scale: float, group: int,
     route: str,
 ) -> _Shared:  # fmt: skip
     """What an operator was given, put together again."""
     found = numbered(group)
     queries = places(q.shape[1] * found.size, found.size, found.index, split)
-    mask = ContextMask.of(found, queries, split, q.device, first, bounds, window)
+    mask = ContextMask.of(found, queries, split, q.device, bounds, window)
     return _Shared(mask=mask, scale=scale, group=found, route=ROUTES[route])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, first, bounds, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, first, bounds)
+    q, k, v, bounds, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds)
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     found = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return *(one.transpose(1, 2) for one in found), *(None,) * 7
+    return *(one.transpose(1, 2) for one in found), *(None,) * 6
 
 
 context_attention.register_autograd(_backward, setup_context=_setup)
@@ -279,7 +279,7 @@ def context_attend(group: Group, route: str) -> Attend:
             )
         if torch.compiler.is_compiling():
             given = mask.window, mask.split, scale, group.number, route
-            out: Tensor = context_attention(q, k, v, mask.first, mask.bounds, *given)[0]
+            out: Tensor = context_attention(q, k, v, mask.bounds, *given)[0]
             return out
         shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route])
         result: Tensor = _ContextAttention.apply(q, k, v, shared)  # type: ignore[no-untyped-call]  # torch has no annotations there

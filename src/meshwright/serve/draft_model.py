@@ -18,7 +18,7 @@ class DraftModel:
 
     def __init__(self, runner: Runner) -> None:
         """`runner`: of the small model, over a cache of as many blocks of the same size."""
-        self._runner = runner
+        self.runner = runner
 
     def fill(
         self, plan: StepPlan, guessed: Mapping[CachedSequence, int], rows: Mapping[CachedSequence, SampledRow]
@@ -28,9 +28,9 @@ class DraftModel:
         guesses: dict[CachedSequence, list[int]] = {one: [] for one in guessed}
         first = {one: count - guessed.get(one, 0) for one, count in plan.chunks.items()}
         todo, step = first, 0
-        self._runner.cache.carry_out(plan.moves)
+        self.runner.cache.carry_out(plan.moves)
         while todo:
-            owners, logits = self._runner.run(StepPlan(todo), behind=step)
+            owners, logits = self.runner.run(StepPlan(todo), behind=step)
             drawing = [place for place, one in enumerate(owners) if len(guesses.get(one, ())) < guessed.get(one, 0)]
             if drawing:
                 self._draw(logits[drawing], [owners[place] for place in drawing], guesses, rows)

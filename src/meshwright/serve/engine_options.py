@@ -1,12 +1,17 @@
 """How a serving engine uses its machine."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.kernels.kept_numbers import FORMS, CacheForm
 from meshwright.serve.prepared_layers import HEADS, HeadForm
 from meshwright.serve.scheduler import check_budget
 from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError
+
+Graphs = Literal["auto", "on", "off"]
+"""Whether steps are CUDA graphs; auto: where they can be."""
+GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,16 @@ class EngineOptions:
     head: HeadForm = "model"
     """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
     of its own. A quantized model's head is not quantized."""
+    cuda_graphs: Graphs = "auto"
+    """On a GPU, steps without chunks of prompts are launched as one CUDA graph for each number of rows, captured when
+    there has been need of it (step_graphs.py). `on`: refused where they cannot be. Answers differ by rounding, since
+    rows are padded; rows of adapters run as they are."""
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step without chunks of prompts."""
+        guesses = self.speculation.tokens if self.speculation else 0
+        return min(self.most_tokens, self.most_sequences * (1 + guesses))
 
     def __post_init__(self) -> None:
         """ArgumentError, which names the field."""
@@ -60,6 +75,6 @@ class EngineOptions:
             if getattr(self, name) < least:
                 raise ArgumentError(f"{name}={getattr(self, name)} must be at least {least}")
         check_budget(self.most_tokens, self.most_sequences)
-        for name, known in {"cache_dtype": FORMS, "head": HEADS}.items():
+        for name, known in {"cache_dtype": FORMS, "head": HEADS, "cuda_graphs": GRAPHS}.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name}={getattr(self, name)} is not known: take one of {', '.join(known)}")

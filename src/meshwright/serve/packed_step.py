@@ -62,6 +62,9 @@ class PackedStep:
     """Whose they are."""
     adapters: Mapping[str, Rows]
     """Rows that have an adapter, by its name."""
+    numbers: Tensor | None = None
+    """(5, N) int64 where all rows are attended one by one: tokens, positions, slots, and as RowsCall offsets and
+    last."""
 
 
 class RowPacker:
@@ -90,38 +93,46 @@ class RowPacker:
             last += range(len(tokens) - wanted, len(tokens))
             owners += [run.sequence] * wanted
         more = rows - len(tokens)
-        fed = torch.tensor((tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more))
-        fed, adapters = fed.to(self._cache.device), rows_of(spans, self._cache.device)
+        fed = [tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more]
+        adapters = rows_of(spans, self._cache.device)
         if self._cache.by_rows:
-            return PackedStep(fed[:1], fed[1:2], self._places(fed, runs, more), last, owners, adapters)
+            numbers, places = self._places(fed, runs, more)
+            alone = None if places.rows is None or len(places.rows.last) < rows else numbers
+            return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, alone)
+        numbers = torch.tensor(fed).to(self._cache.device)
         copied = sum(len(plan.used) for plan in plans)
         calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
-        places = StepPlaces(fed[2], [self._copy(plan) for plan in plans], calls)
-        return PackedStep(fed[:1], fed[1:2], places, last, owners, adapters)
+        places = StepPlaces(numbers[2], [self._copy(plan) for plan in plans], calls)
+        return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters)
 
     def _chunks_last(self, runs: Sequence[Run]) -> list[Run]:
         return sorted(runs, key=lambda run: (self._is_chunk(run), run.sequence.adapter))
+
+    def attends_by_rows(self, runs: Sequence[Run]) -> bool:
+        """Whether all rows are attended one by one."""
+        return self._cache.by_rows and not any(self._is_chunk(run) for run in runs)
 
     def _is_chunk(self, run: Run) -> bool:
         """Whether a run is one call in spite of compiled loops."""
         return not self._exact and run.end - run.begin >= CHUNK
 
-    def _places(self, fed: Tensor, runs: Sequence[Run], more: int) -> StepPlaces:
-        """Where compiled loops find the rows of sorted runs, behind which `more` rows belong to nobody."""
+    def _places(self, fed: list[list[int]], runs: Sequence[Run], more: int) -> tuple[Tensor, StepPlaces]:
+        """Numbers as those of PackedStep, of which `fed` are the first three, and where loops or a kernel find the rows
+        of sorted runs, behind which `more` rows belong to nobody."""
         tables, offsets, last = [self._cache.zero], list[int](), list[int]()
         for run in runs:
             if not self._is_chunk(run):
                 offsets += [len(tables)] * (run.end - run.begin)
                 last += range(run.begin, run.end)
                 tables += run.sequence.table
-        begin = len(last)
-        chunks = [run for run in runs if self._is_chunk(run)]
+        chunks, alone = [run for run in runs if self._is_chunk(run)], len(last)
         calls = {window: [self._chunk(*one, window) for one in _begun(chunks, 0)] for window in self._cache.windows}
-        if not chunks:
-            offsets, last = offsets + [0] * more, last + [0] * more
-        where = torch.tensor((offsets, last), device=self._cache.device)
-        rows = RowsCall(torch.tensor(tables, device=self._cache.device), where[0], where[1], max(last, default=0) + 1)
-        return StepPlaces(fed[2], [], calls, rows if begin or not chunks else None)
+        rows = alone if chunks else alone + more
+        fill = [0] * (len(fed[0]) - alone)
+        numbers = torch.tensor((*fed, offsets + fill, last + fill)).to(self._cache.device)
+        offsets_of, last_of, longest = numbers[3, :rows], numbers[4, :rows], max(last, default=0) + 1
+        call = RowsCall(torch.tensor(tables, device=self._cache.device), offsets_of, last_of, longest)
+        return numbers, StepPlaces(numbers[2], [], calls, call if rows or not chunks else None)
 
     def _sorted(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:
         """Runs that share a call one after another, first those with a row of a dense copy; and these copies."""

@@ -16,6 +16,7 @@ from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.serve.scheduler import StepPlan
 from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.step_graphs import StepGraphs
 from meshwright.serve.step_words import StepWriter
 
 
@@ -35,11 +36,15 @@ class Runner:
         copies_bytes: int,
         adapters: RequestAdapters | None = None,
         ranks: ServingRanks | None = None,
+        graphs: StepGraphs | None = None,
+        graphs_words: str = "",
     ) -> None:
         """`longest`: positions of a sequence; `most_tokens`: of a step; `copies_bytes`: of all dense copies
         (dense_copies.py). `exact`: a row's bits depend on its own sequence alone. Without `adapters`, those of
-        sequences are passed over. `ranks`: with whom this one computes, each with a part of the model."""
+        sequences are passed over. `ranks`: with whom this one computes, each with a part of the model. `graphs`: for
+        steps that may be one, not in exact mode; the words say why there are none, or which."""
         self._model, self.cache, self._layers, self._adapters, self._ranks = model, cache, layers, adapters, ranks
+        self.graphs, self.graphs_words = graphs, graphs_words
         self._head = head = layers.logits if ranks is None else _then(layers.logits, ranks.first_rank_logits)
         on_all = head if ranks is None else _then(layers.logits, ranks.whole_logits)
         self._multiple = 1 if ranks is None else ranks.row_multiple
@@ -82,6 +87,10 @@ class Runner:
         begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
         runs = [Run(one, begin, begin + count) for one, begin, count in begins]
         owners, states = list[CachedSequence](), list[Tensor]()
+        if self.graphs is not None and not self._exact:
+            found = self._by_graph(self.graphs, runs)
+            if found is not None:
+                return found
         with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
                 cache = self.cache.at(rows.places)
@@ -93,6 +102,18 @@ class Runner:
             if not owners:
                 return [], torch.empty(0, self._model.shape.vocab)
             return owners, self._logits(states[0] if len(states) == 1 else torch.cat(states)).float()
+
+    def _by_graph(self, graphs: StepGraphs, runs: list[Run]) -> tuple[list[CachedSequence], Tensor] | None:
+        """As `_compute`, where a step may be a graph; None = it may not."""
+        size = graphs.padded(sum(run.end - run.begin for run in runs))
+        adapted = self._adapters is not None and any(run.sequence.adapter for run in runs)
+        if not size or adapted or not self._packer.attends_by_rows(runs):
+            return None
+        rows = self._packer.pack(runs, size)
+        with self._layers.used():
+            logits = graphs.compute(rows, self._head)
+        wanted = len(rows.last)
+        return rows.owners, logits[:wanted].clone() if rows.last == list(range(wanted)) else logits[rows.last]
 
     def _passes(self, runs: list[Run]) -> Iterator[PackedStep]:
         """Forward passes: one, or in exact mode as many as rows allow."""

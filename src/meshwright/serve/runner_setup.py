@@ -10,12 +10,13 @@ import torch
 from meshwright.kernels.compiled import library
 from meshwright.kernels.kept_numbers import FORMS
 from meshwright.model.transformer import Transformer
-from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.engine_options import GRAPHS, EngineOptions
 from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.prepared_layers import HEADS, PreparedLayers
 from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.serve.runner import Runner
 from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.step_graphs import step_graphs
 from meshwright.serve.step_words import StepReader
 
 
@@ -38,6 +39,12 @@ class RunnerSetup:
     longest: int
     most_tokens: int
     copies_bytes: int
+    graphs: int
+    """Of GRAPHS."""
+    graph_rows: int
+    """Of the largest step that is a graph."""
+    sequences: int
+    """Answers that are made at once."""
 
     @classmethod
     def of(cls, options: EngineOptions, blocks: int, slots: int, longest: int) -> Self:
@@ -46,6 +53,7 @@ class RunnerSetup:
             blocks=blocks, slots=slots, block=options.block, form=FORMS.index(options.cache_dtype),
             head=HEADS.index(options.head), packed=options.packed, compiled=options.compiled, exact=options.exact,
             longest=longest, most_tokens=options.most_tokens, copies_bytes=options.copies_bytes,
+            graphs=GRAPHS.index(options.cuda_graphs), graph_rows=options.most_rows, sequences=options.most_sequences,
         )  # fmt: skip
 
     @classmethod
@@ -70,9 +78,14 @@ class RunnerSetup:
         loops = library.compiled() if self.compiled else None
         if self.exact and loops is not None:
             loops = loops.for_any_rows()
+        cache = PagedCache(model, self.blocks, self.block, form=FORMS[self.form], loops=loops, slots=self.slots)
+        graphs, words = step_graphs(
+            model, cache, GRAPHS[self.graphs], ranks=1 if ranks is None else ranks.size, rows=self.graph_rows,
+            sequences=self.sequences, longest=self.longest,
+        )  # fmt: skip
         return Runner(
             model,
-            PagedCache(model, self.blocks, self.block, form=FORMS[self.form], loops=loops, slots=self.slots),
+            cache,
             PreparedLayers(model, packed=bool(self.packed), head=HEADS[self.head], loops=loops),
             longest=self.longest,
             most_tokens=self.most_tokens,
@@ -80,6 +93,8 @@ class RunnerSetup:
             copies_bytes=self.copies_bytes,
             adapters=adapters,
             ranks=ranks,
+            graphs=graphs,
+            graphs_words=words,
         )
 
 

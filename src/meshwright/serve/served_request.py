@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.data.text_stream import TextStream
+from meshwright.model.generate import broken
 from meshwright.serve.cached_sequence import CachedSequence, Phase
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.sampler import SampledRow
+from meshwright.spec.errors import RunError
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids -> text."""
@@ -108,3 +110,11 @@ class ServedRequest:
     def ended(self) -> bool:
         """Whether all answers are whole."""
         return all(answer.ending for answer in self.answers)
+
+    def check(self) -> None:
+        """RunError: an answer's logits were no numbers, or its grammar was too much."""
+        for answer in self.answers:
+            if answer.ending == "broken":
+                raise broken()
+            if answer.ending == "grammar" and answer.row.grammar is not None:
+                raise RunError(f"an answer cannot be continued by its schema or regex: {answer.row.grammar.failure}")

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.model.generate import broken, check_prompt
+from meshwright.model.generate import check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.beam_groups import BeamGroups
 from meshwright.serve.beam_search import BeamSearch
@@ -15,7 +15,7 @@ from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.draft_model import DraftModel, following
-from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.engine_options import GRAPHS, EngineOptions
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.host_tier import HostTier
 from meshwright.serve.paged_cache import bytes_per_block
@@ -28,7 +28,7 @@ from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
 from meshwright.serve.serving_ranks import Said, ServingRanks
 from meshwright.serve.speculation import GuessCounts, Guesser, Refuted
-from meshwright.spec.errors import ArgumentError, RunError
+from meshwright.spec.errors import ArgumentError
 
 
 class ServingEngine:
@@ -79,7 +79,7 @@ class ServingEngine:
         setup = RunnerSetup.of(options, number, slots, self._longest)
         if ranks is not None:
             ranks.say(Said.SETUP, setup.words)
-        drafting = replace(setup, exact=False)
+        drafting = replace(setup, exact=False, graphs=GRAPHS.index("off" if options.cuda_graphs == "off" else "auto"))
         runners = [setup.runner(model, self.adapters, ranks), *(drafting.runner(one) for one in models[1:])]
         self._runner, self.cache = runners[0], runners[0].cache
         widest = [one.cache.widest for one in runners]
@@ -161,6 +161,17 @@ class ServingEngine:
     def attention(self) -> str:
         """What attends for rows that decode, and why: `triton (sm_90, bf16: ...)`."""
         return self.cache.attention
+
+    @property
+    def cuda_graphs(self) -> str:
+        """Whether steps are CUDA graphs: of which numbers of rows, or why not."""
+        return self._runner.graphs_words
+
+    @property
+    def graphs_bytes(self) -> int:
+        """Of the memory that CUDA graphs keep so far, beside weights and cache: of the model, and of what guesses."""
+        runners = [self._runner, *([self._draft.runner] if self._draft is not None else [])]
+        return sum(one.graphs.bytes for one in runners if one.graphs is not None)
 
     @property
     def rows_at_once(self) -> int:
@@ -258,7 +269,7 @@ class ServingEngine:
         for request in requests:
             while not request.ended:
                 self.step()
-            _check(request)
+            request.check()
 
     def stream(self, request: ServedRequest) -> Iterator[ServedAnswer]:
         """Step until a request has ended; its answers, each time one has grown. What is not read to its end is
@@ -266,7 +277,7 @@ class ServingEngine:
         try:
             while not request.ended:
                 yield from (answer for answer in self.step() if answer in request.answers)
-            _check(request)
+            request.check()
         finally:
             self.cancel(request)
 
@@ -336,11 +347,3 @@ def _check_ranks(ranks: ServingRanks, options: EngineOptions, adapters: Mapping[
         raise ArgumentError("exact=True pads rows to numbers that expert parallel ranks cannot share: take ep=1")
     if adapters:
         raise needs_one_rank(adapters)
-
-
-def _check(request: ServedRequest) -> None:
-    for answer in request.answers:
-        if answer.ending == "broken":
-            raise broken()
-        if answer.ending == "grammar" and answer.row.grammar is not None:
-            raise RunError(f"an answer cannot be continued by its schema or regex: {answer.row.grammar.failure}")

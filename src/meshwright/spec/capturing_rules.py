@@ -56,6 +56,12 @@ def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
                 f"for {key}={rate}: take layout.recompute=none or {OFF}"
             )
             return
+    hides = recipe.document_mask or any(shape.window_of(layer) for layer in range(shape.layers))
+    if recipe.dropout and recipe.precision == "fp32" and hides:
+        yield (
+            f"layout.cuda_graphs=on cannot set a random state back, as fp32 attention over documents or windows "
+            f"does for recipe.dropout={recipe.dropout}: take recipe.dropout=0, recipe.precision=bf16 or {OFF}"
+        )
     if layout.recompute not in policies(layout):
         yield (
             f"layout.cuda_graphs=on cannot set a random state back, as compiled code does that makes attention again "

@@ -1,9 +1,11 @@
-"""What tensor and expert parallelism leave of a matrix that is held as codes and scales.
+"""What tensor and expert parallelism, and ZeRO-3, leave of a matrix that is held as codes and scales.
 
 Experts and outputs are cut as numbers are. Inputs share scales by groups, and a cut may fall within one: a rank then
 holds the codes of its first group from that group's beginning, `before` of which it drops where it restores. Scales
 that are codes themselves share theirs in runs through the whole matrix: a rank has those of all runs, and knows where
 in the matrix its own scales stand.
+
+ZeRO-3 shares what that leaves without knowing what it is: all tensors of a matrix as one run of lines of bytes.
 """
 
 from collections.abc import Iterable
@@ -16,6 +18,9 @@ from meshwright.spec.scheme_names import scheme_named
 
 BYTE_OF_CODES = 8
 """So many codes end with a byte, however many bits each has."""
+LINE_BYTES = 16
+"""Of a line of a run that ranks share. Each tensor in it begins with a line, so that it can be read where it stands,
+whatever its dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +86,31 @@ class CodesCut:
         return found
 
 
-def bytes_of_codes(name: str, box: Box) -> int:
-    """Of what a rank holds of a matrix in a scheme of this name; 0 where the name is empty."""
+def bytes_of_codes(name: str, box: Box, ranks: int = 1) -> int:
+    """Of what a rank holds of a matrix in a scheme of this name, whose run so many ranks share; 0 where the name is
+    empty."""
     scheme = scheme_named(name)
-    return 0 if scheme is None else nbytes(CodesCut(scheme=scheme, box=box).sizes().values())
+    if scheme is None:
+        return 0
+    if ranks > 1:
+        return share_bytes(lines_of_codes(name, box), ranks)
+    return nbytes(CodesCut(scheme=scheme, box=box).sizes().values())
+
+
+def lines_of_codes(name: str, box: Box) -> int:
+    """Of its run."""
+    scheme = scheme_named(name)
+    return 0 if scheme is None else lines(CodesCut(scheme=scheme, box=box).sizes().values())
+
+
+def lines(sizes: Iterable[Size]) -> int:
+    """Of a run of tensors."""
+    return sum(-(-nbytes((size,)) // LINE_BYTES) for size in sizes)
+
+
+def share_bytes(count: int, ranks: int) -> int:
+    """Of each rank's share of a run of so many lines; the last one is padded."""
+    return -(-count // ranks) * LINE_BYTES
 
 
 def nbytes(sizes: Iterable[Size]) -> int:

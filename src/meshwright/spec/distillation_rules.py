@@ -8,7 +8,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
 from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import V_PLACED
+from meshwright.spec.schedule_kinds import V_PLACED
 from meshwright.spec.shape import ModelShape
 
 FORWARD_ONLY = "what is kept of a teacher is its likeliest tokens, from which a student would learn to shift away"

@@ -6,7 +6,7 @@ from meshwright.spec.errors import printable
 from meshwright.spec.layout import Layout
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.recipe import NO_SCHEME, Recipe
-from meshwright.spec.schedule import SPLIT
+from meshwright.spec.schedule_kinds import SPLIT
 from meshwright.spec.shape import ModelShape
 
 

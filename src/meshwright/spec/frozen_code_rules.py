@@ -1,5 +1,5 @@
 """Where frozen matrices can be codes and scales (model.lora.base): restored for each product, cut as numbers are by
-tensor and expert parallelism (spec/code_cuts.py). No stage of ZeRO shards them."""
+tensor and expert parallelism, and shared by ZeRO-3 (spec/code_cuts.py)."""
 
 from collections.abc import Iterator
 
@@ -12,6 +12,12 @@ from meshwright.spec.shape import ModelShape
 def holds_codes(shape: ModelShape) -> bool:
     """Whether frozen matrices are codes and scales."""
     return shape.lora is not None and shape.lora.base != SAME
+
+
+def shares_codes(layout: Layout) -> bool:
+    """Whether data-parallel ranks share codes: where ZeRO gathers weights for each pass and frees them behind it. Where
+    weights stay whole within a step (ZeRO 1 and 2, a pipeline), a share would stand beside the whole."""
+    return layout.zero == 3 and layout.pp == 1
 
 
 def frozen_code_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:

@@ -15,7 +15,8 @@ gives all ranks equally many rows: the last ones are padding. Experts fewer than
 (`boxes.sharded_dim`). Under a pipeline ZeRO 2 and 3 are as ZeRO 1 within the step
 (docs/parallel.md).
 
-Frozen matrices that are codes and scales (spec/lora.py) are shared by no stage of ZeRO, and count as parameters.
+Frozen matrices that are codes and scales (spec/lora.py) count as parameters. Ranks share them under ZeRO-3 without a
+pipeline (frozen_code_rules.shares_codes), else they are whole.
 
 Gradients of 16-bit weights are 4 bytes wide where anything is added to them, and 2 where nothing is
 (docs/decisions/0005-gradient-precision.md).
@@ -27,6 +28,7 @@ from typing import Literal
 
 from meshwright.spec.boxes import Box, boxes_of, shard
 from meshwright.spec.code_cuts import bytes_of_codes
+from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.inventory import Parameter, parameters, tp_holders, tp_parts
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, StateStorage
@@ -97,7 +99,7 @@ class HeldParameter:
     @property
     def code_bytes(self) -> int:
         """Of its codes and scales, where it is held as such."""
-        return bytes_of_codes(self.parameter.scheme, self.box)
+        return bytes_of_codes(self.parameter.scheme, self.box, self.ranks)
 
     @property
     def own_box(self) -> Box:
@@ -130,7 +132,8 @@ def held_of(some: Sequence[Parameter], shape: ModelShape, layout: Layout, rank: 
     result = []
     for parameter in some:
         ranks, index = expert_sharers if parameter.group == "expert" else sharers
-        ranks, index = (ranks, index) if layout.zero else (1, 0)
+        shared = shares_codes(layout) if parameter.scheme else layout.zero > 0
+        ranks, index = (ranks, index) if shared else (1, 0)
         result.append(HeldParameter(parameter=parameter, box=found[parameter.name], ranks=ranks, index=index))
     return result
 

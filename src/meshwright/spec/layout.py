@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.schedule import SPLIT
+from meshwright.spec.schedule_kinds import SPLIT, ScheduleName
 from meshwright.spec.shape import MoEShape
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -68,7 +68,7 @@ class Layout:
     context_split: Literal["zigzag", "striped", "chunks"] = "zigzag"
     """Positions of a context-parallel rank: a chunk from the front and one from the back (zigzag), every cp-th one
     (striped), or one chunk. The first two give causal attention even work."""
-    schedule: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Order of the pipeline's forward and backward passes."""
     stages: tuple[int, ...] = ()
     """Layers of each pipeline stage, from the embedding to the head; [] = even, both ends counting as a layer."""
@@ -151,6 +151,11 @@ class Layout:
         if size * self.dp == 0 or per_rank * self.dp != global_batch or per_rank % size:
             raise IllegalLayout(self._batch_sentence(global_batch))
         return per_rank // size
+
+    def even_micro_batches(self, global_batch: int) -> int:
+        """As `micro_batches`; 0 where a rank's sequences do not come out even."""
+        per_rank, size = global_batch // self.dp, self.micro_batch_of(global_batch)
+        return 0 if not size or per_rank % size else per_rank // size
 
     def tp_pieces(self, positions: int, hidden: int, device: str) -> int:
         """In how many pieces the positions of a rank's sequences pass tensor-parallel products on a kind of device.

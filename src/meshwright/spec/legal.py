@@ -2,38 +2,25 @@
 numbers and the nearest legal change. The planner's search, the engine and the command line ask here."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import cache
 
 from meshwright.spec.capturing_rules import capturing_refusals
+from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.fake_quantization_rules import fake_quantization_refusals
 from meshwright.spec.frozen_code_rules import frozen_code_refusals
 from meshwright.spec.inventory import parameters, tp_holders
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import cut_blocks
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import V_PLACED, refusal, stage_layers
+from meshwright.spec.schedule import refusal, stage_layers
+from meshwright.spec.schedule_kinds import V_PLACED
 from meshwright.spec.shape import ModelShape
 
 
 def layout_violations(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[str]:
     """Why this layout is illegal; empty = legal."""
-    return [
-        *_tensor(shape, recipe, layout),
-        *_context(recipe, layout),
-        *_pipeline(shape, recipe, layout),
-        *_expert(shape, layout),
-        *_data(layout),
-        *_recomputation(layout),
-        *frozen_code_refusals(shape, recipe, layout),
-        *fake_quantization_refusals(shape, recipe, layout),
-        *capturing_refusals(shape, recipe, layout),
-        *_randomness(shape, recipe, layout),
-        *_masters(recipe),
-        *_state_blocks(shape, recipe, layout),
-        *_narrow_products(shape, recipe, layout),
-    ]
+    return [sentence for rule in RULES for sentence in rule(shape, recipe, layout)]
 
 
 @cache
@@ -111,7 +98,7 @@ def _up(number: int, unit: int) -> int:
     return max(1, round(number / unit)) * unit
 
 
-def _context(recipe: Recipe, layout: Layout) -> Iterator[str]:
+def _context(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if recipe.sequence % layout.sequence_parts:
         how = "two chunks for each of" if layout.context_split == "zigzag" else "a part for each of"
         yield (
@@ -148,14 +135,23 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
             f"{by_hand}, and layout.pp={layout.pp} x layout.vp={layout.vp} stages want the model's {shape.layers}: "
             f"take layout.stages={even}"
         )
+
+
+def _tied_ends(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if shares_tied_ends(shape, layout):
         yield (
-            f"layout.schedule={name} puts both ends of the model, with their tied matrix, on one rank, which data "
-            "parallelism cannot share yet: take layout.schedule=interleaved, or layout.schedule=zb-h1 layout.vp=1"
+            f"layout.schedule={layout.schedule} puts both ends of the model, with their tied matrix, on one rank, "
+            "which data parallelism cannot share yet: take layout.schedule=interleaved, or layout.schedule=zb-h1 "
+            "layout.vp=1"
         )
+
+
+def _schedule(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    if layout.pp == 1:
+        return
     for batch in set(recipe.global_batches):
-        count = _micro_batches_of(layout, batch)
-        sentence = refusal(name, layout.pp, count, layout.vp) if count else None
+        count = layout.even_micro_batches(batch)
+        sentence = refusal(layout.schedule, layout.pp, count, layout.vp) if count else None
         if sentence is not None:
             yield sentence
 
@@ -163,7 +159,7 @@ def _pipeline(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str
 def _fewer_stages(shape: ModelShape, recipe: Recipe, layout: Layout) -> str:
     """The most pipeline ranks that the model has layers for and the schedule takes, as words for the command line."""
     alone = layout.schedule if layout.schedule not in V_PLACED else "zb-h1"
-    counts = [count for batch in set(recipe.global_batches) if (count := _micro_batches_of(layout, batch))]
+    counts = [count for batch in set(recipe.global_batches) if (count := layout.even_micro_batches(batch))]
     legal: Iterator[dict[str, object]] = (
         {"pp": pp, "vp": vp, "schedule": schedule}
         for schedule, vp in ((layout.schedule, layout.vp), (alone, 1))
@@ -183,13 +179,7 @@ def shares_tied_ends(shape: ModelShape, layout: Layout) -> bool:
     return shape.tied and layout.pp > 1 and layout.schedule in V_PLACED and layout.dp * layout.cp > 1
 
 
-def _micro_batches_of(layout: Layout, batch: int) -> int:
-    """How many a rank has in a step; 0 where they do not come out even, which is refused elsewhere."""
-    per_rank, size = batch // layout.dp, layout.micro_batch_of(batch)
-    return 0 if not size or per_rank % size else per_rank // size
-
-
-def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:
+def _expert(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     ep = layout.ep
     if ep == 1:
         if layout.ep_chunks > 1:
@@ -222,7 +212,7 @@ def _expert(shape: ModelShape, layout: Layout) -> Iterator[str]:
         yield f"layout.ep={ep} with layout.tp={layout.tp}: each rank needs tokens of its own; take layout.sp=true"
 
 
-def _data(layout: Layout) -> Iterator[str]:
+def _data(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if layout.zero and layout.dp_shard * layout.cp == 1:
         instead = ", or dp_shard instead of dp_replicate" if layout.dp_replicate > 1 else ""
         yield f"layout.zero={layout.zero} shards over dp_shard x cp, which is one rank: take layout.zero=0{instead}"
@@ -259,7 +249,7 @@ def _narrow_products(shape: ModelShape, recipe: Recipe, layout: Layout) -> Itera
                 return
 
 
-def _recomputation(layout: Layout) -> Iterator[str]:
+def _recomputation(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     if layout.recompute_layers and layout.recompute == "none":
         yield (
             f"layout.recompute_layers={layout.recompute_layers} says how many layers recompute, and "
@@ -291,24 +281,13 @@ def _randomness(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[s
         )
 
 
-def _masters(recipe: Recipe) -> Iterator[str]:
+def _masters(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     """No layout changes that. `plan` fills in a precision that was not named: a recipe alone cannot refuse it."""
     if recipe.master_weights == "none" and recipe.precision != "bf16":
         yield (
             f"recipe.master_weights=none rounds bf16 weights, and recipe.precision={recipe.precision}: "
             "take recipe.precision=bf16 or recipe.master_weights=fp32"
         )
-
-
-def matrix_refusals(shape: ModelShape, recipe: Recipe, devices: int) -> dict[str, list[str]]:
-    """The degrees of tp that cut matrices too small for 8-bit states or products, with the sentences; behind a degree
-    stands `e` where experts are spread."""
-    cuts = {f"{tp}{'e' if ep > 1 else ''}": Layout(tp=tp, ep=ep) for tp in divisors(devices) for ep in (1, 2)}
-    refused = {
-        name: [*_state_blocks(shape, recipe, replace(cut, ep=1)), *_narrow_products(shape, recipe, cut)]
-        for name, cut in cuts.items()
-    }
-    return {name: sentences for name, sentences in refused.items() if sentences}
 
 
 def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -326,3 +305,30 @@ def _state_blocks(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator
             f"recipe.optimizer_states=int8 scales {name} in blocks of {block} elements of a row, and {how} leaves a "
             f"rank {length} of a row: take recipe.optimizer_states=bf16, or a degree that leaves a multiple of {block}"
         )
+
+
+def batch_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Batches, also of a ramp, that the layout cannot cut into equal micro-batches."""
+    for batch in recipe.global_batches:
+        try:
+            layout.micro_batches(batch)
+        except IllegalLayout as error:
+            yield str(error)
+
+
+def position_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """A sequence longer than learned positions. No layout changes that."""
+    if shape.positions == "learned" and recipe.sequence > shape.max_positions:
+        yield (
+            f"recipe.sequence={recipe.sequence} exceeds the {shape.max_positions} learned positions "
+            f"of the model: take recipe.sequence={shape.max_positions}"
+        )
+
+
+Rule = Callable[[ModelShape, Recipe, Layout], Iterator[str]]
+RULES: tuple[Rule, ...] = (
+    _tensor, _context, _pipeline, _tied_ends, _schedule, _expert, _data, _recomputation, frozen_code_refusals,
+    fake_quantization_refusals, capturing_refusals, _randomness, _masters, _state_blocks, _narrow_products,
+)  # fmt: skip
+"""What a layout is held against, in the order in which refusals are said. The explorer's page has a table of each
+(planner/explorer/legal_tables.py), made by calling it: a rule reads fields and properties, and copies neither."""

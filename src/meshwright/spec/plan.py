@@ -8,7 +8,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.distillation_rules import distillation_violations
 from meshwright.spec.errors import IllegalLayout, PlanError, printable
 from meshwright.spec.layout import Layout
-from meshwright.spec.legal import divisors, layout_violations
+from meshwright.spec.legal import batch_refusals, divisors, layout_violations, position_refusals
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.preference_rules import preference_violations
 from meshwright.spec.recipe import Recipe
@@ -36,7 +36,7 @@ class MixtureSource:
     path: str
     """As data.path."""
     weight: float
-    """Its share of the trained tokens, beside the weights of the others: 7 and 3 are 70 % and 30 %."""
+    """Its share of the trained tokens, or of the pairs, beside the weights of the others: 7 and 3 are 70 % and 30 %."""
     text_field: str = ""
     """Field of its .jsonl and .parquet rows; empty = data.text_field."""
 
@@ -57,7 +57,7 @@ class Data:
     path: str = STDLIB
     """A file, folder or glob; `stdlib` = the Python standard library's source here; `hub:NAME` = a hub dataset."""
     mixture: tuple[MixtureSource, ...] = ()
-    """Several sources in place of `path`: {path, weight} each. Weights are shares of the trained tokens."""
+    """Several sources in place of `path`: {path, weight} each. Weights are shares of trained tokens, or of pairs."""
     tokenizer: str = "auto"
     """`auto` = tokenizer.json beside the data, else the shipped BPE; `bytes`; `bpe:4096` = train one; or a path."""
     text_field: str = "text"
@@ -165,7 +165,8 @@ class Plan:
 
     def violations(self) -> list[str]:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
-        found = [*layout_violations(self.model, self.recipe, self.layout), *self._batches(), *self._noise_scale()]
+        given = self.model, self.recipe, self.layout
+        found = [*layout_violations(*given), *batch_refusals(*given), *self._noise_scale()]
         found += preference_violations(
             self.recipe, form=self.data.form, train_on=self.data.train_on, packing=self.data.packing
         )
@@ -185,11 +186,7 @@ class Plan:
                 "data.packing=off fills rows up, and a mixture of experts would route what fills them: take "
                 "data.packing=best-fit"
             )
-        if self.model.positions == "learned" and self.recipe.sequence > self.model.max_positions:
-            found.append(
-                f"recipe.sequence={self.recipe.sequence} exceeds the {self.model.max_positions} learned positions "
-                f"of the model: take recipe.sequence={self.model.max_positions}"
-            )
+        found += position_refusals(*given)
         return found
 
     @property
@@ -223,15 +220,6 @@ class Plan:
         """Whether a program on a kind of device (cpu, cuda) keeps a copy of the state in host memory, from which a
         thread writes checkpoints."""
         return self.layout.saves_behind(device) and self.recipe.saves_between
-
-    def _batches(self) -> list[str]:
-        found = []
-        for batch in self.recipe.global_batches:
-            try:
-                self.layout.micro_batches(batch)
-            except IllegalLayout as error:
-                found.append(str(error))
-        return found
 
     def _noise_scale(self) -> list[str]:
         """It compares micro-batches with their step; a ramp may begin with steps of one."""

@@ -2,13 +2,7 @@
 
 Letters: p ranks, m micro-batches, v stages of one rank. A pass is F (forward), B (gradient of the input), W (gradients
 of the weights, which B left) or BW (both at once). The planner, the executor and the report read the same lists.
-
-    afab         all forward, all backward (GPipe, Huang et al. 2019, arXiv:1811.06965)
-    1f1b         one forward, one backward (PipeDream-Flush, Narayanan et al. 2020, arXiv:2006.09503)
-    interleaved  1f1b with v stages a rank (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)
-    zb-h1        weight gradients in the bubble, in the memory of 1f1b (Qi et al. 2023, arXiv:2401.10241, section 2.2)
-    zb-v         two stages a rank, placed like a V (Qi et al. 2024, arXiv:2405.15362)
-    dualpipe-v   DualPipe (DeepSeek-V3, arXiv:2412.19437, section 3.2.1) cut in half: a V as well
+Which schedules there are says spec/schedule_kinds.py.
 """
 
 import re
@@ -20,16 +14,9 @@ from itertools import accumulate
 from typing import Literal
 
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.schedule_kinds import KINDS, NAMES, V_PLACED, Rounds, Words
 
 Kind = Literal["F", "B", "W", "BW"]
-
-V_PLACED = ("zb-v", "dualpipe-v")
-"""Schedules whose rank r holds the stages r and 2p-1-r."""
-SINGLE = ("afab", "1f1b")
-"""Schedules with one stage a rank."""
-SPLIT = ("zb-h1", "zb-v", "dualpipe-v")
-"""Schedules that take weight gradients apart from those of the input."""
-NAMES = ("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,14 +50,11 @@ Actions = tuple[tuple[Action, ...], ...]
 def schedule(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> Actions:
     """The actions of each rank; IllegalLayout where the schedule does not exist for these numbers."""
     check(name, ranks, micro_batches, virtual)
-    p, m = ranks, micro_batches
-    if name == "afab":
-        return tuple(_afab(rank, m) for rank in range(p))
-    if name in V_PLACED:
-        make = _zb_v if name == "zb-v" else _dualpipe_v
-        return tuple(make(rank, p, m) for rank in range(p))
-    hop = 2 if name == "interleaved" else 1
-    return tuple(_one_forward_one_backward(rank, p, m, virtual, hop, name == "zb-h1") for rank in range(p))
+    order = KINDS[name].order
+    if isinstance(order, Rounds):
+        return tuple(_rounds(order, rank, ranks, micro_batches, virtual) for rank in range(ranks))
+    placement = stage_rank(name, ranks, virtual)
+    return tuple(_spell(order, rank, ranks, micro_batches, stages_of(placement, rank)) for rank in range(ranks))
 
 
 def stage_rank(name: str, ranks: int, virtual: int = 1) -> tuple[int, ...]:
@@ -98,17 +82,18 @@ def refusal(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> str 
     if min(ranks, micro_batches, virtual) < 1:
         numbers = f"{ranks} ranks, {micro_batches} micro-batches and {virtual} stages a rank"
         return f"a pipeline of {numbers} cannot be: all must be 1 or more"
-    if name in SINGLE and virtual != 1:
-        return f"layout.schedule={name} has one stage a rank, not vp={virtual}: take vp=1 or schedule=interleaved"
-    if name in V_PLACED and virtual != 2:
-        return f"layout.schedule={name} has two stages a rank, not vp={virtual}: take vp=2"
-    if name == "dualpipe-v" and micro_batches < 2 * ranks:
+    kind = KINDS[name]
+    if not kind.deeper and virtual != kind.stages:
+        usual, instead = ("one stage", " or schedule=interleaved") if kind.stages == 1 else ("two stages", "")
+        return f"layout.schedule={name} has {usual} a rank, not vp={virtual}: take vp={kind.stages}{instead}"
+    if micro_batches < kind.fewest * ranks:
+        fewest = f"{kind.fewest} x pp = {kind.fewest * ranks}"
         return (
-            f"layout.schedule=dualpipe-v wants 2 x pp = {2 * ranks} micro-batches or more, not {micro_batches}: "
+            f"layout.schedule={name} wants {fewest} micro-batches or more, not {micro_batches}: "
             f"make them smaller (layout.micro_batch), or take schedule=zb-v"
         )
     rounds = max(1, micro_batches // ranks)
-    if virtual > 1 and name not in V_PLACED and micro_batches % rounds:
+    if virtual > 1 and isinstance(kind.order, Rounds) and micro_batches % rounds:
         lower, upper = micro_batches - micro_batches % ranks, micro_batches - micro_batches % ranks + ranks
         return (
             f"layout.schedule={name} with vp={virtual} runs {micro_batches} micro-batches in {rounds} rounds (one for "
@@ -124,84 +109,37 @@ def check(name: str, ranks: int, micro_batches: int, virtual: int = 1) -> None:
         raise IllegalLayout(sentence)
 
 
-def _afab(rank: int, m: int) -> tuple[Action, ...]:
-    return tuple(Action(kind, rank, i) for kind in ("F", "BW") for i in range(m))
-
-
-def _one_forward_one_backward(rank: int, p: int, m: int, v: int, hop: int, split: bool) -> tuple[Action, ...]:
-    """Forward passes until the first gradient is back, then one of each, then what is left.
-
-    Micro-batches go in rounds of about p: a round passes all stages of the rank before the next begins. `hop` forward
-    passes more are made for each rank that is nearer to the front. Split: W follows B after `rank` others, so that
-    every rank holds p micro-batches at most and has weight gradients left for its bubble.
-    """
+def _rounds(order: Rounds, rank: int, p: int, m: int, v: int) -> tuple[Action, ...]:
     width = m // max(1, m // p)
-    order = [(n // width % v, n // (width * v) * width + n % width) for n in range(v * m)]
-    forward = [Action("F", chunk * p + rank, i) for chunk, i in order]
-    backward = [((v - 1 - chunk) * p + rank, i) for chunk, i in order]
-    ahead = min((v - 1) * width + hop * (p - 1 - rank), v * m)
+    turns = [(n // width % v, n // (width * v) * width + n % width) for n in range(v * m)]
+    forward = [Action("F", chunk * p + rank, i) for chunk, i in turns]
+    backward = [((v - 1 - chunk) * p + rank, i) for chunk, i in turns]
+    ahead = min((v - 1) * width + order.hop * (p - 1 - rank), v * m)
     found = forward[:ahead]
     for n, place in enumerate(backward):
         found += forward[ahead + n : ahead + n + 1]
-        found.append(Action("B" if split else "BW", *place))
-        if split and n >= rank:
+        found.append(Action("B" if order.late else "BW", *place))
+        if order.late and n >= rank:
             found.append(Action("W", *backward[n - rank]))
-    if split:
+    if order.late:
         found += [Action("W", *place) for place in backward[max(0, v * m - rank) :]]
     return tuple(found)
 
 
-def _zb_v(rank: int, p: int, m: int) -> tuple[Action, ...]:
-    """For fewer than 2p-1 micro-batches the schedule of 2p-1 without those that do not exist."""
-    n = max(2 * p - 1, m)
-    return _spell(
-        (rank, 2 * p - 1 - rank),
-        m,
-        ("F0", 2 * (p - rank) - 1),
-        ("F1 F0", rank),
-        ("F1 B1 W1", p - rank),
-        ("F0 B0 W0 F1 B1 W1", n - 2 * p + rank + 1),
-        ("B0 W0 F1 B1 W1", p - rank - 1),
-        ("B0 B1", rank),
-        ("B0 W0", p - rank),
-        ("W1", rank),
-        ("W0", rank),
-    )
-
-
-def _dualpipe_v(rank: int, p: int, m: int) -> tuple[Action, ...]:
-    """The eight steps of github.com/deepseek-ai/DualPipe; where it overlaps F with BW, they stand one after the other.
-
-    Of the last 2 (rank + 1) backward passes before the tail, the second half is split.
-    """
-    tail = [f"BW{n % 2 ^ 1}" if n <= rank else f"B{n % 2 ^ 1}" for n in range(2 * (rank + 1))]
-    return _spell(
-        (rank, 2 * p - 1 - rank),
-        m,
-        ("F0", 2 * (p - rank - 1)),
-        ("F0 F1", rank + 1),
-        ("B1 W F1", p - rank - 1),
-        ("F0 BW1 F1 BW0", m - 2 * p + rank + 1),
-        ("BW1 F1 BW0", p - rank - 1),
-        (" ".join(tail), 1),
-        ("W B0", p - rank - 1),
-        ("W", rank + 1),
-    )
-
-
-def _spell(stages: tuple[int, int], m: int, *words: tuple[str, int]) -> tuple[Action, ...]:
-    """Words, each so many times, as actions: a letter's digit is the place in `stages`, its micro-batch the next one.
-
-    W without a digit is the oldest that is left. Micro-batches from m on are left out.
-    """
+def _spell(order: Words, rank: int, p: int, m: int, stages: tuple[int, ...]) -> tuple[Action, ...]:
+    whole = max(m, order.fewest.of(p, m, rank))
     seen: Counter[tuple[str, int]] = Counter()
     left: deque[tuple[int, int]] = deque()
-    found = []
-    for letter in (letter for word, times in words for _ in range(times) for letter in word.split()):
+    found, turn = [], 1
+    said = ((word, times.of(p, whole, rank)) for word, times in order.said)
+    for letter in (letter for word, times in said for _ in range(times) for letter in word.split()):
         if letter == "W":
             found.append(Action("W", *left.popleft()))
             continue
-        kind, stage = letter[:-1], stages[int(letter[-1])]
+        kind, digit = letter[:-1], letter[-1]
+        if digit == "~":
+            digit, turn = str(turn), 1 - turn
+        stage = stages[int(digit)]
         counted = "B" if kind == "BW" else kind
         place = stage, seen[counted, stage]
         seen[counted, stage] += 1

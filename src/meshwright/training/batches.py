@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshwright.kernels.attention import DocumentSpans
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -32,6 +34,8 @@ class Batch:
     """The same for each row, so that splitting needs no look at the device."""
     documents_of_rows: tuple[tuple[int, int], ...] = ()
     """How many documents each row holds and how long the longest is, known on the host; empty = unknown."""
+    begins_of_rows: tuple[tuple[int, ...], ...] = ()
+    """Where this rank holds a part of the positions: those of each whole row at which its documents begin."""
     masked: bool = False
     """Whether a document mask applies: a batch of the same run may have documents where this one has none."""
     cut: bool = False
@@ -43,10 +47,11 @@ class Batch:
     """What an objective reads beside, by name: (B,), (B, S), or of answers (B, A)."""
 
     @property
-    def spans(self) -> tuple[int, int]:
-        """How many documents all rows hold, and how long the longest is; (0, 0) = unknown."""
+    def spans(self) -> DocumentSpans:
+        """What the host knows of the documents of all rows."""
         found = self.documents_of_rows
-        return sum(number for number, _ in found), max((longest for _, longest in found), default=0)
+        longest = max((longest for _, longest in found), default=0)
+        return DocumentSpans(sum(number for number, _ in found), longest, self.begins_of_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +104,8 @@ def to_batch(
     kept = targets if share.columns is None else targets[:, list(share.columns)]
     roles = put(sequences.roles, 0) if by_role and sequences.roles is not None else None
     valid_of_rows = [*(kept >= 0).sum(axis=1).tolist(), *[0] * (rows - len(kept))]
+    begins = _begins_of(sequences) if packed else []
+    filling = [[0]] * (rows - len(kept))
     return Batch(
         tokens=put(sequences.tokens, 0),
         targets=put(targets, -100),
@@ -106,7 +113,8 @@ def to_batch(
         positions=None if positions is None else put(positions, 0),
         valid=sum(valid_of_rows),
         valid_of_rows=tuple(valid_of_rows),
-        documents_of_rows=(*_documents_of(sequences), *[(1, targets.shape[1])] * (rows - len(kept))) if packed else (),
+        documents_of_rows=_sizes_of([*begins, *filling], targets.shape[1]) if packed else (),
+        begins_of_rows=tuple(map(tuple, [*begins, *filling])) if packed and share.columns is not None else (),
         masked=document_mask,
         cut=share.columns is not None,
         **_of_answers(sequences, device, rows, of_answers, roles),
@@ -128,14 +136,15 @@ def _of_answers(
     }
 
 
-def _documents_of(sequences: "Sequences") -> list[tuple[int, int]]:
+def _begins_of(sequences: "Sequences") -> list[list[int]]:
+    """Of each row: where its documents begin."""
+    changes = np.diff(sequences.documents, axis=1) != 0
+    return [[0, *(np.flatnonzero(row) + 1).tolist()] for row in changes]
+
+
+def _sizes_of(begins: Sequence[Sequence[int]], length: int) -> tuple[tuple[int, int], ...]:
     """Of each row: how many documents, and how long the longest is."""
-    length = sequences.documents.shape[1]
-    found = []
-    for changes in np.diff(sequences.documents, axis=1) != 0:
-        borders = np.flatnonzero(changes) + 1
-        found.append((len(borders) + 1, int(np.diff(borders, prepend=0, append=length).max())))
-    return found
+    return tuple((len(row), int(np.diff(row, append=length).max())) for row in begins)
 
 
 def select(batch: Batch, share: Share = WHOLE) -> Batch:
@@ -156,6 +165,7 @@ def select(batch: Batch, share: Share = WHOLE) -> Batch:
         valid=sum(valid_of_rows),
         valid_of_rows=valid_of_rows,
         documents_of_rows=batch.documents_of_rows[here],
+        begins_of_rows=batch.begins_of_rows[here],
         masked=batch.masked,
         cut=share.columns is not None,
         more={name: t[here][:, columns] if t.dim() > 1 else t[here] for name, t in batch.more.items()},
@@ -169,8 +179,9 @@ def split(batch: Batch, size: int) -> list[Batch]:
     for start in range(0, len(batch.tokens), size):
         rows = slice(start, start + size)
         part = each_tensor(batch, itemgetter(rows))
-        documents = batch.documents_of_rows[rows]
-        part = replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows], documents_of_rows=documents)
+        part = replace(part, valid=sum(counts[rows]), valid_of_rows=counts[rows])
+        documents, begins = batch.documents_of_rows[rows], batch.begins_of_rows[rows]
+        part = replace(part, documents_of_rows=documents, begins_of_rows=begins)
         parts.append(replace(part, answers_of_rows=batch.answers_of_rows[rows]))
     return parts
 
@@ -189,9 +200,12 @@ def forms(batch: Batch) -> dict[bool, Batch]:
     positions = order if batch.positions is None else batch.positions
     documents = torch.zeros_like(batch.tokens, dtype=torch.int32) if batch.documents is None else batch.documents
     known = batch.documents_of_rows or ((1, batch.tokens.shape[1]),) * len(batch.tokens)
+    begins = batch.begins_of_rows or (((0,),) * len(batch.tokens) if batch.cut and batch.documents is None else ())
     return {
-        False: replace(batch, documents=None, positions=positions if batch.cut else None, documents_of_rows=()),
-        True: replace(batch, documents=documents, positions=positions, documents_of_rows=known),
+        False: replace(
+            batch, documents=None, positions=positions if batch.cut else None, documents_of_rows=(), begins_of_rows=()
+        ),
+        True: replace(batch, documents=documents, positions=positions, documents_of_rows=known, begins_of_rows=begins),
     }
 
 

@@ -38,16 +38,18 @@ def _together(each: list[EvalMetrics | None], data: Data, stream: MixedStream) -
     parts = [pair for pair, one in zip(zip(stream.parts, stream.weights, strict=True), each, strict=True) if one]
     heard = MixedStream(parts=tuple(part for part, _ in parts), weights=tuple(weight for _, weight in parts))
     loss = heard.mean([one.loss for one in scored.values()])
+    first, pairs = next(iter(scored.values())), any(part.pairs for part in heard.parts)
     return EvalMetrics(
-        step=next(iter(scored.values())).step,
+        step=first.step,
         loss=loss,
-        perplexity=math.exp(min(loss, 700.0)),
-        bits_per_byte=loss / math.log(2) / heard.bytes_per_token,
+        perplexity=None if pairs else math.exp(min(loss, 700.0)),
+        bits_per_byte=None if pairs else loss / math.log(2) / heard.bytes_per_token,
+        figures={name: heard.mean([one.figures[name] for one in scored.values()]) for name in first.figures},
         roles=_roles([one.roles or {} for one in scored.values()], heard.weights) or None,
         tokens=sum(one.tokens for one in scored.values()),
         seconds=sum(one.seconds for one in scored.values()),
         sources=tuple(
-            SourceScore(path=path, loss=one.loss, bits_per_byte=one.bits_per_byte or 0.0, tokens=one.tokens)
+            SourceScore(path=path, loss=one.loss, bits_per_byte=one.bits_per_byte, tokens=one.tokens)
             for path, one in scored.items()
         ),
     )

@@ -39,7 +39,7 @@ def kept(engine: Engine, optimizer: Optimizer) -> dict[str, list[Tensor]]:
 def codes(engine: Engine) -> list[Tensor]:
     """Of frozen matrices that are codes and scales."""
     held = frozen_codes(engine.stages, engine.model.shape)
-    return [tensor for one in held.values() for tensor in one.buffers()]
+    return [tensor for one in held.values() for tensor in (*one.buffers(), *one.parameters())]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

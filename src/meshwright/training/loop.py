@@ -21,7 +21,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pass_graphs import check_device
 from meshwright.spec import Plan
-from meshwright.spec.errors import CheckpointError, MeshwrightError, PlanError
+from meshwright.spec.errors import MeshwrightError, PlanError
 from meshwright.spec.held import shards_are_masters
 from meshwright.spec.plan import RANDOM
 from meshwright.spec.recipe import NO_SCHEME
@@ -38,9 +38,10 @@ from meshwright.training.on_policy import AnswerSampler, on_policy
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.reference import Reference, holds_weights_only
+from meshwright.training.resume_checks import check_resume, check_resumed
 from meshwright.training.skipping import StepSkipper
-from meshwright.training.state import DATA_KEYS, STATE_KEYS, Progress, TrainState, mixture_weights, seed_everything
-from meshwright.training.teacher import check_shared, check_teacher, distillation
+from meshwright.training.state import Progress, TrainState, seed_everything
+from meshwright.training.teacher import check_shared, distillation
 from meshwright.training.teacher_targets import ask
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
@@ -75,7 +76,7 @@ def run(
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
     plan = replace(plan, run=first.for_all(lambda: default_folders.begun(plan, resume)))
     left = first.alone(lambda: default_folders.left_alone(plan, resume))
-    first.alone(lambda: _check_resume(plan, resume))
+    first.alone(lambda: check_resume(plan, resume))
     target = device.pick_device()
     first.alone(lambda: check_fits(plan, target, machines=machines))
     if plan.layout.offload != "off" and target.type == "cpu":
@@ -108,7 +109,7 @@ def run(
         found = _checkpoint_of(folder, resume, first, pulse)
         drawn, frozen = plan.init == RANDOM, plan.model.lora is not None
         if found is not None:
-            _check_resumed(plan, corpus, found)
+            check_resumed(plan, corpus, found)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
         kept = ask(plan, corpus, mesh, target, first) if recipe.distillation_top_k else None
@@ -228,17 +229,6 @@ def _kept_keys(folder: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def _check_resume(plan: Plan, resume: str) -> None:
-    if resume == "no":
-        RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
-    if resume not in ("no", "auto") and not Path(resume).is_dir():
-        raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
-    fresh = resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints"))
-    if fresh or plan.model.lora is not None:
-        pretrained.check_weights(plan)
-    check_teacher(plan)
-
-
 def new_state(
     plan: Plan, mesh: Mesh, target: torch.device, *, initialize: bool, adapters: bool = False
 ) -> TrainState:  # fmt: skip
@@ -301,49 +291,3 @@ def _resume(state: TrainState, plan: Plan, corpus: Corpus, folder: RunFolder, fo
     if state.engine.mesh.rank == 0:
         for path in (folder.metrics, folder.samples):
             MetricsLog(path).truncate_to(state.progress.step)
-
-
-def _check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
-    """CheckpointError where the run cannot go on from there as the plan says: before anything is computed."""
-    if holds_weights_only(found):
-        if plan.model.lora is not None:
-            raise CheckpointError(
-                f"{found} holds all weights, as an import does, and adapters stand beside those of a folder: export "
-                "the run, and give its folder as model=DIR"
-            )
-        return
-    values = checkpoint.values(found)
-    for what, now in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
-        if values[what] != now:
-            raise _other_place(found, f"recipe.{what}={values[what]}", f"recipe.{what}={now}")
-    for key, before in STATE_KEYS.items():
-        there, here = values.get(key, before), getattr(plan.recipe, key)
-        if there != here:
-            raise CheckpointError(
-                f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "
-                f"take recipe.{key}={there}, or start a new run from its export"
-            )
-    if (there := values.get("weights", [])) != (here := mixture_weights(plan.data)):
-        raise _other_place(found, f"weights {_listed(there)} of its sources", f"weights {_listed(here)}")
-    for what in DATA_KEYS if plan.data.form == "samples" else ():
-        there, here = values.get(what), getattr(plan.data, what)
-        if there != here:
-            raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
-    if values["data"] != corpus.fingerprint:
-        raise _other_place(found, "other text or another split or tokenizer", f"data={plan.data.title}")
-    if values.get("base", "") != base_fingerprint(plan):
-        raise CheckpointError(
-            f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
-            "was trained with, unchanged, and its model.lora.base"
-        )
-
-
-def _listed(weights: Sequence[float]) -> str:
-    return ", ".join(f"{weight:g}" for weight in weights) or "none"
-
-
-def _other_place(found: Path, there: str, here: str) -> CheckpointError:
-    return CheckpointError(
-        f"{found}: trained with {there}, the plan says {here}: the place in the data cannot be carried over; "
-        "keep what it was trained with, or start a new run from its export"
-    )

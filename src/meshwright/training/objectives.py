@@ -1,5 +1,6 @@
 """The objective that a recipe names, and what it reads beside the text."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.parallel import Engine
@@ -10,17 +11,20 @@ from meshwright.training.orpo import ORPO
 from meshwright.training.preference import DPO, IPO
 from meshwright.training.step import CROSS_ENTROPY, Objective
 
+MADE: Mapping[str, Callable[[Recipe], Objective]] = {
+    "cross-entropy": lambda recipe: CROSS_ENTROPY,
+    "dpo": lambda recipe: DPO(
+        sequence=recipe.sequence, beta=recipe.preference_beta, smoothing=recipe.preference_smoothing
+    ),
+    "ipo": lambda recipe: IPO(sequence=recipe.sequence, beta=recipe.preference_beta),
+    "orpo": lambda recipe: ORPO(sequence=recipe.sequence, beta=recipe.preference_beta),
+}
+"""Every objective but those with a teacher: `teacher.distillation` makes them, with it."""
+
 
 def objective_of(recipe: Recipe) -> Objective:
     """What a step of this recipe minimizes."""
-    if recipe.objective == "dpo":
-        return DPO(sequence=recipe.sequence, beta=recipe.preference_beta, smoothing=recipe.preference_smoothing)
-    if recipe.objective == "ipo":
-        return IPO(sequence=recipe.sequence, beta=recipe.preference_beta)
-    assert not recipe.traits.teacher, "teacher.distillation makes it, with its teacher"
-    if recipe.objective == "orpo":
-        return ORPO(sequence=recipe.sequence, beta=recipe.preference_beta)
-    return CROSS_ENTROPY
+    return MADE[recipe.objective](recipe)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

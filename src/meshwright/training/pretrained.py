@@ -17,7 +17,7 @@ from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.model.quantized_formats.quantized_folder import is_quantized
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
-from meshwright.parallel.data import local
+from meshwright.parallel.data import local, take_codes
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
@@ -54,11 +54,11 @@ def take_weights(state: TrainState, plan: Plan) -> None:
 
     def put(name: str, tensor: Tensor | QuantizedMatrix) -> None:
         if isinstance(tensor, QuantizedMatrix):
-            coded[name].take(tensor)
+            take_codes(coded[name], tensor)
             return
         if name in coded:
-            here = tensor.to(coded[name].codes.device)
-            coded[name].take(quantize_matrix(name, here, coded[name].scheme))
+            here = tensor.to(coded[name].device)
+            take_codes(coded[name], quantize_matrix(name, here, coded[name].scheme))
             return
         place = places.get(f"model.{name}")
         if isinstance(place, Piece):
@@ -88,8 +88,8 @@ def round_largest(state: TrainState, plan: Plan) -> None:
     if not coded or (plan.init != RANDOM and is_quantized(Path(plan.init))):
         return
     largest = max(coded.values(), key=lambda one: prod(one.size))
-    matrix = torch.empty(largest.size, dtype=DTYPES[plan.recipe.precision], device=largest.codes.device)
-    largest.take(codes_of(matrix, largest.scheme))
+    matrix = torch.empty(largest.size, dtype=DTYPES[plan.recipe.precision], device=largest.device)
+    take_codes(largest, codes_of(matrix, largest.scheme))
 
 
 def keep_beside(plan: Plan, run: Path) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.data import Corpus
-from meshwright.data.corpus import TokenStream
+from meshwright.data.corpus import Stream
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
@@ -95,8 +95,7 @@ class Reference:
             return
         began = time.perf_counter()
         train, validation = (
-            self._table(engine, share, stream.parts[0])  # of one source: no mixture has pairs
-            for stream in (self.corpus.train, self.corpus.validation)
+            self._table(engine, share, stream) for stream in (self.corpus.train, self.corpus.validation)
         )
         self.tables = AnswerTables(train=train, validation=validation)
         took = duration(time.perf_counter() - began)
@@ -144,7 +143,7 @@ class Reference:
         except OSError as error:
             raise RunError(f"{path}: {error.strerror}; fix that, or choose another run=") from error
 
-    def _table(self, engine: Engine, share: Share, stream: TokenStream) -> NDArray[np.float64]:
+    def _table(self, engine: Engine, share: Share, stream: Stream) -> NDArray[np.float64]:
         plan = self.plan
         rows = numbered_rows(plan.data, plan.recipe, self.corpus, stream, shuffle=False)
         size = plan.layout.micro_batch_of(plan.recipe.global_batch)

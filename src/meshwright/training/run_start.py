@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.data import Corpus
-from meshwright.data.run_reading import unscored
+from meshwright.data.run_reading import plainly_written, unscored
 from meshwright.spec import Plan, num_parameters
 from meshwright.spec.units import many
 from meshwright.training import device
@@ -37,5 +37,9 @@ def run_info(
         peak_flop_per_s=device.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
         losses=losses,
         foreseen=foreseen.sentences,
-        notes=(*notes, *(unscored(plan.data, plan.recipe, corpus) if plan.recipe.eval_every else ())),
+        notes=(
+            *notes,
+            *plainly_written(plan.data, corpus),
+            *(unscored(plan.data, plan.recipe, corpus) if plan.recipe.eval_every else ()),
+        ),
     )

@@ -35,7 +35,7 @@ def _room(batch: Batch) -> tuple[int, int]:
     room without tokens and goes on; below a quarter of a row that is not worth a form."""
     if batch.documents is None:
         return 0, 0
-    number, longest = batch.spans
+    number, longest, _ = batch.spans
     rows, length = batch.tokens.shape
     return min(_power(number), rows * length), min(max(_power(longest), length // 4), length)
 

@@ -11,9 +11,6 @@ import torch
 from meshwright.data import Corpus
 from meshwright.data.corpus import TokenStream
 from meshwright.data.numbered_rows import numbered_rows
-from meshwright.model.hub import unwritable
-from meshwright.parallel.apply import schedule_notes
-from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.parallel.group import Group
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
@@ -31,6 +28,7 @@ from meshwright.training.objectives import TEXT, Task
 from meshwright.training.pending_step import PendingStep, first_without_number, readback, step_metrics
 from meshwright.training.rate import learning_rate
 from meshwright.training.run_ledger import StepLedger
+from meshwright.training.run_notes import run_notes
 from meshwright.training.run_samples import RunSamples
 from meshwright.training.run_start import run_info
 from meshwright.training.state import TrainState
@@ -283,30 +281,17 @@ class Trainer:
             first_step=self.state.progress.step,
             losses=MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else (),
             foreseen=self.foreseen,
-            notes=self._notes(),
+            notes=tuple(
+                run_notes(
+                    self.plan,
+                    self.device,
+                    *self.samples.notes(),
+                    steps_done=self.state.progress.step,
+                    length=self._length,
+                    changes=", ".join(self.changes),
+                )
+            ),
         )
-
-    def _notes(self) -> tuple[str, ...]:
-        plan, found = self.plan, compile_notes(self.plan.layout, self.device, self.plan.model)
-        found += [plan.beyond_positions] if plan.beyond_positions else []
-        found += [*schedule_notes(plan.layout), *self.samples.notes()]
-        found += device.kernel_notes(plan, self.device, is_compiled(plan.layout, self.device))
-        if self.device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
-            found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
-        found += device.product_notes(plan, self.device, is_compiled(plan.layout, self.device))
-        if problem := unwritable(plan.model.base):
-            found.append(f"this model cannot be exported to a Hugging Face directory: {problem}")
-        changes = ", ".join(self.changes)
-        if self.state.progress.step >= plan.recipe.steps and changes:
-            found.append(
-                f"the run has made {self.state.progress.step} steps, so that no step is left for {changes}: raise "
-                f"recipe.{self._length}, or choose another run= to train anew"
-            )
-        elif self.state.progress.step >= plan.recipe.steps:
-            found.append(f"all {plan.recipe.steps} steps were already done: raise recipe.{self._length} to go on")
-        elif changes:
-            found.append(f"resuming with changes: {changes}")
-        return tuple(found)
 
     def _finish(self, stop: Interrupt) -> Summary:
         from meshwright.training.plot import loss_plot

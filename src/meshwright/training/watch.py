@@ -95,8 +95,9 @@ class SourceScore:
 
     path: str
     loss: float
-    """Nats per token."""
-    bits_per_byte: float
+    """Nats per token; of pairs the mean of the objective."""
+    bits_per_byte: float | None
+    """None = the objective is not cross-entropy."""
     tokens: int
     """Tokens that were scored."""
 

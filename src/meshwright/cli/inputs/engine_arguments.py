@@ -112,6 +112,14 @@ Draft = Annotated[
         help="A small model with the same tokenizer guesses, in place of the look-up.", rich_help_panel=ENGINE,
     ),
 ]  # fmt: skip
+CudaGraphs = Annotated[
+    str,
+    typer.Option(
+        "--cuda-graphs", metavar="auto|on|off",
+        help="On a GPU, launch a step without chunks of prompts in one call; auto: where it can be.",
+        rich_help_panel=ENGINE,
+    ),
+]  # fmt: skip
 TensorRanks = Annotated[
     int, typer.Option("--tp", help="Processes of this machine that share every layer.", rich_help_panel=ENGINE)
 ]
@@ -126,6 +134,20 @@ Adapters = Annotated[
         help="A LoRA adapter, which requests name as their model: of PEFT, or a run with model.lora. For each one.",
     ),
 ]
+OneAdapter = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter",
+        metavar="DIR",
+        help="A LoRA adapter that answers have: of PEFT, or a run with model.lora.",
+    ),
+]
+
+
+def check_adapter(adapter: Path | None) -> None:
+    """ArgumentError where there is no such folder."""
+    if adapter is not None and not adapter.is_dir():
+        raise ArgumentError(f"adapter={adapter}: there is no such folder")
 
 
 def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:

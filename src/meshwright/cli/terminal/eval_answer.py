@@ -15,7 +15,8 @@ def answer(found: EvaluationAnswer) -> Iterator[str]:
         word = "BETTER" if found.counted("better") else "NOT BETTER"
         colour = "red" if found.counted("worse") else "green" if found.counted("better") else "yellow"
         yield f"{coloured(word, colour)}  {found.headline}"
-        yield f"after {found.run}, before {found.against}"
+        alone = found.run != found.against
+        yield f"after {found.run}, before {found.against}" if alone else f"before {found.run}, after with each adapter"
         yield ""
     yield from _table(found)
     yield ""
@@ -26,13 +27,13 @@ def answer(found: EvaluationAnswer) -> Iterator[str]:
 
 
 def _table(found: EvaluationAnswer) -> Iterator[str]:
-    two = ("before", "after", "difference", "") if found.against is not None else ("value",)
-    rows = [("task", "metric", *two, "items"), *(tuple(cells(one)) for one in found.figures)]
+    rows = [found.head, *(tuple(cells(one)) for one in found.figures)]
+    texts = rows[0].index("metric") + 1
     rows = [tuple(map(plus_minus, row)) for row in rows]
     wide = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     for number, row in enumerate(rows):
-        left = [text.ljust(size) for text, size in zip(row[:2], wide[:2], strict=True)]
-        right = [text.rjust(size) for text, size in zip(row[2:], wide[2:], strict=True)]
+        left = [text.ljust(size) for text, size in zip(row[:texts], wide[:texts], strict=True)]
+        right = [text.rjust(size) for text, size in zip(row[texts:], wide[texts:], strict=True)]
         line = GAP.join([*left, *right])
         verdict = found.figures[number - 1].verdict if number else None
         colour = COLOURS.get(verdict or "")

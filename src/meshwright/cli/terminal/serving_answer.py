@@ -60,9 +60,10 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
         f"{best.tokens_per_s:,.0f} tokens/s"
     )
     if memory.usable_bytes < float("inf"):
+        graphs = f"CUDA graphs {short_gib(memory.graphs_bytes)}   " if memory.graphs_bytes else ""
         yield (
             f"    memory   weights {short_gib(memory.weights_bytes)}   activations "
-            f"{short_gib(memory.activations_bytes)}   cache {short_gib(memory.cache_bytes)} of "
+            f"{short_gib(memory.activations_bytes)}   {graphs}cache {short_gib(memory.cache_bytes)} of "
             f"{short_gib(memory.usable_bytes)}"
         )
     device = "GPU" if best.deployment.device.is_gpu else "device"

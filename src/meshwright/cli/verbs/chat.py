@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from meshwright.cli.inputs.engine_arguments import OneAdapter, check_adapter
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def chat(
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    adapter: OneAdapter = None,
 ) -> None:
     """Talk with a model by its chat template. /reset begins anew, /quit ends, Ctrl-C stops an answer."""
     from meshwright.cli.verbs.generate import chosen_temperature
@@ -40,6 +42,7 @@ def chat(
     heat = chosen_temperature(greedy, temperature)
     if max_new_tokens < 1:
         raise PlanError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    check_adapter(adapter)
 
     from meshwright.api.dialogue import Dialogue
     from meshwright.api.model_opening import load
@@ -48,7 +51,7 @@ def chat(
     options = RequestOptions(
         max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed
     )  # fmt: skip  # refused before the model loads
-    talk(Dialogue(load(model, dtype, checkpoint=checkpoint), options, system=system))
+    talk(Dialogue(load(model, dtype, checkpoint=checkpoint), options, system=system, adapter=adapter))
 
 
 def talk(conversation: "Dialogue") -> None:

@@ -25,6 +25,10 @@ def evaluate(
         Path | None,
         typer.Option("--against", metavar="RUN_OR_HF_DIR", help="The model before: differences are paired by item."),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", metavar="NAME=DIR", help="Adapter to hold against the model, of PEFT or a run."),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="At most so many items of each task.  [default: all]")] = None,
     shots: Annotated[int | None, typer.Option(help="Examples before each item.  [default: as the task says]")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The model's chat template writes the prompts.")] = False,
@@ -40,16 +44,18 @@ def evaluate(
         raise PlanError(f"--sequences {sequences} must be 0 (all) or more")
     from meshwright.cli.terminal.output import print_json
 
-    if not tasks and against is None:
+    if not tasks and against is None and not adapter:
         _held_out(model, data, dtype, sequences, checkpoint, json=json)
         return
     from meshwright.api import evaluation
+    from meshwright.cli.inputs.engine_arguments import named_adapters
     from meshwright.cli.terminal.eval_answer import answer
     from meshwright.cli.terminal.screen_text import show
 
     with _progress() as progress:
         found = evaluation.evaluate(
-            model, tasks=tasks or (), against=against, data=data, dtype=dtype, sequences=sequences, limit=limit,
+            model, tasks=tasks or (), against=against, adapters=named_adapters(adapter, ""), data=data,
+            dtype=dtype, sequences=sequences, limit=limit,
             shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip
     if json:

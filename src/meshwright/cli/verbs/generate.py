@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshwright.cli.inputs.engine_arguments import OneAdapter, check_adapter
 from meshwright.spec.errors import PlanError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def generate(
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
     dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    adapter: OneAdapter = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print ids, log-probabilities and text as one document.")
     ] = False,
@@ -48,6 +50,7 @@ def generate(
     given = _ids(prompt_ids) if prompt_ids is not None else None
     heat = chosen_temperature(greedy, temperature)
     _check(prompt, given, prompts, max_new_tokens)
+    check_adapter(adapter)
     if chat and given is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template writes text, give it as --prompt")
 
@@ -62,14 +65,14 @@ def generate(
         options = partial(
             _options, max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed, n=samples
         )  # fmt: skip
-        _rows(model, dtype, checkpoint, prompts if prompts is not None else prompt or "", chat, options)
+        _rows(model, dtype, checkpoint, prompts if prompts is not None else prompt or "", chat, options, adapter)
         return
     opened = load(model, dtype, checkpoint=checkpoint)
     encode = opened.encode_chat if chat else opened.encode
     ids = given if given is not None else encode(prompt or "")
     answer = partial(
         opened.generate, ids, max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k,
-        top_p=top_p, seed=seed,
+        top_p=top_p, seed=seed, adapter=adapter,
     )  # fmt: skip
     if json:
         found = answer()
@@ -127,8 +130,9 @@ def _options(**asked: Any) -> "RequestOptions":
 
 
 def _rows(
-    model: Path, dtype: str, checkpoint: str, asked: str | Path, chat: bool, options: "Callable[[], RequestOptions]"
-) -> None:
+    model: Path, dtype: str, checkpoint: str, asked: str | Path, chat: bool, options: "Callable[[], RequestOptions]",
+    adapter: Path | None,
+) -> None:  # fmt: skip
     """Print a row of JSON for each answer to a text, or to a file of prompts."""
     from meshwright.api.model_opening import load
     from meshwright.api.offline_answers import answer_prompts, questions_of, read_prompts
@@ -136,7 +140,7 @@ def _rows(
 
     wanted = options()
     found = read_prompts(asked, chat=chat) if isinstance(asked, Path) else questions_of([asked], chat=chat)
-    for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), found, wanted):
+    for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), found, wanted, adapter=adapter):
         print_json(row)
 
 

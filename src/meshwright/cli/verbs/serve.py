@@ -56,6 +56,7 @@ def serve(
     packed: asked.Packed = True,
     compiled: asked.Compiled = True,
     head: asked.Head = "model",
+    cuda_graphs: asked.CudaGraphs = "auto",
     guess_tokens: asked.GuessTokens = None,
     guess_ngram: asked.GuessNgram = None,
     draft: asked.Draft = None,
@@ -92,7 +93,7 @@ def serve(
 
     from meshwright.api.serving import configuration, run, served_name, server_of
     from meshwright.kernels.kept_numbers import CacheForm
-    from meshwright.serve.engine_options import EngineOptions
+    from meshwright.serve.engine_options import EngineOptions, Graphs
     from meshwright.serve.prepared_layers import HeadForm
     from meshwright.serve.request_adapters import needs_one_rank
 
@@ -102,6 +103,7 @@ def serve(
         copies_bytes=(256 if copies_mib is None else copies_mib) * 2**20, longest=longest,
         most_sequences=most_sequences, most_tokens=most_tokens or max(512, 2 * most_sequences), packed=packed,
         compiled=compiled, head=cast(HeadForm, head), speculation=_guesses(guess_tokens, guess_ngram, draft),
+        cuda_graphs=cast(Graphs, cuda_graphs),
     )  # fmt: skip
 
     called = name or served_name(model)
@@ -111,6 +113,7 @@ def serve(
         found = server.service.engine.engine if server.service else None
         if found is not None and found.model.embed.weight.device.type != "cpu":
             print(f"attention of rows that decode: {found.attention}", flush=True)
+            print(f"CUDA graphs of steps: {found.cuda_graphs}", flush=True)
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.inputs.plan_arguments import Words
+from meshwright.cli.process.accelerate import unread
 from meshwright.cli.process.invocation import command, launched
 from meshwright.cli.process.launch import joined, nodes, processes, rank
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -88,7 +89,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
         raise IllegalLayout(violation)
     if hang_after is not None and not 0 <= hang_after < float("inf"):
         raise PlanError(f"--hang-after {hang_after} must be a number of seconds, or 0 for no limit")
-    for note in notes if rank() == 0 else ():
+    for note in (*notes, *unread(os.environ, plan)) if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.

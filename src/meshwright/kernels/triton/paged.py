@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, wide_products
+from meshwright.spec.graph_sizes import SPLIT
 
-SPLIT = 256
-"""Positions of a program: enough programs for one row of 8,192 positions, and few bytes of parts beside keys."""
 WARPS, STAGES = 4, 2
 LEAST = 16
 """Rows of the smallest product of tensor cores."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import Kernels, fast
-from meshwright.kernels.attention import UNKNOWN, Mask, attend_reference, causal_mask
+from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask, attend_reference, causal_mask
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.experts import expert_linear_reference, groups_on_device
 from meshwright.observe.calibrate.rates import settle
@@ -60,7 +60,7 @@ def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None 
         sizes = ((form.heads, form.width), (form.keys, form.width), (form.keys, form.values))
         given = [_normal((2, LENGTH, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
         documents = (torch.arange(LENGTH, device=device) // 100).expand(2, -1) if form.packed else None
-        spans = (6, 100) if form.packed else UNKNOWN
+        spans = DocumentSpans(6, 100) if form.packed else UNKNOWN
         mask = causal_mask(LENGTH, LENGTH, window=form.window, documents=documents, spans=spans, device=device)
 
         def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:

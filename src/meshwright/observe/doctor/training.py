@@ -21,6 +21,7 @@ from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule_kinds import NAMES
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint
 from meshwright.store.random_state import rng_state, set_rng_state
@@ -28,7 +29,7 @@ from meshwright.training import device as train_device
 
 COLD_S = 60.0
 """A step of a tiny model that takes longer is one that hangs."""
-SCHEDULES = ("pp afab", "pp 1f1b", "pp interleaved", "pp zb-h1", "pp zb-v", "pp dualpipe-v")
+SCHEDULES = tuple(f"pp {name}" for name in NAMES)
 AXES = ("zero 0", "zero 3", "tp", "tp + sp", "cp ring", "cp gather")
 SMALL = ModelShape(
     name="200M", vocab=32000, layers=12, hidden=1024, heads=16, kv_heads=16, ffn=2816, max_positions=2048

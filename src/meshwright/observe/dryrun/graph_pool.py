@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
-from meshwright.parallel.pass_graphs import NoCapture, PassGraphs
+from meshwright.parallel.graph_capture import NoCapture
+from meshwright.parallel.pass_graphs import PassGraphs
 from meshwright.spec.purpose import takes
 
 

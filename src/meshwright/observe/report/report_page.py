@@ -21,7 +21,7 @@ from meshwright.observe.report.loss_curves import curves, evaluations
 from meshwright.observe.report.pipeline_view import executed_timeline, planned_timeline
 from meshwright.observe.shared_document import PartPeak
 from meshwright.planner.explain import layout_words
-from meshwright.planner.explorer.explorer_page import source
+from meshwright.planner.explorer.explorer_page import schedules, source
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import num_parameters
@@ -43,6 +43,7 @@ def page(runs: Sequence[Finished], planners: Sequence[Estimator | None] = (), to
     names, planners = _names(runs), planners or [None] * len(runs)
     content = {
         "kinds": PLANNED,
+        "schedules": schedules(),
         "runs": [data(*one, tolerance) for one in zip(runs, names, planners, strict=True)],
     }
     text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

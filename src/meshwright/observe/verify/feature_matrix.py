@@ -15,6 +15,7 @@ from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
 from meshwright.spec.recipe import Recipe
+from meshwright.spec.schedule_kinds import KINDS
 
 LARGEST_WORLD = 8
 BATCH = 8
@@ -45,12 +46,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "cp gather": {"cp": 2, "context": "all-gather"},
     "cp striped": {"cp": 2, "context_split": "striped"},
     "cp plain": {"cp": 2, "context_split": "chunks"},
-    "pp afab": {"pp": 2, "vp": 1, "schedule": "afab"},
-    "pp 1f1b": {"pp": 2, "vp": 1, "schedule": "1f1b"},
-    "pp interleaved": {"pp": 2, "vp": 2, "schedule": "interleaved"},
-    "pp zb-h1": {"pp": 2, "vp": 1, "schedule": "zb-h1"},
-    "pp zb-v": {"pp": 2, "vp": 2, "schedule": "zb-v"},
-    "pp dualpipe-v": {"pp": 2, "vp": 2, "schedule": "dualpipe-v"},
+    **{f"pp {name}": {"pp": 2, "vp": kind.stages, "schedule": name} for name, kind in KINDS.items()},
     "ep": {"ep": 2},
     "norms": {"recompute": "norms"},
     "selective": {"recompute": "selective"},

@@ -14,7 +14,7 @@ from meshwright.kernels.fp8 import MULTIPLE
 from meshwright.observe.verify.case_text import Drawn, drawn_from
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import OFFLOADED, RECOMPUTE
-from meshwright.spec.schedule import SPLIT
+from meshwright.spec.schedule_kinds import KINDS, NAMES, SPLIT
 
 WORLDS = {1: 1, 2: 4, 3: 2, 4: 5, 5: 1, 6: 3, 7: 1, 8: 3}
 """How often each number of processes is drawn, as weights."""
@@ -33,6 +33,8 @@ MUON = 0.3
 """How often matrices go by Muon."""
 CODES = 0.5
 """How often what is frozen is held as codes, where it can be."""
+SHARED_CODES = 0.5
+"""How often ZeRO-3 shares these, where it can."""
 BASES = ("nf4", "nf4-double", "int4-hqq", "int3", "int4-g16-zeros-fp16", "int8-rows-sym-fp32", "nf4-g32-sym-double")
 """Groups that cuts of inputs fall on, and between; scales of a row, of a group, and those that are codes."""
 ADAPTERS = 0.25
@@ -96,9 +98,10 @@ def _layout(random: Random, processes: int) -> Settings:
     found["offload"] = "activations" if found["recompute"] in OFFLOADED and _often(random, 0.3) else "off"
     found["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
-        found["schedule"] = random.choice(("afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"))
-        stages = {"interleaved": (1, 2, 2, 3), "zb-h1": (1, 1, 2), "zb-v": (2,), "dualpipe-v": (2,)}
-        found["vp"] = random.choice(stages.get(found["schedule"], (1,)))
+        found["schedule"] = random.choice(NAMES)
+        kind = KINDS[found["schedule"]]
+        deeper = (1, kind.stages, kind.stages + 1) if kind.deeper else ()
+        found["vp"] = random.choice((kind.stages, *deeper))
     return found
 
 
@@ -280,6 +283,8 @@ def _adapters(random: Random, settings: Settings) -> Settings:
     plain = settings["precision"] == "fp32" and "compile" not in settings
     if plain and _often(random, CODES):  # each rank quantizes what one device does
         found["lora.base"] = random.choice(BASES)
+        if settings["pp"] == 1 and settings["dp_shard"] * settings["cp"] > 1 and _often(random, SHARED_CODES):
+            found["zero"] = 3
     return found
 
 

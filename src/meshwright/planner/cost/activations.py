@@ -181,8 +181,6 @@ def _heads_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     if of.repeats:
         repeated = word * 3 * widths.queries if widths.keys_values < 2 * widths.queries else whole
         yield KeptBytes("queries, keys and values of all heads", repeated, whole, "core")
-        if of.masked:  # made anew for each layer
-            yield KeptBytes("mask", of.batch * of.sequence**2 * of.width, 0.0, "core")
         return
     half = word * (widths.queries + widths.keys_values / 2)
     yield KeptBytes("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole, "core")

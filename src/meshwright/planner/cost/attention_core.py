@@ -13,6 +13,8 @@ BACKWARD = 2.5
 """FLOP of the backward pass of a fused kernel over those of the forward pass: five products for two."""
 ROWS, COLUMNS = 64, 2048
 """Of a tile of the plain form (kernels/partial.py, parallel/context.py)."""
+STRIP = 512
+"""Queries of a strip (kernels/strips.py)."""
 MERGED_BYTES = 18
 """Of an element of a part's result as it is merged: the fp32 sum read and written twice, the part read."""
 ADDED_BYTES = 10
@@ -54,13 +56,23 @@ def fused(of: "Local", queries: float, value: float, parts: int) -> Core:
 
 
 def _masked(of: "Local", queries: float, value: float) -> Core:
-    """A mask that is a tensor: all S x S pairs, keys and values once for each head, and the mask as numbers."""
-    flop, dim = 2 * of.tokens * of.sequence * (queries + value), _dim(of, value)
-    mask = MemoryPass(of.batch * of.sequence**2 * (2 * of.width + 1), 3)
-    repeated = MemoryPass(2 * of.tokens * (queries + value) * of.width, 2)
-    back = AttentionCore(BACKWARD * flop, backward=True, sequence=of.sequence, dim=dim, masked=True, width=of.width)
-    return Core((AttentionCore(flop, sequence=of.sequence, dim=dim, masked=True, width=of.width), mask, repeated),
-                (back, repeated))  # fmt: skip
+    """Strips of queries (kernels/strips.py): each with the keys up to its last query, keys and values once for each
+    head, and numbers that hide pairs, in both passes."""
+    keys, strips = strip_keys(of), max(1.0, of.sequence / STRIP)
+    flop, dim = 2 * of.tokens * keys * (queries + value), _dim(of, value)
+    mask = MemoryPass(of.tokens * keys * (2 * of.width + 2), 4 * strips)
+    repeated = MemoryPass(2 * of.batch * strips * keys * (queries + value) * of.width, 2 * strips)
+    added = MemoryPass(of.batch * strips * keys * (queries + value) * (of.width + 8), 4 * strips)
+    back = AttentionCore(BACKWARD * flop, backward=True, sequence=keys, dim=dim, masked=True, width=of.width)
+    return Core((AttentionCore(flop, sequence=keys, dim=dim, masked=True, width=of.width), mask, repeated),
+                (back, mask, repeated, added))  # fmt: skip
+
+
+def strip_keys(of: "Local") -> float:
+    """Keys of a strip, on average: up to its last query, and of a window those that its first query sees. How long
+    documents are depends on the text: they are taken for whole rows."""
+    strip, reach = min(STRIP, of.sequence), min(of.window or of.sequence, of.sequence)
+    return (reach * (reach + strip) / 2 + (of.sequence - reach) * (reach + strip)) / of.sequence
 
 
 def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Core:

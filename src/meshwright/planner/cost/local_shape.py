@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
+from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
 from meshwright.spec.shape import ModelShape
-
-SPLIT = ("zb-h1", "zb-v")
-"""Schedules that split every backward pass; dualpipe-v splits those at both ends only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +54,15 @@ class Local:
 
     @property
     def repeats(self) -> bool:
-        """Whether keys and values are kept once for each head: for masks, and on a GPU in fp32."""
-        return self.cp == 1 and (self.masked or (self.stack.own and self.gpu and self.width >= 4))
+        """Whether keys and values are kept once for each head: on a GPU in fp32, where no strips read them."""
+        return self.cp == 1 and not self.masked and self.stack.own and self.gpu and self.width >= 4
 
     @property
     def masked(self) -> bool:
-        """Whether documents or a window hide keys and no kernel leaves these out: on a GPU in fp32, under
-        dropout (kernels/varlen.py), and a window over context-parallel ranks (parallel/ring.py)."""
+        """Whether documents or a window hide keys and no kernel leaves these out: in fp32 on a GPU (kernels/strips.py),
+        and a window over context-parallel ranks (parallel/ring.py)."""
         window, wide = 0 < self.window < self.sequence, self.gpu and self.width >= 4
-        return self.stack.own and (window or self.documents) and (wide or self.dropout or (window and self.cp > 1))
+        return self.stack.own and (window or self.documents) and (wide or (window and self.cp > 1))
 
     @property
     def uneven(self) -> float:
@@ -122,7 +120,7 @@ def local(
         dropout=stack.dropout or dropout > 0,
         documents=documents and stack.own,
         compares=compares and stack.own,
-        splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT,
+        splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
         compiled=stack.own and layout.compile != "off" and not holds_codes(shape),
         gpu=gpu,
         pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,

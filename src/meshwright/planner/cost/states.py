@@ -9,16 +9,17 @@ from math import prod
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.boxes import boxes, sharded_dim
-from meshwright.spec.code_cuts import bytes_of_codes
+from meshwright.spec.code_cuts import bytes_of_codes, lines_of_codes, share_bytes
+from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
 from meshwright.spec.inventory import parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
 from meshwright.spec.shape import ModelShape
 
-Size = tuple[tuple[int, ...], bool, MomentFormat, bool, int]
+Size = tuple[tuple[int, ...], bool, MomentFormat, bool, int, int]
 """(sizes of a parameter, whether it is an expert's, how its moments are stored, whether it is trained, bytes of
-one that is held as codes)."""
+one that is held as codes, lines of its run)."""
 Sizes = tuple[Size, ...]
 
 
@@ -41,12 +42,12 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
     found = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
     groups: dict[str, list[Size]] = {}
     for parameter in parameters(small):
-        sizes = found[parameter.name].sizes
-        codes = bytes_of_codes(parameter.scheme, found[parameter.name])
+        box = found[parameter.name]
+        codes = bytes_of_codes(parameter.scheme, box), lines_of_codes(parameter.scheme, box)
         kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
         if kind == "dense" and parameter.layer > 0:
             continue
-        size = sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, codes
+        size = box.sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, *codes
         groups.setdefault(kind, []).append(size)
     groups.setdefault("head", [groups["embedding"][0]])
     return LocalSizes(**{part.name: tuple(groups.get(part.name, ())) for part in fields(LocalSizes)})
@@ -57,7 +58,7 @@ def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
     """Elements of the largest tensor of a layer on a rank that has a gradient."""
     found = pieces(shape, tp, ep)
     some = found.routed if routed else found.dense
-    return max((prod(sizes) for sizes, _, _, trained, _ in some if trained), default=0)
+    return max((prod(sizes) for sizes, _, _, trained, *_ in some if trained), default=0)
 
 
 @cache
@@ -85,6 +86,8 @@ class ElementCounts:
     learned_gathered: int
     codes: int
     """Bytes of frozen matrices that are codes and scales, which are in no other number here."""
+    codes_gathered: int
+    """Of those of them that ranks share, all shares."""
 
 
 def counts(
@@ -109,12 +112,14 @@ def counts(
 def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
-    whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = 0
-    for (sizes, expert, stored, trained, coded), times in parts.items():
-        if coded:
-            codes += times * coded
-            continue
+    whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = codes_gathered = 0
+    for (sizes, expert, stored, trained, coded, lines), times in parts.items():
         n = same if expert else ranks
+        if coded:
+            share = share_bytes(lines, n) if shares_codes(layout) and n > 1 else 0
+            codes += times * (share or coded)
+            codes_gathered += times * share * n
+            continue
         dim = sharded_dim(sizes, n)
         numel = prod(sizes)
         cut = (*sizes[:dim], -(-sizes[dim] // n), *sizes[dim + 1 :])
@@ -130,7 +135,7 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
             learned_gathered += times * each * n
     return ElementCounts(
         whole=whole, shard=shard, own=own, gathered=gathered, tensors=tensors, moments=moments, learned=learned,
-        learned_gathered=learned_gathered, codes=codes,
+        learned_gathered=learned_gathered, codes=codes, codes_gathered=codes_gathered,
     )  # fmt: skip
 
 

@@ -114,12 +114,13 @@ def _lines(points: list[tuple[int, float]]) -> list[float]:
 
 def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
     """part -> (sizes, 1 for an expert's, how many such tensors, bytes of the moments: of an element, of a block,
-    and its length; 1 where it is trained; bytes of its codes, where it is held as such)."""
+    and its length; 1 where it is trained; bytes of its codes and lines of their run, where it is held as such)."""
     found = pieces(of.shape, tp, ep, of.recipe.storage)
     return {
         field.name: [[sizes, int(expert), times, [one.element_bytes, one.block_bytes, one.block or 1],
-                      int(trained), codes]
-                     for (sizes, expert, one, trained, codes), times in Counter(getattr(found, field.name)).items()]
+                      int(trained), codes, lines]
+                     for (sizes, expert, one, trained, codes, lines), times
+                     in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
 

@@ -2,32 +2,30 @@
 
 const state = {recipe: {}, layout: {}};
 const divisorsOf = (number) => [...Array(number).keys()].map((n) => n + 1).filter((d) => number % d === 0);
-const powers = (from, to) => [...Array(to - from + 1).keys()].map((n) => 2 ** (from + n));
 const ascending = (values) => [...new Set(values)].sort((a, b) => a - b);
 const {devices} = DATA.cluster;
-const legalTp = ascending(Object.keys(DATA.memory.kept).map((key) => parseInt(key, 10)));
+const {controls: CONTROLS} = DATA;
 
 // What tp, cp and pp leave of the devices; not whole where they do not divide them.
-const dpOf = ({tp, cp, pp}) => devices / (tp * cp * pp);
+const dpOf = ({tp, cp, pp}) => CONTROLS.dp[tp * cp * pp] ?? NaN;
 
 // Every control: where its value lives, in words, what it may be, when it means nothing.
 const GROUPS = ["Model and batch", "Split the data", "Split the model", "Save memory"];
 const KNOBS = [
-  {name: "sequence", of: "recipe", group: 0, word: "Sequence", values: () => ascending([...powers(9, 17), DATA.recipe.sequence, state.recipe.sequence])},
-  {name: "global_batch", of: "recipe", group: 0, word: "Global batch", values: () => ascending(
-    [...powers(-6, 4).map((f) => f * DATA.recipe.global_batch).filter(Number.isInteger), ...powers(0, 3).map((f) => f * devices)])},
-  {name: "micro_batch", of: "layout", group: 0, word: "Micro-batch", values: () => [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64]},
+  {name: "sequence", of: "recipe", group: 0, word: "Sequence", values: () => CONTROLS.sequence},
+  {name: "global_batch", of: "recipe", group: 0, word: "Global batch", values: () => CONTROLS.global_batch},
+  {name: "micro_batch", of: "layout", group: 0, word: "Micro-batch", values: () => CONTROLS.micro_batch},
   {name: "dp_shard", of: "layout", group: 1, word: "Sharers", values: (layout) => Number.isInteger(dpOf(layout)) ? divisorsOf(dpOf(layout)) : [1]},
-  {name: "zero", of: "layout", group: 1, word: "ZeRO stage", values: () => [0, 1, 2, 3]},
-  {name: "ep", of: "layout", group: 1, word: "Experts", hidden: !DATA.model.experts, values: () => divisorsOf(Math.max(1, DATA.model.experts))},
-  {name: "tp", of: "layout", group: 2, word: "Tensor", values: () => legalTp},
+  {name: "zero", of: "layout", group: 1, word: "ZeRO stage", values: () => CONTROLS.zero},
+  {name: "ep", of: "layout", group: 1, word: "Experts", hidden: !DATA.model.experts, values: () => CONTROLS.ep},
+  {name: "tp", of: "layout", group: 2, word: "Tensor", values: () => CONTROLS.tp},
   {name: "sp", of: "layout", group: 2, word: "Split norms", check: true, off: ({tp}) => tp === 1},
-  {name: "cp", of: "layout", group: 2, word: "Context", values: () => divisorsOf(devices).slice(0, 12)},
-  {name: "pp", of: "layout", group: 2, word: "Pipeline", values: () => divisorsOf(devices).filter((d) => d <= DATA.model.layers)},
-  {name: "schedule", of: "layout", group: 2, word: "Schedule", options: SCHEDULES, off: ({pp}) => pp === 1},
-  {name: "vp", of: "layout", group: 2, word: "Virtual stages", off: ({pp, schedule}) => pp === 1 || schedule !== "interleaved" && schedule !== "zb-h1",
-    values: ({pp}) => [...Array(Math.max(1, Math.floor(DATA.model.layers / pp))).keys()].map((n) => n + 1)},
-  {name: "recompute", of: "layout", group: 3, word: "Recompute", options: DATA.time.policies},
+  {name: "cp", of: "layout", group: 2, word: "Context", values: () => CONTROLS.cp},
+  {name: "pp", of: "layout", group: 2, word: "Pipeline", values: () => CONTROLS.pp},
+  {name: "schedule", of: "layout", group: 2, word: "Schedule", options: CONTROLS.schedule, off: ({pp}) => pp === 1},
+  {name: "vp", of: "layout", group: 2, word: "Virtual stages", off: (layout) => !DATA.schedules[layout.schedule].deeper || layout.pp === 1,
+    values: (layout) => ascending(stagesWith(layout))},
+  {name: "recompute", of: "layout", group: 3, word: "Recompute", options: CONTROLS.recompute},
 ].filter((knob) => !knob.hidden);
 
 // The state with one value set and what cannot but follow from it; everything else stays, and may become illegal.
@@ -52,19 +50,19 @@ function followDevices(before, layout) {
   layout.dp_shard = whole ? dp : divisorsOf(dp).filter((d) => d <= before.dp_shard).at(-1);
 }
 
+// Stages of a rank that a schedule can have, the usual number first.
+const stagesWith = ({pp, schedule}) => pp === 1 ? [1] : CONTROLS.vp[schedule][pp];
+
 function followPipeline(before, layout) {
   if (layout.pp === 1) layout.schedule = "1f1b";
-  if (layout.pp === 1 || SINGLE.includes(layout.schedule)) layout.vp = 1;
-  else if (V_PLACED.includes(layout.schedule)) layout.vp = 2;
-  else if (layout.schedule === "interleaved") layout.vp = Math.max(2, before.vp);
-  else layout.vp = 1;
+  const values = stagesWith(layout), kept = layout.schedule === before.schedule && values.length > 1;
+  layout.vp = kept ? values.filter((vp) => vp <= before.vp).at(-1) ?? values[0] : values[0];
 }
 
 // What is wrong with the state, in sentences; none: legal.
 function wrong() {
   const {tp, cp, pp} = state.layout;
-  if (!Number.isInteger(dpOf(state.layout)))
-    return [`tp x cp x pp = ${tp * cp * pp} does not divide the ${devices} devices: take degrees whose product does`];
+  if (!Number.isInteger(dpOf(state.layout))) return [filled(CONTROLS.indivisible, {product: tp * cp * pp})];
   return violations(DATA.model, state.recipe, state.layout);
 }
 

@@ -5,22 +5,24 @@ disk, offline. Nothing in it is loaded from anywhere.
 """
 
 import json
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from importlib.resources import files
 from math import inf, isfinite
 from typing import Any
 
 from meshwright.planner.explorer.coefficients import coefficients, legal_degrees
+from meshwright.planner.explorer.legal_tables import controls, counts_of, legal_tables, stage_runs, timeline_tables
 from meshwright.planner.explorer.matrix_tables import matrix_tables
-from meshwright.planner.explorer.time_tables import SEQUENCES, time_tables
-from meshwright.planner.search.landscape import landscape
+from meshwright.planner.explorer.time_tables import time_tables
+from meshwright.planner.search.landscape import FIELDS, landscape
 from meshwright.planner.search.recommend import FREE
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
-from meshwright.spec.legal import matrix_refusals
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedule_kinds import KINDS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 """Of a shape, what the page reads under the same name."""
@@ -40,7 +42,8 @@ def data(plan: Plan, of: Estimator | None = None) -> dict[str, Any]:
     plan = replace(plan, recipe=replace(plan.recipe, batch_ramp=(), noise_scale_every=0))
     of, room = of or estimator(plan), usable_bytes(plan)
     found = landscape(of, plan)
-    return {**facts(of, room), "landscape": {**found, "start": _start(found, room)}}
+    shown = [dict(zip(FIELDS, fields, strict=True)) for fields, *_ in found["points"]]
+    return {**facts(of, room, shown), "landscape": {**found, "start": _start(found, room)}}
 
 
 def _start(found: dict[str, Any], room: float) -> int:
@@ -49,30 +52,30 @@ def _start(found: dict[str, Any], room: float) -> int:
     return next((place for place, peak in enumerate(peaks) if peak <= (1 - FREE) * room), found["best"])
 
 
-def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
+def schedules() -> dict[str, Any]:
+    """What words.js and schedule.js read of each schedule, by name: `DATA.schedules` of a page."""
+    return {name: asdict(kind) for name, kind in KINDS.items()}
+
+
+def facts(of: Estimator, usable: float = inf, layouts: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
     """What the page's formulas read: shape, recipe, cluster, stack and the linear coefficients. `usable`: bytes of a
-    device that a program can have."""
+    device that a program can have. `layouts`: of the map."""
     shape, recipe, device = of.shape, of.recipe, of.cluster.device
-    lengths = sorted({*SEQUENCES, recipe.sequence})
+    degrees = legal_degrees(of, of.cluster.devices)
+    values = controls(of, degrees, layouts)
     return {
         "model": {
             "name": shape.name,
             "parameters": num_parameters(shape),
             **{size: getattr(shape, size) for size in SIZES},
-            "mla": shape.mla is not None,
             "experts": shape.moe.experts if shape.moe else 0,
-            "expert_ffn": shape.moe.ffn if shape.moe else 0,
             "first_dense": shape.moe.first_dense if shape.moe else 0,
-            "learned_positions": shape.max_positions if shape.positions == "learned" else 0,
-            "dropout": {
-                "recipe.dropout": recipe.dropout,
-                "model.lora.dropout": shape.lora.dropout if shape.lora else 0,
-            },
-            "matrix_refusals": matrix_refusals(shape, recipe, of.cluster.devices),
+            "legal": legal_tables(of, values),
+            "stages": stage_runs(of, values),
             "activation_bytes": 4 if recipe.precision == "fp32" else 2,
         },
         "recipe": {"sequence": recipe.sequence, "global_batch": recipe.global_batch, "precision": recipe.precision},
-        "token_flop": {length: token_flop(shape, length, causal=False).training for length in lengths},
+        "token_flop": {length: token_flop(shape, length, causal=False).training for length in values["sequence"]},
         "cluster": {
             "device": device.name,
             "devices": of.cluster.devices,
@@ -88,9 +91,12 @@ def facts(of: Estimator, usable: float = inf) -> dict[str, Any]:
             "reserve_bytes": of.stack.reserve_bytes,
             "slack": of.stack.slack,
         },
+        "controls": values,
+        "schedules": schedules(),
+        "timelines": timeline_tables(values, counts_of(of, values)),
         "memory": coefficients(of, of.cluster.devices),
-        "time": time_tables(of, legal_degrees(of, of.cluster.devices)),
-        "muon": matrix_tables(of, legal_degrees(of, of.cluster.devices)),
+        "time": time_tables(of, degrees),
+        "muon": matrix_tables(of, degrees),
     }
 
 

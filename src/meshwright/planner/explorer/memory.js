@@ -6,10 +6,10 @@ const KINDS = ["parameters", "shards", "gradients", "masters", "moments", "count
   "buffers", "temporaries", "reserve"];
 // Memory of a legal layout: for each pipeline rank {when, kinds: {kind: bytes}, total}.
 function memoryOf(data, recipe, layout) {
-  const m = microBatches(layout, recipe.global_batch);
-  const tokens = microBatchOf(layout, recipe.global_batch) * recipe.sequence / layout.cp;
-  const {pp, vp} = layout;
-  const split = stageLayers(data.model.layers, pp * vp);
+  const m = microBatches(data.model, layout, recipe);
+  const tokens = microBatchOf(data.model, layout, recipe) * recipe.sequence / layout.cp;
+  const {pp, vp} = layout, kind = data.schedules[layout.schedule];
+  const split = stageLayers(data.model, pp * vp);
   const stages = stageCosts(data, recipe, layout, tokens, split);
   const sums = m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
   const table = data.memory.states[layout.zero][Number(pp > 1)][Number(sums)];
@@ -17,7 +17,7 @@ function memoryOf(data, recipe, layout) {
   const between = layout.sp ? tokens / layout.tp : tokens;
   const borders = pp > 1 ? 2 * between * data.model.hidden * data.model.activation_bytes : 0;
   return [...Array(pp).keys()].map((rank) => {
-    const own = pp === 1 ? [0] : stagesOf(layout.schedule, pp, vp, rank);
+    const own = pp === 1 ? [0] : stagesOf(kind, pp, vp, rank);
     const last = own.includes(pp * vp - 1);
     const count = countOf(data, layout, own.map((stage) => split[stage]), own.includes(0), last);
     const state = stateBytes(data.memory, table.step, count);
@@ -26,7 +26,7 @@ function memoryOf(data, recipe, layout) {
       countOf(data, {...layout, zero: 0}, [split[stage]], stage === 0, stage === pp * vp - 1).whole);
     const shares = sizes.map((size) => size / sizes.reduce((a, b) => a + b, 0));
     const one = {layout, costs, state, units, first: own.includes(0), last, table, shares};
-    const worst = peakOf(one, momentsOf(layout, m, rank));
+    const worst = peakOf(one, momentsOf(layout, kind, m, rank));
     const layers = own.reduce((sum, stage) => sum + split[stage].end - split[stage].start, 0);
     const routed = own.reduce((sum, stage) => sum + routedOf(data.model, split[stage]), 0);
     const matrices = matrixBytes(data, layout, layers - routed, routed);
@@ -53,6 +53,9 @@ function stateBytes({elements}, table, count) {
   return Object.fromEntries(Object.entries(table).map(([kind, widths]) => [kind, dot(widths)]));
 }
 
+// Codes that ZeRO-3 shares: spec/code_cuts.py.
+const LINE_BYTES = 16;
+
 // Elements on a rank: whole, its padded shard, gathered again; of what is trained the same, and the number of tensors.
 function countOf(data, layout, layers, first, last) {
   const pieces = data.memory.pieces[`${layout.tp},${layout.ep}`];
@@ -66,12 +69,17 @@ function countOf(data, layout, layers, first, last) {
   const ranks = zero ? layout.dp_shard * cp : 1;
   const same = zero && ep > 1 ? layout.dp_shard * cp * tp / ep : ranks;
   const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0,
-    codes: 0};
+    codes: 0, codes_gathered: 0};
   for (const [sizes, times] of parts)
-    for (const [shape, expert, copies, stored, trained, codes] of sizes) {
-      count.codes += times * copies * codes;
-      if (codes) continue;
-      const n = expert ? same : ranks, dim = shardedDim(shape, n), many = times * copies;
+    for (const [shape, expert, copies, stored, trained, codes, lines] of sizes) {
+      const n = expert ? same : ranks, many = times * copies;
+      if (codes) {
+        const share = zero === 3 && layout.pp === 1 && n > 1 ? Math.ceil(lines / n) * LINE_BYTES : 0;
+        count.codes += many * (share || codes);
+        count.codes_gathered += many * share * n;
+        continue;
+      }
+      const dim = shardedDim(shape, n);
       const all = numel(shape), each = Math.ceil(shape[dim] / n) * (all / shape[dim]);
       count.whole += many * all;
       count.shard += many * each;
@@ -109,7 +117,7 @@ function unitsOf(data, layout, table) {
     const count = countOf(data, layout, ranges, first, last);
     const {gathered, learned_gathered: learned} = count;
     return {
-      parameters: gathered * table.parameter_bytes, gradients: learned * table.gradient_bytes,
+      parameters: gathered * table.parameter_bytes + count.codes_gathered, gradients: learned * table.gradient_bytes,
       made: learned * table.parameter_bytes,
     };
   };

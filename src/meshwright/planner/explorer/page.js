@@ -62,14 +62,16 @@ function toFragment() {
 
 function fromFragment(text) {
   const given = new URLSearchParams(text.replace(/^#/, "")), found = {recipe: {}, layout: {}};
-  const number = (name) => /^[1-9]\d{0,9}$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null;
-  for (const name of ["sequence", "global_batch"]) found.recipe[name] = number(name);
+  const whole = (name) => /^[1-9]\d{0,9}$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null;
+  const one = (name, values) => values.find((value) => String(value) === given.get(name)) ?? null;
+  for (const name of ["sequence", "global_batch"]) found.recipe[name] = one(name, CONTROLS[name]);
+  const {layout} = found;
   for (const name of FIELDS)
-    found.layout[name] = name === "sp" ? given.get(name) === "true" : name === "schedule" ? SCHEDULES.find((one) => one === given.get(name)) :
-      name === "recompute" ? DATA.time.policies.find((one) => one === given.get(name)) :
-      name === "zero" ? [0, 1, 2, 3].find((one) => String(one) === given.get(name)) ?? null : number(name);
-  const whole = [...Object.values(found.recipe), ...Object.values(found.layout)].every((value) => value !== null && value !== undefined);
-  return whole && found.layout.dp_replicate * found.layout.dp_shard === dpOf(found.layout) ? found : null;
+    layout[name] = name.startsWith("dp_") ? whole(name) : name === "sp" || name === "vp" ? null : one(name, CONTROLS[name]);
+  layout.sp = one("sp", layout.tp > 1 ? [false, true] : [false]);
+  if (layout.pp && layout.schedule) layout.vp = one("vp", layout.pp > 1 || layout.schedule === "1f1b" ? stagesWith(layout) : []);
+  const complete = [...Object.values(found.recipe), ...Object.values(layout)].every((value) => value !== null);
+  return complete && layout.dp_replicate * layout.dp_shard === dpOf(layout) ? found : null;
 }
 
 const copyOf = ({recipe, layout}) => ({
@@ -135,10 +137,11 @@ function take(point) {
 function tries() {
   const {layout, recipe} = state, found = [];
   if (dpOf(layout) > 1) found.push(["zero", layout.zero ? layout.zero - 1 : 3, `ZeRO ${layout.zero} \u2192 ${layout.zero ? layout.zero - 1 : 3}`]);
-  found.push(["sequence", 2 * recipe.sequence, `sequence ${(2 * recipe.sequence).toLocaleString("en")}`]);
+  if (CONTROLS.sequence.includes(2 * recipe.sequence))
+    found.push(["sequence", 2 * recipe.sequence, `sequence ${(2 * recipe.sequence).toLocaleString("en")}`]);
   const again = layout.recompute === "full" ? "none" : "full";
   found.push(["recompute", again, again === "full" ? "recompute everything" : "no recomputation"]);
-  const tp = layout.tp > 1 ? 1 : legalTp.filter((one) => one <= DATA.cluster.per_node).at(-1);
+  const tp = layout.tp > 1 ? 1 : CONTROLS.tp.filter((one) => one <= DATA.cluster.per_node).at(-1);
   if (tp !== layout.tp) found.push(["tp", tp, `tensor parallel ${tp}`]);
   return found;
 }

@@ -9,14 +9,14 @@ const WHEN = {
 };
 const moments = new Map();
 
-function momentsOf(layout, m, rank) {
+function momentsOf(layout, kind, m, rank) {
   const {pp, vp} = layout, name = layout.schedule;
   if (pp === 1) return momentsAlone(layout.zero, m);
   const width = Math.floor(m / Math.max(1, Math.floor(m / pp)));
-  const all = name === "afab" || m <= (ENOUGH + 1) * width;
+  const all = kind.holds_all || m <= (ENOUGH + 1) * width;
   const few = all ? m : ENOUGH * width + (vp === 1 ? m % pp : 0);
   const key = `${name},${pp},${few},${vp}`;
-  if (!moments.has(key)) moments.set(key, schedule(name, pp, few, vp).map((own) => momentsIn(own, pp * vp - 1)));
+  if (!moments.has(key)) moments.set(key, schedule(kind, pp, few, vp).map((own) => momentsIn(own, pp * vp - 1)));
   return moments.get(key)[rank];
 }
 

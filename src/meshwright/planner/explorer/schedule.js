@@ -1,95 +1,54 @@
-// Pipeline schedules as lists of actions, and what playing them shows: spec/schedule.py and spec/replay.py, ported.
+// Pipeline schedules as lists of actions, and what playing them shows. What a schedule is comes from Python
+// (spec/schedule_kinds.py): words and how often each is said, or rounds; here they are written out.
 // p ranks, m micro-batches, v stages of a rank. An action is {kind: F, B, W or BW, stage, i}.
 
-const SCHEDULES = ["afab", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"];
-const V_PLACED = ["zb-v", "dualpipe-v"];
-const SINGLE = ["afab", "1f1b"];
-
-// Why there is no such schedule, in the words of spec/schedule.py; null where there is.
-function refusal(name, p, m, v) {
-  if (SINGLE.includes(name) && v !== 1)
-    return `layout.schedule=${name} has one stage a rank, not vp=${v}: take vp=1 or schedule=interleaved`;
-  if (V_PLACED.includes(name) && v !== 2)
-    return `layout.schedule=${name} has two stages a rank, not vp=${v}: take vp=2`;
-  if (name === "dualpipe-v" && m < 2 * p)
-    return `layout.schedule=dualpipe-v wants 2 x pp = ${2 * p} micro-batches or more, not ${m}: ` +
-      "make them smaller (layout.micro_batch), or take schedule=zb-v";
-  const rounds = Math.max(1, Math.floor(m / p));
-  if (v > 1 && !V_PLACED.includes(name) && m % rounds) {
-    const lower = m - m % p;
-    return `layout.schedule=${name} with vp=${v} runs ${m} micro-batches in ${rounds} rounds (one for ` +
-      `each pp=${p}), which must be equal: take ${lower} or ${lower + p} micro-batches`;
-  }
-  return null;
-}
-
 // The actions of each rank.
-function schedule(name, p, m, v) {
-  const ranks = [...Array(p).keys()];
-  if (name === "afab") return ranks.map((rank) => allForwardAllBackward(rank, m));
-  if (name === "zb-v") return ranks.map((rank) => zeroBubbleV(rank, p, m));
-  if (name === "dualpipe-v") return ranks.map((rank) => dualPipeV(rank, p, m));
-  const hop = name === "interleaved" ? 2 : 1;
-  return ranks.map((rank) => oneForwardOneBackward(rank, p, m, v, hop, name === "zb-h1"));
+function schedule(kind, p, m, v) {
+  const write = kind.order.said ? spelled : inRounds;
+  return [...Array(p).keys()].map((rank) => write(kind.order, stagesOf(kind, p, v, rank), rank, p, m, v));
 }
 
 // The stages of a rank, ascending: round and round, or down and up again.
-function stagesOf(name, p, v, rank) {
-  if (V_PLACED.includes(name)) return [rank, 2 * p - 1 - rank];
+function stagesOf(kind, p, v, rank) {
+  if (kind.in_v) return [rank, 2 * p - 1 - rank];
   return [...Array(v).keys()].map((chunk) => chunk * p + rank);
 }
 
-function allForwardAllBackward(rank, m) {
-  return ["F", "BW"].flatMap((kind) => [...Array(m).keys()].map((i) => ({kind, stage: rank, i})));
-}
-
-function oneForwardOneBackward(rank, p, m, v, hop, split) {
+function inRounds({hop, late}, stages, rank, p, m, v) {
   const width = Math.floor(m / Math.max(1, Math.floor(m / p)));
   const order = [...Array(v * m).keys()].map(
     (n) => [Math.floor(n / width) % v, Math.floor(n / (width * v)) * width + n % width]);
-  const forward = order.map(([chunk, i]) => ({kind: "F", stage: chunk * p + rank, i}));
-  const backward = order.map(([chunk, i]) => ({stage: (v - 1 - chunk) * p + rank, i}));
+  const forward = order.map(([chunk, i]) => ({kind: "F", stage: stages[chunk], i}));
+  const backward = order.map(([chunk, i]) => ({stage: stages[v - 1 - chunk], i}));
   const ahead = Math.min((v - 1) * width + hop * (p - 1 - rank), v * m);
   const found = forward.slice(0, ahead);
   backward.forEach((place, n) => {
     if (ahead + n < forward.length) found.push(forward[ahead + n]);
-    found.push({kind: split ? "B" : "BW", ...place});
-    if (split && n >= rank) found.push({kind: "W", ...backward[n - rank]});
+    found.push({kind: late ? "B" : "BW", ...place});
+    if (late && n >= rank) found.push({kind: "W", ...backward[n - rank]});
   });
-  if (split) found.push(...backward.slice(Math.max(0, v * m - rank)).map((place) => ({kind: "W", ...place})));
+  if (late) found.push(...backward.slice(Math.max(0, v * m - rank)).map((place) => ({kind: "W", ...place})));
   return found;
 }
 
-function zeroBubbleV(rank, p, m) {
-  const n = Math.max(2 * p - 1, m);
-  return spell([rank, 2 * p - 1 - rank], m, [
-    ["F0", 2 * (p - rank) - 1], ["F1 F0", rank], ["F1 B1 W1", p - rank],
-    ["F0 B0 W0 F1 B1 W1", n - 2 * p + rank + 1], ["B0 W0 F1 B1 W1", p - rank - 1],
-    ["B0 B1", rank], ["B0 W0", p - rank], ["W1", rank], ["W0", rank],
-  ]);
-}
+// How often: one + p * ranks + m * micro-batches + r * rank.
+const timesOf = ([one, ofRanks, ofMicroBatches, ofRank], p, m, rank) =>
+  one + ofRanks * p + ofMicroBatches * m + ofRank * rank;
 
-function dualPipeV(rank, p, m) {
-  const tail = [...Array(2 * (rank + 1)).keys()].map((n) => `${n <= rank ? "BW" : "B"}${n % 2 ^ 1}`);
-  return spell([rank, 2 * p - 1 - rank], m, [
-    ["F0", 2 * (p - rank - 1)], ["F0 F1", rank + 1], ["B1 W F1", p - rank - 1],
-    ["F0 BW1 F1 BW0", m - 2 * p + rank + 1], ["BW1 F1 BW0", p - rank - 1],
-    [tail.join(" "), 1], ["W B0", p - rank - 1], ["W", rank + 1],
-  ]);
-}
-
-// Words, each so many times: a digit is the place in `stages`, the micro-batch the next one; W alone is the oldest left.
-function spell(stages, m, words) {
-  const seen = {}, left = [], found = [];
-  let oldest = 0;
-  for (const [word, times] of words)
-    for (let turn = 0; turn < times; turn++)
+// A digit is the place in `stages`, ~ the places 1, 0, 1, ...; the micro-batch is the next one; W alone is the oldest left.
+function spelled({said, fewest}, stages, rank, p, m) {
+  const seen = {}, left = [], found = [], whole = Math.max(m, timesOf(fewest, p, m, rank));
+  let oldest = 0, turn = 1;
+  for (const [word, times] of said)
+    for (let again = timesOf(times, p, whole, rank); again > 0; again--)
       for (const letter of word.split(" ")) {
         if (letter === "W") {
           found.push({kind: "W", ...left[oldest++]});
           continue;
         }
-        const kind = letter.slice(0, -1), stage = stages[Number(letter.at(-1))];
+        const kind = letter.slice(0, -1), digit = letter.at(-1);
+        const stage = stages[digit === "~" ? turn : Number(digit)];
+        if (digit === "~") turn = 1 - turn;
         const counted = (kind === "BW" ? "B" : kind) + stage;
         const place = {stage, i: seen[counted] ?? 0};
         seen[counted] = place.i + 1;
@@ -141,15 +100,9 @@ function peak(own) {
   return most;
 }
 
-// The layers of each stage: as even as can be when embedding and head count as one layer each.
-function stageLayers(layers, stages) {
-  const share = Math.floor((layers + 2) / stages), left = (layers + 2) % stages;
-  const ends = [0, stages - 1].filter((stage, n, all) => all.indexOf(stage) === n);
-  const middle = [...Array(stages).keys()].filter((stage) => !ends.includes(stage));
-  const sizes = Array(stages).fill(share);
-  for (const stage of [...ends, ...middle].slice(0, left)) sizes[stage]++;
-  sizes[0]--;
-  sizes[stages - 1]--;
+// The layers of each stage, from Python's table: runs of stages with as many layers each.
+function stageLayers({stages}, number) {
   let end = 0;
-  return sizes.map((size) => ({start: end, end: end += size}));
+  return stages[number].flatMap(([times, layers]) =>
+    [...Array(times)].map(() => ({start: end, end: end += layers})));
 }

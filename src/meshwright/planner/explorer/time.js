@@ -51,14 +51,14 @@ const work = ({forward, input, weight}) => forward + input + weight;
 const total = (values) => values.reduce((a, b) => a + b, 0);
 
 // Least seconds of all passes: planner/time/timeline.py, least_s.
-function pipelineSeconds(layout, m, stages, owned, send) {
-  const {schedule: name, pp, vp} = layout, splits = name === "zb-h1" || name === "zb-v";
-  const borders = V_PLACED.includes(name) ? 2 * (pp - 1) : pp * vp - 1;
+function pipelineSeconds(kind, layout, m, stages, owned, send) {
+  const {pp, vp} = layout, splits = kind.splits === "all";
+  const borders = kind.in_v ? 2 * (pp - 1) : pp * vp - 1;
   let ahead = 0, behind = 0;
   let longest = total(stages.map((one) => work(one) - (splits ? one.weight : 0))) + 2 * borders * send;
   owned.forEach((own, rank) => {
     const weights = own.map((stage) => stages[stage].weight);
-    const left = !splits ? 0 : name === "zb-v" ?
+    const left = !splits ? 0 : kind.in_v ?
       total(weights.map((seconds, place) => Math.min(m, rank + 1 - place) * seconds)) :
       Math.min(m * weights.length, rank + 1) * Math.max(...weights);
     longest = Math.max(longest,
@@ -82,10 +82,10 @@ function sharingSeconds(data, layout, held) {
 }
 
 // Share of the reductions that a split schedule leaves no work to hide behind.
-function afterPasses(layout, m) {
-  if (layout.schedule !== "zb-h1" && layout.schedule !== "zb-v") return 0;
+function afterPasses(kind, layout, m) {
+  if (kind.splits !== "all") return 0;
   const last = new Map();
-  const own = schedule(layout.schedule, layout.pp, Math.min(m, 3 * layout.pp - layout.pp % 1), layout.vp)[0];
+  const own = schedule(kind, layout.pp, Math.min(m, 3 * layout.pp - layout.pp % 1), layout.vp)[0];
   for (const action of own) if (action.kind === "W" || action.kind === "BW") last.set(action.stage, action.kind);
   return [...last.values()].filter((kind) => kind === "W").length / last.size;
 }
@@ -124,19 +124,19 @@ function edgesOf(data, layout) {
 
 // Parts of a step in seconds, in the order of planner/time/timeline.py's StepTime, of a legal layout.
 function stepParts(data, recipe, layout) {
-  const {pp, vp, tp, cp} = layout, {stack, per_node: perNode} = data.time;
-  const m = microBatches(layout, recipe.global_batch);
-  const tokens = microBatchOf(layout, recipe.global_batch) * recipe.sequence / cp;
-  const split = stageLayers(data.model.layers, pp * vp);
+  const {pp, vp, tp, cp} = layout, {stack, per_node: perNode} = data.time, kind = data.schedules[layout.schedule];
+  const m = microBatches(data.model, layout, recipe);
+  const tokens = microBatchOf(data.model, layout, recipe) * recipe.sequence / cp;
+  const split = stageLayers(data.model, pp * vp);
   const wire = (layout.sp ? tokens / tp : tokens) * data.model.hidden * data.model.activation_bytes;
   const send = pp > 1 ? data.time.send[0] + data.time.send[1] * wire : 0;
   const stages = stageSeconds(data, recipe, layout, tokens, split,
     pp > 1 ? send * (1 - stack.hides_sends) + stack.send_s : 0);
-  const owned = [...Array(pp).keys()].map((rank) => pp === 1 ? [0] : stagesOf(layout.schedule, pp, vp, rank));
+  const owned = [...Array(pp).keys()].map((rank) => pp === 1 ? [0] : stagesOf(kind, pp, vp, rank));
   const each = owned.map((own) => total(own.map((stage) => work(stages[stage]))));
   const own = owned[each.indexOf(Math.max(...each))].map((stage) => stages[stage]), busy = m * Math.max(...each);
   const exchange = m * total(own.map((one) => one.exchange));
-  let bubble = pp === 1 ? 0 : pipelineSeconds(layout, m, stages, owned, send) - busy;
+  let bubble = pp === 1 ? 0 : pipelineSeconds(kind, layout, m, stages, owned, send) - busy;
   const shares = data.time.ranks_per_core;
   if (shares > 1 && pp > 1) bubble = Math.max((busy + bubble) / shares, m * total(each) / each.length) - busy;
 
@@ -150,7 +150,7 @@ function stepParts(data, recipe, layout) {
   const inside = tp < perNode ? Math.max(1, Math.min(ranks, Math.floor(perNode / tp))) : 1;
   const shared = ranks > 1 && (inside > 1 || tp > perNode) ? 0.5 : 0;
   const backward = own.map((one) => one.input + one.weight - shared * one.exchange);
-  const hidden = stack.hides_gradients * Math.max(0, total(backward)) * (pp > 1 ? 1 - afterPasses(layout, m) : 1);
+  const hidden = stack.hides_gradients * Math.max(0, total(backward)) * (pp > 1 ? 1 - afterPasses(kind, layout, m) : 1);
   const {weights, gradients, whole} = exposedSeconds(
     data, layout, m, own, sharingSeconds(data, layout, held), hidden, edgesOf(data, layout));
   const slowed = stack.contention * Math.max(0, whole - weights - gradients);

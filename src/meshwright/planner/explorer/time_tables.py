@@ -15,6 +15,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stage_costs import Costs, costs
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.explorer.coefficients import Degrees
+from meshwright.planner.explorer.legal_tables import SEQUENCES
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.planner.time.timeline import weight_update_bytes
@@ -23,8 +24,6 @@ from meshwright.spec.legal import divisors
 
 TOKENS = (1 / 16, 1 / 4, 1, 4, 16)
 """Sizes at which passes are timed, times the recipe's sequence."""
-SEQUENCES = tuple(2**n for n in range(9, 18))
-"""Beside the recipe's own: those of the page's control."""
 MANY = 200
 """Cuts of a layer beyond which every other length is left out, for the size of the page."""
 STACK = ("hides_gradients", "hides_weights", "hides_sends", "send_s", "contention", "step_s", "micro_batch_s")

@@ -1,20 +1,24 @@
 // Every schedule as in the lectures: a row for each rank, boxes F, B and W of equal length, BW of two.
 
 const FILL = {F: "forward", B: "input", W: "weight", BW: "both"};
-const MOST_BOXES = 64; // micro-batches drawn; more are only slower to look at
+const MOST_BOXES = DATA.timelines.micro_batches.at(-1); // micro-batches drawn; more are only slower to look at
 const shape = {p: 4, m: 8, v: 2, wide: false};
 const WIDE = 11; // pixels of a pass, where boxes are to be read
 const TIMELINE_KNOBS = [
-  {name: "timeline_p", word: "Ranks", key: "p", values: () => ascending([2, 3, 4, 6, 8, 12, 16, 24, 32, shape.p])},
-  {name: "timeline_m", word: "Micro-batches", key: "m", values: () => ascending([...Array(16).keys()].map((n) => n + 1).concat([20, 24, 32, 48, 64], shape.m))},
-  {name: "timeline_v", word: "Virtual stages", key: "v", values: () => ascending([1, 2, 3, 4, 5, 6, 7, 8, shape.v])},
+  {name: "timeline_p", word: "Ranks", key: "p", values: () => ascending([...drawnRanks, shape.p])},
+  {name: "timeline_m", word: "Micro-batches", key: "m", values: () => ascending([...drawnMicroBatches, shape.m])},
+  {name: "timeline_v", word: "Virtual stages", key: "v", values: () => ascending([...drawnStages, shape.v])},
   {name: "timeline_wide", word: "Wide boxes", key: "wide", check: true},
 ];
 const drawnSpans = new Map();
 let drawnShape = "", waitingTimelines = 0;
 
-const virtualOf = (name) => SINGLE.includes(name) ? 1 : V_PLACED.includes(name) ? 2 :
-  name === "interleaved" ? Math.max(2, shape.v) : 1;
+const {ranks: drawnRanks, micro_batches: drawnMicroBatches, stages: drawnStages} = DATA.timelines;
+
+// Stages of a rank: of those that have more by their nature as many as the control says.
+function virtualOf({stages, deeper}) {
+  return deeper && stages > 1 ? Math.max(stages, shape.v) : stages;
+}
 
 function buildTimelines() {
   const bar = document.getElementById("pipeline-controls"), list = document.getElementById("timelines");
@@ -31,7 +35,7 @@ function buildTimelines() {
     ([kind, words]) => `<span><i class="chip" style="background:var(--${FILL[kind]})"></i>${kind} ${words}</span>`).join("") +
     "<span>paler: further stages of the rank</span>";
   bar.append(legend);
-  for (const name of SCHEDULES) {
+  for (const name of Object.keys(DATA.schedules)) {
     const box = document.createElement("div");
     box.dataset.schedule = name;
     list.append(box);
@@ -43,7 +47,7 @@ function followLayout() {
   const {layout, recipe} = state;
   if (layout.pp === 1) return;
   shape.p = layout.pp;
-  shape.m = Math.max(1, Math.min(MOST_BOXES, microBatches(layout, recipe.global_batch)));
+  shape.m = Math.max(1, Math.min(MOST_BOXES, microBatches(DATA.model, layout, recipe)));
   shape.v = Math.max(2, layout.vp);
 }
 
@@ -54,7 +58,7 @@ function drawTimelinesSoon() {
 }
 
 function drawTimelines() {
-  const {layout, recipe} = state, own = wrong().length || layout.pp === 1 ? 0 : microBatches(layout, recipe.global_batch);
+  const {layout, recipe} = state, own = wrong().length || layout.pp === 1 ? 0 : microBatches(DATA.model, layout, recipe);
   document.getElementById("pipeline-words").textContent = own <= MOST_BOXES ? "" :
     `The layout has ${own} micro-batches; ${MOST_BOXES} at most are drawn, and the bubbles are theirs.`;
   for (const knob of TIMELINE_KNOBS) {
@@ -75,14 +79,15 @@ function drawTimelines() {
 }
 
 function drawTimeline(box, name) {
-  const {p, m} = shape, v = virtualOf(name), no = refusal(name, p, m, v);
+  const {p, m} = shape, kind = DATA.schedules[name], v = virtualOf(kind), {refused} = DATA.timelines;
+  const values = {schedule: name, pp: p, count: m, vp: v}, no = look(DATA.timelines, refused, values);
   drawnSpans.delete(name);
   const title = `<b>${explained(name, name)}</b>`;
   if (no) {
-    box.innerHTML = `<h3>${title}</h3><p class="refused">${escaped(no)}</p>`;
+    box.innerHTML = `<h3>${title}</h3><p class="refused">${escaped(filled(no, values))}</p>`;
     return;
   }
-  const played = replay(schedule(name, p, m, v));
+  const played = replay(schedule(kind, p, m, v));
   box.innerHTML = `<h3>${title}${explained("bubble", "bubble")} ${percent(played.bubble)}, ` +
     `${explained("in_flight", "in flight")} ${Number((Math.max(...played.inFlight) / v).toFixed(2))}</h3>` +
     `<div class="scroll"><canvas role="img" aria-label="${name}: bubble ${percent(played.bubble)}"></canvas></div>`;

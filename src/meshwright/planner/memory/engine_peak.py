@@ -13,6 +13,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.memory.instants import Instant, What, moments_of
 from meshwright.spec.layout import Layout
+from meshwright.spec.schedule_kinds import KINDS
 
 Kinds = dict[str, float]
 WORDS = {
@@ -71,7 +72,7 @@ class GatherUnits:
 def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     """Micro-batches after which nothing new comes: whole rounds of the width that the step has."""
     width = micro_batches // max(1, micro_batches // ranks)
-    if name == "afab" or micro_batches <= (ROUNDS + 1) * width:
+    if KINDS[name].holds_all or micro_batches <= (ROUNDS + 1) * width:
         return micro_batches
     return ROUNDS * width + (micro_batches % ranks if virtual == 1 else 0)
 

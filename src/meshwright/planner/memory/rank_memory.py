@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from operator import add
 
-from meshwright.planner.cost.local_shape import SPLIT
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.states import States
@@ -12,7 +11,7 @@ from meshwright.planner.memory.instants import Instant, What
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.places import own_stages
-from meshwright.spec.schedule import V_PLACED
+from meshwright.spec.schedule_kinds import KINDS, SPLIT_ALWAYS, V_PLACED, Rounds
 
 DRIVER_BYTES = 1.7e9
 """Of a device's nominal memory, what firmware, context and communication library keep from torch: an A100 or H100 of
@@ -50,9 +49,10 @@ def leading(name: str, ranks: int, micro_batches: int, virtual: int, rank: int) 
         return (1,)
     if name in V_PLACED:
         return min(m, 2 * p - rank - 1), min(m, rank + 1)
-    if name == "afab":
+    if KINDS[name].holds_all:
         return (m,)
-    width, hop = m // max(1, m // p), 2 if name == "interleaved" else 1
+    width, order = m // max(1, m // p), KINDS[name].order
+    hop = order.hop if isinstance(order, Rounds) else 1
     ahead = min((v - 1) * width + hop * (p - 1 - rank) + 1, v * m)
     rounds, rest = divmod(ahead, v * width)
     return tuple(rounds * width + min(width, max(0, rest - chunk * width)) for chunk in range(v))
@@ -64,11 +64,14 @@ def returns(name: str, ranks: int, micro_batches: int, virtual: int) -> bool:
     p, v, m = ranks, virtual, micro_batches
     if p == 1:
         return m > 1
-    if name in ("1f1b", "zb-h1"):
-        return m > (p if name == "1f1b" else 3 * p)
+    order = KINDS[name].order
+    if not isinstance(order, Rounds):
+        return False
+    if order.hop == 1:
+        return m > (3 * p if order.late else p)
     width = m // max(1, m // p)
     ahead = sum(leading(name, p, m, v, 0))
-    return name == "interleaved" and m * v > ahead + v * width
+    return m * v > ahead + v * width
 
 
 def first_backward(layout: Layout, micro_batches: int, rank: int) -> Instant:
@@ -76,7 +79,7 @@ def first_backward(layout: Layout, micro_batches: int, rank: int) -> Instant:
     name, p, v = layout.schedule, layout.pp, layout.vp
     alive = leading(name, p, micro_batches, v, rank)
     graded = (int(returns(name, p, micro_batches, v)),) * len(alive)
-    what: What = "inputs" if name in V_PLACED or name in SPLIT else "sums" if micro_batches == 1 else "pass"
+    what: What = "inputs" if name in V_PLACED or name in SPLIT_ALWAYS else "sums" if micro_batches == 1 else "pass"
     none = (0,) * len(alive)
     return Instant(what, len(alive) - 1, alive, none, graded, none)
 

@@ -23,6 +23,7 @@ from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedule_kinds import KINDS
 
 MOST = 4000
 """Points: of a larger space three quarters of them drawn evenly, the others from those looked at for the front."""
@@ -123,7 +124,7 @@ def _promising(
         if front.beats(least_s, least_bytes):
             continue
         region_s = max(least_s, least.region_s(region))
-        if region.schedule == "interleaved":
+        if KINDS[region.schedule].deeper:
             if region_s >= shortest_s:
                 continue
             shortest_s = region_s

@@ -13,7 +13,7 @@ from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.legal import divisors
 from meshwright.spec.plan import Plan
-from meshwright.spec.schedule import V_PLACED
+from meshwright.spec.schedule_kinds import V_PLACED
 
 MOST = 20_000
 """Layouts looked at."""

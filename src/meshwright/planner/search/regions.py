@@ -16,7 +16,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import V_PLACED, refusal
+from meshwright.spec.schedule import refusal
+from meshwright.spec.schedule_kinds import KINDS, V_PLACED, stage_numbers
 from meshwright.spec.shape import ModelShape
 
 Fixed = dict[str, tuple[Any, ...]]
@@ -169,7 +170,7 @@ def pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[t
     times = tuple(size // min(size, micro_batch) for size in (b // cell.dp for b in batches(plan.recipe)))
     if not {"schedule", "vp"} & fixed.keys():
         return _pipelines(shape.layers, pp, times, tied_ends)
-    deep = tuple(fixed.get("vp", ())) if "zb-h1" in fixed.get("schedule", ()) else ()
+    deep = tuple(fixed.get("vp", ())) if any(KINDS[name].deeper for name in fixed.get("schedule", ())) else ()
     return tuple(
         (name, vp)
         for name, vp in _pipelines(shape.layers, pp, times, tied_ends, deep)
@@ -177,15 +178,20 @@ def pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[t
     )
 
 
+def _deeper(name: str, pp: int, layers: int, deep: tuple[int, ...]) -> tuple[int, ...]:
+    """More stages than one of a rank: all there can be where that is what a schedule is for, else those asked for."""
+    return stage_numbers(name, pp, layers) if KINDS[name].stages > 1 else tuple(vp for vp in deep if vp > 1)
+
+
 @cache
 def _pipelines(
     layers: int, pp: int, times: tuple[int, ...], tied_ends: bool, deep: tuple[int, ...] = ()
 ) -> tuple[tuple[str, int], ...]:
-    """Of a model of so many layers, for steps of so many micro-batches. `deep`: virtual stages of ZB-H1, which has one
-    unless more are asked for."""
-    found = [("1f1b", 1), ("afab", 1), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)]
-    found += [("zb-h1", vp) for vp in deep if vp > 1]
-    found += [("interleaved", vp) for vp in range(2, layers // pp + 1)]
+    """Of a model of so many layers, for steps of so many micro-batches. `deep`: virtual stages of ZB-H1 and the
+    like, which have one unless more are asked for."""
+    found = [(name, kind.stages) for name, kind in KINDS.items() if kind.stages == 1 or not kind.deeper]
+    found.sort(key=lambda one: one[0] != DEFAULT.schedule)  # of two that are equally good the plain one
+    found += [(name, vp) for name, kind in KINDS.items() if kind.deeper for vp in _deeper(name, pp, layers, deep)]
     return tuple(
         (name, vp)
         for name, vp in found

@@ -6,10 +6,18 @@ from math import floor
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.serving.cached_layers import sequence_bytes
 from meshwright.planner.serving.deployment import Deployment
+from meshwright.planner.serving.frameworks import MESHWRIGHT
+from meshwright.spec.graph_sizes import SPLIT, WIDEST, position_numbers
 from meshwright.spec.inventory import Parameter, parameters
 
 GRAPHS_BYTES = 1.5e9
 """CUDA graphs and workspaces of kernels on a GPU (vLLM reports 0.5 to 2 GB as it starts)."""
+WORKSPACE_BYTES = 0.5e9
+"""Workspaces alone, the least of that: Meshwright's graphs are counted."""
+GRAPH_ROWS = 64
+"""Of the largest graph of Meshwright's engine: as many answers as it makes at once by default."""
+GRAPH_POOLS = 2.0
+"""Of the largest graph's memory: numbers of rows double at most, and no graph fits into what a smaller one has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +27,8 @@ class ServingMemory:
     weights_bytes: float
     activations_bytes: float
     """Of the largest step."""
+    graphs_bytes: float
+    """Of the CUDA graphs of Meshwright's engine; those of others are in what is not usable."""
     usable_bytes: float
     """What the framework takes of the device; infinite where its memory is not known."""
     sequence_bytes: float
@@ -29,7 +39,7 @@ class ServingMemory:
     @property
     def cache_bytes(self) -> float:
         """Room for keys and values; negative where weights alone are too large."""
-        return self.usable_bytes - self.weights_bytes - self.activations_bytes
+        return self.usable_bytes - self.weights_bytes - self.activations_bytes - self.graphs_bytes
 
     @property
     def most_sequences(self) -> float:
@@ -44,12 +54,14 @@ def serving_memory(of: Deployment, length: float) -> ServingMemory:
     device, tp = of.device, of.degrees.tp
     usable = float("inf")
     if device.memory_bytes:
-        beside = GRAPHS_BYTES + DRIVER_BYTES if device.is_gpu else 0.0
+        own = WORKSPACE_BYTES if of.framework.name == MESHWRIGHT.name else GRAPHS_BYTES
+        beside = own + DRIVER_BYTES if device.is_gpu else 0.0
         usable = device.memory_bytes * of.framework.reserve - beside
     one = sequence_bytes(of.model, length, of.cache_width, tp)
     return ServingMemory(
         weights_bytes=weights_bytes(of),
         activations_bytes=activations_bytes(of),
+        graphs_bytes=graphs_bytes(of, length),
         usable_bytes=usable,
         sequence_bytes=one,
         position_bytes=one - sequence_bytes(of.model, length - 1, of.cache_width, tp),
@@ -96,16 +108,39 @@ def _ranks(of: Deployment, part: Parameter) -> float:
 def activations_bytes(of: Deployment) -> float:
     """Of a step with as many tokens as the framework allows: the residual stream and its norm, the widest inner layer,
     and logits of the sequences that end in it, fp32."""
-    shape, tp = of.model.shape, of.degrees.tp
-    moe, tokens = shape.moe, float(of.framework.budget)
+    logits = 4.0 * LOGITS * of.model.shape.vocab / of.degrees.tp
+    return of.framework.budget * token_bytes(of) + logits
+
+
+def token_bytes(of: Deployment) -> float:
+    """Of the activations of one token, but its logits."""
+    shape, tp, moe = of.model.shape, of.degrees.tp, of.model.shape.moe
     inner = 2 * shape.ffn / tp if shape.routed_layers < shape.layers else 0.0
     if moe:
         routed = of.degrees.attention_dp * moe.top_k / of.degrees.expert_ep
         inner = max(inner, routed * (2 * moe.ffn / of.degrees.expert_tp + shape.hidden))
     heads = (shape.heads + 2 * shape.kv_heads) / tp * shape.head_dim
-    each = 2.0 * (3 * shape.hidden + max(1.5 * inner, heads))
-    return tokens * each + 4.0 * LOGITS * shape.vocab / tp
+    return 2.0 * (3 * shape.hidden + max(1.5 * inner, heads))
 
 
+def graphs_bytes(of: Deployment, length: float) -> float:
+    """Of the CUDA graphs of Meshwright's engine, on one GPU: the pool, with the parts of attention that are added up
+    over runs of positions; and beside it the rows that graphs read, and their logits in fp32. Several ranks have
+    none, nor have quantized weights, or latent attention that is wider than its kernel takes."""
+    shape, formats = of.model.shape, of.formats
+    ours = of.framework.name == MESHWRIGHT.name and of.device.is_gpu and of.degrees.gpus == 1
+    quantized = min(formats.attention.width, formats.mlp.width, formats.experts.width) < formats.other
+    if not ours or quantized or (shape.mla and shape.mla.kv_rank + shape.mla.rope_dim > WIDEST):
+        return 0.0
+    longest = next(one for one in position_numbers(shape.max_positions) if one >= min(length, shape.max_positions))
+    runs = longest // SPLIT if longest > SPLIT else 0
+    width = shape.mla.kv_rank if shape.mla else shape.head_dim
+    pool = token_bytes(of) + 2.0 * shape.vocab + 4.0 * runs * shape.heads * (width + 1)
+    beside = 4.0 * shape.vocab + 8.0 * (5 + shape.max_positions / BLOCK)
+    return GRAPH_ROWS * (GRAPH_POOLS * pool + beside)
+
+
+BLOCK = 16
+"""Positions of a block of Meshwright's engine by default."""
 LOGITS = 256
 """Sequences whose logits are held at once."""

@@ -21,7 +21,7 @@ class Memo:
     contents: dict[tuple[object, ...], tuple[StageContents, int]] = field(default_factory=dict)
     """Of a pipeline rank, and how many of its layers are routed."""
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
-    shares: dict[tuple[int, int], Edges] = field(default_factory=dict)
+    shares: dict[tuple[object, ...], Edges] = field(default_factory=dict)
     stages: dict[tuple[object, ...], list[MicroBatchCost]] = field(default_factory=dict)
     standing: dict[tuple[object, ...], tuple[Standing, ...]] = field(default_factory=dict)
     kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = field(default_factory=dict)

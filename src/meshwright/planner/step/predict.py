@@ -34,6 +34,7 @@ from meshwright.planner.time.timeline import (
     step_time,
     update_seconds,
 )
+from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.matrix_exchange import WORK_BYTES
@@ -41,7 +42,7 @@ from meshwright.spec.optimizer_states import WORK_BYTES as NARROW_BYTES
 from meshwright.spec.places import own_stages
 from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
-from meshwright.spec.schedule import V_PLACED
+from meshwright.spec.schedule_kinds import V_PLACED
 from meshwright.spec.shape import ModelShape
 
 POSITION_BYTES = 8
@@ -57,7 +58,7 @@ class Estimator(SharedCosts):
         held, routed = self._contents(layout, rank)
         degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
-        key = *degrees, len(held.layers), routed, held.first, held.last, summed
+        key = *degrees, shares_codes(layout), len(held.layers), routed, held.first, held.last, summed
         if key not in self._known.sums:
             self._known.sums[key] = sharing(
                 self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"

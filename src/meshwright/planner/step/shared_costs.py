@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from meshwright.planner.cost.links import Links
-from meshwright.planner.cost.local_shape import SPLIT, Local, local
+from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.rounded_weights import with_rounded
 from meshwright.planner.cost.speeds import Speeds
@@ -15,11 +15,14 @@ from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.memo import Memo
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.head_chunk import CHUNK_BYTES
+from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import stages_of_ranks
+from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
 from meshwright.spec.shape import ModelShape
 
 KEPT = 1000
@@ -56,7 +59,8 @@ class SharedCosts:
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
 
     def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, int, bool, bool, bool, int]:
-        batch, splits = layout.micro_batch_of(self.recipe.global_batch), layout.pp > 1 and layout.schedule in SPLIT
+        batch = layout.micro_batch_of(self.recipe.global_batch)
+        splits = layout.pp > 1 and layout.schedule in SPLIT_ALWAYS
         degrees, compiled = (layout.tp, layout.sp, layout.cp, layout.ep), layout.compile == "off"
         pieces = layout.tp_chunks, layout.ep_chunks
         graphs = layout.cuda_graphs == "on"
@@ -188,7 +192,7 @@ class SharedCosts:
     def held(self, layout: Layout, rank: int) -> ElementCounts:
         """Elements that a pipeline rank holds."""
         kind = self._ranks(layout)[rank]
-        key = layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, kind
+        key = *_sharers(layout), kind
         if key not in self._known.counts:
             dense, routed, first, last = kind
             layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
@@ -216,13 +220,20 @@ class SharedCosts:
         """Of the embedding's unit and of what stays whole, without a pipeline."""
         if layout.pp > 1 or layout.dp * layout.cp == 1:
             return UNKNOWN
-        key = layout.tp, layout.ep
+        coded = shares_codes(layout)
+        key = layout.tp, layout.ep, coded
         if key not in self._known.shares:
             plain, tied = replace(layout, zero=0), self.shape.tied
+            width = WIDTHS[self.recipe.precision].parameter
             whole, first, last = (
-                counts(self.shape, plain, layers, first=first, last=last).whole
-                for layers, first, last in ((range(self.shape.layers), True, True), ((), True, tied), ((), tied, True))
-            )
+                one.whole * width + one.codes * coded
+                for one in (
+                    counts(self.shape, plain, layers, first=first, last=last)
+                    for layers, first, last in (
+                        (range(self.shape.layers), True, True), ((), True, tied), ((), tied, True),
+                    )
+                )
+            )  # fmt: skip
             apart = self.stack.ends_apart
             ends = last if tied else first + last
             self._known.shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
@@ -231,8 +242,14 @@ class SharedCosts:
     def _unit(
         self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
     ) -> GatherUnit:
-        key = "unit", layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, layers, first, last
+        key = "unit", *_sharers(layout), layers, first, last
         if key not in self._known.counts:
             self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
         found = self._known.counts[key]
-        return GatherUnit(found.gathered * state.parameter_bytes, found.learned_gathered * state.gradient_bytes)
+        parameters = found.gathered * state.parameter_bytes + found.codes_gathered
+        return GatherUnit(parameters, found.learned_gathered * state.gradient_bytes)
+
+
+def _sharers(layout: Layout) -> tuple[int, int, int, bool]:
+    """What the elements on a rank depend on beside its layers."""
+    return layout.tp, layout.ep, layout.dp_shard * layout.cp if layout.zero else 1, shares_codes(layout)

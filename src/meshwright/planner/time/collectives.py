@@ -20,6 +20,8 @@ from meshwright.planner.cost.states import Size, Sizes, pieces
 from meshwright.planner.cost.work import Exchange
 from meshwright.planner.time.matrix_costs import matrix_traffic
 from meshwright.spec.boxes import rows_of, sharded_dim
+from meshwright.spec.code_cuts import share_bytes
+from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.held import WIDTHS, common, held
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
@@ -93,7 +95,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     yield from _of_blocks(of, layout, m, part, recomputed)
     yield from _of_borders(of, layout, m, own, len(split))
     if layout.zero:
-        yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed)
+        yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed, shares_codes(layout))
     else:
         yield from _of_replicas(layout, _units(shape, layout, part), summed)
     first = pipeline_ranks(layout)[pp_rank]
@@ -122,7 +124,11 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
     collective takes all it can at once, not unit by unit."""
     plain = replace(layout, pp=1) if layout.pp > 1 else layout
     units = _units(shape, layout, held)
-    calls = _of_shards(plain, 1, units, word, summed) if layout.zero else _of_replicas(layout, units, summed)
+    calls = (
+        _of_shards(plain, 1, units, word, summed, shares_codes(layout))
+        if layout.zero
+        else _of_replicas(layout, units, summed)
+    )
     found = {"reduce": 0.0, "gather": 0.0, "copies": 0.0}
     sizes: dict[tuple[str, str], float] = {}
     for axis, collective, times, sent in calls:
@@ -230,10 +236,17 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
 
 
 def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
-    """Elements of a rank's padded share."""
+    """Elements of a rank's padded share, but for those that are codes."""
     return sum(
-        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim]) for size, *_ in sizes
+        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim])
+        for size, _, _, _, coded, _ in sizes
+        if not coded
     )
+
+
+def _code_bytes(sizes: Iterable[Size], ranks: int) -> int:
+    """Of a rank's padded share of those that are codes."""
+    return sum(share_bytes(lines, ranks) for *_, coded, lines in sizes if coded)
 
 
 def _holders(layout: Layout) -> int:
@@ -249,16 +262,18 @@ def _of_replicas(layout: Layout, units: Iterable[ShardingUnit], summed: float) -
             yield axis, "all_reduce", unit.times, 2 * (n - 1) * _numel(own) * summed // n
 
 
-def _of_shards(layout: Layout, m: int, units: Iterable[ShardingUnit], word: float, summed: float) -> Calls:
-    """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each unit once or twice; under a pipeline once a
-    step."""
+def _of_shards(
+    layout: Layout, m: int, units: Iterable[ShardingUnit], word: float, summed: float, coded: bool
+) -> Calls:  # fmt: skip
+    """ZeRO-2 reduces after each micro-batch, ZeRO-3 also gathers each unit once or twice; under a pipeline once a step.
+    `coded`: ranks share codes, too."""
     each, r = m if layout.pp == 1 else 1, layout.dp_replicate
     for unit in units:
         n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
-        shard, own = _numel(unit.sizes, n), _numel(unit.learned, n)
+        own, shard_bytes = _numel(unit.learned, n), _numel(unit.sizes, n) * word + coded * _code_bytes(unit.sizes, n)
         gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
-        if n > 1:
-            yield axis, "all_gather", unit.times * gathers, (n - 1) * shard * word
+        if n > 1 and shard_bytes:
+            yield axis, "all_gather", unit.times * gathers, (n - 1) * shard_bytes
         if n > 1 and own:
             yield axis, "reduce_scatter", unit.times * (each if layout.zero >= 2 else 1), (n - 1) * own * summed
         if r > 1 and own:

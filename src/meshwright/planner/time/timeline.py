@@ -15,7 +15,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.replay import Timed, Turn, in_order, play
-from meshwright.spec.schedule import SPLIT, V_PLACED, last_of, schedule, stages_of_ranks
+from meshwright.spec.schedule import last_of, schedule, stages_of_ranks
+from meshwright.spec.schedule_kinds import KINDS, SPLIT, SPLIT_ALWAYS, V_PLACED
 
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
@@ -70,7 +71,7 @@ class StepTime:
 def short(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
     """Micro-batches that are enough to play: equal rounds, long enough for a steady state."""
     most = ROUNDS * ranks
-    if name == "afab" or micro_batches <= most + ranks:
+    if KINDS[name].holds_all or micro_batches <= most + ranks:
         return micro_batches
     return most + micro_batches % ranks if virtual == 1 else most
 
@@ -158,7 +159,7 @@ def least_s(name: str, ranks: int, virtual: int, micro_batches: int, stages: Seq
 
 def _left_s(name: str, rank: int, m: int, weights_s: list[float]) -> float:
     """Of gradients of weights, at most so much after a rank's last B of its first stage."""
-    if name == "zb-v":
+    if name in V_PLACED and name in SPLIT_ALWAYS:
         return sum(min(m, rank + 1 - place) * took_s for place, took_s in enumerate(weights_s))
     return min(m * len(weights_s), rank + 1) * max(weights_s)
 

@@ -1,0 +1,73 @@
+"""What a run refuses to go on from, before anything is computed: each refusal names what would have to be the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshwright.data import Corpus
+from meshwright.spec import Plan
+from meshwright.spec.errors import CheckpointError
+from meshwright.store import checkpoint, checkpoint_folder
+from meshwright.store.base_weights import base_fingerprint
+from meshwright.store.run_folder import RunFolder
+from meshwright.training import pretrained
+from meshwright.training.reference import holds_weights_only
+from meshwright.training.state import DATA_KEYS, STATE_KEYS, mixture_weights
+from meshwright.training.teacher import check_teacher
+
+
+def check_resume(plan: Plan, resume: str) -> None:
+    """Before anything is prepared: whether what `resume` names is there, and the weights that a new run begins with."""
+    if resume == "no":
+        RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
+    if resume not in ("no", "auto") and not Path(resume).is_dir():
+        raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
+    fresh = resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints"))
+    if fresh or plan.model.lora is not None:
+        pretrained.check_weights(plan)
+    check_teacher(plan)
+
+
+def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
+    """CheckpointError where the run cannot go on from there as the plan says: before anything is computed."""
+    if holds_weights_only(found):
+        if plan.model.lora is not None:
+            raise CheckpointError(
+                f"{found} holds all weights, as an import does, and adapters stand beside those of a folder: export "
+                "the run, and give its folder as model=DIR"
+            )
+        return
+    values = checkpoint.values(found)
+    for what, now in (("sequence", plan.recipe.sequence), ("seed", plan.recipe.seed)):
+        if values[what] != now:
+            raise _other_place(found, f"recipe.{what}={values[what]}", f"recipe.{what}={now}")
+    for key, before in STATE_KEYS.items():
+        there, here = values.get(key, before), getattr(plan.recipe, key)
+        if there != here:
+            raise CheckpointError(
+                f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "
+                f"take recipe.{key}={there}, or start a new run from its export"
+            )
+    if (there := values.get("weights", [])) != (here := mixture_weights(plan.data)):
+        raise _other_place(found, f"weights {_listed(there)} of its sources", f"weights {_listed(here)}")
+    for what in DATA_KEYS if plan.data.form == "samples" else ():
+        there, here = values.get(what), getattr(plan.data, what)
+        if there != here:
+            raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
+    if values["data"] != corpus.fingerprint:
+        raise _other_place(found, "other text or another split or tokenizer", f"data={plan.data.title}")
+    if values.get("base", "") != base_fingerprint(plan):
+        raise CheckpointError(
+            f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
+            "was trained with, unchanged, and its model.lora.base"
+        )
+
+
+def _listed(weights: Sequence[float]) -> str:
+    return ", ".join(f"{weight:g}" for weight in weights) or "none"
+
+
+def _other_place(found: Path, there: str, here: str) -> CheckpointError:
+    return CheckpointError(
+        f"{found}: trained with {there}, the plan says {here}: the place in the data cannot be carried over; "
+        "keep what it was trained with, or start a new run from its export"
+    )

@@ -1,0 +1,74 @@
+"""`eval BASE --adapter NAME=DIR`, several: each against the base, which is loaded once, with the difference's noise."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright.api import evaluation
+from meshwright.api.adapters_in_turn import AdaptersInTurn
+from meshwright.api.model_opening import load
+from meshwright.cli.main import main
+from meshwright.spec.errors import ArgumentError
+from meshwright.training import loop
+from tests.train.test_adapters import LORA
+from tests.train.test_tuning import files as files  # a folder with a model and conversations
+from tests.train.test_tuning import plan
+
+
+@pytest.fixture
+def trained(files: Path) -> Path:
+    """Two runs, of LoRA and of DoRA, and the first one's adapter for PEFT."""
+    for name, more in (("first", ()), ("second", ("model.lora.dora=true", "recipe.learning_rate=3e-2"))):
+        loop.run(plan(files, *LORA, *more, "recipe.steps=8", f"run={files / name}"))
+    assert main(["export", str(files / "first"), str(files / "peft"), "--adapter"]) == 0
+    return files
+
+
+def test_each_adapter_is_held_against_the_base(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Figures are those of each run by itself, beside those of the base by itself; the base is read once."""
+    opened: list[object] = []
+    monkeypatch.setattr(evaluation, "load", lambda *given, **named: opened.append(given) or load(*given, **named))
+    data = str(trained / "chat.jsonl")
+    adapters = {name: trained / name for name in ("first", "second", "peft")}
+    found = mw.evaluate(trained / "hf", adapters=adapters, data=data)
+    assert len(opened) == 1
+    figures = {one.adapter: one for one in found.figures}
+    assert list(figures) == list(adapters) and found.head[0] == "adapter"
+    base = load(trained / "hf").evaluate(data).loss
+    for name, one in figures.items():
+        alone = load(trained / name).evaluate(data)
+        assert one.before is not None and one.difference is not None and one.difference.error is not None
+        assert one.before.value == pytest.approx(base, rel=1e-6)
+        assert one.value.value == pytest.approx(alone.loss, rel=1e-6) and one.verdict == "better"
+        assert one.difference.value == pytest.approx(alone.loss - base, rel=1e-3)
+    assert figures["first"].value == figures["peft"].value != figures["second"].value
+    capsys.readouterr()
+    words = ["--adapter", f"first={trained / 'first'}", "--adapter", f"second={trained / 'second'}", "--data", data]
+    assert main(["eval", str(trained / "hf"), *words]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("BETTER  2 of 2 figures better") and "after with each adapter" in told
+    assert main(["eval", str(trained / "hf"), *words, "--json"]) == 0
+    assert [one["adapter"] for one in json.loads(capsys.readouterr().out)["figures"]] == ["first", "second"]
+
+
+def test_the_base_comes_back_to_the_bit(trained: Path) -> None:
+    turns = AdaptersInTurn(load(trained / "hf"), {"a": trained / "first", "b": trained / "second"})
+    before = {name: tensor.clone() for name, tensor in turns.base.model.state_dict().items()}
+    for name in ("a", "b", "a"):
+        changed = turns.with_adapter(name).model.state_dict()
+        assert any(not torch.equal(changed[key], before[key]) for key in before)
+    after = turns.plain().model.state_dict()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_what_cannot_be_held_against_it_is_refused(trained: Path) -> None:
+    data = trained / "chat.jsonl"
+    with pytest.raises(ArgumentError, match=r"adapters are held against the model itself; leave one of both out"):
+        mw.evaluate(trained / "hf", adapters={"a": trained / "first"}, against=trained / "hf", data=data)
+    with pytest.raises(ArgumentError, match=r"adapter=a: .* has neither adapter_config.json nor plan.yaml"):
+        mw.evaluate(trained / "hf", adapters={"a": trained / "hf"}, data=data)
