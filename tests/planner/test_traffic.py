@@ -156,12 +156,21 @@ SHARED: list[dict[str, Any]] = [
     {"dp_shard": 4, "zero": 2, "micro_batch": 1},
     {"pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1},
 ]
+ADAPTED: list[dict[str, Any]] = [
+    {"tp": 2, "dp_shard": 2},
+    {"tp": 2, "sp": True, "dp_shard": 2},
+    {"tp": 2, "sp": True, "pp": 2, "micro_batch": 1},
+    {"tp": 2, "sp": True, "dp_shard": 2, "recompute": "full"},
+    {"tp": 2, "cp": 2},
+]
+"""In front of the first adapter no gradient is sent; what frozen matrices read is not gathered again."""
 SHARED_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 4, "zero": 3},
     {"dp_shard": 4, "ep": 2, "zero": 3},
     {"dp_shard": 4, "ep": 4, "zero": 3},
 ]
 """Frozen matrices are codes, which ZeRO-3 shares."""
+MLA = shrink("deepseek-v3")
 TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2, top_k=2, ffn=16, first_dense=1))
 
 
@@ -177,6 +186,10 @@ TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2
         (replace(CASE, shape=TWO_EXPERTS, precision="bf16", optimizer="muon"), 4, FEW),
         (replace(CASE, shape=CODED), 4, SHARED),
         (replace(CASE, shape=replace(MIXTRAL, lora=CODED.lora)), 4, SHARED_EXPERTS),
+        *(
+            (replace(CASE, shape=replace(shape, lora=LoRAShape(rank=2, targets=targets))), 4, ADAPTED)
+            for shape, targets in ((SHAPE, "all"), (SHAPE, "mlp"), (SHAPE, "o"), (MLA, "attention"))
+        ),
     ],
     ids=[
         "dense",
@@ -187,6 +200,10 @@ TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2
         "muon, few experts in bf16",
         "codes",
         "codes of experts",
+        "adapters",
+        "adapters of the MLP",
+        "adapters of o",
+        "adapters of latent attention",
     ],
 )
 def test_the_trainer_counts_the_same(case: Case, world: int, options: list[dict[str, Any]]) -> None:

@@ -38,8 +38,8 @@ class AdaptersInTurn:
         places = self.plain().model.state_dict()
         if any(".quantized." in key for key in places):
             raise ArgumentError(
-                f"adapter={name}: {self.base.path} holds matrices as codes, into which nothing is merged: evaluate beside "
-                "the model before it was quantized"
+                f"adapter={name}: {self.base.path} holds matrices as codes, into which nothing is merged: evaluate "
+                "beside the model before it was quantized"
             )
         adapter = opened_adapter(name, self.folders[name], self.base.model, self.base.path)
         with torch.no_grad():

@@ -2,13 +2,13 @@
 the matrices, and of what only these gradients need nothing kept. Without adapters nothing here changes a figure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import TYPE_CHECKING
 
 from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
 from meshwright.planner.cost.states import largest_coded
-from meshwright.planner.cost.work import KeptBytes, MemoryPass, Work
+from meshwright.planner.cost.work import KeptBytes, LayerOperation, MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.spec.quantization_schemes import PIECE
 
@@ -52,6 +52,19 @@ def thin(of: "Local", name: str, tokens: float, into: float, out: float, batch: 
         inputs=(Product(tokens, made, lora.rank, batch, width), Product(tokens, rank, into, batch, width)),
         weights=(Product(into, tokens, rank, batch, width), Product(lora.rank, tokens, made, batch, width)),
     )
+
+
+def behind_frozen(operations: Sequence[LayerOperation]) -> tuple[LayerOperation, ...]:
+    """A model's first layer, whose input no trained weight has made: no gradient is sent in front of the first weight
+    that is trained. What this weight reads is gathered again."""
+    reached = next((place for place, op in enumerate(operations) if op.weights), len(operations))
+    return (*map(_unreached, operations[: reached + 1]), *operations[reached + 1 :])
+
+
+def _unreached(op: LayerOperation) -> LayerOperation:
+    reads = op.name.startswith("enter ")
+    again = tuple(one for one in op.exchanges.backward if reads and one.collective == "all-gather")
+    return replace(op, exchanges=op.exchanges._replace(backward=again))
 
 
 RESTORING_PASSES = 5

@@ -97,9 +97,10 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
 def embedding(of: Local) -> LayerWork:
     """Rows of the table; with tp each rank looks up its part of the vocabulary and the parts are summed."""
     moved = of.tokens * of.shape.hidden * of.width
-    look_up = LayerOperation(
-        name="embed", forward=(MemoryPass(2 * moved),), weights=(MemoryPass(3 * moved),), exchanges=exchanges.leave(of)
-    )
+    summed = exchanges.leave(of)
+    look_up = LayerOperation(name="embed", forward=(MemoryPass(2 * moved),), exchanges=summed._replace(backward=()))
+    if not of.shape.lora:
+        look_up = replace(look_up, weights=(MemoryPass(3 * moved),), exchanges=summed)
     return LayerWork(operations=(look_up,), logits=activations.embedding_mask(of))
 
 

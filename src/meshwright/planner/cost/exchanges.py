@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def enter(of: "Local", inputs: int = 1, *, alone: bool = False, readers: Sequence[LayerOperation] = ()) -> Exchanges:
-    """f or g in front of column-split matrices. With sp the input is gathered again backward, but
-    where f and g stand `alone`, in front of something else that reads it too. In this package's engine it is gathered
-    beside the products of `readers`, forward piece by piece, and its gradient summed beside those of the weights,
-    unless a split backward pass leaves these for later. In front of codes it stands alone."""
+    """f or g in front of column-split matrices. With sp the input is gathered again backward, but where the `readers`
+    are frozen, or f and g stand `alone`: in front of something else that reads it too, or of codes. In this package's
+    engine it is gathered beside the products of `readers`, forward piece by piece, and its gradient summed beside
+    those of the weights, unless a split backward pass leaves these for later."""
     if of.tp == 1:
         return NO_EXCHANGES
     alone = alone or holds_codes(of.shape)
@@ -32,7 +32,8 @@ def enter(of: "Local", inputs: int = 1, *, alone: bool = False, readers: Sequenc
     after = tuple(work for op in beside for work in op.weights) if not of.splits else ()
     if not of.sp:
         return Exchanges((), (Exchange("tp", "all-reduce", of.hidden_bytes, inputs, after),))
-    again = (in_pieces(of, "all-gather", inner),) if of.stack.regather and not alone else ()
+    read_again = of.stack.regather and not alone and any(op.weights for op in readers)
+    again = (in_pieces(of, "all-gather", inner),) if read_again else ()
     summed = in_pieces(of, "reduce-scatter", after)
     return Exchanges((in_pieces(of, "all-gather", products, waits=True),), (summed, *again))
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
+from meshwright.planner.cost import adapters
 from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local, local
@@ -164,8 +165,13 @@ def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: flo
 def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents, recomputed: Collection[int]) -> Calls:
     """`recomputed`: the layers that are."""
     layers, first, last = held
-    kinds = Counter((of.shape.is_moe_layer(n), layout.recompute if n in recomputed else "none") for n in layers)
-    parts = [(layer(of, routed=routed), again, times) for (routed, again), times in kinds.items()]
+    frozen = of.shape.lora is not None
+    kinds = Counter(
+        (of.shape.is_moe_layer(n), layout.recompute if n in recomputed else "none", frozen and n == 0) for n in layers
+    )
+    parts = [
+        (_entered(layer(of, routed=routed), entered), again, times) for (routed, again, entered), times in kinds.items()
+    ]
     parts += [(embedding(of), "none", 1)] if first else []
     parts += [(head(of), "none", 1)] if last else []
     for block, again, times in parts:
@@ -173,6 +179,11 @@ def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents, recompute
             ranks, _ = ranks_of(layout, exchange.axis)
             number, each = of_exchange(exchange, ranks)
             yield exchange.axis, NAMES[exchange.collective], m * times * number, each
+
+
+def _entered(block: LayerWork, entered: bool) -> LayerWork:
+    """`entered`: it reads what no trained weight has made."""
+    return replace(block, operations=adapters.behind_frozen(block.operations)) if entered else block
 
 
 def exchanges(block: LayerWork, recompute: str = "none") -> Iterator[Exchange]:
