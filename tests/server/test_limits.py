@@ -306,7 +306,7 @@ def test_tokens_of_a_prompt() -> None:
 
 def test_a_log_holds_no_words_of_anybody() -> None:
     with running() as server:
-        server.ask("/v1/completions", {"prompt": "SECRET", "max_tokens": 4, "user": "ann\n[31m"})
+        server.ask("/v1/completions", {"prompt": "SECRET", "max_tokens": 4, "ignore_eos": True, "user": "ann\n[31m"})
         server.ask("/v1/completions", {"prompt": "SECRET", "max_tokens": -4})
         until(lambda: len(server.lines) == 2)
         joined = "\n".join(server.lines)
@@ -314,20 +314,26 @@ def test_a_log_holds_no_words_of_anybody() -> None:
         assert "key1" in joined and "prompt=6 cached=0 new=4" in joined and "400" in joined
 
 
-def test_figures_of_prometheus() -> None:
+def _figures(server: Running) -> dict[str, float]:
     from prometheus_client.parser import text_string_to_metric_families
 
+    return {
+        sample.name.removeprefix("meshwright:"): sample.value
+        for family in text_string_to_metric_families(server.ask("/metrics")[2].decode())
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
+def test_figures_of_prometheus() -> None:
     with running() as server:
         for _ in range(2):
             assert server.ask("/v1/completions", {"prompt": "m" * 40, "max_tokens": 4, "ignore_eos": True})[0] == 200
         server.ask("/v1/completions", {"prompt": "m", "n": 0})
-        content = server.ask("/metrics")[2].decode()
-        found = {
-            sample.name.removeprefix("meshwright:"): sample.value
-            for family in text_string_to_metric_families(content)
-            for sample in family.samples
-            if not sample.name.endswith("_bucket")
-        }
+        until(lambda: _figures(server)["num_requests_running"] == 0)
+        until(lambda: _figures(server)["requests_refused_total"] == 1)
+        until(lambda: _figures(server)["e2e_request_latency_seconds_count"] == 2)
+        found = _figures(server)
         assert found["prompt_tokens_total"] == 80 and found["generation_tokens_total"] == 8
         assert found["prefix_cache_hits_total"] == 32 and found["prefix_cache_queries_total"] >= 80
         assert found["time_to_first_token_seconds_count"] == found["e2e_request_latency_seconds_count"] == 2
