@@ -34,6 +34,7 @@ from meshwright.parallel.mesh import Made, saving_group
 from meshwright.parallel.traffic import Counts
 from meshwright.planner.explain import layout_words
 from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.recipe import BatchStage
 from meshwright.store import checkpoint
 
@@ -45,6 +46,8 @@ GPT = ModelShape(
     norm="layernorm", mlp="gelu_tanh", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True,
 )  # fmt: skip
 ODD = replace(LLAMA, name="odd", vocab=8209, hidden=500, heads=10, kv_heads=5)
+ADAPTED = replace(LLAMA, name="adapted", lora=LoRAShape(rank=16))
+CODED = replace(LLAMA, name="coded", lora=LoRAShape(rank=16, base="nf4-double"))
 MOE = replace(LLAMA, name="mixture", family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=704))
 
 CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
@@ -93,6 +96,12 @@ CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
     "one-async": (LLAMA, 16, 128, {"micro_batch": 8, "saving": "async"}),
     "dp-async": (LLAMA, 32, 128, {"dp_replicate": 2, "micro_batch": 8, "saving": "async"}),
     "ep-pp": (MOE, 64, 128, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 2, "micro_batch": 8}),
+    "lora": (ADAPTED, 16, 128, {"micro_batch": 8}),
+    "lora-full": (ADAPTED, 32, 128, {"micro_batch": 16, "recompute": "full"}),
+    "lora-z3": (ADAPTED, 32, 128, {"dp_shard": 2, "zero": 3, "micro_batch": 8}),
+    "lora-sp-pp": (ADAPTED, 128, 128, {"tp": 2, "sp": True, "pp": 2, "micro_batch": 32}),
+    "qlora": (CODED, 16, 128, {"micro_batch": 8}),
+    "qlora-z3": (CODED, 32, 128, {"dp_shard": 2, "zero": 3, "micro_batch": 8}),
 }
 """name -> (shape, sequences of a step, tokens of each, layout, its precision where it is not fp32, `ramp`:
 sequences of later steps, and whether rows may hold several documents)."""
