@@ -1,6 +1,7 @@
 """Products by oneDNN, switched on whatever this processor is."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -100,6 +101,27 @@ def test_a_transposed_operand_is_copied_part_by_part() -> None:
         found = cpu_product.multiply(gradient.t(), x)
     assert error(found, exact) < 1e-6 and found.is_contiguous()
     assert max(total for _, total in seen.totals()) < 0.6 * gradient.nbytes
+
+
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize(("m", "k", "n"), [(6000, 200, 48), (6127, 512, 32), (4096, 2048, 256), (512, 8192, 64)])
+def test_what_it_takes_inside_is_known(m: int, k: int, n: int, turned: bool) -> None:
+    """Of a transposed first operand, beside the result and what oneDNN packs; of rows nothing."""
+    b = torch.randn(k, n).t() if turned else torch.randn(n, k)
+    for a in (torch.randn(k, m).t(), torch.randn(m, k)):
+        with watching() as heard:
+            found = torch.ops.meshwright.cpu_product(a, b, None)
+        peak = max(held for _, held in heard.totals())
+        assert peak - found.nbytes == pytest.approx(cpu_product.scratch_bytes(a, b), abs=3 * b.nbytes)
+
+
+def test_no_order_of_operands_is_slow() -> None:
+    """oneDNN falls back to plain loops, a thousand times as slow, where rows of the second operand have gaps."""
+    a, b = torch.randn(4096, 512).t(), torch.randn(64, 4096)
+    cpu_product.linear(a, b)
+    began = time.process_time()
+    cpu_product.linear(a, b)
+    assert time.process_time() - began < 0.5
 
 
 @pytest.mark.slow

@@ -30,17 +30,34 @@ _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if a.is_contiguous() or a.dim() > 2:
         return compat.onednn_product(a.contiguous(), b, bias)
+    return _by_parts(a, b, bias, _rows_at_once(a, b))
+
+
+def _rows_at_once(a: Tensor, b: Tensor) -> int:
+    """Of K, of which the columns of a are copied and multiplied at a time."""
     rows = max(FEWEST_ROWS, COPIED_AT_ONCE // a.shape[0])
-    if a.shape[1] <= max(rows, 2 * b.shape[0]):  # parts of the result would be as large as the copy
-        rows = a.shape[1]
-    return _by_parts(a, b, bias, rows)
+    whole = a.shape[1] <= max(rows, 2 * b.shape[0])  # parts of the result would be as large as the copy
+    return a.shape[1] if whole else rows
+
+
+def scratch_bytes(a: Tensor, b: Tensor, bias: Tensor | None = None) -> int:
+    """What the operator takes beside its result and gives back: copies of operands, and the part that is added."""
+    if a.is_contiguous():
+        return 0
+    if a.dim() > 2:
+        return a.nbytes
+    rows = _rows_at_once(a, b)
+    gaps = rows < a.shape[1] and not b.t().is_contiguous()
+    return (a.shape[0] * (rows + b.shape[0]) + gaps * rows * b.shape[0]) * a.element_size()
 
 
 def _by_parts(a: Tensor, b: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     """a (M, K) times b (N, K) transposed, summed over runs of K. The result, which lives on, is taken before the
-    copies: malloc would keep the room of each below it."""
+    copies: malloc would keep the room of each below it. Of a part of b whose rows have gaps oneDNN makes a product a
+    thousand times as slow: it is copied, too."""
     total = a.new_empty(a.shape[0], b.shape[0])
     for number, (left, right) in enumerate(zip(a.split(rows, 1), b.split(rows, 1), strict=True)):
+        right = right if right.t().is_contiguous() else right.contiguous()
         part = compat.onednn_product(left.contiguous(), right, None if number else bias)
         total = total.add_(part) if number else total.copy_(part)
         del part  # else it stands beside the next

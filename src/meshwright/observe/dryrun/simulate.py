@@ -17,7 +17,7 @@ from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Seen, Watched
 from meshwright.observe.dryrun.staged_copy import assigned_of
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch
-from meshwright.observe.dryrun.workspaces import workspace_bytes
+from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes, workspace_bytes
 from meshwright.observe.program import TrainingProgram, at_whole, shortened, without_values
 from meshwright.observe.subprocesses import apart
 from meshwright.parallel import make_mesh
@@ -132,7 +132,7 @@ def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) 
             documents=plan.recipe.document_mask and plan.layout.cp == 1, acts_as=device,
             assigned=partial(assigned_of, plan, rank),
         )  # fmt: skip
-        within = workspace_bytes if device == "cuda" else None
+        within = workspace_bytes if device == "cuda" else cpu_workspace_bytes
         with without_values():
             return Watched(program, FakeWatch(ROUNDING_BYTES[device], cached_calls(fake), within)).run(counts)
 

@@ -1,15 +1,17 @@
-"""Memory that a GPU's kernels take from torch's allocator inside an operation and give back before it ends: no tensor
-shows it, and it stands beside what the operation gives.
+"""Memory that kernels take from torch's allocator inside an operation and give back before it ends: no tensor shows it,
+and it stands beside what the operation gives.
 
-Sources: torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd) and
+Sources of a GPU's: torch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp (mha_bwd) and
 mem_eff_attention/kernel_backward.h. Matrix products have workspaces that stay: they are the planner's reserve.
 """
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels import cpu_product
 
 FP32_BYTES = 4
 ROWS = 128
@@ -22,6 +24,11 @@ def workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
     """What a GPU takes inside `operation` (as a dispatch mode is given it) beyond its results; 0 = nothing known."""
     of = WORKSPACES.get(operation)
     return of(*args[1:]) if of else 0
+
+
+def cpu_workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
+    """The same of a CPU."""
+    return cpu_product.scratch_bytes(*args) if operation is torch.ops.meshwright.cpu_product.default else 0
 
 
 def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
