@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -24,6 +25,10 @@ class Finished:
     seconds: float
     stdout: str
     stderr: str
+
+
+MISSING = re.compile(r"could not import '[^']+'")
+"""What pytest says of tests that it left out because a package is not installed: their claim is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,8 @@ def execute(command: str, limit_s: float, root: Path) -> Finished:
 def read(claim: Claim, finished: Finished) -> Reading:
     """The claim's figure in the claim's unit."""
     if claim.read == "exit status":
+        if not finished.status and (missing := MISSING.search(finished.stdout)):
+            return Reading(skipped=missing.group())
         return Reading(figure=float(finished.status), error=_last_line(finished) if finished.status else "")
     if finished.status != 0:
         return Reading(error=f"exit status {finished.status}: {_last_line(finished)}")

@@ -1,6 +1,7 @@
 """The claims runner: tables are checked, commands run once, figures are kept with their date, a broken claim fails."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,8 @@ def test_a_failed_command_has_no_figure_but_its_status() -> None:
     done = Finished(status=3, seconds=1.0, stdout='{"a": 1}', stderr="first\nlast words")
     assert measure.read(claim(read="a"), done).error == "exit status 3: last words"
     assert measure.read(claim(read="exit status"), done).figure == 3
+    left_out = replace(done, status=0, stdout="SKIPPED [1] tests/a.py:3: could not import 'trl': No module\n1 skipped")
+    assert measure.read(claim(read="exit status"), left_out).skipped == "could not import 'trl'"
 
 
 def test_a_command_that_can_not_run_here_says_why() -> None:
