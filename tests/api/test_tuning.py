@@ -40,6 +40,11 @@ def test_a_plan_file_says_all_but_that_samples_are_read(files: Path) -> None:
     assert plan.data.form == "samples" and (plan.recipe.steps, plan.recipe.epochs, plan.recipe.sequence) == (9, 0, 32)
 
 
+def test_a_form_that_tune_does_not_read_is_refused(files: Path) -> None:
+    with pytest.raises(PlanError, match=r"data\.form=text: tune reads samples"):
+        tuning_plan(words(files, "data.form=text"))
+
+
 def test_pairs_are_compared_by_themselves_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files, notes = pairs.write(tmp_path), list[str]()

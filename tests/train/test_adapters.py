@@ -153,6 +153,14 @@ def test_weights_that_changed_are_refused(files: Path) -> None:
         load(files / "run")
 
 
+@pytest.mark.parametrize("form", ["model.lora.alpha=80", "model.lora.rslora=true"])
+def test_an_adapter_goes_on_with_its_own_scale(files: Path, form: str) -> None:
+    """No size differs, and the model would be another one from the next step on."""
+    loop.run(plan(files, *LORA, "recipe.steps=2"))
+    with pytest.raises(CheckpointError, match=r"holds an adapter that is multiplied by 2, and by model\.lora\.alpha="):
+        loop.run(plan(files, *LORA, form, "recipe.steps=3"), resume="auto")
+
+
 def test_a_lost_folder_is_named(files: Path) -> None:
     asked = plan(files, *LORA, "recipe.steps=2")
     loop.run(asked)

@@ -71,6 +71,8 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
         )
     if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
         raise PlanError("recipe.epochs=0 reads nothing: say how often, or recipe.steps or recipe.tokens")
+    if any(word == "data.form=text" for word in given):
+        raise PlanError("data.form=text: tune reads samples, and of text all is trained: take meshwright train")
     pairs = holds_pairs(plan.data)
     if not whole and pairs:
         added = {**defaults_of(PREFERENCE_DEFAULTS, keys), **shared}

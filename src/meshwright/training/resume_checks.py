@@ -60,6 +60,12 @@ def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
             f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
             "was trained with, unchanged, and its model.lora.base"
         )
+    scale, lora = values.get("adapter_scale"), plan.model.lora  # an older checkpoint does not say it
+    if scale is not None and lora is not None and scale != lora.scale:
+        raise CheckpointError(
+            f"{found} holds an adapter that is multiplied by {scale:g}, and by model.lora.alpha={lora.alpha:g} it "
+            f"would be by {lora.scale:g}: keep alpha and rslora of the run, or start a new run from its export"
+        )
 
 
 def _listed(weights: Sequence[float]) -> str:

@@ -115,6 +115,7 @@ class TrainState:
             "tokenizer": tokenizer,
             **({"base": self.base} if self.base else {}),
             **({"first_weights": self.first_weights} if self.first_weights else {}),
+            **({"adapter_scale": lora.scale} if (lora := self.engine.model.shape.lora) else {}),
             "noise": [noise.variance, noise.signal, noise.weight],
             "skipping": self.skipper.values(),
             "random": rng_state()[1],

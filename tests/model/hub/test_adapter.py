@@ -124,6 +124,25 @@ def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
         load_adapter(tmp_path / "adapter", wider)
 
 
+@pytest.mark.parametrize("form", ["all", "dora"])
+def test_a_fused_module_of_another_size_is_refused(tmp_path: Path, form: str) -> None:
+    """Its parts are cut by rows only once they are known to be as long as the model's."""
+    written(tmp_path, "gpt2", **FORMS[form])
+    wider = replace(shrink("gpt2"), hidden=48, head_dim=12)
+    with pytest.raises(HubError, match=r"h.0.attn.c_attn.weight is \[12, 24\] where gpt2-124m has \[12, 48\]: the ada"):
+        load_adapter(tmp_path / "adapter", wider)
+
+
+def test_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
+    found = written(tmp_path, "qwen3-30b-a3b")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    expert = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_"
+    stored[f"{expert}A.weight"], stored[f"{expert}B.weight"] = torch.zeros(2, 24), torch.zeros(40, 2)
+    save_file(stored, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(HubError, match=r"lora_A.weight of .*experts.1.up_proj.weight is \[2, 24\]"):
+        load_adapter(tmp_path / "adapter", found.shape.base)
+
+
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [

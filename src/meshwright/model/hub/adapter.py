@@ -189,13 +189,26 @@ def load_adapter(folder: Path, shape: ModelShape) -> tuple[ModelShape, dict[str,
                 f"{next(iter(binding.theirs))}, or for only some of its experts: save the adapter again"
             )
         if any(read):
+            _check_sizes(folder, binding, read, shape)
             found |= _ours(binding, read, shape, config, lora)
     if stored:
         raise HubError(f"{folder}: {_unknown(next(iter(stored)), shape)}")
     targets = sorted({name.split(".lora.")[0].split("_lora.")[0].rpartition(".")[2] for name in found})
-    adapted = replace(shape.base, lora=replace(lora, targets=",".join(targets)))
-    _check(folder, adapted, found)
-    return adapted, found
+    return replace(shape.base, lora=replace(lora, targets=",".join(targets))), found
+
+
+def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape) -> None:
+    """HubError where the parts of a module have other sizes than its matrix, or those of an expert another rank."""
+    for (name, size), one in zip(binding.theirs.items(), read, strict=True):
+        rank, (size_out, size_in) = len(read[0]["a"]), reversed(size) if binding.transform is CONV1D else size
+        wanted = {"a": (rank, size_in), "b": (size_out, rank), "magnitude": (size_out,)}
+        for part, tensor in one.items():
+            there, right = tuple(tensor.flatten().shape if part == "magnitude" else tensor.shape), wanted[part]
+            if there != right:
+                raise HubError(
+                    f"{folder}: {PARTS[part]} of {name} is {list(there)} where {shape.name} has {list(right)}: "
+                    "the adapter is for another model"
+                )
 
 
 def _unknown(name: str, shape: ModelShape) -> str:
@@ -300,13 +313,3 @@ def _lora_of(config: Mapping[str, Any], folder: Path) -> LoRAShape:
         )
     except (KeyError, TypeError, ValueError, PlanError) as error:
         raise HubError(f"{folder}/{CONFIG}: {error}") from error
-
-
-def _check(folder: Path, shape: ModelShape, found: Mapping[str, Tensor]) -> None:
-    """What is read has the sizes that the shape says; layers without an adapter get one of zeros."""
-    for one in parameters(shape):
-        if one.adapts and one.name in found and tuple(found[one.name].shape) != one.shape:
-            raise HubError(
-                f"{folder}: {one.name} is {list(found[one.name].shape)} where {shape.name} has {list(one.shape)}: the "
-                "adapter is for another model"
-            )
