@@ -154,6 +154,11 @@ def test_tools_and_calls_are_shown() -> None:
 
 
 DROPS = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}] {{ m.content }}</s>{% endif %}{% endfor %}"
+NAMES_ALONE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.name }}"
+    "{% endfor %}</s>{% endfor %}"
+)
+CALLS = [{"function": {"name": "weather", "arguments": {"where": {"city": "Berlin"}}}}]
 UPPER = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }}</s>{% endfor %}"
 
 
@@ -183,6 +188,18 @@ UPPER = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }}</s>{% end
             [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [{"function": {"name": "find"}}]}],
             "the chat template drops a tool call of message 2: 'find' is not in the rendered text; take a "
             "data.template that writes tool_calls",
+        ),
+        (
+            NAMES_ALONE,
+            [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": CALLS}],
+            "the chat template drops what a tool call of message 2 is given: 'Berlin' is not in the rendered text; "
+            "take a data.template that writes arguments",
+        ),
+        (
+            DROPS,
+            [{"role": "system", "content": "hi"}, *turns("hi there", "a")],
+            "the chat template drops what message 1 (system) says: 'hi' is not in the rendered text; take "
+            "another data.template or another role",
         ),
         (
             DEFAULT,

@@ -73,6 +73,30 @@ def test_answers_are_on_disk_with_their_ends(folder: Path) -> None:
     assert counted == sum(len(text.encode()) for text in expected)
 
 
+def test_equal_rows_are_held_out_together(folder: Path) -> None:
+    """Whatever the order of a file: what is scored was never trained."""
+    write(folder, chats(10) * 10)
+    first = prepared(folder, validation=0.2)
+    write(folder, [row for row in reversed(chats(10)) for _ in range(10)])
+    second = prepared(folder, validation=0.2)
+    for corpus in (first, second):
+        texts = trained_texts(corpus)
+        trained, scored = set(texts[: corpus.train.num_documents]), set(texts[corpus.train.num_documents :])
+        assert len(scored) == 2 and not trained & scored and corpus.validation.num_documents == 20
+    assert trained_texts(first)[-20:] != [] and set(trained_texts(first)[-20:]) == set(trained_texts(second)[-20:])
+
+
+def test_rows_that_are_all_equal_are_trained(folder: Path) -> None:
+    write(folder, chats(1) * 8)
+    corpus = prepared(folder, validation=0.25)
+    assert (corpus.train.num_documents, corpus.validation.num_documents) == (8, 0)
+
+
+def test_roles_of_rows_without_any_are_refused(folder: Path) -> None:
+    write(folder, [{"prompt": f"q{one}", "completion": f"a{one}"} for one in range(4)])
+    assert "names roles, and no row has any: take data.train_on=auto or all" in refused(folder, train_on="user")
+
+
 def test_samples_do_not_depend_on_the_number_of_processes(folder: Path) -> None:
     write(folder, [{"messages": turns(f"question {one} " * 80, f"answer {one}")} for one in range(300)])
     one, three = (prepared(folder, processes=number, root=folder / str(number)) for number in (1, 3))

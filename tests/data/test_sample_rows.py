@@ -1,6 +1,7 @@
 """Sample rows: packed or not, the loss and its gradients are the same; what is cut is cut between characters."""
 
 import array
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,18 @@ def stream(samples: Samples) -> TokenStream:
 def rows(samples: Samples, sequence: int, tokenizer: Tokenizer = BYTES, seed: int = 0, **data: Any) -> SampleRows:
     return SampleRows(
         stream(samples), Data(path="chat.jsonl", form="samples", **data), tokenizer, sequence=sequence, seed=seed
+    )
+
+
+SAID = TRAINED | 3
+"""The mark of what an assistant says."""
+
+
+def marked_rows(samples: list[tuple[list[int], list[int]]], sequence: int) -> SampleRows:
+    found = stream([(ids, [False] * len(ids)) for ids, _ in samples])
+    marks = np.array([one for _, marks in samples for one in marks], dtype=np.uint8)
+    return SampleRows(
+        replace(found, marks=marks), Data(path="chat.jsonl", form="samples"), BYTES, sequence=sequence, seed=0
     )
 
 
@@ -183,6 +196,17 @@ def test_what_is_too_long_is_cut_left_out_or_refused() -> None:
         "sequence, or data.overlong=truncate or drop"
     )
     assert rows(samples, 9, overlong="refuse").fitted.overlong == 0
+
+
+def test_samples_that_all_lose_their_end_are_refused() -> None:
+    """One that keeps an answer's end is enough, be it of an earlier answer; texts without roles have no answers."""
+    long = ([*range(1, 31)], [0] * 4 + [SAID] * 26)
+    earlier = ([*range(1, 31)], [0] * 4 + [SAID] * 3 + [1] * 2 + [SAID] * 21)
+    with pytest.raises(DataError, match=r"never learn to stop: take a longer sequence .the longest needs 30."):
+        marked_rows([long, long], 16)
+    assert len(marked_rows([long, earlier], 16)) == 2
+    assert len(marked_rows([long, long], 30)) == 2
+    assert len(rows([([*range(1, 31)], [True] * 30)], 16)) == 1
 
 
 def test_every_epoch_has_every_row_in_another_order() -> None:

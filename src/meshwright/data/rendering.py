@@ -8,9 +8,10 @@ A template that renders a turn otherwise once others follow it (thinking is drop
 sample for each answer, as the model will see it.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -179,7 +180,7 @@ def _common(first: str, second: str) -> int:
 
 def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """One sample for each trained answer: the conversation up to it."""
-    turns = [turn for turn in _wanted(messages, one, policy) if turn >= one.prompt]
+    turns = _wanted(messages, one, policy)
     _check_roles(messages, template)
     found = []
     for turn in turns:
@@ -210,20 +211,34 @@ def _said(messages: Sequence[Message], text: str) -> tuple[tuple[Span, str], ...
 
 def _check_complete(messages: Sequence[Message], one: Conversation, text: str) -> None:
     """Hard error where a template leaves out what a message says, a call of a tool or a tool; thoughts aside."""
+    left = _squeezed(text)
+    said = [(number, _without_thoughts(str(message.get("content") or ""))) for number, message in enumerate(messages)]
+    for number, content in sorted(said, key=lambda pair: -len(pair[1])):  # "hi" is no part of "hi there"
+        place, size = _place(content, left)
+        if place < 0:
+            raise DataError(
+                f"the chat template drops what message {number + 1} ({messages[number]['role']}) says: "
+                f"{content.strip()[:60]!r} is not in the rendered text; take another data.template or another role"
+            )
+        left = f"{left[:place]}\0{left[place + size :]}" if size else left
+    _check_tools(messages, one, text)
+
+
+def _check_tools(messages: Sequence[Message], one: Conversation, text: str) -> None:
+    """The same of calls, the texts of their arguments included, and of the tools themselves."""
     squeezed = _squeezed(text)
     for number, message in enumerate(messages, start=1):
-        content = _without_thoughts(str(message.get("content") or ""))
-        as_json = json.dumps(content, ensure_ascii=False)[1:-1]
-        if _squeezed(content) not in squeezed and _squeezed(as_json) not in squeezed:
-            raise DataError(
-                f"the chat template drops what message {number} ({message['role']}) says: {content.strip()[:60]!r} is "
-                "not in the rendered text; take another data.template or another role"
-            )
         for name in _names(message.get("tool_calls")):
             if name not in text:
                 raise DataError(
                     f"the chat template drops a tool call of message {number}: {name!r} is not in the rendered text; "
                     "take a data.template that writes tool_calls"
+                )
+        for given in _arguments(message.get("tool_calls")):
+            if _place(given, squeezed)[0] < 0:
+                raise DataError(
+                    f"the chat template drops what a tool call of message {number} is given: {given[:60]!r} is not in "
+                    "the rendered text; take a data.template that writes arguments"
                 )
     for name in _names(one.tools):
         if name not in text:
@@ -231,6 +246,34 @@ def _check_complete(messages: Sequence[Message], one: Conversation, text: str) -
                 f"the chat template drops the tool {name!r}: it is not in the rendered text; take a data.template "
                 "that writes tools, or remove the column 'tools'"
             )
+
+
+def _place(content: str, squeezed: str) -> tuple[int, int]:
+    """(where a content stands in a text without blanks, as it is or as JSON spells it; its length); -1 = nowhere."""
+    spellings = [
+        _squeezed(one) for one in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
+    ]
+    return next(((place, len(one)) for one in spellings if (place := squeezed.find(one)) >= 0), (-1, 0))
+
+
+def _arguments(calls: Any) -> Iterator[str]:
+    """The texts that calls of tools are given, at any depth."""
+    for one in calls or ():
+        inner = one.get("function", one) if isinstance(one, Mapping) else None
+        given = inner.get("arguments") if isinstance(inner, Mapping) else None
+        if isinstance(given, str):
+            with contextlib.suppress(ValueError):
+                given = json.loads(given)
+        yield from _texts(given)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (text for one in value.values() for text in _texts(one))
+    elif isinstance(value, list | tuple):
+        yield from (text for one in value for text in _texts(one))
 
 
 def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:

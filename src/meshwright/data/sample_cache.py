@@ -26,7 +26,7 @@ from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """Raised whenever the same rows would be stored as other tokens or in another way."""
 _BATCH_CHARACTERS: Final = 2**17
 _LIMIT_S: Final = 60.0
@@ -75,19 +75,14 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     chosen = settings(data, tokenizer)
     if tokenizer.chat_template != chosen.template:  # a model goes with the template that it was trained by
         tokenizer = tokenizer.with_template(chosen.template)
-    index = root / "index" / f"samples-{source.signature()}.json"
-    known = read_json(index)
-    if not known.get("content") or "unread" not in known:
-        known = _count(source)
-        index.parent.mkdir(parents=True, exist_ok=True)
-        write_json(index, known)
+    known, contents = _known(root / "index" / f"samples-{source.signature()}.json", source)
     decides = {name: value for name, value in asdict(chosen).items() if name not in ("today", "template_file")}
     content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "samples" / fingerprint[:24]
     with lock(folder):
         if (found := load(folder, tokenizer, fingerprint, _stream)) is None:
-            build = _SampleBuild(data, source, tokenizer, chosen, known["rows"], processes, progress)
+            build = _SampleBuild(data, source, tokenizer, chosen, contents, processes, progress)
             build.into(folder, fingerprint)
             found = load(folder, tokenizer, fingerprint, _stream)
     if found is None:
@@ -95,26 +90,46 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     return replace(found, unread=known["unread"])
 
 
-def _count(source: Source) -> dict[str, Any]:
-    """Read all rows once: their number, a hash of what they hold, and how many have a column that no sample has."""
-    seen, number, unread = hashlib.blake2b(digest_size=20), 0, Counter[str]()
+def _known(index: Path, source: Source) -> tuple[dict[str, Any], NDArray[np.uint64]]:
+    """What a file holds, and a hash of each row; read once, and kept beside the cache."""
+    known, rows_file = read_json(index), index.with_suffix(".rows")
+    whole = known.get("content") and "unread" in known and rows_file.is_file()
+    if whole and rows_file.stat().st_size == 8 * known["rows"]:
+        return known, np.fromfile(rows_file, np.uint64)
+    known, contents = _count(source)
+    index.parent.mkdir(parents=True, exist_ok=True)
+    contents.tofile(rows_file)
+    write_json(index, known)
+    return known, contents
+
+
+def _count(source: Source) -> tuple[dict[str, Any], NDArray[np.uint64]]:
+    """Read all rows once: their number, a hash of what they hold and of each, and how many have a column that no sample
+    has."""
+    seen, contents, unread = hashlib.blake2b(digest_size=20), bytearray(), Counter[str]()
     for _, row in source.rows():
-        seen.update(_as_json(row))
+        content = _as_json(row)
+        seen.update(content)
+        contents += hashlib.blake2b(content, digest_size=8).digest()
         unread.update(samples.unread(row))
-        number += 1
-    if not number:
+    if not contents:
         raise DataError(f"data.path={source.title} holds no rows")
-    return {"content": seen.hexdigest(), "rows": number, "unread": dict(unread.most_common())}
+    found = {"content": seen.hexdigest(), "rows": len(contents) // 8, "unread": dict(unread.most_common())}
+    return found, np.frombuffer(bytes(contents), np.uint64)
 
 
 def _as_json(row: Any) -> bytes:
     return json.dumps(row, default=str).encode()
 
 
-def held_out(number: int, share: float) -> frozenset[int]:
-    """Rows that are held out, spread evenly: at least one where there are two and a share is asked for."""
-    wanted = min(number - 1, max(1, round(number * share))) if share else 0
-    return frozenset(int((place + 0.5) * number / wanted) for place in range(wanted))
+def held_out(contents: NDArray[np.uint64], share: float) -> frozenset[int]:
+    """Numbers of the rows that are held out, by the hash of their content: equal ones together, whatever their order.
+    At least one where a share is asked for, but never all of them."""
+    distinct, times = np.unique(contents, return_counts=True)
+    wanted = max(1, round(len(contents) * share)) if share else 0
+    number = int(np.searchsorted(np.cumsum(times), wanted)) + 1 if wanted else 0
+    aside = np.isin(contents, distinct[: min(number, len(distinct) - 1)])
+    return frozenset(np.flatnonzero(aside).tolist())
 
 
 @final
@@ -126,7 +141,8 @@ class _SampleBuild:
     source: Source
     tokenizer: Tokenizer
     settings: SampleSettings
-    rows: int
+    contents: NDArray[np.uint64]
+    """A hash of each row."""
     processes: int | None
     progress: Progress | None
 
@@ -142,7 +158,7 @@ class _SampleBuild:
             write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta})
 
     def _encode(self, streams: list["_SampleWriter"]) -> None:
-        aside, number = held_out(self.rows, self.data.validation), 0
+        aside, number = held_out(self.contents, self.data.validation), 0
         with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
             for found in pool.map(_batches(self.source.rows())):
                 for row in found:
@@ -150,8 +166,8 @@ class _SampleBuild:
                         streams[number in aside].write(group, number)
                     number += 1
                 if self.progress is not None:
-                    self.progress(number, self.rows)
-        if number != self.rows:
+                    self.progress(number, len(self.contents))
+        if number != len(self.contents):
             raise DataError(f"{self.source.title} changed while it was read: run again when nothing writes there")
 
     def _check(self, streams: list["_SampleWriter"]) -> None:
@@ -164,12 +180,15 @@ class _SampleBuild:
             raise DataError(
                 f"{self.source.title} has rows with chosen and rejected, and rows without: put them in two files"
             )
+        roles = any(stream.roles for stream in streams)
+        if not roles and self.data.train_on not in ("auto", "last", "all"):
+            raise DataError(f"{about} names roles, and no row has any: take data.train_on=auto or all")
         if not trained:
             raise DataError(f"no token of {about} is trained: every one is masked; see `meshwright data show`")
         masked = tokens - trained - samples  # nothing predicts a sample's first token: that it is masked says nothing
-        if masked <= 0 and any(stream.roles for stream in streams) and self.data.train_on != "all":
+        if masked <= 0 and roles and self.data.train_on != "all":
             raise DataError(f"every token of {about} is trained, prompts too: say data.train_on=all if that is meant")
-        if not ends and any(stream.roles for stream in streams):
+        if not ends and roles:
             raise DataError(
                 f"no answer of {about} ends with a special token, so that the model would never learn to stop: put "
                 "eos_token behind an answer in the chat template, inside of what is generated"

@@ -70,6 +70,12 @@ class SampleRows:
             raise DataError(
                 f"data.path={data.path}: no sample has a trained token in its first recipe.sequence={sequence} tokens"
             )
+        if shuffle and not self._some_answer_ends(lengths):
+            raise DataError(
+                f"data.path={data.path}: every sample is longer than recipe.sequence={sequence} tokens and loses the "
+                "end of its answer, so that the model would never learn to stop: take a longer sequence (the longest "
+                f"needs {lengths.sum(1).max():,}), or shorter samples"
+            )
 
     @property
     def pairs(self) -> bool:
@@ -141,6 +147,21 @@ class SampleRows:
             kept=len(self._kept), overlong=len(long), left_out=int((~stays).sum()), untrained=int((~trains).sum()),
             cut_tokens=int(cut.sum()), trained=int(trained[stays].sum()),
         )  # fmt: skip
+
+    def _some_answer_ends(self, lengths: NDArray[np.int64]) -> bool:
+        """Whether something trained ends before a row does. A text without roles has no answers."""
+        assert self._stream.marks is not None, "samples have marks"
+        if (lengths[self._kept] <= self._lengths[self._kept]).any():
+            return True
+        size, roles = self._together, False
+        for sample in (size * one + place for one in self._kept.tolist() for place in range(size)):
+            begin = int(self._stream.starts[sample])
+            marks = self._stream.marks[begin : begin + int(self._lengths.flat[sample])]
+            trained = marks & TRAINED > 0
+            if (trained[:-1] & ~trained[1:]).any():
+                return True
+            roles |= bool((marks & ~np.uint8(TRAINED)).any())
+        return not roles
 
     def _whole_characters(self, one: int, place: int, tokenizer: Tokenizer) -> int:
         """The length of a sample that is cut, so that its last token does not end in the middle of a character."""
