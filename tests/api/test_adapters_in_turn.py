@@ -72,3 +72,12 @@ def test_what_cannot_be_held_against_it_is_refused(trained: Path) -> None:
         mw.evaluate(trained / "hf", adapters={"a": trained / "first"}, against=trained / "hf", data=data)
     with pytest.raises(ArgumentError, match=r"adapter=a: .* has neither adapter_config.json nor plan.yaml"):
         mw.evaluate(trained / "hf", adapters={"a": trained / "hf"}, data=data)
+
+
+@pytest.mark.parametrize("more", [(), ("--keep", "*.down.weight")], ids=["all", "some kept"])
+def test_matrices_that_are_codes_are_not_passed_over(trained: Path, more: tuple[str, ...]) -> None:
+    small = trained / "small"
+    assert main(["quantize", str(trained / "hf"), "--scheme", "int8", "-o", str(small), *more]) == 0
+    turns = AdaptersInTurn(load(small), {"a": trained / "peft"})
+    with pytest.raises(ArgumentError, match=r"adapter=a: matrices of .*small that it adapts are codes"):
+        turns.with_adapter("a")

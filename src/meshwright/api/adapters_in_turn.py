@@ -36,19 +36,19 @@ class AdaptersInTurn:
         """The base with one adapter in its matrices, until the next is asked for. ArgumentError, HubError or
         CheckpointError where it cannot be had, or belongs to another base."""
         places = self.plain().model.state_dict()
-        if any(".quantized." in key for key in places):
-            raise ArgumentError(
-                f"adapter={name}: {self.base.path} holds matrices as codes, into which nothing is merged: evaluate "
-                "beside the model before it was quantized"
-            )
         adapter = opened_adapter(name, self.folders[name], self.base.model, self.base.path)
+        adapted = {key: parts for key in places if (parts := adapter_parts(key, adapter.tensors))}
+        if sum(map(len, adapted.values())) < len(adapter.tensors):
+            raise ArgumentError(
+                f"adapter={name}: matrices of {self.base.path} that it adapts are codes, into which nothing is merged: "
+                "evaluate beside the model before it was quantized"
+            )
         with torch.no_grad():
-            for key, place in places.items():
-                parts = adapter_parts(key, adapter.tensors)
-                if parts:
-                    self._plain[key] = place.to("cpu", copy=True)
-                    low = {part: tensor.to(place.device) for part, tensor in parts.items()}
-                    place.copy_(merged(place.float(), low, adapter.lora))
+            for key, parts in adapted.items():
+                place = places[key]
+                self._plain[key] = place.to("cpu", copy=True)
+                low = {part: tensor.to(place.device) for part, tensor in parts.items()}
+                place.copy_(merged(place.float(), low, adapter.lora))
         if not self._plain:
             raise ArgumentError(f"adapter={name}: {self.folders[name]} adapts no matrix of {self.base.path}")
         return replace(self.base, path=self.folders[name])
