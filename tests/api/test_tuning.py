@@ -92,7 +92,7 @@ def test_a_model_without_weights_is_refused(files: Path) -> None:
     [
         ("data=stdlib", "there is nothing to tune on: give data=FILE"),
         ("data=none.jsonl", "data.path=none.jsonl does not exist"),
-        ("data.template=chatml", "data.template=chatml cannot be read"),
+        ("data.template=chat-ml", "data.template=chat-ml cannot be read: .* or a format: chatml, llama-3, llama-2"),
         ("recipe.objective=dpo", "has no columns chosen and rejected: take recipe.objective=cross-entropy"),
         ("recipe.epochs=0", "recipe.epochs=0 reads nothing"),
     ],

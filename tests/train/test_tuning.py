@@ -200,4 +200,5 @@ def test_a_model_without_a_template_is_given_a_plain_one_and_it_is_said(files: P
         assert watcher.info is not None
         said[name] = [text for text in watcher.info.notes if text.startswith("turns are written by the plain template")]
     assert len(said["chat"]) == 1 and "data.template=FILE" in said["chat"][0] and said["pieces"] == []
+    assert "data.template=llama-2 is a format whose tokens the vocabulary has" in said["chat"][0]
     assert "### assistant" in (files / "chat" / "chat_template.jinja").read_text(encoding="utf-8")

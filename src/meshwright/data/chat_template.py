@@ -31,6 +31,11 @@ _MOST_CHARACTERS: Final = 2**24
 _MOST_ROUNDS: Final = 2**18
 """Of all loops and macros of one rendered conversation: some seconds."""
 
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "look_up", "description": "Look up", "parameters": {"type": "object", "properties": {}}},
+}
+
 Span = tuple[int, int]
 """Characters [begin, end)."""
 
@@ -133,11 +138,20 @@ class ChatTemplate:
 
     @cached_property
     def takes_tools(self) -> bool:
-        """Whether it reads the tools that it is given. DataError where it is no template."""
+        """Whether it reads the tools that it is given, and does not refuse them. DataError where it is no template."""
         try:
-            return "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
+            reads = "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
         except jinja2.TemplateSyntaxError as error:
             raise self._no_template(error) from error
+        return reads and (self._refuses(None) or not self._refuses([_TOOL]))
+
+    def _refuses(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
+        """Whether it calls `raise_exception` for a question with these tools."""
+        try:
+            self.render([{"role": "user", "content": "question"}], tools, prompt=True)
+        except DataError as error:
+            return isinstance(error.__cause__, _Refusal)
+        return False
 
     def render(
         self,
@@ -260,5 +274,9 @@ def _json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Refusal(jinja2.TemplateError):
+    """What a template refuses by itself."""
+
+
 def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)

@@ -7,6 +7,7 @@ from typing import Literal
 from meshwright.data import mixed_corpus, sample_cache, token_cache
 from meshwright.data.cache_folder import Progress
 from meshwright.data.corpus import Corpus
+from meshwright.data.named_templates import named_template
 from meshwright.data.numbered_rows import check_alike
 from meshwright.data.samples import Preference, Sample, sample
 from meshwright.data.sources import Source
@@ -52,6 +53,6 @@ def _first_sample(data: Data) -> Sample | None:
             "there is nothing to tune on: give data=FILE, a .jsonl, .json or .parquet file or a hub dataset of "
             "conversations"
         )
-    sample_cache.named_template(data)
+    named_template(data.template)
     row = next(iter(Source(data).rows()), None)
     return None if row is None else sample(row)

@@ -7,6 +7,7 @@ from meshwright.data.advice import how_often, tokens_of_run
 from meshwright.data.chat_template import DEFAULT
 from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
+from meshwright.data.named_templates import fitting_formats
 from meshwright.data.numbered_rows import NumberedRows, numbered_rows
 from meshwright.data.sample_rows import SampleRows, trained_roles
 from meshwright.spec import Data, Recipe
@@ -112,9 +113,11 @@ def plainly_written(data: Data, corpus: Corpus) -> Iterator[str]:
     if data.form != SAMPLES or corpus.tokenizer.chat_template != DEFAULT:
         return
     if trained_roles(corpus.train) not in ((), ("other",)):
+        named = fitting_formats(corpus.tokenizer)
+        formats = f"data.template={named[0]} is a format whose tokens the vocabulary has, and " if named else ""
         yield (
-            "turns are written by the plain template: headings (### user) and an end-of-text token behind answers: "
-            "data.template=FILE names another, as the chat_template.jinja of a tuned model's folder"
+            "turns are written by the plain template: headings (### user) and an end-of-text token behind answers; "
+            f"{formats}data.template=FILE another, as the chat_template.jinja of a tuned model's folder"
         )
 
 

@@ -18,6 +18,7 @@ from meshwright.data import rows, samples
 from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.chat_template import DEFAULT
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
+from meshwright.data.named_templates import AUTO, check_format, named_template
 from meshwright.data.pool import Batch, Pool
 from meshwright.data.sample_encoder import TRAINED, EncodedSample, SampleSettings, unpack
 from meshwright.data.sources import Source
@@ -47,27 +48,19 @@ def prepare(
 
 
 def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
-    """What decides the tokens beside the tokenizer: its template, or the one that is named."""
+    """What decides the tokens beside the tokenizer: its template, or the one that is named. DataError where that is
+    not there, or needs tokens that the vocabulary lacks."""
+    check_format(data.template, tokenizer)
     return SampleSettings(
-        template=named_template(data) or tokenizer.chat_template or DEFAULT,
+        template=named_template(data.template) or tokenizer.chat_template or DEFAULT,
         special=tokenizer.spelled,
         bos=tokenizer.bos,
         eos=tokenizer.eos,
         today=date.today().isoformat(),
         train_on=data.train_on,
         thinking=data.thinking,
-        template_file="" if data.template == "auto" else data.template,
+        template_file="" if data.template == AUTO else data.template,
     )
-
-
-def named_template(data: Data) -> str | None:
-    """The text of `data.template`; None = auto. DataError where the file cannot be read."""
-    if data.template == "auto":
-        return None
-    try:
-        return Path(data.template).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"data.template={data.template} cannot be read: {error.strerror}") from error
 
 
 def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:

@@ -12,13 +12,14 @@ from typing import Any
 
 from meshwright.planfile.text import Given
 from meshwright.spec import presets
+from meshwright.spec.chat_formats import CHAT_FORMATS
 from meshwright.spec.plan import RANDOM, Plan
 
 KEPT = "plan.yaml"
 """The plan in a run folder."""
 DEFAULT_RUN = next(str(field.default) for field in fields(Plan) if field.name == "run")
 WORDS = {
-    "data.path": ("stdlib",), "data.tokenizer": ("auto", "bytes"), "data.template": ("auto",),
+    "data.path": ("stdlib",), "data.tokenizer": ("auto", "bytes"), "data.template": ("auto", *CHAT_FORMATS),
     "model.init": (RANDOM,), "teacher.init": (RANDOM,), "run": (),
 }  # fmt: skip
 DATA_PATHS = ("path", "tokenizer", "template")
@@ -65,7 +66,7 @@ def written(document: dict[str, Any], folder: Path) -> dict[str, Any]:
         if not _is_path(key, value) or (key == "run" and value == DEFAULT_RUN):
             return value
         whole = Path(os.path.normpath(Path(os.path.realpath(here)) / value))
-        return str(whole.relative_to(folder)) if folder in whole.parents else str(whole)
+        return _no_word(key, str(whole.relative_to(folder))) if folder in whole.parents else str(whole)
 
     data, model = dict(document["data"]), dict(document["model"])
     data |= {key: full(f"data.{key}", data[key]) for key in DATA_PATHS}
@@ -129,7 +130,12 @@ def _moved(given: Given, key: str, base: Path) -> Given:
         return Given(path if "/" in path else f"./{path}", given.where)
     if not _is_path(key, value):
         return given
-    return Given(shown(Path(os.path.normpath(base / value))), given.where)
+    return Given(_no_word(key, shown(Path(os.path.normpath(base / value)))), given.where)
+
+
+def _no_word(key: str, path: str) -> str:
+    """A path that is read as one: a file may have the name of a word."""
+    return path if _is_name(key, path) else f"./{path}"
 
 
 def _is_folder(value: str, base: Path) -> bool:

@@ -69,7 +69,8 @@ class Data:
     form: Literal["text", "samples"] = TEXT
     """`text`: trained on whole, in windows; `samples`: rows with messages or prompts, of which answers are trained."""
     template: str = "auto"
-    """Fine-tuning: the chat template; `auto` = the one beside the tokenizer, else headings; or a Jinja file."""
+    """Fine-tuning: the chat template; `auto` = the one beside the tokenizer, else headings; `chatml`, `llama-3`,
+    `llama-2`, `mistral`, `mistral-v1`, `deepseek-v3`; or a Jinja file."""
     train_on: str = "auto"
     """Fine-tuning: `auto` = answers; `last` = the last of a conversation; `all`; or roles, as `assistant,tool`."""
     thinking: Literal["keep", "drop"] = "keep"

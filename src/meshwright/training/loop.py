@@ -187,7 +187,7 @@ def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     """The run folder, taken."""
     folder = RunFolder.create(path, plan, corpus.tokenizer, resume=resume != "no")
     if resume in ("no", "auto") and not checkpoint_folder.listing(folder.checkpoints):
-        pretrained.keep_beside(plan, path)
+        pretrained.keep_beside(plan, path, corpus.tokenizer)
     return folder
 
 

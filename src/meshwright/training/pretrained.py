@@ -1,5 +1,7 @@
 """First weights from a Hugging Face folder, under any layout: a tensor at a time, and of it what this rank holds."""
 
+import json
+from collections.abc import Mapping
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
+from meshwright.data.turn_ends import turn_end_ids
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import coded as codes_of
 from meshwright.kernels.weight_codes import quantize_matrix
@@ -20,9 +23,10 @@ from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local, take_codes
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.plan import RANDOM, SAMPLES
 from meshwright.store.base_weights import OTHERWISE, folder_of_weights
 from meshwright.store.durable import replace_file
+from meshwright.store.run_folder import ids_of
 from meshwright.store.tensor_piece import Piece
 from meshwright.training.precision import DTYPES
 from meshwright.training.state import TrainState
@@ -92,10 +96,26 @@ def round_largest(state: TrainState, plan: Plan) -> None:
     take_codes(largest, codes_of(matrix, largest.scheme))
 
 
-def keep_beside(plan: Plan, run: Path) -> None:
-    """What the folder knows beyond weights and tokenizer (chat template, generation config), kept for an export."""
-    if plan.init != RANDOM:
-        keep_extras(folder_of_weights(plan).hub, run)
+def keep_beside(plan: Plan, run: Path, tokenizer: Tokenizer) -> None:
+    """What the folder knows beyond weights and tokenizer (chat template, generation config), kept for an export, and
+    what ends an answer of those that are trained."""
+    folder = folder_of_weights(plan).hub if plan.init != RANDOM else None
+    if folder is not None:
+        keep_extras(folder, run)
+    if plan.data.form == SAMPLES:
+        _keep_turn_end(run, tokenizer, folder.generation if folder is not None else {})
+
+
+def _keep_turn_end(run: Path, tokenizer: Tokenizer, known: Mapping[str, object]) -> None:
+    """The token that ends an answer of the chat template into the run's generation config, whose other ids stay: what
+    is not among them does not end a text. An export names the tokenizer's own ends by itself."""
+    marks = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+    config = dict(known) or {name: id for name, id in marks.items() if id is not None}
+    ends = ids_of(config.get("eos_token_id"))
+    wanted = tuple(dict.fromkeys((*(ends or ids_of(tokenizer.eos)), *turn_end_ids(tokenizer))))
+    if wanted != ends:
+        content = json.dumps(config | {"eos_token_id": list(wanted)}, indent=2)
+        replace_file(run / GENERATION, f"{content}\n".encode())
 
 
 def keep_extras(found: HubFolder, run: Path) -> None:

@@ -1,0 +1,64 @@
+"""The chat template that `data.template` names: a format of spec/chat_formats.py, or a file."""
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.spec.chat_formats import CHAT_FORMATS, EOS, ChatFormat
+from meshwright.spec.errors import DataError
+
+AUTO: Final = "auto"
+
+
+def named_template(setting: str) -> str | None:
+    """The text of `data.template`; None = auto. DataError where it is no name of a format, and no file that can be
+    read."""
+    if setting == AUTO:
+        return None
+    if setting in CHAT_FORMATS:
+        return _shipped(CHAT_FORMATS[setting])
+    try:
+        return Path(setting).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.template={setting} cannot be read: {error.strerror}; take auto, the path of a Jinja file, or a "
+            f"format: {', '.join(CHAT_FORMATS)}"
+        ) from error
+    except OSError as error:
+        raise DataError(f"data.template={setting} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.template={setting} cannot be read: it is no text in UTF-8") from error
+
+
+def check_format(setting: str, tokenizer: Tokenizer) -> None:
+    """DataError where `data.template` is a format whose tokens the vocabulary lacks: a model would be trained to write
+    their letters one by one, and never to stop. It names the formats that fit."""
+    form = CHAT_FORMATS.get(setting)
+    lacked = list(_lacked(form, tokenizer)) if form else []
+    if lacked:
+        fitting = [*fitting_formats(tokenizer), f"{AUTO} (the tokenizer's own template, else headings)"]
+        raise DataError(
+            f"data.template={setting} needs {' and '.join(lacked)}, which the tokenizer does not have as one special "
+            f"token: take data.template={' or '.join(fitting)}"
+        )
+
+
+def fitting_formats(tokenizer: Tokenizer) -> list[str]:
+    """Names of the formats whose tokens the vocabulary has."""
+    return [name for name, form in CHAT_FORMATS.items() if not any(_lacked(form, tokenizer))]
+
+
+def _shipped(form: ChatFormat) -> str:
+    return resources.files("meshwright.data").joinpath("templates", form.file).read_text(encoding="utf-8")
+
+
+def _lacked(form: ChatFormat, tokenizer: Tokenizer) -> Iterator[str]:
+    """Tokens of a format that are not one id each; its turn end must be special, too."""
+    yield from (token for token in form.tokens if len(tokenizer.encode(token, special=True)) != 1)
+    if form.turn_end == EOS:
+        yield from [] if tokenizer.spelled.get(EOS) else ["an end-of-text token"]
+    else:
+        ids = tokenizer.encode(form.turn_end, special=True).tolist()
+        yield from [] if len(ids) == 1 and ids[0] in tokenizer.special_ids else [form.turn_end]
