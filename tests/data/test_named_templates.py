@@ -220,6 +220,7 @@ def test_a_text_begins_once(name: str) -> None:
     """llama-2 begins each pair anew; ChatML has no token for it."""
     tokenizer = trained_by(name)
     ids, _ = ids_and_mask(name, SPOKEN)
+    assert tokenizer.bos is not None
     wanted = {"chatml": 0, "llama-2": 2}.get(name, 1)
     assert ids.count(tokenizer.bos) == wanted and (not wanted or ids[0] == tokenizer.bos != ids[1])
     assert chat_prompt(tokenizer, template_of(tokenizer), SPOKEN[:2]).count(tokenizer.bos) == min(wanted, 1)

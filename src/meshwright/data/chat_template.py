@@ -31,11 +31,6 @@ _MOST_CHARACTERS: Final = 2**24
 _MOST_ROUNDS: Final = 2**18
 """Of all loops and macros of one rendered conversation: some seconds."""
 
-_TOOL: Final = {
-    "type": "function",
-    "function": {"name": "look_up", "description": "Look up", "parameters": {"type": "object", "properties": {}}},
-}
-
 Span = tuple[int, int]
 """Characters [begin, end)."""
 
@@ -140,18 +135,13 @@ class ChatTemplate:
     def takes_tools(self) -> bool:
         """Whether it reads the tools that it is given, and does not refuse them. DataError where it is no template."""
         try:
-            reads = "tools" in meta.find_undeclared_variables(self._environment.parse(self.source))
+            tree = self._environment.parse(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise self._no_template(error) from error
-        return reads and (self._refuses(None) or not self._refuses([_TOOL]))
-
-    def _refuses(self, tools: Sequence[Mapping[str, Any]] | None) -> bool:
-        """Whether it calls `raise_exception` for a question with these tools."""
-        try:
-            self.render([{"role": "user", "content": "question"}], tools, prompt=True)
-        except DataError as error:
-            return isinstance(error.__cause__, _Refusal)
-        return False
+        uses = sum(one.name == "tools" for one in tree.find_all(nodes.Name))
+        return "tools" in meta.find_undeclared_variables(tree) and uses > sum(
+            map(_refuses_tools, tree.find_all(nodes.If))
+        )
 
     def render(
         self,
@@ -274,9 +264,12 @@ def _json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-class _Refusal(jinja2.TemplateError):
-    """What a template refuses by itself."""
-
-
 def _raise(message: str) -> NoReturn:
-    raise _Refusal(message)
+    raise jinja2.TemplateError(message)
+
+
+def _refuses_tools(one: nodes.If) -> bool:
+    """Whether it is `{% if tools %}{{ raise_exception(...) }}{% endif %}`."""
+    asks = isinstance(one.test, nodes.Name) and one.test.name == "tools"
+    calls = (call.node for part in one.body for call in part.find_all(nodes.Call))
+    return asks and any(isinstance(call, nodes.Name) and call.name == "raise_exception" for call in calls)
