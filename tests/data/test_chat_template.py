@@ -1,12 +1,13 @@
 """Chat templates: texts and marked spans are those of transformers; a hostile template reaches nothing."""
 
 import datetime
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import chat_template
@@ -135,8 +136,12 @@ PIECES = [
 ]  # fmt: skip
 SECRETS = ("<class", "<module", "builtins", "<frame", "<code", "Environment object")
 
+GIVEN = re.compile(r"<class '(jinja2\.utils\.\w+|range|dict)'>")
+"""How names that every template is given are shown."""
+
 
 @settings(max_examples=150, deadline=None)
+@example(pieces=["''", ".__class__", "~", "cycler"])
 @given(pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=6))
 def test_random_expressions_show_nothing_of_python(pieces: list[str]) -> None:
     try:
@@ -145,6 +150,7 @@ def test_random_expressions_show_nothing_of_python(pieces: list[str]) -> None:
         assert str(error).startswith("the chat template ")
         return
     if "__" in "".join(pieces):
+        text = GIVEN.sub("", text)
         assert not any(secret in text for secret in SECRETS), text
 
 

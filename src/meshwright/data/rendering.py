@@ -213,7 +213,7 @@ def _check_complete(messages: Sequence[Message], one: Conversation, text: str) -
     """Hard error where a template leaves out what a message says, a call of a tool or a tool; thoughts aside."""
     left = _squeezed(text)
     said = [(number, _without_thoughts(str(message.get("content") or ""))) for number, message in enumerate(messages)]
-    for number, content in sorted(said, key=lambda pair: -len(pair[1])):  # "hi" is no part of "hi there"
+    for number, content in sorted(said, key=lambda one: -len(_squeezed(one[1]))):  # "hi" is no part of "hi there"
         place, size = _place(content, left)
         if place < 0:
             raise DataError(
