@@ -81,6 +81,24 @@ def test_the_template_and_its_end_go_with_the_run_and_its_export(
     assert transformers.GenerationConfig.from_pretrained(files / "out").eos_token_id == [tokenizer.eos, end]
 
 
+def test_an_adapter_alone_takes_the_template_and_its_end_along(files: Path) -> None:
+    """Its base's folder has neither; transformers and we read them beside the adapter."""
+    assert main(["tune", *words("data.template=chatml", "model.lora={rank: 4}")]) == 0
+    assert main(["export", "run", "adapter", "--adapter"]) == 0
+    tokenizer = Tokenizer.load(files / "hf")
+    [end] = tokenizer.encode(IM_END, special=True).tolist()
+    assert (files / "adapter" / TEMPLATE).read_text(encoding="utf-8") == named_template("chatml")
+    assert ends(files / "adapter") == [tokenizer.eos, end]
+    read = mw.load("adapter")
+    assert read.stop_ids == (tokenizer.eos, end)
+    assert read.encode_chat("say 3") == mw.load("run").encode_chat("say 3")
+
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(files / "adapter")
+    found = theirs.apply_chat_template([{"role": "user", "content": "say 3"}], add_generation_prompt=True)["input_ids"]
+    assert found == read.encode_chat("say 3")
+
+
 def kept(files: Path, source: str | None, *more: str) -> dict[str, object]:
     """The generation config of a run that begins with the folder, beside a template."""
     tokenizer = Tokenizer.load(files / "hf")

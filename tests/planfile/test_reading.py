@@ -350,5 +350,10 @@ def test_data_as_one_word_keeps_the_other_keys_of_data(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_word_says_how_long_a_run_is(words: list[str], length: tuple[int, float, int]) -> None:
-    recipe = read(None, words).recipe
+    notes: list[str] = []
+    recipe = read(None, words, notes=notes).recipe
     assert (recipe.steps, recipe.epochs, recipe.tokens) == length
+    lengths = [word for word in words if "sequence" not in word]
+    assert notes == [
+        f"{one} is not taken: {lengths[-1]} says how long the run is, and comes later" for one in lengths[:-1]
+    ]

@@ -161,4 +161,4 @@ def _open_hub(path: Path, dtype: str | None, place: Placing, adapter: Path | Non
         tensor = found if isinstance(found, Tensor) else found.dequantized()
         parts = adapter_parts(name, low)
         put(name, merged(tensor.float(), parts, shape.lora) if parts and shape.lora else tensor)
-    return _with_tokenizer(model, folder, adapter or path)
+    return _with_tokenizer(model, folder if adapter is None else folder.prompted_by(adapter), adapter or path)

@@ -70,7 +70,7 @@ def read(
         if notes is None:
             warnings.warn(note, stacklevel=2)
     if notes is not None:
-        notes += reader.notes
+        notes += [*_passed_over(overrides), *reader.notes]
     return plan
 
 
@@ -98,6 +98,15 @@ def _of_one_length(overrides: Sequence[str]) -> Sequence[str]:
         if keys := said(override) & set(LENGTHS):
             return [*overrides, *(f"{key}=0" for key in LENGTHS[1:] if key not in keys)]
     return overrides
+
+
+def _passed_over(overrides: Sequence[str]) -> Iterator[str]:
+    """What is said of overrides whose length of the run is not taken."""
+    found = [(override, keys) for override in overrides if (keys := said(override) & set(LENGTHS))]
+    for override, keys in found[:-1]:
+        last, taken = found[-1]
+        if keys - taken:
+            yield f"{override} is not taken: {last} says how long the run is, and comes later"
 
 
 class _Reader:

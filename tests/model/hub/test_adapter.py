@@ -124,6 +124,18 @@ def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
         load_adapter(tmp_path / "adapter", wider)
 
 
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "mixtral-8x7b"])
+def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path, name: str) -> None:
+    """PEFT only warns of it; one whose config names the layers is for all the model's."""
+    written(tmp_path, name)
+    deeper: ModelShape = replace(shrink(name), layers=4)
+    with pytest.raises(HubError, match=r"asks for \S*\.3\.\S+, .* a model of fewer layers"):
+        load_adapter(tmp_path / "adapter", deeper)
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layers_to_transform": [0, 1, 2]}))
+    assert load_adapter(tmp_path / "adapter", deeper)[1]
+
+
 @pytest.mark.parametrize("form", ["all", "dora"])
 def test_a_fused_module_of_another_size_is_refused(tmp_path: Path, form: str) -> None:
     """Its parts are cut by rows only once they are known to be as long as the model's."""

@@ -84,7 +84,7 @@ def write_directory(
 
     from meshwright.model.hub import export_folder
     from meshwright.model.hub.adapter import export_adapter
-    from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
+    from meshwright.model.hub.directory import GENERATION, TEMPLATE, PromptFiles, read_json
     from meshwright.store.durable import one_line
     from meshwright.store.model_weights import final_weights, locate, weights
     from meshwright.training.precision import DTYPES
@@ -100,21 +100,25 @@ def write_directory(
             f"{run.path} trained an adapter beside drawn weights, which no folder holds: export the merged model, "
             "without --adapter"
         )
-    if adapter:
-        given = dict(weights(checkpoint, torch.float32, verified=True))
-        with one_line(out, "OUT"):
-            export_adapter(out, given, run.plan.model, base=run.plan.init, dtype=wanted)
-        return checkpoint
     template = run.path / TEMPLATE
+    prompts = PromptFiles(
+        tokenizer=run.known_tokenizer(checkpoint),
+        chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
+        generation=read_json(run.path / GENERATION),
+    )
     with one_line(out, "OUT"):
+        if adapter:
+            given = dict(weights(checkpoint, torch.float32, verified=True))
+            export_adapter(out, given, run.plan.model, base=run.plan.init, dtype=wanted, prompts=prompts)
+            return checkpoint
         export_folder(
             out,
             model_tensors=final_weights(run.plan, checkpoint, wanted),
             shape=run.plan.model.base,
-            tokenizer=run.known_tokenizer(checkpoint),
             dtype=wanted,
-            chat_template=template.read_text(encoding="utf-8") if template.is_file() else None,
-            generation=read_json(run.path / GENERATION),
             dropout=run.plan.recipe.dropout,
+            tokenizer=prompts.tokenizer,
+            chat_template=prompts.chat_template,
+            generation=prompts.generation,
         )
     return checkpoint

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model.hub.directory import fresh_folder
+from meshwright.model.hub.directory import PromptFiles, fresh_folder
 from meshwright.model.hub.safetensors_files import read_header, write_file
 from meshwright.model.hub.transforms import CONV1D, STACKED
 from meshwright.model.hub.weight_names import Binding, bindings
@@ -63,15 +63,23 @@ def save_adapter(
 
 
 def export_adapter(
-    folder: Path, tensors: Mapping[str, Tensor], shape: ModelShape, *, base: str, dtype: torch.dtype
-) -> None:  # fmt: skip
-    """`save_adapter` into a folder that appears whole or not at all. HubError where it holds something, and where PEFT
-    would read another adapter from it."""
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    shape: ModelShape,
+    *,
+    base: str,
+    dtype: torch.dtype,
+    prompts: PromptFiles | None = None,
+) -> None:
+    """`save_adapter` into a folder that appears whole or not at all, with the files that its prompts are made by.
+    HubError where it holds something, and where PEFT would read another adapter from it."""
     problem = misread(shape)
     if problem:
         raise HubError(problem)
     with fresh_folder(folder) as partial:
         save_adapter(partial, tensors, shape, base=base, dtype=dtype)
+        if prompts is not None:
+            prompts.write(partial, shape)
 
 
 def misread(shape: ModelShape) -> str:
@@ -193,6 +201,11 @@ def load_adapter(folder: Path, shape: ModelShape) -> tuple[ModelShape, dict[str,
             found |= _ours(binding, read, shape, config, lora)
     if stored:
         raise HubError(f"{folder}: {_unknown(next(iter(stored)), shape)}")
+    if missing := _unadapted(config, shape, found):
+        raise HubError(
+            f"{folder}: {CONFIG} asks for {missing}, and {WEIGHTS} has no adapter of it: it is for a model of fewer "
+            f"layers than {shape.name}, or was not saved whole"
+        )
     targets = sorted({name.split(".lora.")[0].split("_lora.")[0].rpartition(".")[2] for name in found})
     return replace(shape.base, lora=replace(lora, targets=",".join(targets))), found
 
@@ -209,6 +222,23 @@ def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], 
                     f"{folder}: {PARTS[part]} of {name} is {list(there)} where {shape.name} has {list(right)}: "
                     "the adapter is for another model"
                 )
+
+
+def _unadapted(config: Mapping[str, Any], shape: ModelShape, found: Mapping[str, Tensor]) -> str:
+    """A module that `target_modules` names and that has no adapter, although the same module of another layer has one.
+    Empty where there is none, and where the config chooses modules or layers in another way than by their names."""
+    targets = config.get("target_modules")
+    if not isinstance(targets, list) or any(config.get(key) for key in ("layers_to_transform", "exclude_modules")):
+        return ""
+    adapted, rest = set[str](), dict[str, str]()
+    for binding in bindings(shape.base):
+        for name in (name.removesuffix(".weight") for name in binding.theirs):
+            kind = re.sub(r"\.\d+\.", ".N.", name, count=1)
+            if any(adapter_parts(one, found) for one in binding.ours):
+                adapted.add(kind)
+            elif any(name == target or name.endswith(f".{target}") for target in targets):
+                rest.setdefault(kind, name)
+    return next((name for kind, name in rest.items() if kind in adapted), "")
 
 
 def _unknown(name: str, shape: ModelShape) -> str:

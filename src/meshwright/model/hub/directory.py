@@ -40,6 +40,24 @@ class HubTokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFiles:
+    """What prompts are made by and answers end by."""
+
+    tokenizer: HubTokenizer | None = None
+    chat_template: str | None = None
+    generation: Mapping[str, object] | None = None
+    """Generation config; None = the ids of the tokenizer's marks."""
+
+    def write(self, folder: Path, shape: ModelShape) -> dict[str, int]:
+        """Into a directory; the ids of the tokenizer's marks."""
+        if self.chat_template is not None:
+            (folder / TEMPLATE).write_text(self.chat_template, encoding="utf-8")
+        ids = _write_tokenizer(folder, self.tokenizer, shape, self.chat_template) if self.tokenizer else {}
+        _write_json(folder / GENERATION, dict(self.generation or {"_from_model_config": True, **ids}))
+        return ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HubFolder:
     """What an imported directory says about itself; weights are read by `load`."""
 
@@ -56,6 +74,16 @@ class HubFolder:
     def load(self, put: Callable[[str, Tensor], None], wanted: Callable[[str], bool] = lambda name: True) -> None:
         """Call put(name, tensor) with every weight that is wanted, by our names; see load_weights."""
         load_weights(self.path, self.shape, put, wanted)
+
+    def prompted_by(self, folder: Path) -> "HubFolder":
+        """The same with the tokenizer, chat template and generation config of another folder, where that has them."""
+        tokenizer = folder / TOKENIZER
+        return replace(
+            self,
+            tokenizer=tokenizer if tokenizer.is_file() else self.tokenizer,
+            chat_template=_read_template(folder) or self.chat_template,
+            generation=read_json(folder / GENERATION) or self.generation,
+        )
 
     def fingerprint(self) -> str:
         """Of its weights: names, sizes, first and last bytes of their files."""
@@ -81,14 +109,15 @@ def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
         known = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
         shape, dtype = shape_from_config(known), dtype_from_config(config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
-    return HubFolder(
+    found = HubFolder(
         path=folder,
         shape=replace(shape, name=folder.resolve().name),
         dtype=getattr(torch, dtype),
-        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
-        chat_template=_read_template(folder),
-        generation=read_json(folder / GENERATION) or ids,
+        tokenizer=None,
+        chat_template=None,
+        generation=ids,
     )
+    return found.prompted_by(folder)
 
 
 def export_folder(
@@ -131,13 +160,10 @@ def write_beside_weights(
     quantization: Mapping[str, object] | None = None,
 ) -> None:
     """Everything of a directory but the weights. `quantization`: what its config says of them."""
-    if chat_template is not None:
-        (folder / TEMPLATE).write_text(chat_template, encoding="utf-8")
-    ids = _write_tokenizer(folder, tokenizer, shape, chat_template) if tokenizer else {}
+    prompts = PromptFiles(tokenizer=tokenizer, chat_template=chat_template, generation=generation)
+    ids = prompts.write(folder, shape)
     config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), ids=ids, dropout=dropout)
     _write_json(folder / CONFIG, config | ({QUANTIZATION: quantization} if quantization else {}))
-    of_config = {"_from_model_config": True} | ids
-    _write_json(folder / GENERATION, dict(generation) if generation else of_config)
 
 
 def _write_tokenizer(
