@@ -175,6 +175,20 @@ def test_balance_loss_by_hand(name: str) -> None:
             assert balance[row].item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_is_not_in_the_balance_loss(name: str) -> None:
+    """Rows of 9, 4 and 0 real tokens: each as if it were alone and ended there."""
+    found, lengths = layer(name), (9, 4, 0)
+    padding = torch.arange(9) >= torch.tensor(lengths).unsqueeze(1)
+    x = states(rows=3)
+    balance = found(x, padding)[1]
+    alone = [found(x[row : row + 1, :length])[1] for row, length in enumerate(lengths) if length]
+    torch.testing.assert_close(balance, torch.cat((*alone, torch.zeros(1))), rtol=1e-5, atol=1e-7)
+    gradients = [torch.autograd.grad(one, found.router.weight)[0] for one in (balance.sum(), torch.cat(alone).sum())]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+    assert (found(x)[1] - balance).abs()[1] > 1e-3
+
+
 def test_balance_loss_is_one_when_even_and_all_experts_when_lost() -> None:
     found = layer("mixtral-8x7b", top_k=1)
     with torch.no_grad():

@@ -240,8 +240,9 @@ def test_recomputation_repeats_the_collectives_on_all_ranks(name: str) -> None:
     }
 
 
-def _parts_of_sequences() -> list[float]:
-    """ep over cp and tp ranks, each with a quarter of both sequences."""
+def _parts_of_sequences(padded: bool) -> list[float]:
+    """ep over cp and tp ranks, each with a quarter of both sequences; the last quarter of one and more may be
+    padding."""
     mesh = make_mesh(Layout(cp=2, tp=2, ep=4, sp=True))
     group, whole, found = mesh["ep"], layer("deepseek-v3"), layer("deepseek-v3")
     apply_expert_parallel(found, group)
@@ -249,11 +250,12 @@ def _parts_of_sequences() -> list[float]:
     generator = torch.Generator().manual_seed(1)
     x, pull = (torch.randn(2, LENGTH, HIDDEN, generator=generator).chunk(4, 1) for _ in range(2))
     given = torch.cat(x, 1).requires_grad_()
-    out, balance = whole(given)
+    padding = torch.arange(LENGTH) >= torch.tensor([[LENGTH], [LENGTH // 4 + 1]]) if padded else None
+    out, balance = whole(given, padding)
     weight = torch.tensor([3.0, 5.0])
     ((out * torch.cat(pull, 1)).sum() + (balance * weight).sum()).backward()
     mine = x[group.index].clone().requires_grad_()
-    my_out, my_balance = found(mine)
+    my_out, my_balance = found(mine, None if padding is None else padding.chunk(4, 1)[group.index])
     ((my_out * pull[group.index]).sum() + (my_balance * weight).sum() / group.size).backward()
     assert distance(my_out, out.chunk(4, 1)[group.index]) < 1e-5
     assert mine.grad is not None and given.grad is not None
@@ -265,8 +267,9 @@ def _parts_of_sequences() -> list[float]:
     return balance.tolist()
 
 
-def test_the_balance_loss_is_that_of_whole_sequences() -> None:
-    assert len(on_ranks(4, _parts_of_sequences)) == 4
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_balance_loss_is_that_of_whole_sequences(padded: bool) -> None:
+    assert len(on_ranks(4, _parts_of_sequences, padded)) == 4
 
 
 @pytest.mark.parametrize("counts", [[[2, 0, 3], [1, 4, 0]], [[0, 0], [0, 0]], [[0, 5], [0, 0], [3, 1]]])

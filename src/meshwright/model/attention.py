@@ -20,11 +20,13 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention needs to know about positions: rotary tables (None with learned positions) and the mask."""
+    """What layers need to know about positions: the mask, rotary tables (None with learned positions), and (B, S) which
+    of them fill a row up (None = none), for the balance loss of experts."""
 
     mask: Mask
     cos: Tensor | None = None
     sin: Tensor | None = None
+    padding: Tensor | None = None
 
 
 class AttentionBase(nn.Module):

@@ -143,6 +143,8 @@ class ExpertStack:
         return [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
 
 
+TINY = 1e-9
+"""Of a row's positions, where all are padding."""
 Half = Callable[..., Any]
 """(shared experts, ...) -> as their `begin` or `finish`."""
 
@@ -192,11 +194,11 @@ class MoE(nn.Module):
         if shape.moe.shared_experts:
             self.shared = make_mlp(shape, kernels, seams.shared, shape.moe.shared_experts * shape.moe.ffn, False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32."""
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32, without `padding` (B, S)."""
         routed, rows = self.route(x)
         received, shared = self.visit(routed, rows)
-        return self.join(routed, received, shared)
+        return self.join(routed, received, shared, padding)
 
     def route(self, x: Tensor) -> tuple["RoutedTokens", list[Tensor]]:
         """What comes before the experts: x (B, S, D) -> where its tokens go, and their rows (N k, D), sorted by that.
@@ -227,22 +229,31 @@ class MoE(nn.Module):
         shared = finish(self.shared, *begun) if beside else None
         return dispatch.receive(made), shared
 
-    def join(self, routed: "RoutedTokens", received: Tensor, shared: Tensor | None) -> tuple[Tensor, Tensor]:
+    def join(
+        self, routed: "RoutedTokens", received: Tensor, shared: Tensor | None, padding: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """What comes behind the experts: their rows (N k, D) -> as `forward`."""
         x, prefer = routed.x, self.experts.kernels.prefer
         out = combine(received, routed.weights, routed.order, routed.inverse, prefer).view_as(x)
         if self.moe.shared_experts:
             out = out + (self.shared(x) if shared is None else shared)
-        balance = self._balance(routed.experts, routed.probabilities, x.shape[0])
+        chosen = torch.zeros_like(routed.probabilities).scatter_(1, routed.experts, 1.0)
+        balance = self._balance(chosen.view(*x.shape[:2], -1), routed.probabilities.view(*x.shape[:2], -1), padding)
         return self.seams.routed.leave(out), balance  # last: recomputation stops before it
 
-    def _balance(self, experts: Tensor, probabilities: Tensor, sequences: int) -> Tensor:
-        """X * sum over experts of (share of choices) * (mean probability), 1 when even (arXiv:2101.03961, eq. 4).
+    def _balance(self, chosen: Tensor, probabilities: Tensor, padding: Tensor | None) -> Tensor:
+        """X * sum over experts of (share of choices) * (mean probability), 1 when even (arXiv:2101.03961, eq. 4), of
+        both (B, S, X).
 
-        Taken per sequence (as DeepSeek-V3, eq. 17-20), so that no split of a batch changes it. Where a part of each
-        sequence is here, a seam makes of the two means (2, B, X) those of whole sequences.
+        Taken per sequence (as DeepSeek-V3, eq. 17-20), so that no split of a batch changes it, over what is not
+        padding. Where a part of each sequence is here, a seam makes of the means those of whole sequences.
         """
-        chosen = torch.zeros_like(probabilities).scatter_(1, experts, 1.0).view(sequences, -1, self.moe.experts)
-        means = torch.stack((chosen.mean(1) / self.moe.top_k, probabilities.view_as(chosen).mean(1)))
-        share, probability = self.seams.over_sequence(means).unbind()
-        return self.moe.experts * (share * probability).sum(-1)
+        if padding is None:
+            means = self.seams.over_sequence(torch.stack((chosen.mean(1), probabilities.mean(1))))
+        else:
+            real = (~padding).unsqueeze(-1).to(chosen)
+            each = [torch.cat((values * real, real), -1).mean(1) for values in (chosen, probabilities)]
+            means, number = self.seams.over_sequence(torch.stack(each)).split((self.moe.experts, 1), -1)
+            means = means / number.clamp(min=TINY)
+        share, probability = means.unbind()
+        return self.moe.experts / self.moe.top_k * (share * probability).sum(-1)

@@ -113,8 +113,10 @@ class Seams:
     dispatch: Dispatch = Dispatch()
     """Of every mixture of experts."""
     counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host
+    in_routed: Callable[[Tensor], Tensor] = same
+    """(B, S) of the positions that a model is given -> of those that a mixture of experts is."""
     over_sequence: Callable[[Tensor], Tensor] = same
-    """Means (2, B, X) over the positions that are here -> over whole sequences."""
+    """Means (2, B, ...) over the positions that are here -> over whole sequences."""
     whole_sums: Callable[[Tensor], Tensor] = same
     """Sums over the positions that are here -> over whole sequences, for an objective that needs these."""
     enter_head: Callable[[Tensor], Tensor] = same

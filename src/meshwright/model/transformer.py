@@ -57,7 +57,7 @@ class Block(nn.Module):
         """As `forward`: the arithmetic of one device."""
         normed, x = self.attend(x, metadata, cache)
         if self.routed:
-            out, balance = self.mlp(normed)
+            out, balance = self.mlp(normed, metadata.padding)
             return x + self.drop(out), balance
         return x + self.drop(self.mlp(normed)), None
 
@@ -160,15 +160,18 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         spans: DocumentSpans = UNKNOWN,
+        padding: Tensor | None = None,
         objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
         """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
         the loss: see `loss`. The cross-entropy is zero on all but the last, where `objective` may make another of the
-        predictions. `spans`: what the host knows of documents."""
+        predictions. `spans`: what the host knows of documents; `padding` (B, S): what fills rows up, which the balance
+        loss leaves out."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
-        x, balance = self.run_layers(x, self.attention_metadata(positions, tokens.shape[1], documents, spans))
+        metadata = self.attention_metadata(positions, tokens.shape[1], documents, spans, padding)
+        x, balance = self.run_layers(x, metadata)
         if not self.last:
             return x, Loss(torch.zeros((), device=x.device), balance)
         predictions = Predictions(self, self.seams.enter_head(self.norm(x)))
@@ -219,7 +222,12 @@ class Transformer(nn.Module):
         return x, torch.stack(balances).sum(0) / self.shape.routed_layers if balances else None
 
     def attention_metadata(
-        self, positions: Tensor, keys: int, documents: Tensor | None, spans: DocumentSpans = UNKNOWN
+        self,
+        positions: Tensor,
+        keys: int,
+        documents: Tensor | None,
+        spans: DocumentSpans = UNKNOWN,
+        padding: Tensor | None = None,
     ) -> dict[int, AttentionMetadata]:
         """What each kind of layer sees, by window size; made once a pass. positions (B, S), documents (B, keys)."""
         cos = sin = None
@@ -228,7 +236,9 @@ class Transformer(nn.Module):
         queries = positions.shape[1]
         windows = {block.window for block in self.blocks}
         mask = partial(self.seams.mask, queries, keys, documents=documents, spans=spans, device=positions.device)
-        return {window: AttentionMetadata(mask(window=window), cos, sin) for window in windows}
+        if padding is not None:
+            padding = self.seams.in_routed(padding)
+        return {window: AttentionMetadata(mask(window=window), cos, sin, padding) for window in windows}
 
     def at_head(self, x: Tensor, use: Callable[[Tensor, Tensor], Made]) -> Made:
         """use(x (N, D), weight (V, D)) of the head, tied or not."""

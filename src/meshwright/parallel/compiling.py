@@ -122,7 +122,7 @@ def _around_experts() -> BlockCall:
     ) -> tuple[Tensor, Tensor | None]:
         x, routed, rows = before(block, x, metadata)
         received, shared = cast(MoE, block.mlp).visit(routed, rows, halves)
-        found: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared)
+        found: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared, metadata.padding)
         return found
 
     return run
@@ -134,9 +134,9 @@ def _before_experts(block: Block, x: Tensor, metadata: AttentionMetadata) -> tup
 
 
 def _behind_experts(
-    block: Block, x: Tensor, routed: RoutedTokens, received: Tensor, shared: Tensor | None
+    block: Block, x: Tensor, routed: RoutedTokens, received: Tensor, shared: Tensor | None, padding: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    out, balance = cast(MoE, block.mlp).join(routed, received, shared)
+    out, balance = cast(MoE, block.mlp).join(routed, received, shared, padding)
     return x + block.drop(out), balance
 
 

@@ -108,6 +108,8 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
     seams.look_up = partial(_look_up, first=first, number=number, slices=slices)
     if slices.sp:
         seams.positions = slices.mine
+        if own_tokens_in_experts:
+            seams.in_routed = slices.mine
     seams.enter_head = enters
     vocabulary = vocabulary_of(group, model.shape.vocab)
     prefer = model.kernels.prefer

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
     from meshwright.data import Sequences
     from meshwright.data.numbered_rows import NumberedRows
+
+
+PADDING: Final = "padding"
+"""Name of a tensor (B, S): which positions fill a row up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,8 @@ class Batch:
     """How many answers of pairs each row holds: its first documents, the better one of a pair first. Known on the
     host."""
     more: Mapping[str, Tensor] = field(default_factory=dict)
-    """What an objective reads beside, by name: (B,), (B, S), or of answers (B, A)."""
+    """What is read beside, by name: (B,), (B, S), or of answers (B, A). Most is for an objective; PADDING is for the
+    balance loss of experts."""
 
     @property
     def spans(self) -> DocumentSpans:
@@ -84,17 +89,18 @@ def to_batch(
     rows: int = 0,
     of_answers: OfAnswers | None = None,
     by_role: bool = False,
+    padding: bool = False,
 ) -> Batch:
     """Torch tensors of the windows; without a document mask rows are plain text. Fewer than `rows` windows are filled
     up with rows that have no target, so that every rank makes the same passes over the same shapes. `by_role`: with
-    who says each target, as `more["roles"]`."""
+    who says each target, as `more["roles"]`; `padding`: with what fills rows of samples up, as `more[PADDING]`."""
     packed = document_mask and sequences.packed
     positions = sequences.positions if packed else None
     targets = sequences.targets
     if positions is None and share.columns is not None:
         positions = np.broadcast_to(np.arange(targets.shape[1], dtype=np.int32), targets.shape)
 
-    def put(array: "NDArray[np.integer[Any]]", filling: int) -> Tensor:
+    def put(array: "NDArray[Any]", filling: int) -> Tensor:
         if share.columns is not None:
             array = array[:, list(share.columns)]
         if len(array) < rows:
@@ -102,7 +108,9 @@ def to_batch(
         return torch.as_tensor(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     kept = targets if share.columns is None else targets[:, list(share.columns)]
-    roles = put(sequences.roles, 0) if by_role and sequences.roles is not None else None
+    beside = {"roles": put(sequences.roles, 0)} if by_role and sequences.roles is not None else {}
+    if padding and sequences.roles is not None:
+        beside[PADDING] = put(_padding_of(sequences), True)
     valid_of_rows = [*(kept >= 0).sum(axis=1).tolist(), *[0] * (rows - len(kept))]
     begins = _begins_of(sequences) if packed else []
     filling = [[0]] * (rows - len(kept))
@@ -117,23 +125,31 @@ def to_batch(
         begins_of_rows=tuple(map(tuple, [*begins, *filling])) if packed and share.columns is not None else (),
         masked=document_mask,
         cut=share.columns is not None,
-        **_of_answers(sequences, device, rows, of_answers, roles),
+        **_of_answers(sequences, device, rows, of_answers, beside),
     )
 
 
 def _of_answers(
-    sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None, roles: Tensor | None
+    sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None, beside: Mapping[str, Tensor]
 ) -> dict[str, Any]:  # fmt: skip
-    """The fields of a batch that its answers have; and who says its targets."""
+    """The fields of a batch that its answers have; and what there is `beside`."""
     if sequences.answers is None:
-        return {} if roles is None else {"more": {"roles": roles}}
+        return {"more": beside}
     filled = np.full((max(0, rows - len(sequences.answers)), sequences.answers.shape[1]), -1)
     answers = np.concatenate((sequences.answers, filled))
     more = wanted(answers) if wanted is not None else {}
     return {
         "answers_of_rows": tuple((answers >= 0).sum(axis=1).tolist()),
-        "more": {name: torch.as_tensor(array).to(device, non_blocking=True) for name, array in more.items()},
-    }
+        "more": {
+            **{name: torch.as_tensor(array).to(device, non_blocking=True) for name, array in more.items()}, **beside
+        },
+    }  # fmt: skip
+
+
+def _padding_of(sequences: "Sequences") -> "NDArray[np.bool_]":
+    """[B, S]: documents without a target. A sample has one, or would not be in a row."""
+    numbers = sequences.documents.astype(np.int64) + np.arange(len(sequences.documents))[:, None] * 2**32
+    return ~np.isin(numbers, numbers[sequences.targets >= 0])
 
 
 def _begins_of(sequences: "Sequences") -> list[list[int]]:
@@ -240,11 +256,15 @@ class PackedRows:
     document_mask: bool
     of_answers: OfAnswers | None = None
     of_rows: OfRows | None = None
+    padding: bool = False
 
     def take(self, cursor: int, count: int, device: torch.device, share: Share) -> Batch:
         """As Source."""
         rows = self.sampler.take(cursor, count)
-        found = to_batch(rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers)
+        found = to_batch(
+            rows, device, document_mask=self.document_mask, share=share, of_answers=self.of_answers,
+            padding=self.padding,
+        )  # fmt: skip
         if self.of_rows is None:
             return found
         return replace(found, more={**found.more, **columns_of(self.of_rows(cursor, count), share, device)})

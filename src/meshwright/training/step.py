@@ -12,7 +12,7 @@ from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
 from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec.errors import IllegalLayout
-from meshwright.training.batches import Batch, forms
+from meshwright.training.batches import PADDING, Batch, forms
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import LossScaler
 from meshwright.training.skipping import StepSkipper
@@ -256,6 +256,7 @@ class MicroPass:
             positions=batch.positions,
             documents=batch.documents,
             spans=batch.spans,
+            padding=batch.more.get(PADDING),
             objective=self._sum,
         )
         total = found.cross_entropy

@@ -93,7 +93,8 @@ class Trainer:
         """Steps until the last one, an interruption or a loss that is no number."""
         recipe, progress = self.plan.recipe, self.state.progress
         sampler = numbered_rows(self.plan.data, recipe, self.corpus, self.corpus.train, shuffle=True)
-        rows = PackedRows(sampler, recipe.document_mask, self.task.of_training, self.task.of_rows)
+        balanced = self.plan.model.moe is not None and recipe.balance_loss > 0
+        rows = PackedRows(sampler, recipe.document_mask, self.task.of_training, self.task.of_rows, padding=balanced)
         feed = Feed(rows, self.device, share=self.share)
         log = MetricsLog(self.folder.metrics, silent=not self.is_first)
         if self.is_first and self.foreseen.dry_run is not None:
