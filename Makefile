@@ -8,12 +8,13 @@ VENV ?= .venv
 WORKERS ?= 2
 RUN = $(VENV)/bin/python
 
-.PHONY: help quickstart test test-fast test-slow test-isa test-torch lint format schema bench bench-gpu bench-parallel bench-serve leaderboard claims pages docs clean
+.PHONY: help quickstart test test-fast test-long test-slow test-isa test-torch lint format schema bench bench-gpu bench-parallel bench-serve leaderboard claims pages docs clean
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
 	@echo "make test-fast    the first tests of each module, in about a minute"
-	@echo "make test         the test suite but for what is marked slow"
+	@echo "make test         the test suite but for what is marked long or slow; of long tests the first case"
+	@echo "make test-long    what is marked long: seconds of processor time, or many cases"
 	@echo "make test-slow    what is marked slow: large matrices, compiled code, killed and restarted runs"
 	@echo "make test-torch   all tests with another torch, in an environment of its own (TORCH=2.12.0)"
 	@echo "make test-isa     the numerical tests once more, with this CPU's widest instructions switched off"
@@ -37,7 +38,10 @@ quickstart: $(VENV)/.installed
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist worksteal --durations 20
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" --part short $(ARGS)
+
+test-long: $(VENV)/.installed-dev
+	$(PYTEST) -m "not slow" --part long $(ARGS)
 
 test-fast: $(VENV)/.installed-dev
 	$(PYTEST) --fast --durations 5 $(ARGS)
@@ -49,7 +53,7 @@ test-slow: $(VENV)/.installed-dev
 test-torch:
 	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.12.0: say which torch" >&2; exit 2; }
 	@echo "torch==$(TORCH)" > .torch-$(TORCH).constraint
-	PIP_CONSTRAINT=$(CURDIR)/.torch-$(TORCH).constraint $(MAKE) VENV=.venv-torch-$(TORCH) test test-slow
+	PIP_CONSTRAINT=$(CURDIR)/.torch-$(TORCH).constraint $(MAKE) VENV=.venv-torch-$(TORCH) test test-long test-slow
 
 # Which kernels run depends on the CPU: on one with AVX-512 (and its 16-bit products) this tries what AVX2 has, on any
 # other what every x86-64 has.

@@ -57,7 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--strict-collectives", metavar="SEED", type=int, help="ranks communicate as strictly as with NCCL"
     )
-    parser.addoption("--fast", action="store_true", help="the first tests of each module, none marked slow")
+    parser.addoption("--fast", action="store_true", help="the first tests of each module, none marked long or slow")
+    parser.addoption("--part", choices=("short", "long"), help="see `part`")
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +79,10 @@ def strict_collectives(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device. `--fast` takes a part."""
-    if config.getoption("--fast"):
-        chosen = fast(items)
+    """Tests marked `gpu` are skipped, with the reason, where there is no CUDA device. `--fast`, `--part` take some."""
+    wanted = config.getoption("--part")
+    if wanted or config.getoption("--fast"):
+        chosen = fast(items) if config.getoption("--fast") else part(items, wanted)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -97,14 +99,24 @@ FIRST = 2
 
 
 def fast(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What `--fast` runs: of each module the first tests that are not marked slow, of each its first case."""
+    """What `--fast` runs: of each module the first tests that are not marked long or slow, of each its first case."""
     modules: dict[str, dict[str, pytest.Item]] = {}
     for item in items:
         module, _, test = item.nodeid.partition("[")[0].partition("::")
         chosen = modules.setdefault(module, {})
-        if not item.get_closest_marker("slow") and len(chosen) < FIRST:
+        if not any(item.get_closest_marker(mark) for mark in ("long", "slow")) and len(chosen) < FIRST:
             chosen.setdefault(test, item)
     return {item for chosen in modules.values() for item in chosen.values()}
+
+
+def part(items: list[pytest.Item], wanted: str) -> set[pytest.Item]:
+    """`long`: tests marked so, but for the first case of each that has several. `short`: all others."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    rest = (cases[len(cases) > 1 :] for cases in functions.values() if cases[0].get_closest_marker("long"))
+    long = {item for cases in rest for item in cases}
+    return long if wanted == "long" else set(items) - long
 
 
 def _is_local(host: object) -> bool:

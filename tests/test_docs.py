@@ -158,6 +158,7 @@ def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("page", generate.pages(), ids=shown)
+@pytest.mark.long
 def test_generated_parts_are_what_the_program_says(page: Path) -> None:
     """Keys, verbs, tables of predictions, outputs of `plan`: `make pages` writes them anew."""
     text = page.read_text(encoding="utf-8")

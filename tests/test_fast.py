@@ -5,23 +5,33 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.conftest import fast
+from tests.conftest import fast, part
 
 TESTS = Path(__file__).resolve().parent
 
 
 def test_the_first_tests_of_each_module_and_none_that_is_slow() -> None:
-    class Item(SimpleNamespace):
-        __hash__ = object.__hash__
+    given = [("a.py::h", "slow"), ("a.py::i", "long"), ("a.py::f[1]",), ("a.py::f[2]",), ("a.py::g",), ("a.py::k",)]
+    found = fast(items(*given, ("b.py::f[3]",), ("c.py::C::f", "slow")))
+    assert sorted(one.nodeid for one in found) == ["a.py::f[1]", "a.py::g", "b.py::f[3]"]
 
-    items: Any = [
+
+def test_the_two_parts_are_all_and_of_long_tests_with_cases_the_first_is_in_the_short_one() -> None:
+    given = items(("a.py::f[1]", "long"), ("a.py::f[2]", "long"), ("a.py::g[1]",), ("a.py::g[2]",), ("b.py::f", "long"))
+    short, long = (sorted(one.nodeid for one in part(given, wanted)) for wanted in ("short", "long"))
+    assert short == ["a.py::f[1]", "a.py::g[1]", "a.py::g[2]"] and long == ["a.py::f[2]", "b.py::f"]
+
+
+class Item(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
+def items(*given: tuple[str, ...]) -> Any:
+    """Of names, with their marks."""
+    return [
         Item(nodeid=name, get_closest_marker=lambda mark, marks=marks: mark if mark in marks else None)
-        for name, *marks in (
-            *(("a.py::h", "slow"), ("a.py::f[1]",), ("a.py::f[2]",), ("a.py::g",), ("a.py::k",)),
-            *(("b.py::f[3]",), ("c.py::C::f", "slow")),
-        )
+        for name, *marks in given
     ]
-    assert sorted(one.nodeid for one in fast(items)) == ["a.py::f[1]", "a.py::g", "b.py::f[3]"]
 
 
 def test_every_folder_has_tests_that_are_not_slow() -> None:

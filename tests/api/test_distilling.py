@@ -63,6 +63,7 @@ def test_a_student_of_layers_is_trained_in_python(teacher: Path, tmp_path: Path)
     assert found.load().generate("1 times", max_new_tokens=4)
 
 
+@pytest.mark.long
 def test_the_verb_trains_and_goes_on(
     teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

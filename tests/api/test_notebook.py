@@ -5,12 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.api.test_markup import parsed
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOK = ROOT / "examples" / "plan_and_train.ipynb"
 
 
+@pytest.mark.long
 def test_the_notebook_runs(tmp_path: Path) -> None:
     """In a fresh process and an empty folder."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.argv[1:] = [{str(NOTEBOOK)!r}]\n"

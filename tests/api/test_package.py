@@ -74,6 +74,7 @@ def test_every_public_name_is_there_and_documented() -> None:
         "import meshwright.api.training_run",
     ],
 )
+@pytest.mark.long
 def test_train_is_a_function_whatever_was_imported_before(first: str) -> None:
     """The package of that name stays what it is."""
     code = (

@@ -132,6 +132,7 @@ def test_the_saved_plan_is_read_by_train(answer: Any, tmp_path: Path, capsys: py
         ("llama-3.1-405b", {"cluster": "h100x8"}, []),
     ],
 )
+@pytest.mark.long
 def test_what_is_refused_is_refused_in_the_words_of_the_command_line(
     model: str, options: dict[str, Any], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,6 +139,7 @@ def test_a_dry_run_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == f"meshwright: {raised.value}\n"
 
 
+@pytest.mark.long
 def test_a_profile_is_kept_and_compared(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     answer = mw.profile(run, steps=1)
     kept = json.loads((run.run / "profile.json").read_text())

@@ -41,6 +41,7 @@ def answers(engine: object) -> list[list[int]]:
     return [one.answers[0].ids for one in asked]
 
 
+@pytest.mark.long
 def test_processes_are_started_and_one_that_dies_ends_the_engine(folder: Path) -> None:
     right, threads = answers(mw.load(folder).engine()), torch.get_num_threads()
     with mw.sharded_engine(folder, tp=2, ep=2) as engine:

@@ -16,6 +16,7 @@ from tests.benchmarks.test_quantization_table import SHAPE
 from tests.cli.toy import train, write_texts
 
 
+@pytest.mark.long
 def test_the_benchmark_runs_at_toy_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

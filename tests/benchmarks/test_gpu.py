@@ -326,6 +326,7 @@ def _interpreter() -> None:
         pytest.skip("this Triton's interpreter is older than this numpy")
 
 
+@pytest.mark.long
 def test_triton_contestants_in_the_interpreter_hold_their_bars() -> None:
     _interpreter()
     found = kernel_errors.interpreted()
@@ -334,6 +335,7 @@ def test_triton_contestants_in_the_interpreter_hold_their_bars() -> None:
     assert all(row["holds"] for row in found), [row for row in found if not row["holds"]]
 
 
+@pytest.mark.long
 def test_triton_contestants_are_timed_in_the_interpreter(tmp_path: Path) -> None:
     _interpreter()
     words = [

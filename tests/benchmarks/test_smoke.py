@@ -59,6 +59,7 @@ def in_this_process(place: Path, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_a_card_of_24_gb_is_compared() -> None:
     found = dry_qlora.compared("qwen2.5-0.5b", "rtx4090x1")
     assert 0 < found["peak_bytes"] < found["usable_bytes"] and found["error"] < 0.05
@@ -148,6 +149,7 @@ def test_the_update_is_measured_with_the_buckets_of_the_real_sizes() -> None:
     assert 0 < found["share"] < 1 and found["share"] == max(fp32["share"], bf16["share"])
 
 
+@pytest.mark.long
 def test_recomputation_is_measured_beside_what_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recomputation.SIZES, "10m", (1, 64))
     found = recomputation.compared("10m", 1)
@@ -158,6 +160,7 @@ def test_recomputation_is_measured_beside_what_is_foreseen(monkeypatch: pytest.M
     assert policies["full"]["flop_ratio"] > policies[recomputation.HALF]["flop_ratio"] > 1
 
 
+@pytest.mark.long
 def test_a_curve_of_muon_is_held_against_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
     some = ("fp32, adamw", "fp32, muon")
     monkeypatch.setattr(muon, "VARIANTS", {name: muon.VARIANTS[name] for name in some})
@@ -251,6 +254,7 @@ def test_serving_quantized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert 0.5 < found["top1"] <= 1
 
 
+@pytest.mark.long
 def test_serving_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(serve_forms, "WINDOWS", 2)
     monkeypatch.setattr(serve_forms, "NEW", 12)

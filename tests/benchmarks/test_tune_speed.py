@@ -49,6 +49,7 @@ def test_ours_takes_turns(tmp_path: Path) -> None:
     assert len(found.losses) == tune_speed.WARM_UP + 1 and all(loss > 0 for loss in found.losses)
 
 
+@pytest.mark.long
 def test_a_contestant_that_ends_is_reported(tmp_path: Path) -> None:
     [found] = tune_speed.race(["ours"], tmp_path, "fp32", 1, 1, "cpu")
     assert found.error and not found.tokens

@@ -49,6 +49,7 @@ def turns(*given: Any) -> str:
                                                        "text"),
     ],
 )  # fmt: skip
+@pytest.mark.long
 def test_a_row_is_named_with_its_line(row: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.dumps(GOOD), "", row, json.dumps(GOOD)]
     Path("chat.jsonl").write_text("\n".join(lines))

@@ -132,6 +132,7 @@ def _status(key: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc to see the peak")
+@pytest.mark.long
 def test_an_export_never_holds_the_model(tmp_path: Path) -> None:
     on_ranks(4, save_large, str(tmp_path / "saved"))
     source = tmp_path / "saved" / "step-000001"

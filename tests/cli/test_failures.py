@@ -56,6 +56,7 @@ def test_a_rank_that_is_killed(texts: Path, tmp_path: Path) -> None:
     assert re.search(died, ended.line)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path) -> None:
     """Even the first one, which reads the others' beats. It hears no SIGTERM: its neighbours kill it."""
     ended = disturbed(texts, tmp_path, "stop", bad=0)
@@ -63,6 +64,7 @@ def test_a_rank_that_is_stopped(texts: Path, tmp_path: Path) -> None:
     assert re.search(rf"rank 0 has been silent for [{HANG_S}-9] s in step 5, stopped or cut off; its last", ended.line)
 
 
+@pytest.mark.long
 def test_a_rank_that_stands_still(texts: Path, tmp_path: Path) -> None:
     ended = disturbed(texts, tmp_path, "sleep")
     assert ended.codes == [1, 1]
@@ -98,6 +100,7 @@ def test_an_output_that_nobody_reads(texts: Path, tmp_path: Path) -> None:
     assert ended.line == "meshwright: rank 0 ended: nothing reads its stdout any more (a closed pipe)"
 
 
+@pytest.mark.long
 def test_who_keeps_the_store_goes_last(texts: Path, tmp_path: Path) -> None:
     """Started by hand, the first rank has it: another one that is slow to end has not failed."""
     with socket.socket() as free:
@@ -109,6 +112,7 @@ def test_who_keeps_the_store_goes_last(texts: Path, tmp_path: Path) -> None:
     assert ended.codes == [0, 0] and not ended.errors
 
 
+@pytest.mark.long
 def test_a_restart_with_fewer_ranks_goes_on(texts: Path, tmp_path: Path) -> None:
     """In the same store, as torchrun has it; the loss curve is that of a run on one device which nobody killed."""
     run, store = tmp_path / "run", new_store()

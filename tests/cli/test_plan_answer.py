@@ -58,6 +58,7 @@ def document(command: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str
 
 
 @pytest.mark.parametrize("asked", TWENTY)
+@pytest.mark.long
 def test_a_printed_layout_given_back_is_the_same(
     asked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_what_a_block_gathers_is_what_the_whole_model_reads(name: str) -> None:
 
 @pytest.mark.parametrize("scheme", CALIBRATED)
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek", "gpt2", "gqa"])
+@pytest.mark.long
 def test_every_family_is_calibrated_and_stays_close(name: str, scheme: str, tmp_path: Path) -> None:
     source, model = original(EVERY[name])
     found = calibrate(tmp_path / "q", source, described(model.shape, scheme), TEXT, torch.float32)
@@ -250,6 +251,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_after_a_kill_it_goes_on_with_the_same_bits(folder: Path) -> None:
     given: dict[str, Any] = {"data": folder / "text.txt", "quality": False}
     assert mw.quantize(folder / "hf", "int4-awq", folder / "whole", **given).resumed_blocks == 0

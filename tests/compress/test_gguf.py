@@ -241,6 +241,7 @@ def test_what_llama_cpp_would_not_compute_is_refused_at_the_start(shape: ModelSh
     ({WHOLE: "{}"}, {}, "its tokenizer is damaged"),
     ({WHOLE: None, "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": ["no yes"]}, {}, "merges names tokens"),
 ])  # fmt: skip
+@pytest.mark.long
 def test_a_file_whose_parts_do_not_fit_is_refused(
     keys: dict[str, Any], tensors: dict[str, str | None], said: str, tmp_path: Path
 ) -> None:

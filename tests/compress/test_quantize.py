@@ -47,6 +47,7 @@ def words(folder: Path, scheme: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.long
 def test_the_verb_writes_measures_and_others_read(
     scheme: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def theirs(source: str, messages: list[Any], **more: Any) -> tuple[str, list[tup
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
+@pytest.mark.long
 def test_texts_and_spans_are_those_of_transformers(name: str, data: st.DataObject) -> None:
     messages = data.draw(conversations(system=name != "gemma"))
     tools = data.draw(st.sampled_from([None, TOOLS]))

@@ -77,6 +77,7 @@ def tokenized(name: str, text: str, spans: list[tuple[int, int]], parts: bool) -
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
+@pytest.mark.long
 def test_ids_and_masks_are_those_of_transformers(name: str, tokenizer: str, data: st.DataObject) -> None:
     """With or without marks in the template. A tokenizer that can be given parts is given those that a model sees:
     the words before an answer and the answer; else, and where no token reaches across, ids are those of the whole."""

@@ -31,6 +31,7 @@ def longest_whole(pieces: list[bytes], most: int) -> int:
 @pytest.mark.parametrize("template", TEMPLATES)
 @settings(max_examples=40, deadline=None)
 @given(messages=conversations(answered=True), sequence=st.integers(2, 60))
+@pytest.mark.long
 def test_a_cut_turn_is_trained_up_to_its_last_whole_character(
     tokenizer: str, template: str, messages: Any, sequence: int
 ) -> None:

@@ -24,6 +24,7 @@ for rows, inputs in ((1, 64), (5, 256), (1, 1024), (17, 1024), (70, 1028)):
 
 
 @pytest.mark.parametrize("limit", ["", "AVX512_CORE", "AVX2", "SSE41"])
+@pytest.mark.long
 def test_sums_are_exact_whatever_the_instructions(limit: str) -> None:
     limits = {"ONEDNN_MAX_CPU_ISA": limit} if limit else {}
     subprocess.run([sys.executable, "-c", EXTREMES], check=True, env=os.environ | limits)

@@ -123,6 +123,7 @@ def test_strips_leave_out_what_no_document_and_no_window_reaches(kernel: MemoryE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.long
 def test_on_fake_tensors_of_a_gpu_no_host_waits_and_nothing_of_s_x_s_is_made(
     dtype: torch.dtype, dropout: float, window: int
 ) -> None:

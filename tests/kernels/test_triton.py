@@ -24,6 +24,7 @@ ROOT = HERE.parent.parent
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (HERE / "interpreted").glob("*.py")))
+@pytest.mark.long
 def test_in_the_interpreter(file: str) -> None:
     if file == "poison.py":
         return
@@ -58,6 +59,7 @@ def test_an_installed_package_is_no_driver() -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [90, *(pytest.param(one, marks=pytest.mark.slow) for one in (80, 100))])
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
+@pytest.mark.long
 def test_compiled_for_gpus_that_are_not_here(sample: Sample, capability: int) -> None:
     found = compiled(sample, capability)
     assert found.shared <= SHARED_LIMIT[capability]

@@ -33,6 +33,7 @@ def random_documents(length: int, share: float, seed: int) -> Tensor:
 @pytest.mark.parametrize("window", [0, 1, 7, 64, 100])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 1.0])
 @pytest.mark.parametrize("length", [1, 63, 130, 400])
+@pytest.mark.long
 def test_random_borders_and_windows(
     length: int, share: float, window: int, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -384,6 +384,7 @@ def _deaf() -> None:
         ),
     ],
 )
+@pytest.mark.long
 def test_ranks_that_share_a_trace_would_have_recorded_that_trace(layout: Layout, name: str) -> None:
     """Every rank in full beside brief runs of every rank and a full run of one of those that are alike."""
     given = plan(layout, name, layers=4, global_batch=2 * layout.dp)

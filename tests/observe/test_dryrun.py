@@ -140,6 +140,7 @@ def test_states_are_those_that_are_counted(layout: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+@pytest.mark.long
 def test_few_micro_batches_stand_for_many(schedule: str) -> None:
     virtual = 2 if schedule in ("interleaved", "zb-v", "dualpipe-v") else 1
     one = plan(TINY, 12, pp=2, vp=virtual, micro_batch=1, schedule=schedule)
@@ -152,6 +153,7 @@ def test_few_micro_batches_stand_for_many(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+@pytest.mark.long
 def test_a_step_that_must_be_whole_is_made_once(schedule: str) -> None:
     one = plan(TINY, 4, pp=4, micro_batch=1, schedule=schedule)
     short, whole = dry_run(one, ranks=[0], device="cuda"), dry_run(one, ranks=[0], device="cuda", whole=True)
@@ -160,6 +162,7 @@ def test_a_step_that_must_be_whole_is_made_once(schedule: str) -> None:
     assert dict(short.traffic(0)) == dict(whole.traffic(0))
 
 
+@pytest.mark.long
 def test_accumulation_is_shortened_too() -> None:
     one = plan(TINY, 12, dp_shard=2, zero=2, micro_batch=1)
     short, whole = dry_run(one, device="cuda"), dry_run(one, device="cuda", whole=True)
@@ -168,6 +171,7 @@ def test_accumulation_is_shortened_too() -> None:
     assert dict(short.traffic(0)) == dict(whole.traffic(0))
 
 
+@pytest.mark.long
 def test_what_a_rank_does_does_not_depend_on_how_many_there_are() -> None:
     few = dry_run(plan(TINY, 32, dp_replicate=8, tp=2, pp=2, micro_batch=1), device="cuda")
     many = dry_run(plan(TINY, 32 * 512, dp_replicate=8 * 512, tp=2, pp=2, micro_batch=1), device="cuda")
@@ -175,6 +179,7 @@ def test_what_a_rank_does_does_not_depend_on_how_many_there_are() -> None:
     assert [seen.sent[1].keys() for seen in few.ranks] == [seen.sent[1].keys() for seen in many.ranks]
 
 
+@pytest.mark.long
 def test_more_rows_for_a_rank_s_experts() -> None:
     one = plan(MIXED, 8, dp_shard=2, ep=2, zero=1, micro_batch=4)
     even, loaded = (dry_run(one, device="cuda", load=load) for load in (1.0, 1.9))
@@ -307,6 +312,7 @@ def test_the_largest_step_of_a_ramp_is_run() -> None:
     assert planned == of_large
 
 
+@pytest.mark.long
 def test_the_copy_of_a_background_save_is_host_memory() -> None:
     """Of a CPU's peak a part; of a GPU's none, and said apart. Without a save before the last step there is none."""
     plain = plan(SMALL, 2, micro_batch=2)
@@ -325,6 +331,7 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("states", ["bf16", "int8", "muon"])
+@pytest.mark.long
 def test_narrow_states_are_those_that_are_counted(states: str, device: str) -> None:
     """As plan and dry run find them, on a CPU to the byte (a GPU's allocator rounds up). Saving copies them too."""
     first = plan(SMALL, 4, precision="bf16", dp_shard=2, zero=3, micro_batch=2, saving="async")
@@ -345,6 +352,7 @@ def test_narrow_states_are_those_that_are_counted(states: str, device: str) -> N
     assert counted["moments"] < 4.1 * sum(p.numel for p in parameters(SMALL)) / 2
 
 
+@pytest.mark.long
 def test_of_equal_pieces_one_rank_copies_each() -> None:
     """All replicas together copy the state once, some a tensor more than others; on a GPU each has an even share."""
     one = plan(SMALL, 8, dp_replicate=2, micro_batch=2, saving="async")

@@ -42,6 +42,7 @@ SEED, NUMBER = 367, 8
 long one."""
 
 
+@pytest.mark.long
 def test_a_small_draw_is_equal() -> None:
     cases = [random_case(SEED, index, processes=4) for index in range(NUMBER)]
     found = {one.index: one.difference for one in verdicts(cases)}

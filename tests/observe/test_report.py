@@ -224,6 +224,7 @@ def test_cards_say_where_they_are_from_and_rows_have_one_unit(browser: Browser, 
 @in_browser
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [400, 900, 1300, 1400])
+@pytest.mark.long
 def test_it_fits_every_width_in_light_and_dark(
     browser: Browser, pages: dict[str, Path], width: int, dark: bool
 ) -> None:

@@ -131,6 +131,7 @@ def test_a_token_says_what_becomes_of_it(browser: Browser, tmp_path: Path, chats
 @in_browser
 @pytest.mark.parametrize("width", [400, 900, 1400])
 @pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.long
 def test_nothing_is_cut_at_any_width(
     browser: Browser, tmp_path: Path, chats: DataView, texts: DataView, width: int, dark: bool
 ) -> None:

@@ -242,6 +242,7 @@ def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("fused", [False, True], ids=["blocks", "fused"])
+@pytest.mark.long
 def test_attention_and_gradients_equal_one_device(size: int, fused: bool) -> None:
     masks = [(0, False), (0, True)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
     cases = [
@@ -328,6 +329,7 @@ def train_models(cases: list[tuple[str, str, bool, bool, str]]) -> dict[str, flo
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.long
 def test_models_equal_one_device(size: int) -> None:
     cases = [
         ("gqa", "ring", "zigzag", False, "none"),

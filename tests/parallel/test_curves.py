@@ -95,6 +95,7 @@ def right(setting: Setting, sequences: list[Any]) -> list[float]:
     return layout_curves.losses(setting.run("one dense"))
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_other_layouts(setting: Setting, right: list[float], sequences: list[Any]) -> None:
     """Four processes, four again, one, four: losses, weights, and the very sequences of every step."""
     found: list[Any] = []
@@ -109,6 +110,7 @@ def test_a_run_goes_on_under_other_layouts(setting: Setting, right: list[float],
     assert right[-1] < 0.9 * right[0], "it learns: equal curves mean something"
 
 
+@pytest.mark.long
 def test_experts_go_on_under_other_layouts(setting: Setting) -> None:
     found = layout_curves.journey(setting, layout_curves.one_device(setting, ["experts"]), "experts")
     assert [leg["until"] for leg in found["legs"]] == [2, 5, 8]

@@ -101,15 +101,18 @@ def slow(name: str) -> Any:
 
 
 @pytest.mark.parametrize("case", [*(slow(kind) if kind == "qwen3-30b-a3b" else kind for kind in KINDS), "packed"])
+@pytest.mark.long
 def test_two_ranks_train_the_same_model(case: str) -> None:
     check(case, 2, TWO + TWO_STAGES + (TWO_EXPERTS if CASES[case].shape.moe else []))
 
 
 @pytest.mark.parametrize("kind", ["llama-3.1-8b", "deepseek-v3", "gpt2-124m"])
+@pytest.mark.long
 def test_four_stages_on_two_ranks(kind: str) -> None:
     check(f"{kind} of 5 layers", 2, V_STAGES)
 
 
 @pytest.mark.parametrize("case", ["packed", "gpt2-124m", "qwen3-30b-a3b", slow("deepseek-v3")])
+@pytest.mark.long
 def test_four_ranks_train_the_same_model(case: str) -> None:
     check(case, 4, FOUR + FOUR_STAGES + (FOUR_EXPERTS if CASES[case].shape.moe else []))

@@ -152,6 +152,7 @@ def _layer_case(case: str, group: Group, told: Told, pieces: int) -> dict[str, A
 
 
 @pytest.mark.parametrize(("world", "pieces"), [(2, 1), (2, 2), (2, 4), (4, 1), (4, 2)])
+@pytest.mark.long
 def test_outputs_gradients_and_bytes_equal_one_device(world: int, pieces: int) -> None:
     """In pieces for several experts of a rank, and for one each. Under collectives as strict as NCCL's."""
     results = on_ranks(world, _layer_cases, world, pieces)
@@ -184,6 +185,7 @@ def _order(name: str, pieces: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("pieces", [1, 2, 4])
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "deepseek-v3"])
+@pytest.mark.long
 def test_rows_are_under_way_while_others_are_multiplied(name: str, pieces: int) -> None:
     """The first products are the router's; shared experts multiply while rows come and while they return."""
     shared = ["mm"] if name == "deepseek-v3" else []

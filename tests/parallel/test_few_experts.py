@@ -55,6 +55,7 @@ def trained(options: list[dict[str, Any]]) -> list[RankOutcome]:
     return [outcome(CASE, Layout(compile="off", **each), made=made) for each in options]
 
 
+@pytest.mark.long
 def test_the_same_model_is_trained() -> None:
     expected = outcome(CASE, Layout(compile="off"))
     ranks = on_ranks(4, trained, LAYOUTS)
@@ -91,6 +92,7 @@ def saved_and_loaded(folder: Path) -> list[float]:
     return found
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_it_loads_under_other_layouts_and_on_one_device(tmp_path: Path) -> None:
     assert on_ranks(4, saved_and_loaded, tmp_path) == [[0.0] * len(SAVED)] * 4
     fresh, expected = (tensors(build_engine(CASE.shape, Layout(), seed=seed)) for seed in (0, SEED))

@@ -4,6 +4,8 @@ import gc
 from typing import Any
 from weakref import ref
 
+import pytest
+
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.feature_matrix import CASE
 from meshwright.parallel.mesh import Made
@@ -33,5 +35,6 @@ def _alive(layouts: list[dict[str, Any]]) -> list[int]:
     return found
 
 
+@pytest.mark.long
 def test_no_parameter_outlives_its_engine() -> None:
     assert on_ranks(2, _alive, LAYOUTS) == [[0] * len(LAYOUTS)] * 2

@@ -55,6 +55,7 @@ def test_one_device_trains_the_others_only(expected: RankOutcome) -> None:
         assert (f"step 1 gradient of {name}" in expected.tensors) == (name not in frozen), name
 
 
+@pytest.mark.long
 def test_layouts_train_the_same(expected: RankOutcome) -> None:
     ranks = on_ranks(2, trained, LAYOUTS)
     for index, each in enumerate(LAYOUTS):

@@ -43,6 +43,7 @@ def layouts(options: list[dict[str, Any]], case: Case) -> list[tuple[Case, Layou
     ],
     ids=["two", "two, narrow states and bf16", "four", "four, dense"],
 )
+@pytest.mark.long
 def test_layouts_are_equal_to_one_device(world: int, cases: list[tuple[Case, Layout]]) -> None:
     alone: dict[Case, RankOutcome] = {}
     ranks = on_ranks(world, outcomes_of, cases, "cpu", limit_s=300)

@@ -37,6 +37,7 @@ def free_bytes(found: Transformer) -> int:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("recompute", "layers"), [("none", 0), ("full", 0), ("full", 1), ("norms", 0), ("norms", 1)])
+@pytest.mark.long
 def test_loss_and_gradients_keep_every_bit(name: str, recompute: str, layers: int) -> None:
     """In the second step with the buffers of the first: none is taken anew, and all are free again after each."""
     plain = step(laid_out(name, dropout=0.1))
@@ -176,6 +177,7 @@ def _moved(layouts: list[Layout]) -> list[tuple[RankOutcome, set[int]]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.long
 def test_every_parallelism_equals_one_device(world: int) -> None:
     """And no parameter is moved: what fully_shard gathers is freed behind the block's back."""
     layouts = [Layout(compile="off", offload="activations", **each) for size, each in RANKS if size == world]  # type: ignore[arg-type]

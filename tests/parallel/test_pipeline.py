@@ -194,6 +194,7 @@ def assert_equal(case: Case, world: int, results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.long
 def test_every_schedule_equals_one_device(world: int) -> None:
     """Loss, evaluation, every gradient (bit for bit, since micro-batches are added in one order) and what is sent."""
     chosen = cases(world)

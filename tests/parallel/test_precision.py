@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -145,6 +146,7 @@ def _compared(options: list[tuple[str, dict[str, Any]]]) -> list[RankOutcome]:
     return [outcome(CASES[case], Layout(compile="off", **each), made=made) for case, each in options]
 
 
+@pytest.mark.long
 def test_layouts_in_bf16_are_one_device_within_the_band() -> None:
     ranks = on_ranks(2, _compared, EQUAL)
     alone = {case: _alone(case) for case in CASES}

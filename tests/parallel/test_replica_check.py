@@ -78,6 +78,7 @@ def _results() -> list[tuple[list[str], list[str], list[str]]]:
     return found
 
 
+@pytest.mark.long
 def test_a_copy_that_differs_is_not_saved() -> None:
     for results in on_ranks(4, _results, limit_s=300):
         for (options, name, rank), (equal, flipped, broken) in zip(SHARED, results, strict=True):

@@ -80,6 +80,7 @@ def saved(folder: Path, states: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("states", STATES, ids=["int8, no masters", "bf16", "muon", "muon, int8"])
+@pytest.mark.long
 def test_states_written_under_one_layout_are_read_under_another(tmp_path: Path, states: dict[str, Any]) -> None:
     on_ranks(2, saved, tmp_path, states)
     alone = made({}, states)

@@ -61,6 +61,7 @@ def _strictly(layouts: list[Layout], seed: int) -> list[tuple[RankOutcome, int, 
 
 
 @pytest.mark.parametrize(("world", "layouts"), [(2, TWO), (4, FOUR)])
+@pytest.mark.long
 def test_layouts_equal_one_device(world: int, layouts: list[Layout]) -> None:
     ranks = on_ranks(world, _strictly, layouts, 1)
     for index, layout in enumerate(layouts):

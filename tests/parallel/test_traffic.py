@@ -143,6 +143,7 @@ def assert_seen(told: Sent, seen: Seen, axes: dict[str, set[tuple[int, ...]]], t
         ("qwen3-30b-a3b", 4, FOUR, "fp32"),
     ],
 )
+@pytest.mark.long
 def test_calls_and_bytes_are_those_that_the_process_groups_see(
     kind: str, world: int, options: list[dict[str, Any]], precision: str
 ) -> None:
@@ -214,6 +215,7 @@ def scalars(size: int, axis: str) -> int:
 
 
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.long
 def test_zero_sends_what_the_lectures_say(n: int) -> None:
     """Per step and rank, with Q = (n - 1) / n x 4 N bytes: 2 Q, 2 Q, 2 Q, 3 Q."""
     quantum, kept = round_of(n, 4 * N), round_of(n, 4 * HEAD)

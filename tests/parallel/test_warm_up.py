@@ -65,6 +65,7 @@ def _both(case: Case, layouts: list[Layout]) -> list[tuple[dict[str, Any], dict[
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.long
 def test_a_warm_up_leaves_nothing_behind(precision: str) -> None:
     """Weights bit for bit, random state, and the counts of every step; it communicates inside of the stages only."""
     case = Case(shape=CASE.shape, precision=precision)
@@ -103,6 +104,7 @@ def _form_by_form(case: Case, layout: Layout) -> list[int]:
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "zero": 3}, {"cp": 2}], ids=str)
+@pytest.mark.long
 def test_both_forms_of_a_batch_are_warm_before_the_first_message(axes: dict[str, Any]) -> None:
     """Else the first batch with a border is compiled in the middle of a step, while receives are open."""
     case = Case(shape=CASE.shape, packed=True)

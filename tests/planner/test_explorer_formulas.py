@@ -130,6 +130,7 @@ def words(plan: Plan) -> dict[str, Any]:
     return {"layout": asdict(plan.layout), "recipe": recipe}
 
 
+@pytest.mark.long
 def test_memory_of_hundreds_of_plans(plans: list[tuple[int, Plan, list[str]]]) -> None:
     legal = [(place, plan) for place, plan, said in plans if not said]
     assert len(legal) >= PLANS * len(SMALL)

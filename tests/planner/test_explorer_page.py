@@ -85,6 +85,7 @@ def text(browser: Browser, selector: str) -> str:
 
 
 @in_browser
+@pytest.mark.long
 def test_it_opens_offline_and_says_nothing_to_the_console(opened: Browser) -> None:
     assert opened.complaints == []
     assert [address for address in opened.requested if not address.startswith(("file:", "data:"))] == []

@@ -47,6 +47,7 @@ def test_replicas_are_summed_behind_the_passes() -> None:
 
 
 @pytest.mark.parametrize("keys", [{}, {"micro_batches": 3}, {"dp_replicate": 2}, {"recompute": "all-but-attention"}])
+@pytest.mark.long
 def test_the_pool_and_the_gradients_are_counted_as_a_dry_run_finds_them(keys: dict[str, Any]) -> None:
     """Within a hundredth."""
     plans = [plan_of(graphs, **keys) for graphs in ("off", "on")]

@@ -188,6 +188,7 @@ def test_window_from_a_layer_on() -> None:
         {"pp": 2, "schedule": "zb-h1", "micro_batch": 2, "recompute": "full", "recompute_layers": 1},
     ],
 )
+@pytest.mark.long
 def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
     shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=16384)
     recipe = Recipe(sequence=2048, global_batch=32, precision="bf16", document_mask=False)
@@ -210,6 +211,7 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_no_gradient_stands_beside_a_wide_copy_of_itself(
     tied: bool, layout: dict[str, object], micro_batches: int
 ) -> None:
@@ -229,6 +231,7 @@ def test_no_gradient_stands_beside_a_wide_copy_of_itself(
     [(False, 128, {}), (True, 128, {}), (True, 1024, {"dp_shard": 4, "ep": 4, "zero": 1}),
      (True, 512, {"pp": 2, "schedule": "zb-h1"})],
 )  # fmt: skip
+@pytest.mark.long
 def test_operands_of_8_bits_take_what_was_planned(
     products: str, routed: bool, tokens: int, layout: dict[str, object]
 ) -> None:
@@ -251,6 +254,7 @@ def test_operands_of_8_bits_take_what_was_planned(
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.long
 def test_muons_matrices_take_what_was_planned(layout: dict[str, object], precision: str) -> None:
     """While the optimizer runs; and what is sent is equal to the byte."""
     moe = MoEShape(experts=16, top_k=2, ffn=512) if "ep" in layout else None
@@ -283,6 +287,7 @@ def test_muons_time_is_that_of_its_flop_and_no_flop_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2, "schedule": "afab", "dp_shard": 8, "zero": 1}])
+@pytest.mark.long
 def test_ends_that_are_most_of_a_model(layout: dict[str, object]) -> None:
     """A chunk of logits is gone before the next, and parameters with a stage's last backward pass."""
     recipe = Recipe(sequence=8192, global_batch=16, precision="bf16", document_mask=False)
@@ -320,6 +325,7 @@ def test_a_split_pass_leaves_gradients_of_weights_for_later() -> None:
 
 
 @pytest.mark.parametrize("name", ["noise", "fp32", "fp32 documents", "fp32 window"])
+@pytest.mark.long
 def test_copies_that_few_plans_have_are_counted_as_the_dry_run_does(name: str) -> None:
     """Of gradients, for the noise scale; of keys for each head, in fp32 on a GPU, whole or strip by strip."""
     shape = replace(LLAMA, layers=2, vocab=4096)
@@ -388,6 +394,7 @@ def test_gradients_of_weights_are_made_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "virtual", "rounds", "zero"), [(4, 2, 1, 1), (2, 4, 1, 3), (2, 2, 2, 1)])
+@pytest.mark.long
 def test_a_chunk_that_is_reduced_keeps_no_whole_gradients(ranks: int, virtual: int, rounds: int, zero: int) -> None:
     """In a step of one round a chunk's last backward pass ends before the next chunk's first begins."""
     shape = replace(SHAPE, layers=8, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=16384)
@@ -400,6 +407,7 @@ def test_a_chunk_that_is_reduced_keeps_no_whole_gradients(ranks: int, virtual: i
 
 @pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.long
 def test_pieces_of_experts_hold_what_one_piece_holds(shared: int, recompute: str) -> None:
     """A dry run's peak and collectives beside the plan's: the rows of all pieces are as many, and lie in one place."""
     moe = MoEShape(experts=16, top_k=4, ffn=512, shared_experts=shared)

@@ -118,6 +118,7 @@ def with_offload(asked: Plan, fixed: Fixed, offload: str) -> tuple[Plan, Fixed]:
 
 
 @pytest.mark.parametrize(("offload", "seed"), CASES)
+@pytest.mark.long
 def test_search_lists_what_looking_at_every_layout_lists(offload: str, seed: int) -> None:
     """Ten models of each seed; of each, devices whose memory is enough for some of the layouts, or for all."""
     dice = Random(seed)

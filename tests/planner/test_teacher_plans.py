@@ -33,6 +33,7 @@ SLOW = ("a pipeline with ZeRO-3", "a V")
     "layout",
     [pytest.param(one, marks=[pytest.mark.slow] * (name in SLOW), id=name) for name, one in LAYOUTS.items()],
 )
+@pytest.mark.long
 def test_weights_are_those_of_the_dry_run_and_the_peak_is_near(layout: Layout) -> None:
     plan = replace(TAUGHT, layout=layout)
     for planned in predict(plan).memory:

@@ -13,6 +13,7 @@ from tests.serve.test_exact import PROMPTS, bits, served, shrunk
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("name", [KINDS[2], KINDS[3], KINDS[8]])
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.long
 def test_bits_do_not_depend_on_batch_chunks_hits_or_preemption(form: CacheForm, name: str, compiled: bool) -> None:
     found = shrunk(name)
     options = {"cache_dtype": form, "compiled": compiled}

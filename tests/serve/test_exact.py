@@ -53,6 +53,7 @@ def test_greedy_tokens_are_those_of_one_prompt_after_another(name: str, exact: b
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.long
 def test_bits_do_not_depend_on_batch_chunks_hits_or_preemption(name: str) -> None:
     found = shrunk(name)
     together, _ = served(found, PROMPTS, exact=True)

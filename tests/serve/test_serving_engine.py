@@ -166,6 +166,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("name", PEERS)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Different at a tie only."""
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")

@@ -162,6 +162,7 @@ def check(cases: list[Case]) -> dict[str, dict[str, Any]]:
     return {way: found for (_, _, way), found in zip(cases, first, strict=True)}
 
 
+@pytest.mark.long
 def test_two_ranks_answer_as_transformers_and_as_one_process() -> None:
     llama = KINDS[2]
     found = check([
@@ -220,6 +221,7 @@ def broken_and_refused() -> list[str]:
     return [spoiled.answers[0].ending, str(after.answers[0].ids == sound.answers[0].ids)]
 
 
+@pytest.mark.long
 def test_numbers_that_are_none_are_cleared_on_all_ranks() -> None:
     """One rank's weights break: the blocks of the others are as spoiled as its own."""
     assert on_ranks(2, broken_and_refused)[0] == ["broken", "True"]

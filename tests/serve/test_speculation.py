@@ -45,6 +45,7 @@ def sure(engine: ServingEngine) -> int:
 
 @pytest.mark.parametrize("name", [KINDS[0], KINDS[2], KINDS[3], KINDS[8]])
 @pytest.mark.parametrize("asked", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}, {"repetition_penalty": 1.3}])
+@pytest.mark.long
 def test_bits_are_those_without_guesses(name: str, asked: dict[str, Any]) -> None:
     found = shrunk(name)
     right = bits(served(found, None, asked=asked)[0])

@@ -152,6 +152,7 @@ def rubbish(server: Running, chance: random.Random) -> None:
             one.recv(chance.choice((1, 1 << 16)))
 
 
+@pytest.mark.long
 def test_connections_that_misbehave(server: Running) -> None:
     """Half-sent bodies, floods of headers, two lengths, readers that never read: all at once."""
     with others_are_right(server):

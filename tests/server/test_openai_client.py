@@ -424,6 +424,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     [(kind, name) for name, (kinds, *_) in REFUSED.items() for kind in KINDS if kinds in (kind, "both")],
 )
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.long
 def test_what_makes_no_sense_is_refused_by_name(client: openai.OpenAI, kind: str, name: str, stream: bool) -> None:
     _, options, param, code = REFUSED[name]
     if stream and name == "options of no stream":

@@ -194,6 +194,7 @@ def test_every_byte_of_the_commit_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["*.safetensors", "state.json", "COMMIT"])
 @pytest.mark.parametrize("change", ["empty", "half", "short", "long", "gone"])
+@pytest.mark.long
 def test_truncated_files_are_found(tmp_path: Path, pattern: str, change: str) -> None:
     older, path = small(tmp_path, 2), small(tmp_path, 3)
     (file,) = path.glob(pattern)

@@ -313,6 +313,7 @@ def run_both(texts: str, folder: str) -> list[int]:
     return staged
 
 
+@pytest.mark.long
 def test_two_ranks_write_the_same_files(texts: Path, tmp_path: Path) -> None:
     """And of what both hold, each copies only what it is to write."""
     staged = on_ranks(2, run_both, str(texts), str(tmp_path))

@@ -116,6 +116,7 @@ def _kl(before: nn.Module, after: nn.Module, rows: Tensor) -> float:
         return float(F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1).mean())
 
 
+@pytest.mark.long
 def test_a_model_in_three_bits_recovers_and_its_codes_are_those_that_were_trained(tmp_path: Path) -> None:
     """The teacher is the model before: its student begins with the same weights, and ends in the same scheme."""
     teacher = taught(tmp_path, WIDE, steps=60)

@@ -87,6 +87,7 @@ def restored_folder(asked: Plan, folder: Path) -> str:
     *((base, "") for base in BASES),
     *((base, form) for base in ("nf4-double", "int4-hqq") for form in FORMS),
 ])  # fmt: skip
+@pytest.mark.long
 def test_losses_are_those_of_restored_weights(files: Path, base: str, form: str) -> None:
     words = [*LORA, *([form] if form else []), "recipe.steps=5"]
     asked = plan(files, *words, f"model.lora.base={base}")

@@ -144,6 +144,7 @@ def holdings(shape: ModelShape, options: list[dict[str, Any]], precision: str, s
         "codes",
     ],
 )
+@pytest.mark.long
 def test_ranks_hold_what_is_counted_to_the_byte(
     shape: ModelShape, world: int, options: list[dict[str, Any]], precision: str, states: dict[str, Any]
 ) -> None:

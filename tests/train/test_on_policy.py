@@ -119,6 +119,7 @@ def _on_two(asked: Plan) -> list[tuple[float, ...]]:
     return _figures(asked)
 
 
+@pytest.mark.long
 def test_replicas_write_their_own_rows_and_together_the_same(teacher: Path, tmp_path: Path) -> None:
     """The first step, whose weights are the same to the bit, and the next ones within rounding."""
     asked = _asked(teacher, tmp_path / "one", distillation_sampling=0.7)

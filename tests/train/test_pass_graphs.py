@@ -345,6 +345,7 @@ def test_a_gpu_trains_the_same_with_graphs_and_without(compiled: Literal["off", 
         ("deepseek-v3", False, {"precision": "bf16"}),
     ],
 )
+@pytest.mark.long
 def test_no_pass_of_a_gpu_waits_for_its_values(name: str, packed: bool, recipe: dict[str, Any], recompute: Any) -> None:
     """The very calls of a GPU's pass, on tensors without values."""
     shape, layout = aligned(name), replace(ON, recompute=recompute)

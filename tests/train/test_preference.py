@@ -203,6 +203,7 @@ def _evaluations(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kept", ["run", "cache", "nothing"])
+@pytest.mark.long
 def test_a_resumed_run_compares_with_the_weights_it_began_with(folder: Path, kept: str) -> None:
     """Wherever their log-probabilities are found; where they are lost, with the first weights themselves."""
     words = ("recipe.steps=6",)

@@ -104,6 +104,7 @@ def test_ended_and_resumed_it_is_the_same_run(folder: Path) -> None:
         loop.run(mixed(folder, weights=(1, 1), run="broken"), resume="auto")
 
 
+@pytest.mark.long
 def test_two_ranks_train_the_same(folder: Path) -> None:
     alone = curve(mixed(folder, run="alone"))
     two = mixed(folder, "layout.dp_shard=2", "layout.zero=3", "layout.micro_batch=1", run="two")

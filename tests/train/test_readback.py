@@ -125,6 +125,7 @@ def waits_of_steps(plan: Plan) -> list[int]:
     ],
     ids=["fp32", "bf16", "fp16", "skipping", "noise"],
 )
+@pytest.mark.long
 def test_a_step_waits_for_the_device_once(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool, changes: dict[str, Any]
 ) -> None:

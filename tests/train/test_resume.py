@@ -48,6 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_ended_twice_it_is_as_if_it_never_was(texts: Path, tmp_path: Path, kind: str) -> None:
     """By SIGTERM after step 6, which saves, and by a power cut after step 11, three steps behind a checkpoint."""
     whole, broken = (running.plan(texts, tmp_path / name, **OPTIONS, **KINDS[kind]) for name in ("whole", "broken"))

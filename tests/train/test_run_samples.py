@@ -108,6 +108,7 @@ def _run(asked: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda words: words[0])
+@pytest.mark.long
 def test_every_layout_says_the_same(files: Path, layout: list[str]) -> None:
     words = [*WORDS, "recipe.global_batch=4", "layout.micro_batch=2", "recipe.learning_rate=1e-3"]
     loop.run(plan(files, *words, f"run={files / 'alone'}"))

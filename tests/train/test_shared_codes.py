@@ -85,6 +85,7 @@ def same(cases: list[Case], layouts: list[dict[str, Any]], world: int) -> list[l
     return found
 
 
+@pytest.mark.long
 def test_every_format_trains_as_on_one_device() -> None:
     """Loss, every gradient, weights after each step. First gradients are to the bit those beside whole codes: what was
     gathered is what was shared."""
@@ -135,6 +136,7 @@ def held_here(
     return found
 
 
+@pytest.mark.long
 def test_a_rank_holds_its_share_and_gathers_the_codes_of_one_process() -> None:
     for shape in (coded(DENSE, "nf4-double").shape, coded(ROUTED, "int4-rtn").shape):
         whole = sum(one.code_bytes for one in held(shape, laid({}), 0))
@@ -158,6 +160,7 @@ def test_sixteen_bit_runs_are_shared_too() -> None:
         assert shared_run.losses[0] != shared_run.losses[1]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_under_another_layout(files: Path) -> None:
     """From a folder, with DoRA: the steps of one process, a checkpoint of the adapter alone, and the merged export."""
     words = ["model.lora.base=nf4-double", "model.lora.dora=true", "recipe.steps=4", "recipe.checkpoint_every=2"]

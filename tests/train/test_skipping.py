@@ -255,6 +255,7 @@ def run_spoiled(texts: str, folder: str) -> list[tuple[list[float], int, str]]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_skip_alike_and_stop_after_the_same_step(texts: Path, tmp_path: Path) -> None:
     """Numbers are read late; a signal of one rank comes with them."""
     one, other = on_ranks(2, run_spoiled, str(texts), str(tmp_path))

@@ -22,6 +22,7 @@ from tests.train.tiny import RECIPE, Watched, batch, relative, small, trained, w
     borders=st.booleans(),
     seed=st.integers(0, 9),
 )
+@pytest.mark.long
 def test_accumulation_changes_nothing(name: str, valid: list[int], borders: bool, seed: int) -> None:
     """1 x 8, 2 x 4, 8 x 1 sequences with unequal numbers of valid tokens: loss, gradients, new weights to 1e-6."""
     whole = batch(8, 12, valid=valid, seed=seed, borders=borders)

@@ -119,6 +119,7 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_same_weights(tmp_
     ],
     ids=["tp", "pp", "zero3-bf16"],
 )
+@pytest.mark.long
 def test_every_rank_takes_its_part(layout: list[str], world: int, tmp_path: Path) -> None:
     before = directory(tmp_path / "hf", SHAPES["llama"])
     found = plan(tmp_path)

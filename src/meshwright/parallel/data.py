@@ -198,8 +198,10 @@ def codes_gathered(block: nn.Module) -> Iterator[None]:
         yield
         return
     block.unshard()
-    yield
-    block.reshard()
+    try:
+        yield
+    finally:
+        block.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
