@@ -33,6 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight rows a chunk, so that small tensors have several."""
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
+    monkeypatch.setattr(cross_entropy, "ROW_STEP", 2)
 
 
 def inputs(rows: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -19,7 +19,7 @@ from meshwright.api.tuning_defaults import (
 )
 from meshwright.data.numbered_rows import check_objective
 from meshwright.data.preparation import holds_pairs
-from meshwright.planfile.reading import said
+from meshwright.planfile.overrides import said
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.plan import RANDOM

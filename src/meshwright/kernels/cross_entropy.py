@@ -25,6 +25,8 @@ IGNORED = -100
 MIN_CHUNK_ROWS = 256
 FEWEST_LEFT_OUT = 0.25
 """Share of a chunk's rows that must be ignored for a CPU to leave them out of its products: prompts of fine-tuning."""
+ROW_STEP = 64
+"""Rows that are left out are left out by at least so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,24 @@ def chunk_rows(rows: int, vocab: int, device: str) -> int:
     return max(1, min(rows, max(MIN_CHUNK_ROWS, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocab))))
 
 
+def kept_rows(valid: Tensor, vocabulary: Vocabulary | None) -> Tensor | None:
+    """Which rows of a chunk are multiplied, where not all are: on a CPU, whose host knows the numbers. `valid` (R,) are
+    among them, and others so that their number is a multiple. Parts of a vocabulary exchange whole chunks, as is
+    planned."""
+    if vocabulary is not None or kind(valid) != "cpu" or compat.is_fake(valid):
+        return None
+    number = rounded_rows(int(valid.sum()), len(valid))
+    return valid.argsort(descending=True, stable=True)[:number] if number < len(valid) else None
+
+
+def rounded_rows(number: int, rows: int) -> int:
+    """Of a chunk of so many rows: how many are multiplied where `number` count. Few numbers, since oneDNN makes code of
+    each number of rows and keeps it, and memory between the code of two is lost to larger tensors."""
+    step = max(ROW_STEP, rows // 16)
+    rounded = -(-number // step) * step
+    return rounded if rows - rounded >= FEWEST_LEFT_OUT * rows else rows
+
+
 @dataclass(slots=True)
 class _Chunks:
     """The loop: targets (N,) of x (N, D), chunk by chunk, with gradients of the sum of factor x loss where wanted."""
@@ -118,7 +138,7 @@ class _Chunks:
             here = slice(start, start + rows)
             targets, valid = self.targets[here], self.targets[here] != IGNORED
             each = factor[here] if factor is not None and factor.dim() else factor
-            kept = self._kept(valid)
+            kept = kept_rows(valid, parts)
             part = (self.x[here] if kept is None else self.x[here][kept]).to(weights.dtype)
             logits = cpu_product.linear(part, weights)
             if not in_triton:
@@ -147,14 +167,6 @@ class _Chunks:
             elif self.weight_gradient is not None:
                 self.weight_gradient += cpu_product.multiply(logits.t(), part)
             del logits, part  # else a chunk stands beside the next
-
-    def _kept(self, valid: Tensor) -> Tensor | None:
-        """Which rows of a chunk are multiplied, where not all are: on a CPU, whose host knows the numbers. Parts of a
-        vocabulary exchange whole chunks, as is planned."""
-        if self.vocabulary is not None or kind(valid) != "cpu" or compat.is_fake(valid):
-            return None
-        kept = valid.nonzero().flatten()
-        return kept if len(valid) - len(kept) >= FEWEST_LEFT_OUT * len(valid) else None
 
     def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
         """The losses (R,) of a chunk; `logits` (R, V) fp32 becomes (softmax - onehot) * factor in place (0 where

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import cpu_product
-from meshwright.kernels.cross_entropy import FEWEST_LEFT_OUT, IGNORED, Vocabulary, chunk_rows
+from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows, kept_rows
 from meshwright.kernels.divergence_rows import (
     FORWARD,
     DistillationLoss,
@@ -104,15 +104,8 @@ class _DivergenceChunks:
         for start in range(0, len(self.x), rows):
             here = slice(start, start + rows)
             valid = self.targets[here] != IGNORED
-            total += self._chunk(here, valid, self._kept(valid), weights, theirs, scale)
+            total += self._chunk(here, valid, kept_rows(valid, self.vocabulary), weights, theirs, scale)
         return total
-
-    def _kept(self, valid: Tensor) -> Tensor | None:
-        """Which rows of a chunk are computed, where not all are, as in cross_entropy.py."""
-        if self.vocabulary is not None or kind(valid) != "cpu" or compat.is_fake(valid):
-            return None
-        kept = valid.nonzero().flatten()
-        return kept if len(valid) - len(kept) >= FEWEST_LEFT_OUT * len(valid) else None
 
     def _chunk(
         self, here: slice, valid: Tensor, kept: Tensor | None, weights: Tensor, theirs: Tensor | None,

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 from meshwright.planfile.folders import ReadFolder, fields_of
 from meshwright.planfile.keys import (
     INSTEAD,
-    LENGTHS,
     MODELS,
     SHORTHAND,
     STARTS_FROM,
@@ -27,6 +26,7 @@ from meshwright.planfile.keys import (
     suggestion,
 )
 from meshwright.planfile.mixtures import MAY_BE_MIXED, mixture_of
+from meshwright.planfile.overrides import of_one_length, passed_over
 from meshwright.planfile.paths import located
 from meshwright.planfile.text import OVERRIDE, Given, parse_file, parse_override, shown
 from meshwright.spec import presets
@@ -63,50 +63,15 @@ def read(
     tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Given({}, "")
     assert isinstance(tree.value, dict)
     tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
-    for override in _of_one_length(overrides):
+    for override in of_one_length(overrides):
         tree = reader.overridden(tree, override)
     plan = reader.plan(reader.filled(tree, processes))
     for note in reader.notes:
         if notes is None:
             warnings.warn(note, stacklevel=2)
     if notes is not None:
-        notes += [*_passed_over(overrides), *reader.notes]
+        notes += [*passed_over(overrides), *reader.notes]
     return plan
-
-
-def said(override: str) -> set[str]:
-    """Dotted names, ours, of the keys that an override sets: `recipe.max-steps=5` and `recipe={steps: 5}` set
-    recipe.steps."""
-    path, value = parse_override(override)
-    found = ""
-    for key in path:
-        found = join(found, own_name(found, key) if found in sections() else key)
-    return set(_named(found, value))
-
-
-def _named(name: str, given: Given) -> Iterator[str]:
-    if not isinstance(given.value, dict):
-        yield name
-        return
-    for key, item in given.value.items():
-        yield from _named(join(name, own_name(name, key) if name in sections() else key), item)
-
-
-def _of_one_length(overrides: Sequence[str]) -> Sequence[str]:
-    """The overrides; the last that says how long the run is takes the other keys of LENGTHS away."""
-    for override in reversed(overrides):
-        if keys := said(override) & set(LENGTHS):
-            return [*overrides, *(f"{key}=0" for key in LENGTHS[1:] if key not in keys)]
-    return overrides
-
-
-def _passed_over(overrides: Sequence[str]) -> Iterator[str]:
-    """What is said of overrides whose length of the run is not taken."""
-    found = [(override, keys) for override in overrides if (keys := said(override) & set(LENGTHS))]
-    for override, keys in found[:-1]:
-        last, taken = found[-1]
-        if keys - taken:
-            yield f"{override} is not taken: {last} says how long the run is, and comes later"
 
 
 class _Reader:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from meshwright import compat
+from meshwright.compat.onednn_cache import keep_few_products
 from meshwright.kernels import chooser, fp8
 from meshwright.kernels.attention import backend, causal_mask
 from meshwright.kernels.linear import SAME
@@ -53,6 +54,7 @@ def prepare(
         raise PlanError(f"{why}: take recipe.products=same")
     if device.type == "cpu":
         compat.keep_freed_memory()
+        keep_few_products()
     elif precision == "bf16" and not torch.cuda.is_bf16_supported():
         raise PlanError(f"{torch.cuda.get_device_name(device)} has no bf16: take recipe.precision=fp16 or fp32")
     else:
