@@ -12,6 +12,7 @@ from meshwright import compat
 from meshwright.kernels import attention, fast, reference
 from meshwright.kernels.attention import Mask, causal_mask
 from tests.kernels.exactness import (
+    BLOCKS_OF_16_BITS,
     FUSED_ATTENTION,
     LOW,
     assert_not_worse,
@@ -29,7 +30,7 @@ SIZES = [1, 5, 64, 65, 150]
 @pytest.fixture(params=["blockwise", "torch"])
 def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """The fast form as it runs on a CPU where the blockwise form is faster, and where torch's own is."""
-    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: request.param == "blockwise")
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: request.param == "blockwise")
     return fast().attend
 
 
@@ -111,7 +112,8 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(
     mask = causal_mask(150, 150, documents=rows)
     given = inputs(150, keys=keys, dtype=dtype)
     plain = partial(by_hand, documents=rows)
-    bars = [FUSED_ATTENTION] * 4 if native and not attention.prefers_blockwise(given[0]) else []
+    bar = BLOCKS_OF_16_BITS if attention.prefers_blockwise(given[0], mask) else FUSED_ATTENTION
+    bars = [bar] * 4 if native else []
     assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given, bars)
 
 

@@ -27,7 +27,7 @@ OPERATIONS = {
 def test_what_is_said_is_what_runs(
     widths: tuple[int, int], packed: bool, dropout: float, blockwise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: blockwise)
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: blockwise)
     q, k = (torch.randn(1, 8, 4, widths[0], requires_grad=True) for _ in range(2))
     v = torch.randn(1, 8, 4, widths[1], requires_grad=True)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2]]) if packed else None
@@ -63,7 +63,7 @@ def test_on_a_gpu_torch_is_not_left_to_prefer_cudnn(monkeypatch: pytest.MonkeyPa
 
 def test_a_run_records_the_kernel_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of head counts and widths as a rank has them."""
-    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: False)
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: False)
     cpu, recipe = torch.device("cpu"), Recipe(sequence=64, document_mask=False)
     for name in ("llama-3.1-8b", "deepseek-v3"):
         assert device.attention_kernel(Plan(model=shrink(name), recipe=recipe), cpu) == "flash"

@@ -37,7 +37,7 @@ def random_documents(length: int, share: float, seed: int) -> Tensor:
 def test_random_borders_and_windows(
     length: int, share: float, window: int, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: in_blocks)
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: in_blocks)
     mask = causal_mask(length, length, window=window, documents=random_documents(length, share, length))
     exact = partial(attend_reference, mask=Mask(mask.window, mask.documents), scale=SCALE)
     assert_single(partial(attend, mask=mask, scale=SCALE), exact, given(length, keys=1, values=6), bound=2e-6)
@@ -76,7 +76,7 @@ def test_what_documents_hide_is_not_multiplied() -> None:
     flash = compat.flash_attention
     with pytest.MonkeyPatch.context() as patched, Operations() as made:
         patched.setattr(compat, "flash_attention", watched)
-        patched.setattr(attention, "prefers_blockwise", lambda q: False)
+        patched.setattr(attention, "prefers_blockwise", lambda *_: False)
         attend(*given(512), causal_mask(512, 512, documents=documents), scale=SCALE)
     assert largest == 64 * 64
     assert sum(count for name, count in made.counts.items() if "flash" in name) == 3 * 8

@@ -15,7 +15,7 @@ from tests.model.shrunk import KINDS, model, packed, tokens
 @pytest.fixture(params=["blockwise", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both ways the fast attention may run on a CPU."""
-    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: request.param == "blockwise")
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: request.param == "blockwise")
     yield request.param
 
 

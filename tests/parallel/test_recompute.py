@@ -28,7 +28,7 @@ CPU_CORE = "_scaled_dot_product_flash_attention_for_cpu"
 @pytest.fixture(params=["blockwise", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both ways the fast attention may run on a CPU."""
-    monkeypatch.setattr(attention, "prefers_blockwise", lambda q: request.param == "blockwise")
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: request.param == "blockwise")
     yield request.param
 
 

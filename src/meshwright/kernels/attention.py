@@ -105,13 +105,20 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def prefers_blockwise(q: Tensor) -> bool:
-    """Whether the blockwise form beats torch's fused kernel here. It does by 1.1 to 1.5 with products of AVX2 (on
-    AMD's processors with AVX-512 too, in fp32) from 256 positions of 64 dims on, and loses as much below, where its
-    products are small; wider vectors are left to torch's kernel, which was written for them."""
-    if kind(q) != "cpu" or q.shape[1] * min(q.shape[3], 64) < LONG:
+def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
+    """Whether the blockwise form beats torch's fused kernel here, from 256 positions of 64 dims on. It does by 1.1 to
+    1.5 with products of AVX2. That kernel's products are MKL's; on AMD's processors with AVX-512 the blockwise form
+    beats it in 16 bits, which oneDNN multiplies: by 1.8 at 512 positions, 1.2 at 2,048 and no more at 8,192. In fp32
+    it does there by 1.2 at 512 positions, not from 2,048 on or with documents. Other wide vectors are left to torch's
+    kernel, which was written for them."""
+    work = q.shape[1] * min(q.shape[3], 64)
+    if kind(q) != "cpu" or work < LONG:
         return False
-    return NARROW_VECTORS or (q.dtype == torch.float32 and compat.blas_is_slow())
+    if NARROW_VECTORS or not compat.blas_is_slow():
+        return NARROW_VECTORS
+    if compat.cpu_multiplies(q.dtype):
+        return work <= 16 * LONG
+    return work <= 4 * LONG and mask.documents is None
 
 
 def attend(
@@ -178,7 +185,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     if q.shape[1] != k.shape[1] or (mask.is_plain and torch.compiler.is_compiling()):
         return "torch"
     if kind(q) == "cpu":
-        if dropout or (q.requires_grad and prefers_blockwise(q)):
+        if dropout or (q.requires_grad and prefers_blockwise(q, mask)):
             return "blocks"
         return "torch" if mask.is_plain else "flash" if v.shape[-1] <= WIDEST and can_fuse(q, k) else "blocks"
     if mask.is_plain:

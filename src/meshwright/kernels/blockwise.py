@@ -3,6 +3,9 @@
 Each block multiplies only the keys it may see (half the work of the whole square), in products large enough for the
 matrix library; query heads that share a key head are one product. Nothing of size S x T is kept: the backward pass
 makes the weights of a block again. Measured on an AVX2 machine: docs/benchmarks.md.
+
+Where a CPU multiplies 16-bit numbers, scores and weights of 16-bit queries have 16 bits too, as in plain code of that
+dtype; sums over blocks are fp32. Dropout's factors would be rounded: with it, and on other CPUs, all is fp32 inside.
 """
 
 from collections.abc import Iterable
@@ -13,8 +16,18 @@ from torch import Tensor
 
 from meshwright import compat
 
-BLOCK = 64
-"""Queries of a block: 64 x T weights of a few heads stay in the second-level cache."""
+BLOCK, LONG_BLOCK = 64, 256
+"""Queries of a block: 64 x T weights of a few heads stay in the second-level cache. In 16 bits products are so fast
+that of long sequences the sums over blocks weigh more: fewer of them."""
+LONG = 1024
+"""Keys from which on a sequence is long."""
+AT_ONCE = 2**22
+"""Weights of a block, of all its rows and heads, at most: more are made row by row."""
+
+
+def block_of(q: Tensor, keys: int) -> int:
+    """Queries of a block over so many keys."""
+    return LONG_BLOCK if keys > LONG and q.dtype.itemsize == 2 and compat.cpu_multiplies(q.dtype) else BLOCK
 
 
 class RowTile(NamedTuple):
@@ -61,10 +74,17 @@ def _ungrouped(x: Tensor, batch: int) -> Tensor:
     return out
 
 
-def _as_read(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries (B K, G, S, E), keys (B K, S, E) and values (B K, S, V) in fp32."""
+def _inner(q: Tensor, dropped: "Dropped | None") -> torch.dtype:
+    """In which dtype scores and weights of queries are made."""
+    narrow = q.dtype != torch.float32 and dropped is None and compat.cpu_multiplies(q.dtype)
+    return q.dtype if narrow and q.dtype.itemsize == 2 else torch.float32
+
+
+def _as_read(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Scaled queries (B K, G, S, E), keys (B K, S, E) and values (B K, S, V) in a dtype."""
     keys = k.shape[2]
-    return _grouped(q.float(), keys) * scale, _grouped(k.float(), keys)[:, 0], _grouped(v.float(), keys)[:, 0]
+    queries = _grouped(q.to(dtype), keys) * scale
+    return queries, _grouped(k.to(dtype), keys)[:, 0], _grouped(v.to(dtype), keys)[:, 0]
 
 
 def _heads(rows: slice, keys: int) -> slice:
@@ -99,10 +119,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[RowTile], window: int, scale: float,
     dropped: Dropped | None = None,
 ) -> Tensor:  # fmt: skip
-    """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V); 16-bit inputs are widened inside and the result
-    rounded once."""
+    """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V); where 16-bit inputs are widened inside the result
+    is rounded once."""
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
-    q, k, v = _as_read(q, k, v, scale)
+    q, k, v = _as_read(q, k, v, scale, _inner(q, dropped))
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     for tile in tiles:
         heads = _heads(tile.rows, keys)
@@ -120,9 +140,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k and v. `dropped` begins as that of the forward pass."""
     batch, keys, dtype = q.shape[0], k.shape[2], q.dtype
-    q, k, v = _as_read(q, k, v, scale)
-    gradients = _grouped(gradient.float(), keys)
-    of_q, of_k, of_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    q, k, v = _as_read(q, k, v, scale, _inner(q, dropped))
+    gradients = _grouped(gradient.to(q.dtype), keys)
+    of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
     for tile in tiles:
         heads = _heads(tile.rows, keys)
         block, seen = q[heads, :, tile.queries], k[heads, tile.keys]

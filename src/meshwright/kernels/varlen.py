@@ -123,7 +123,7 @@ def _in_blocks(
 ) -> tuple[Iterator[RowTile], int, float, Dropped | None]:  # fmt: skip
     """What the blockwise form takes behind its tensors."""
     dropped = Dropped(form.dropout, state, q.device) if form.dropout else None
-    return _blocks(_rows(form.documents, q), form.window), form.window, form.scale, dropped
+    return _blocks(_rows(form.documents, q), form.window, q), form.window, form.scale, dropped
 
 
 def _reach(form: AttentionForm, q: Tensor) -> dict[str, Any]:
@@ -219,11 +219,17 @@ def _stretches(documents: list[tuple[slice, int, int]], window: int) -> Iterator
             yield RowTile(rows, slice(start, stop), slice(max(begin, start - window + 1), stop))
 
 
-def _blocks(documents: list[tuple[slice, int, int]], window: int) -> Iterator[RowTile]:
+def _blocks(documents: list[tuple[slice, int, int]], window: int, q: Tensor) -> Iterator[RowTile]:
+    """Stretches of queries q (B, S, H, E), of as many rows as fit together."""
     for rows, begin, end in documents:
-        for start in range(begin, end, blockwise.BLOCK):
-            stop = min(start + blockwise.BLOCK, end)
-            yield RowTile(rows, slice(start, stop), slice(max(begin, start - window + 1) if window else begin, stop))
+        size = blockwise.block_of(q, end - begin)
+        seen = min(end - begin, window + size) if window else end - begin
+        together = max(1, blockwise.AT_ONCE // (q.shape[2] * size * seen))
+        for row in range(rows.start, rows.stop, together):
+            some = slice(row, min(row + together, rows.stop))
+            for start in range(begin, end, size):
+                stop = min(start + size, end)
+                yield RowTile(some, slice(start, stop), slice(max(begin, start - window + 1) if window else begin, stop))
 
 
 def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
