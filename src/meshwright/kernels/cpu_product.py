@@ -30,7 +30,14 @@ _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if a.is_contiguous() or a.dim() > 2:
         return compat.onednn_product(a.contiguous(), b, bias)
+    if _is_tall(a, b, bias):
+        return a.new_empty(a.shape[0], b.shape[0]).copy_(_by_parts(b, a, None, _rows_at_once(b, a)).t())
     return _by_parts(a, b, bias, _rows_at_once(a, b))
+
+
+def _is_tall(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
+    """Whether b, not a, is copied, and the result transposed: it is so much smaller."""
+    return bias is None and 2 * a.shape[0] > 3 * b.shape[0] and a.shape[1] > b.shape[0]
 
 
 def _rows_at_once(a: Tensor, b: Tensor) -> int:
@@ -46,6 +53,13 @@ def scratch_bytes(a: Tensor, b: Tensor, bias: Tensor | None = None) -> int:
         return 0
     if a.dim() > 2:
         return a.nbytes
+    if _is_tall(a, b, bias):
+        return _parts_bytes(b, a) + a.shape[0] * b.shape[0] * a.element_size()
+    return _parts_bytes(a, b)
+
+
+def _parts_bytes(a: Tensor, b: Tensor) -> int:
+    """What `_by_parts` takes beside its result."""
     rows = _rows_at_once(a, b)
     gaps = rows < a.shape[1] and not b.t().is_contiguous()
     return (a.shape[0] * (rows + b.shape[0]) + gaps * rows * b.shape[0]) * a.element_size()
