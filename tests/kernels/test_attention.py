@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import attention, fast, reference
+from meshwright.kernels import attention, blockwise, fast, reference, varlen
 from meshwright.kernels.attention import Mask, causal_mask
 from tests.kernels.exactness import (
     BLOCKS_OF_16_BITS,
@@ -115,6 +115,29 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(
     bar = BLOCKS_OF_16_BITS if attention.prefers_blockwise(given[0], mask) else FUSED_ATTENTION
     bars = [bar] * 4 if native else []
     assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given, bars)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_sequences_in_larger_blocks_row_by_row(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, packed: bool, window: int
+) -> None:
+    monkeypatch.setattr(attention, "prefers_blockwise", lambda *_: True)
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(blockwise, "LONG", 20)
+    monkeypatch.setattr(blockwise, "LONG_BLOCK", 100)
+    rows = documents(150) if packed else None
+    made = list(varlen._blocks(varlen._rows(rows, torch.empty(2, 150, 4, 8)), window, torch.empty(2, 150, 4, 8)))
+    monkeypatch.setattr(blockwise, "AT_ONCE", 1)
+    few = list(varlen._blocks(varlen._rows(rows, torch.empty(2, 150, 4, 8)), window, torch.empty(2, 150, 4, 8)))
+    assert len(few) == (len(made) if packed else 2 * len(made))
+    mask = causal_mask(150, 150, window=window, documents=rows)
+    run, plain = partial(attention.attend, mask=mask, scale=SCALE), partial(by_hand, window=window, documents=rows)
+    if dtype == torch.float32:
+        assert_single(run, plain, inputs(150))
+    else:
+        assert_not_worse(run, plain, plain, inputs(150, dtype=dtype), [BLOCKS_OF_16_BITS] * 4)
 
 
 @pytest.mark.parametrize("past", [0, 1, 6])
