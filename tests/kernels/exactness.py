@@ -17,8 +17,8 @@ FUSED_ATTENTION = 2.0
 softmax weights to 16 bits before the product with the values, and again when the backward pass makes them anew.
 Measured: 0.5 to 0.6 times plain code for the result and the gradient of queries, up to 1.3 for keys and values."""
 BLOCKS_OF_16_BITS = 1.15
-"""The same of the blockwise form there, which makes scores and weights as plain code does, but rounds the part that each
-block of queries adds to the gradients of keys and values. Measured: 0.93 to 1.07."""
+"""The same of the blockwise form there, which makes scores and weights as plain code does, but rounds the part that
+each block of queries adds to the gradients of keys and values. Measured: 0.93 to 1.07."""
 
 
 def tensors(*sizes: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:

@@ -229,7 +229,8 @@ def _blocks(documents: list[tuple[slice, int, int]], window: int, q: Tensor) -> 
             some = slice(row, min(row + together, rows.stop))
             for start in range(begin, end, size):
                 stop = min(start + size, end)
-                yield RowTile(some, slice(start, stop), slice(max(begin, start - window + 1) if window else begin, stop))
+                first = max(begin, start - window + 1) if window else begin
+                yield RowTile(some, slice(start, stop), slice(first, stop))
 
 
 def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
