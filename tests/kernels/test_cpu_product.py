@@ -20,6 +20,7 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(compat, "blas_is_slow", lambda: True)
+    monkeypatch.setattr(compat, "blas_takes_half", lambda: True)
 
 
 def sizes(seed: int) -> tuple[int, int, int]:
@@ -146,3 +147,14 @@ def test_a_compiled_block_takes_no_more_memory_than_with_torchs_products(monkeyp
 
     assert peak(True) <= 1.005 * peak(False)
     torch._dynamo.reset()
+
+
+def test_a_transposed_operand_is_left_to_mkl_where_copying_it_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "blas_takes_half", lambda: False)
+    x, gradient = torch.randn(512, 64), torch.randn(512, 96)
+    with Operations() as made:
+        cpu_product.multiply(gradient.t(), x)
+    assert not any("cpu_product" in name for name in made.counts)
+    with Operations() as made:
+        cpu_product.multiply(gradient, torch.randn(96, 64))
+    assert any("cpu_product" in name for name in made.counts)

@@ -109,16 +109,14 @@ def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
     """Whether the blockwise form beats torch's fused kernel here, from 256 positions of 64 dims on. It does by 1.1 to
     1.5 with products of AVX2. That kernel's products are MKL's; on AMD's processors with AVX-512 the blockwise form
     beats it in 16 bits, which oneDNN multiplies: by 1.8 at 512 positions, 1.2 at 2,048 and no more at 8,192. In fp32
-    it does there by 1.2 at 512 positions, not from 2,048 on or with documents. Other wide vectors are left to torch's
-    kernel, which was written for them."""
+    it does there by 1.2 at 512 positions, not from 2,048 on. Not with documents: of each new length oneDNN makes new
+    code. Other wide vectors are left to torch's kernel, which was written for them."""
     work = q.shape[1] * min(q.shape[3], 64)
     if kind(q) != "cpu" or work < LONG:
         return False
     if NARROW_VECTORS or not compat.blas_is_slow():
         return NARROW_VECTORS
-    if compat.cpu_multiplies(q.dtype):
-        return work <= 16 * LONG
-    return work <= 4 * LONG and mask.documents is None
+    return mask.documents is None and work <= (16 if compat.cpu_multiplies(q.dtype) else 4) * LONG
 
 
 def attend(
@@ -181,8 +179,9 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """`torch`, or a way of kernels/varlen.py, for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V). The compiler sees
-    through torch's kernel, so plain causal attention is left to that there."""
-    if q.shape[1] != k.shape[1] or (mask.is_plain and torch.compiler.is_compiling()):
+    through torch's kernel, so plain causal attention in fp32 is left to that there."""
+    compiled = mask.is_plain and torch.compiler.is_compiling()
+    if q.shape[1] != k.shape[1] or (compiled and (kind(q) != "cpu" or q.dtype == torch.float32)):
         return "torch"
     if kind(q) == "cpu":
         if dropout or (q.requires_grad and prefers_blockwise(q, mask)):

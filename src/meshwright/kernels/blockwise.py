@@ -16,18 +16,16 @@ from torch import Tensor
 
 from meshwright import compat
 
-BLOCK, LONG_BLOCK = 64, 256
-"""Queries of a block: 64 x T weights of a few heads stay in the second-level cache. In 16 bits products are so fast
-that of long sequences the sums over blocks weigh more: fewer of them."""
-LONG = 1024
-"""Keys from which on a sequence is long."""
-AT_ONCE = 2**22
-"""Weights of a block, of all its rows and heads, at most: more are made row by row."""
+BLOCK, BLOCK_OF_16_BITS = 64, 128
+"""Queries of a block: 64 x T weights of a few heads stay in the second-level cache, and twice as many of 16 bits. There
+fewer sizes are also less memory: oneDNN keeps code of each."""
+AT_ONCE = 2**20
+"""16-bit weights of a block, of all its rows and heads, at most: more are made row by row."""
 
 
-def block_of(q: Tensor, keys: int) -> int:
-    """Queries of a block over so many keys."""
-    return LONG_BLOCK if keys > LONG and q.dtype.itemsize == 2 and compat.cpu_multiplies(q.dtype) else BLOCK
+def block_of(q: Tensor) -> int:
+    """Queries of a block."""
+    return BLOCK_OF_16_BITS if q.dtype.itemsize == 2 and compat.cpu_multiplies(q.dtype) else BLOCK
 
 
 class RowTile(NamedTuple):

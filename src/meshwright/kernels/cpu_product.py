@@ -1,8 +1,8 @@
 """Matrix products of fp32 on processors that torch's BLAS library has no good code for.
 
 torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only; on AMD's it is left with AVX2.
-oneDNN, which torch ships too, asks the processor what it can: about twice as fast on an EPYC of Zen 5
-(`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere torch's own.
+oneDNN, which torch ships too, asks the processor what it can: about twice as fast on an EPYC of Zen 5, 1.1 to 1.5 times
+on one of Zen 4 where no operand is copied (`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere torch's own.
 None has a gradient: autograd functions call them. The product is an operator of its own, so that the compiler, which
 knows oneDNN's with frozen weights alone, does not look inside. A transposed first operand is copied in the operator,
 part by part: the compiler would make all copies of a backward pass at once.
@@ -90,7 +90,8 @@ def pays(a: Tensor, columns: int) -> bool:
     """Whether the product of a (..., K) with a matrix (K, columns) is oneDNN's."""
     if a.dtype != torch.float32 or not compat.blas_is_slow() or kind(a) != "cpu":
         return False
-    return a.numel() * columns >= LEAST
+    copied = a.dim() == 2 and not a.is_contiguous()
+    return a.numel() * columns >= LEAST and (compat.blas_takes_half() or not copied)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

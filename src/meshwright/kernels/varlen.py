@@ -221,10 +221,11 @@ def _stretches(documents: list[tuple[slice, int, int]], window: int) -> Iterator
 
 def _blocks(documents: list[tuple[slice, int, int]], window: int, q: Tensor) -> Iterator[RowTile]:
     """Stretches of queries q (B, S, H, E), of as many rows as fit together."""
+    size = blockwise.block_of(q)
     for rows, begin, end in documents:
-        size = blockwise.block_of(q, end - begin)
         seen = min(end - begin, window + size) if window else end - begin
-        together = max(1, blockwise.AT_ONCE // (q.shape[2] * size * seen))
+        weights = q.shape[2] * size * seen
+        together = max(1, blockwise.AT_ONCE // weights) if size > blockwise.BLOCK else rows.stop - rows.start
         for row in range(rows.start, rows.stop, together):
             some = slice(row, min(row + together, rows.stop))
             for start in range(begin, end, size):
