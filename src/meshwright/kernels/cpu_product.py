@@ -2,10 +2,10 @@
 
 torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only; on AMD's it is left with AVX2.
 oneDNN, which torch ships too, asks the processor what it can: about twice as fast on an EPYC of Zen 5, 1.1 to 1.5 times
-on one of Zen 4 where no operand is copied (`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere torch's own.
-None has a gradient: autograd functions call them. The product is an operator of its own, so that the compiler, which
-knows oneDNN's with frozen weights alone, does not look inside. A transposed first operand is copied in the operator,
-part by part: the compiler would make all copies of a backward pass at once.
+on one of Zen 4 where no operand is copied (`python -m benchmarks.product_rates`). On such a processor the functions
+below are oneDNN's, elsewhere torch's own. None has a gradient: autograd functions call them. The product is an operator
+of its own, so that the compiler, which knows oneDNN's with frozen weights alone, does not look inside. A transposed
+first operand is copied in the operator, part by part: the compiler would make all copies of a backward pass at once.
 """
 
 import torch
