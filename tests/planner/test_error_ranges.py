@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import exp, inf, log
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.accuracy.error_table import STEPS, RowError, distributions, quantiles
@@ -76,6 +76,7 @@ def test_less_room_makes_a_fit_less_likely() -> None:
     assert 0.2 < shares[2] < 0.8 or memory_range(found.plan).low > 0.9
 
 
+@settings(deadline=None)
 @given(st.floats(-3, 3))
 def test_share_below_is_that_of_the_quantiles(value: float) -> None:
     even = tuple(-1 + step / 20 for step in range(41))
@@ -97,11 +98,11 @@ def drawn(seed: int, models: int, each: int) -> list[RowError]:
 
 def test_models_nobody_has_run_lie_within_the_ranges_of_others() -> None:
     """Of each draw the last model is left out; its rows lie in the range as often as is said, about."""
-    inside = []
-    for seed in range(60):
+    inside, group = [], "drawn, dense, to 8 nodes"
+    for seed in range(40):
         rows = drawn(seed, models=21, each=20)
         others, last = rows[:400], rows[400:]
-        edges = quantiles(distributions(others)["drawn, dense, to 8 nodes"])
+        edges = quantiles(distributions(others, {group})[group])
         inside += [edges[2] <= row.error <= edges[STEPS - 2] for row in last]
     assert 0.8 <= sum(inside) / len(inside) <= 0.95
 

@@ -6,6 +6,7 @@ import pytest
 
 from meshwright.planner.accuracy.megatron_bridge import COUNTS_S, as_run
 from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE
+from meshwright.planner.cost.speeds import FP8_SHARE, speeds_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.step.predict import predict
 from meshwright.planner.time.timeline import StepTime
@@ -95,3 +96,13 @@ def test_recipes_of_releases(row: dict[str, str], graph: bool, hidden: bool, cou
 def test_other_rows_are_left_alone() -> None:
     row = {**columns("26.06", "DGX-GB300", "DeepSeekV3", "MXFP8"), "source": "NVIDIA/NeMo"}
     assert as_run(MEGATRON_CORE, row) is MEGATRON_CORE
+
+
+def test_fp8_without_a_measured_product_reaches_a_little_less_than_bf16_does() -> None:
+    """The rule, on devices whose fp8 products were measured too: within a tenth."""
+    for name in ("h100", "b200", "gb200", "b300"):
+        device = presets.device(name)
+        share = device.bf16_matmul_flop_per_s / device.bf16_flop_per_s
+        guessed = speeds_of(replace(device, fp8_matmul_flop_per_s=0.0)).low_flop_per_s
+        assert guessed == pytest.approx(FP8_SHARE * share * device.fp8_flop_per_s)
+        assert guessed == pytest.approx(device.fp8_matmul_flop_per_s, rel=0.1)
