@@ -5,13 +5,14 @@
 FOLDER holds training_throughput.csv, peak_memory.csv and planner_accuracy_claims.csv; without it MESHWRIGHT_PUBLISHED,
 then ../shared/published beside the checkout. The tables are no part of the repository: parts of them may not be
 redistributed. --fit makes the calibration anew (minutes) and writes it to its file; --write puts the tables into
-the page.
+the page, and the quantiles of the errors into the package, from which `plan` has its ranges.
 """
 
 import argparse
 import csv
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -20,16 +21,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from meshwright.planner.accuracy import calibration as fit
-from meshwright.planner.accuracy import holdout, source_families
+from meshwright.planner.accuracy import error_table, holdout, source_families
 from meshwright.planner.accuracy import score as accuracy
 from meshwright.planner.accuracy.choice import choices
 from meshwright.planner.accuracy.flop_conventions import convention_of, figures
 from meshwright.planner.accuracy.judged import Judged
 from meshwright.planner.accuracy.published import PublishedRow, Unreadable, read
+from meshwright.planner.step.error_ranges import FILE, LEVEL
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "accuracy.md"
 CALIBRATION = ROOT / "benchmarks" / "calibration.json"
+RANGES = ROOT / "src" / "meshwright" / "planner" / "step" / FILE
 TABLES = ("training_throughput.csv", "peak_memory.csv")
 CLAIMS = "planner_accuracy_claims.csv"
 HOW = f"""The published tables are not here: give their folder, or set MESHWRIGHT_PUBLISHED to it.
@@ -187,6 +190,35 @@ def choice_table(lines: Sequence[dict[str, object]]) -> list[str]:
     return found
 
 
+def ranges_table(verdicts: Verdicts) -> list[str]:
+    """Rows within the printed ranges, each row's range made without its model."""
+    found = [
+        f"| software, kind of model | rows timed | within the {LEVEL:.0%} range | typical range, high over low "
+        "| peaks | within | high over low |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    time_, memory = (error_table.coverage(verdicts, what) for what in ("time", "memory"))
+    for name in [*filter(None, time_), ""]:
+        cells = [name or "all"]
+        for one in (time_.get(name), memory.get(name)):
+            cells += [str(one.rows), percent(one.share), f"{one.width:.2f}"] if one else ["", "", ""]
+        found.append("| " + " | ".join(cells) + " |")
+    return found
+
+
+def write_ranges(verdicts: Verdicts, today: str) -> None:
+    """The table that the package ships."""
+    document = {
+        "date": today,
+        "what": "logarithms of measured over predicted on published rows: python -m benchmarks.leaderboard --write",
+        **error_table.table(verdicts),
+    }
+    RANGES.parent.mkdir(exist_ok=True)
+    text = json.dumps(document, indent=1)
+    text = re.sub(r"\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
+    RANGES.write_text(text + "\n", encoding="utf-8")
+
+
 def unscored_table(judged: Verdicts) -> list[str]:
     """What could not be scored, and why."""
     reasons: Counter[tuple[str, str]] = Counter()
@@ -261,7 +293,9 @@ def main() -> int:
     lines = lines_of(zero, calibrated, calibration)
     if options.json:
         clusters = asdict(calibration)["clusters"]
-        print(json.dumps({"rows": len(rows), "lines": lines, "by": figures_of(lines), "clusters": clusters}, indent=1))
+        within = {what: error_table.coverage(zero, what)[""].share for what in ("time", "memory")}
+        figures = {"by": figures_of(lines), "within": within, "clusters": clusters}
+        print(json.dumps({"rows": len(rows), "lines": lines, **figures}, indent=1))
         return 0
     scored = sum(isinstance(one, Judged) for one in zero)
     tables = {
@@ -271,6 +305,7 @@ def main() -> int:
         ],
         "time": step_table(lines),
         "memory": memory_table(lines),
+        "ranges": ranges_table(zero),
         "choice": choice_table(lines),
         "conventions": convention_table(rows),
         "unscored": unscored_table(zero),
@@ -279,6 +314,7 @@ def main() -> int:
     for name, table in tables.items():
         print(f"{name}\n\n" + "\n".join(table) + "\n")
     if options.write:
+        write_ranges(zero, today)
         PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
     return 0
 

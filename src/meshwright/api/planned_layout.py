@@ -8,8 +8,9 @@ from typing import Any
 from meshwright import planfile
 from meshwright.api.arguments import checked
 from meshwright.api.markup import line, memory_bar, step_length, time_bar, whole
-from meshwright.planner.explain import layout_words
+from meshwright.planner.explain import layout_words, range_words
 from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.step.error_ranges import Ranges, fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError
@@ -86,6 +87,16 @@ class PlannedLayout:
         return usable_bytes(self.plan)
 
     @property
+    def ranges(self) -> Ranges:
+        """Of each figure, the range in which nine of ten published runs lie."""
+        return ranges(self.prediction)
+
+    @property
+    def fit_probability(self) -> float:
+        """That it fits, from the errors of predicted memory on published runs."""
+        return fit_probability(self.prediction)
+
+    @property
     def tight(self) -> bool:
         """Whether hardly any memory is left: the planner errs by several percent."""
         return is_tight(self.prediction)
@@ -140,6 +151,7 @@ def layout_html(one: PlannedLayout) -> str:
         (
             line(f"{verdict}: {one.words}", "good" if fits and not one.tight else "alarm"),
             line(speed),
+            line(range_words(one.prediction)),
             line(f"memory at the peak: {of}"),
             memory_bar(one.memory, room),
             line(f"a step: {step_length(one.step_seconds)}"),

@@ -1,12 +1,14 @@
 """A search's answer in words: what fits and why, what it costs, what each degree bought, what to change."""
 
 from collections.abc import Iterator
+from math import floor, log10
 
 from meshwright.planner.search.changes import LayoutChange, fixes, longest_sequence, on_half, without
 from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.recommend import FREE, is_tight
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.budget import budget, critical
+from meshwright.planner.step.error_ranges import ranges, relative_range
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.frozen_code_rules import holds_codes
@@ -14,7 +16,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors
 from meshwright.spec.plan import SAMPLES, Plan
 from meshwright.spec.shape import ModelShape
-from meshwright.spec.units import count, duration, many, short_gib, step_time
+from meshwright.spec.units import GIB, count, duration, many, short_gib, step_time
 
 SHOWN = 3
 """Kinds of memory named in a few words; the rest is one figure."""
@@ -180,19 +182,50 @@ def scale_warnings(of: Estimator, best: Prediction, tokens: float) -> Iterator[s
 
 
 def bill(best: Prediction, tokens: float, price: float) -> str:
-    """Time and money of a token budget."""
+    """Time and money of a token budget, each with its range."""
     total = budget(tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, price)
-    money = f", {_amount(total.price)} at {price:g} per device-hour" if price else ""
-    long = f"{total.days:.1f} days" if total.days >= 1 else duration(total.days * 86400)
+    within = relative_range(best.plan, best.stack)
+
+    def known(value: float) -> str:
+        return f"{_amount(value)} ({between(within.of(value))})"
+
+    money = f", {known(total.price)} at {price:g} per device-hour" if price else ""
+    long = f"{known(total.days)} days" if total.days >= 1 else duration(total.days * 86400)
     return (
         f"{count(tokens)} tokens: {total.steps:,} {'step' if total.steps == 1 else 'steps'}, {long}, "
-        f"{_amount(total.device_hours)} device-hours{money} (without failures, evaluation, checkpoints)."
+        f"{known(total.device_hours)} device-hours{money} (without failures, evaluation, checkpoints)."
     )
 
 
 def _amount(value: float) -> str:
-    """Whole where it is large, else to three digits."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    """To three digits: no more is known."""
+    return f"{value:,.{max(0, 2 - floor(log10(value)))}f}" if 1e-3 < value < 100 else f"{_three(value):,.0f}"
+
+
+def _three(value: float) -> float:
+    return round(value, 2 - floor(log10(value))) if value > 0 else 0.0
+
+
+def between(pair: tuple[float, float], unit: float = 1.0) -> str:
+    """`5.95 to 7.94`, three digits each, in some unit."""
+    low, high = (one / unit for one in pair)
+    return f"{_amount(low)} to {_amount(high)}"
+
+
+def probability(share: float) -> str:
+    """`84%`; the outermost errors that were seen allow no more than `below 2%` and `above 98%`."""
+    return "below 2%" if share < 0.02 else "above 98%" if share > 0.98 else f"{share:.0%}"
+
+
+def range_words(found: Prediction) -> str:
+    """What nine of ten published runs lie within, in one sentence."""
+    said = ranges(found)
+    whose = "other software, since this has none" if said.pooled else "this software"
+    return (
+        f"Ranges hold nine of ten published runs of {whose}: {between(said.step_seconds)} s per step, MFU "
+        f"{between(said.mfu_full, 0.01)}%, {between(said.peak_bytes, GIB)} GiB; fits with a probability of "
+        f"{probability(said.fit_probability)}."
+    )
 
 
 def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 
 from meshwright.planner.search.ranking import Found
 from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.step.error_ranges import fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.plan import as_document
@@ -12,7 +13,7 @@ from meshwright.spec.plan import as_document
 
 def document(found: Prediction) -> dict[str, Any]:
     """Predicted memory, traffic and time of one plan."""
-    worst, time = found.worst, found.time
+    worst, time, said = found.worst, found.time, ranges(found)
     return {
         "source": "predicted",
         "plan": as_document(found.plan),
@@ -34,6 +35,8 @@ def document(found: Prediction) -> dict[str, Any]:
         "mfu_full": found.mfu(causal=False),
         "hfu": found.hfu,
         "bubble_fraction": found.bubble_fraction,
+        "fit_probability": said.fit_probability,
+        "range": said.document(),
     }
 
 
@@ -50,6 +53,7 @@ def ranked(found: Found) -> dict[str, Any]:
                 "mfu_full": one.mfu(causal=False),
                 "bubble_fraction": one.bubble_fraction,
                 "tight": is_tight(one),
+                "fit_probability": fit_probability(one),
             }
             for one in sorted(found.best, key=lambda one: one.step_s)
         ],

@@ -8,11 +8,14 @@ from meshwright.planner import explain
 from meshwright.planner.search.ranking import Found
 from meshwright.planner.search.recommend import FREE, is_tight, merged
 from meshwright.planner.search.regions import Fixed
+from meshwright.planner.step.error_ranges import ranges
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import GIB, MIB, count, short_gib, step_time
 
+RANGE = "    90%      "
+"""Before what nine of ten published runs lie within."""
 ALTERNATIVES = 4
 """Rows that are shown besides the recommended layout."""
 
@@ -114,10 +117,18 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     yield (
         f"    step     {step_time(best.step_s):<10} {speed} tokens/s per {device}   MFU {best.mfu(causal=False):.1%}"
     )
+    said, ms = ranges(best), best.step_s < 0.9995
+    rates = explain.between(said.tokens_per_second_per_device)
+    step = f"{explain.between(said.step_seconds, 1e-3 if ms else 1.0)} {'ms' if ms else 's'}"
+    yield from wrapped(f"{step}, {rates} tokens/s, MFU {explain.between(said.mfu_full, 0.01)}%", columns, RANGE)
     peak, where = best.peak_bytes, best.worst
     if room < float("inf"):
         left = f"{short_gib(room - peak)} free" if fits else f"{short_gib(peak - room)} too much"
         yield f"    memory   {_of(peak, room)}  {bar(peak / room, 20 if columns >= 80 else 10)}  {left}"
+        likely = explain.probability(said.fit_probability)
+        unit = GIB if _unit(peak) == "GiB" else MIB
+        most = f"{explain.between(said.peak_bytes, unit)} {_unit(peak)}"
+        yield from wrapped(f"{most}; fits with a probability of {likely}", columns, RANGE)
     else:
         yield f"    memory   {short_gib(peak)} per device"
     parts = dot().join(f"{name} {_number(size, peak)}" for name, size in explain.groups(best) if size)
@@ -204,6 +215,7 @@ def details(of: Estimator, found: Found) -> Iterator[str]:
         if seconds > 0:
             yield f"    {part.name.removesuffix('_s'):<26}{step_time(seconds):>12}  {seconds / best.step_s:6.1%}"
     yield f"    MFU {best.mfu(causal=False):.1%} (attention in full), {best.mfu(causal=True):.1%} (causal by half)"
+    yield from wrapped(explain.range_words(best), columns, "  ", "    ")
     if found.legal > 1:
         yield "  Rejected"
         for sentence in explain.rejected(found):

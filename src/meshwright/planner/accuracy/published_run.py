@@ -118,6 +118,8 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
     vp = _virtual(columns, shape, pp, described)
     shard = dp // copies if sharded and zero else 1
     recompute = columns.get("recompute", "")
+    if "primus" in columns["framework"].lower() and not recompute and "70b" in columns["model"].lower():
+        recompute = "full"  # examples/megatron/configs/MI300X/llama3.1_70B-{BF16,FP8}-pretrain.yaml: all 80 layers
     if "fms-fsdp" in columns["framework"] and "selective" in recompute:
         # There it means some blocks wholly, others not; HFU over MFU, at most 4/3, says how many.
         recompute = "full" if number(columns, "hfu_pct") > 7 / 6 * number(columns, "mfu_pct") else "none"

@@ -15,6 +15,7 @@ from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
 from meshwright.planner.cost.attention_core import core, fused
 from meshwright.planner.cost.backward import NONE as NOTHING
 from meshwright.planner.cost.backward import Backward, backward
+from meshwright.planner.cost.grouped_products import grouped
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.work import (
     NO_EXCHANGES,
@@ -301,9 +302,11 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
         router = in_fp32(router)
     yield replace(router, exchanges=Exchanges(exchanges.balance(of)))
     moved = copies * shape.hidden * of.width
-    up = _stack(of, "experts up", copies, shape.hidden, of.gates * ffn)
-    down = _stack(of, "experts down", copies, ffn, shape.hidden)
+    up = grouped(of, "experts up", copies, shape.hidden, of.gates * ffn)
+    down = grouped(of, "experts down", copies, ffn, shape.hidden)
     inner = _activation(of, "experts", copies, ffn)
+    if of.stack.fused_experts:
+        inner = LayerOperation(name=inner.name)
     shared: list[LayerOperation] = []
     if moe.shared_experts:
         shared = list(_mlp(of, moe.shared_experts * moe.ffn / of.tp, of.tokens, "shared", of.ep > 1))
@@ -314,29 +317,3 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     yield LayerOperation(name="combine", forward=sorting, inputs=sorting, exchanges=back)
     yield from shared
     yield LayerOperation(name="leave experts", exchanges=leave)
-
-
-def _stack(of: Local, name: str, copies: float, into: float, out: float) -> LayerOperation:
-    """Grouped products of a rank's experts, those of each piece in one. What they make of the gradients of a stack is
-    put together. What rounds their operands is no compiled code (kernels.experts)."""
-    assert of.shape.moe is not None
-    experts, pieces = of.shape.moe.experts / of.ep, of.ep_pieces
-    each = copies / experts
-    put = (MemoryPass(2 * experts * into * out * of.width, pieces),) if pieces > 1 else ()
-    thin = adapters.thin(of, name, each, into, out, experts / pieces)
-    restored = adapters.restored(of, name, into, out, experts)
-    width, matrices = 1.0 if of.fp8_all else 2.0, experts * into * out
-    forward, inputs, turned = (
-        operands.rounded(replace(of, compiled=False), *elements) if of.fp8_all else ()
-        for elements in ((copies * into, matrices), (copies * out, matrices), (copies * into, copies * out))
-    )
-    learned = turned + (Product(into, each, out, experts / pieces, width),) * pieces + put
-    return LayerOperation(
-        name=name,
-        forward=forward
-        + restored
-        + (Product(each, into, out, experts / pieces, width),) * pieces
-        + thin.forward * pieces,
-        inputs=inputs + restored + (Product(each, out, into, experts / pieces, width),) * pieces + thin.inputs * pieces,
-        weights=thin.weights * pieces if of.shape.lora else learned,
-    )

@@ -130,6 +130,15 @@ class Stack:
     """Share of tensor-parallel exchanges that runs behind products."""
     routes_once: bool = False
     """Experts: a token goes to another node once, however many of its experts are there (DeepEP)."""
+    hides_experts: float = 0.0
+    """Share of a layer's computation behind which tokens of another micro-batch travel to experts and back."""
+    fused_experts: bool = False
+    """Activation and rounding of experts run inside their products' kernels."""
+    counts_s: float = 0.0
+    """Of a pass through a layer of experts: the host waits for the counts of tokens before it launches the experts."""
+    expert_launch_s: float = 0.0
+    """Of a pass, for each expert on a rank: its launches, for which the device waits, since the host could not run
+    ahead of the counts."""
     hides_sends: float = 1.0
     """Share of pipeline transfers that runs behind computation."""
     contention: float = 0.1

@@ -135,7 +135,7 @@ class PassSeconds:
         if not operations:
             return 0.0, 0.0
         stack = self.of.stack
-        device = host = each = exchanged = 0.0
+        device = host = each = exchanged = routed = 0.0
         for op in operations:
             works: tuple[Work, ...] = getattr(op, side)
             for work in works:
@@ -145,10 +145,22 @@ class PassSeconds:
             for exchange in forward if side == "forward" else backward if side == "inputs" else ():
                 took = self._exposed(exchange, works)
                 exchanged += took
+                routed += took if exchange.axis == "ep" else 0.0
                 host, each = host + stack.host_s, each + max(took, stack.host_s)
+        if routed and stack.hides_experts:
+            behind = device + sum(self._seconds(op.weights) for op in operations) * (side == "inputs")
+            hidden = min(routed, stack.hides_experts * behind)
+            exchanged, device = exchanged - hidden, device + stack.contention * hidden
         device += exchanged
+        if side != "weights" and any(op.name == "dispatch" for op in operations):
+            device += stack.counts_s + stack.expert_launch_s * self._experts
         longer = max(device, host)
         return longer + stack.stalls * max(0.0, each - longer), exchanged
+
+    @property
+    def _experts(self) -> float:
+        """On a rank."""
+        return self.of.shape.moe.experts / self.of.ep if self.of.shape.moe else 0.0
 
     def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
         ranks, stride = ranks_of(self.layout, exchange.axis)

@@ -1,0 +1,150 @@
+"""From the planner's errors on published rows: quantiles by group of runs, and how many rows lie within the ranges.
+
+A group's distribution is a mixture: each of its models counts as one, however many rows it has, and one model that
+nobody has run yet counts as one, too. Of that one the errors are those of the next wider group. The next model lies
+further out than those seen, since where they lie is known from few: errors are moved away from the median by
+sqrt(1 + 1 / k) for k models. So a range narrows as more models were seen, and coverage on a model that is left out
+whole is what is claimed.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate
+from math import exp, log, sqrt
+from typing import Literal, NamedTuple
+
+from meshwright.planner.accuracy.holdout import kind
+from meshwright.planner.accuracy.judged import Judged
+from meshwright.planner.step.error_ranges import LEVEL, POOL, groups_of
+
+What = Literal["time", "memory"]
+STEPS = 40
+"""Quantiles are kept at so many even steps."""
+BUSY = "nanotron"
+"""Runs on several nodes of the Ultra-Scale grid measure a busy cluster (docs/accuracy.md): they speak of no other
+software."""
+
+
+class RowError(NamedTuple):
+    """One row: the groups it belongs to, its model, the logarithm of measured over predicted."""
+
+    groups: tuple[str, ...]
+    model: tuple[object, ...]
+    error: float
+
+
+Weighted = list[tuple[float, float]]
+"""Errors with weights that add up to 1."""
+
+
+def errors(judged: Iterable[object], what: What) -> list[RowError]:
+    """Of the rows that were predicted and that give a step time, or a peak."""
+    found = []
+    for one in judged:
+        if not isinstance(one, Judged):
+            continue
+        error = one.step_error if what == "time" else one.memory_error if one.row.part == "peak" else None
+        if error is None:
+            continue
+        plan, stack = one.row.plan, one.row.stack.name
+        groups = groups_of(stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
+        if what == "time" and stack == BUSY and plan.cluster.nodes > 1:
+            groups = tuple(group for group in groups if not group.startswith(POOL))
+        found.append(RowError(groups, kind(plan.model), -log(1 + error)))
+    return found
+
+
+def distributions(rows: Sequence[RowError], wanted: Collection[str] = ()) -> dict[str, Weighted]:
+    """Of every group that has rows, or of those wanted."""
+    members: dict[str, dict[object, list[float]]] = {}
+    parents: dict[str, tuple[str, ...]] = {}
+    for row in rows:
+        for place, group in enumerate(row.groups):
+            model = row.model if not group.startswith(POOL) else (row.groups[0].partition(",")[0], row.model)
+            members.setdefault(group, {}).setdefault(model, []).append(row.error)
+            parents[group] = (*row.groups[place + 1 :], *_pool(row)) if group != POOL else ()
+    found: dict[str, Weighted] = {}
+
+    def of(group: str) -> Weighted:
+        if group not in found:
+            models = list(members[group].values())
+            parent = next((one for one in parents[group] if one in members and one != group), None)
+            share = 1 / (len(models) + (parent is not None))
+            own = [(error, share / len(errors)) for errors in models for error in errors]
+            beyond = [(error, weight * share) for error, weight in of(parent)] if parent else []
+            found[group] = sorted(own + beyond)
+        return found[group]
+
+    return {
+        group: _widened(of(group), sqrt(1 + 1 / len(members[group])))
+        for group in sorted(members)
+        if group in wanted or not wanted
+    }
+
+
+def _pool(row: RowError) -> tuple[str, ...]:
+    """Groups that stand for it where its own have no rows."""
+    return groups_of(POOL, routed="experts" in row.groups[0], nodes=1)[-2:]
+
+
+def _widened(weighted: Weighted, times: float) -> Weighted:
+    middle = quantiles(weighted)[STEPS // 2]
+    return [(middle + times * (error - middle), weight) for error, weight in weighted]
+
+
+def quantiles(weighted: Weighted, steps: int = STEPS) -> list[float]:
+    """At even steps from the least to the greatest."""
+    sums = list(accumulate(weight for _, weight in weighted))
+    found, place = [], 0
+    for step in range(steps + 1):
+        while place < len(sums) - 1 and sums[place] < step / steps * sums[-1]:
+            place += 1
+        found.append(weighted[place][0])
+    return found
+
+
+def table(judged: Sequence[object]) -> dict[str, object]:
+    """What error_ranges reads."""
+    found: dict[str, object] = {}
+    for what in ("time", "memory"):
+        rows = errors(judged, what)
+        found[what] = {
+            group: {
+                "rows": sum(group in row.groups for row in rows),
+                "models": len({row.model for row in rows if group in row.groups}),
+                "quantiles": [round(one, 4) for one in quantiles(weighted)],
+            }
+            for group, weighted in distributions(rows).items()
+        }
+    return found
+
+
+class Coverage(NamedTuple):
+    """Rows of models that the range was made without, and the share of them that lies within it."""
+
+    rows: int
+    share: float
+    width: float
+    """Median of high over low."""
+
+
+def coverage(judged: Sequence[object], what: What) -> dict[str, Coverage]:
+    """By the narrowest group but for nodes, and of all ("")."""
+    rows = errors(judged, what)
+    inside: dict[str, list[tuple[bool, float]]] = {}
+    wide = round((1 - LEVEL) / 2 * STEPS)
+    for model in sorted({row.model for row in rows}, key=str):
+        others, left = ([row for row in rows if (row.model == model) is out] for out in (False, True))
+        have = {group for row in others for group in row.groups}
+        used = {row: next(one for one in (*row.groups, *_pool(row)) if one in have) for row in left}
+        edges = {group: quantiles(one) for group, one in distributions(others, set(used.values())).items()}
+        for row in left:
+            group = used[row]
+            low, high = edges[group][wide], edges[group][STEPS - wide]
+            for name in ("", row.groups[1]):
+                inside.setdefault(name, []).append((low <= row.error <= high, high - low))
+    found = {}
+    for name, marks in sorted(inside.items()):
+        widths = sorted(width for _, width in marks)
+        share = sum(hit for hit, _ in marks) / len(marks)
+        found[name] = Coverage(len(marks), share, exp(widths[len(widths) // 2]))
+    return found

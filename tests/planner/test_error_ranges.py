@@ -1,0 +1,115 @@
+"""Ranges around predictions: what a range promises, on errors that were drawn and on published rows."""
+
+import random
+from dataclasses import replace
+from math import exp, inf, log
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.planner.accuracy.error_table import STEPS, RowError, distributions, quantiles
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.step.error_ranges import (
+    POOL,
+    fit_probability,
+    groups_of,
+    memory_range,
+    ranges,
+    relative_range,
+    share_below,
+)
+from meshwright.planner.step.predict import predict
+from meshwright.spec import presets
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.recipe import Recipe
+
+
+def plan_on(device: str, nodes: int, model: str = "llama-3.1-8b") -> Plan:
+    return Plan(
+        model=presets.model(model),
+        recipe=Recipe(sequence=8192, global_batch=64 * nodes, precision="bf16"),
+        layout=Layout(dp_shard=8 * nodes, zero=3, micro_batch=1, recompute="full"),
+        cluster=presets.cluster(device, nodes),
+    )
+
+
+def test_a_range_holds_the_prediction_and_a_rate_is_turned_round() -> None:
+    found = predict(plan_on("h100x8", 2))
+    said = ranges(found)
+    for low, high, value in (
+        (*said.step_seconds, found.step_s),
+        (*said.tokens_per_second_per_device, found.tokens_per_s_per_device),
+        (*said.mfu_full, found.mfu(causal=False)),
+        (*said.peak_bytes, found.peak_bytes),
+    ):
+        assert low < value < high < 2 * low
+    slow, fast = said.step_seconds[1], said.tokens_per_second_per_device[0]
+    assert slow * fast * 16 == pytest.approx(found.tokens_per_step)
+    assert said.pooled, "no published row is of this engine"
+
+
+def test_software_with_rows_has_its_own_range_and_other_software_the_pool() -> None:
+    plan = plan_on("a100x8", 4)
+    known = relative_range(plan, replace(MESHWRIGHT, name="fsdp1", own=False))
+    unknown = relative_range(plan, replace(MESHWRIGHT, name="nobody's", own=False))
+    assert not known.pooled and unknown.pooled
+    assert unknown == relative_range(plan)
+    assert known.high / known.low < unknown.high / unknown.low
+
+
+def test_experts_are_known_less_well() -> None:
+    dense, routed = plan_on("h100x8", 4), plan_on("h100x8", 4, "qwen3-30b-a3b")
+    one, other = relative_range(dense), relative_range(routed)
+    assert other.high / other.low > one.high / one.low
+
+
+def test_less_room_makes_a_fit_less_likely() -> None:
+    found = predict(plan_on("h100x8", 2))
+    shares = []
+    for room in (0.7, 0.9, 1.0, 1.1, 1.5):
+        device = replace(found.plan.cluster.device, memory_bytes=int(found.peak_bytes * room) + 2**30)
+        cluster = replace(found.plan.cluster, device=device)
+        shares.append(fit_probability(replace(found, plan=replace(found.plan, cluster=cluster))))
+    assert shares == sorted(shares) and shares[0] < 0.05 and shares[-1] > 0.95
+    assert 0.2 < shares[2] < 0.8 or memory_range(found.plan).low > 0.9
+
+
+@settings(deadline=None)
+@given(st.floats(-3, 3))
+def test_share_below_is_that_of_the_quantiles(value: float) -> None:
+    even = tuple(-1 + step / 20 for step in range(41))
+    share = share_below(even, value)
+    assert share == pytest.approx(min(max((value + 1) / 2, 1 / 80), 1 - 1 / 80), abs=1e-9)
+    assert share_below(even, inf) < 1 and share_below(even, -inf) > 0
+
+
+def drawn(seed: int, models: int, each: int) -> list[RowError]:
+    """Errors of models that are each off by something of their own, and rows by something of theirs."""
+    dice = random.Random(seed)
+    groups = groups_of("drawn", routed=False, nodes=2)
+    found = []
+    for model in range(models):
+        bias = dice.gauss(0, 0.1)
+        found += [RowError(groups, (model,), dice.gauss(bias, 0.02)) for _ in range(each)]
+    return found
+
+
+def test_models_nobody_has_run_lie_within_the_ranges_of_others() -> None:
+    """Of each draw the last model is left out; its rows lie in the range as often as is said, about."""
+    inside, group = [], "drawn, dense, to 8 nodes"
+    for seed in range(40):
+        rows = drawn(seed, models=21, each=20)
+        others, last = rows[:400], rows[400:]
+        edges = quantiles(distributions(others, {group})[group])
+        inside += [edges[2] <= row.error <= edges[STEPS - 2] for row in last]
+    assert 0.8 <= sum(inside) / len(inside) <= 0.95
+
+
+def test_a_model_with_many_rows_counts_as_one_with_few() -> None:
+    groups = groups_of(POOL, routed=False, nodes=1)
+    rows = [RowError(groups, ("many",), log(2))] * 1000 + [RowError(groups, ("few",), log(0.5))] * 2
+    spread = distributions(rows)[POOL]
+    assert sum(weight for error, weight in spread if exp(error) > 1) == pytest.approx(0.5)
+    assert sum(weight for _, weight in spread) == pytest.approx(1)

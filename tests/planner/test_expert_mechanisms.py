@@ -1,0 +1,108 @@
+"""Experts of other software: what waits for the host, what runs behind what, and recipes that say which."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner.accuracy.megatron_bridge import COUNTS_S, as_run
+from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE
+from meshwright.planner.cost.speeds import FP8_SHARE, speeds_of
+from meshwright.planner.cost.stack import Stack
+from meshwright.planner.step.predict import predict
+from meshwright.planner.time.timeline import StepTime
+from meshwright.spec import presets
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.recipe import Recipe
+
+MXFP8 = replace(MEGATRON_CORE, product_bytes=1.0)
+
+
+def plan(ep: int = 8) -> Plan:
+    return Plan(
+        model=presets.model("qwen3-30b-a3b"),
+        recipe=Recipe(sequence=4096, global_batch=128, precision="bf16"),
+        layout=Layout(dp_shard=8, zero=1, ep=ep, micro_batch=4),
+        cluster=presets.cluster("b200x8", 1),
+    )
+
+
+def time_with(**changes: object) -> StepTime:
+    return predict(plan(), replace(MXFP8, **changes)).time  # type: ignore[arg-type]  # fields of Stack
+
+
+def test_the_host_is_paid_once_a_pass_and_once_an_expert() -> None:
+    """4 micro-batches of 48 layers, forward and backward, with 16 experts a rank."""
+    none = time_with(expert_launch_s=0.0).total_s
+    passes = 2 * 4 * 48
+    assert time_with(expert_launch_s=1e-4).total_s - none == pytest.approx(passes * 16e-4, rel=1e-6)
+    assert time_with(expert_launch_s=0.0, counts_s=1e-3).total_s - none == pytest.approx(passes * 1e-3, rel=1e-6)
+
+
+def test_hidden_exchanges_cost_what_they_slow() -> None:
+    shown, hidden = time_with(), time_with(hides_experts=1.0)
+    assert shown.exchange_s > 0 and hidden.exchange_s == pytest.approx(0, abs=1e-9)
+    assert hidden.compute_s - shown.compute_s == pytest.approx(MXFP8.contention * shown.exchange_s)
+
+
+def test_no_more_is_hidden_than_is_computed() -> None:
+    slow = plan().cluster
+    slow = replace(slow, device=replace(slow.device, link_bytes_per_s=2e9))
+    shown, hidden = (
+        predict(replace(plan(), cluster=slow), replace(MXFP8, hides_experts=share)).time for share in (0.0, 1.0)
+    )
+    assert shown.exchange_s > shown.compute_s
+    assert 0 < shown.exchange_s - hidden.exchange_s <= shown.compute_s * 1.001
+
+
+def test_experts_multiply_at_the_width_of_the_recipe_and_fuse_what_surrounds_them() -> None:
+    wide, narrow, fused = (
+        predict(plan(), stack).time.compute_s for stack in (MEGATRON_CORE, MXFP8, replace(MXFP8, fused_experts=True))
+    )
+    assert fused < narrow < wide
+
+
+def columns(release: str, gpu: str, model: str, precision: str) -> dict[str, str]:
+    source = f"NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, {release} NeMo Container, Pre-Training"
+    return {"source": source, "gpu": gpu, "model": model, "precision": precision}
+
+
+@pytest.mark.parametrize(
+    ("row", "graph", "hidden", "counts"),
+    [
+        (columns("26.06", "DGX-GB300", "DeepSeekV3", "MXFP8"), True, True, False),
+        (columns("26.08", "DGX-GB200", "Qwen3_30B_a3B", "MXFP8"), True, True, False),
+        (columns("26.06", "DGX-B300", "Qwen3_30B_a3B", "MXFP8"), True, True, False),
+        (columns("26.06", "DGX-B300", "GPT OSS 120B", "MXFP8"), False, False, False),
+        (columns("26.06", "DGX-H100", "GPT OSS 120B", "BF16"), False, False, True),
+        (columns("26.04", "DGX-GB300", "GPT OSS 120B", "BF16"), False, False, True),
+        (columns("26.06", "DGX-GB300", "Kimi_K2", "MXFP8"), False, False, False),
+        (columns("26.04", "DGX-GB300", "DeepSeekV3", "MXFP8"), False, False, False),
+        (columns("26.04.01", "DGX-B200", "DeepSeekV3", "MXFP8"), False, True, False),
+        (columns("26.04", "DGX-B200", "Qwen3_235B_a22B", "MXFP8"), False, False, True),
+        (columns("26.04", "DGX-GB300", "Qwen3_235B_a22B", "BF16"), False, False, False),
+        (columns("25.11", "DGX-H100", "Qwen3_30B_a3B", "FP8-CS"), False, False, True),
+    ],
+    ids=lambda value: value["source"].split(", ")[1][:8] + value["gpu"][3:] if isinstance(value, dict) else "",
+)
+def test_recipes_of_releases(row: dict[str, str], graph: bool, hidden: bool, counts: bool) -> None:
+    """Against scripts/performance/configs at v0.2.0 to v0.5.0 and perf_recipes at v0.6.0, read by hand."""
+    found: Stack = as_run(MEGATRON_CORE, row)
+    assert (found.host_s == 0, found.fused_experts, found.hides_experts == 1) == (graph, graph, hidden)
+    assert found.counts_s == (COUNTS_S if counts else 0.0)
+    assert found.routes_once is not counts
+
+
+def test_other_rows_are_left_alone() -> None:
+    row = {**columns("26.06", "DGX-GB300", "DeepSeekV3", "MXFP8"), "source": "NVIDIA/NeMo"}
+    assert as_run(MEGATRON_CORE, row) is MEGATRON_CORE
+
+
+def test_fp8_without_a_measured_product_reaches_a_little_less_than_bf16_does() -> None:
+    """The rule, on devices whose fp8 products were measured too: within a tenth."""
+    for name in ("h100", "b200", "gb200", "b300"):
+        device = presets.device(name)
+        share = device.bf16_matmul_flop_per_s / device.bf16_flop_per_s
+        guessed = speeds_of(replace(device, fp8_matmul_flop_per_s=0.0)).low_flop_per_s
+        assert guessed == pytest.approx(FP8_SHARE * share * device.fp8_flop_per_s)
+        assert guessed == pytest.approx(device.fp8_matmul_flop_per_s, rel=0.1)
