@@ -153,6 +153,7 @@ def test_every_number_has_a_source(folder: str) -> None:
             assert preset["source"], name
             assert preset.get("parameters_source") if folder == "models" else preset["certainty"], name
             assert ("active" in preset) <= ("active_source" in preset), name
+            assert ("watts" in preset) == ("watts_source" in preset), name
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,10 @@ class Device:
     """To other nodes, per device, one direction."""
     host_bytes_per_s: float = 0.0
     """To or from the memory of its host, one direction."""
+    watts: float = 0.0
+    """Datasheet: the most that the board draws, without its host's part."""
+    watts_source: str = ""
+    """Where that stands."""
     source: str = ""
     """Where the numbers stand."""
     certainty: str = ""

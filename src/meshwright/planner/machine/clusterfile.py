@@ -162,7 +162,7 @@ def _device(table: dict[str, Any]) -> Device:
     _known("device", table, short)
     if not isinstance(table.get("name"), str) or not table["name"].strip():
         raise ValueError("device.name is missing: what reports call it")
-    words = {key: value for key, value in table.items() if key in ("name", "source", "certainty")}
+    words = {key: value for key, value in table.items() if key in ("name", "source", "certainty", "watts_source")}
     for key, value in words.items():
         if not isinstance(value, str):
             raise ValueError(f"device.{key}={value!r} must be text")
