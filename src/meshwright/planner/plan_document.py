@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
+from meshwright.planner.caveats import caveats
 from meshwright.planner.search.ranking import Found
 from meshwright.planner.search.recommend import is_tight
 from meshwright.planner.step.prediction import Prediction
@@ -34,6 +35,7 @@ def document(found: Prediction) -> dict[str, Any]:
         "mfu_full": found.mfu(causal=False),
         "hfu": found.hfu,
         "bubble_fraction": found.bubble_fraction,
+        "caveats": list(caveats(found.plan)),
     }
 
 
