@@ -74,7 +74,9 @@ class Device:
         """Why products of this recipe.precision are not planned on it; empty where they are."""
         if precision != "bf16" or self.bf16_flop_per_s or not self.fp16_flop_per_s:
             return ""
-        return f"recipe.precision=bf16: a {self.name} has no bf16 products; take recipe.precision=fp16 or another device"
+        return (
+            f"recipe.precision=bf16: a {self.name} has no bf16 products; take recipe.precision=fp16 or another device"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

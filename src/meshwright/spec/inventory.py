@@ -59,13 +59,13 @@ class Parameter:
     @property
     def decays(self) -> bool:
         """Weight decay applies to matrices only."""
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.name.endswith("_bias")
 
     @property
     def matrices(self) -> tuple[int, int, int] | None:
         """(number, rows, columns) of the matrices that Muon orthogonalizes, each by itself: the parameter, or each of
         a stack of experts. None = it is no hidden matrix, or a thin one of an adapter."""
-        if self.group not in HIDDEN or len(self.shape) < 2 or self.adapts:
+        if self.group not in HIDDEN or len(self.shape) < 2 or self.adapts or self.name.endswith("_bias"):
             return None
         return prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
 
@@ -80,7 +80,7 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     for one in _parameters(shape.base):
         codes = shape.lora.scheme is not None and one.matrices is not None
         found.append(replace(one, trained=False, scheme=shape.lora.base if codes else ""))
-        if one.inside and one.group in HIDDEN and len(one.shape) > 1 and shape.lora.adapts(one.name):
+        if one.inside and one.matrices is not None and shape.lora.adapts(one.name):
             found += _adapter(one, shape.lora)
     return tuple(found)
 
@@ -120,7 +120,10 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
         prefix = f"layers.{layer}."
         found += _norm(shape, prefix + "attention_norm", layer)
         if shape.unbuilt is not None and shape.unbuilt.block_norms == 4:
-            found += [*_norm(shape, prefix + "attention_out_norm", layer), *_norm(shape, prefix + "mlp_out_norm", layer)]
+            found += [
+                *_norm(shape, prefix + "attention_out_norm", layer),
+                *_norm(shape, prefix + "mlp_out_norm", layer),
+            ]
         attention = _mla if shape.mla else _attention
         found += attention(shape, prefix + "attention.", layer)
         found += _norm(shape, prefix + "mlp_norm", layer)

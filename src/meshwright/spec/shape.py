@@ -139,7 +139,9 @@ class ModelShape:
 
     name: str = "custom"
     """What reports call it."""
-    family: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2", "phi3"] = "llama"
+    family: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2", "phi3"] = (
+        "llama"
+    )
     """Whose Hugging Face layout it is written in."""
     vocab: int
     """Rows of the embedding; at least as many as the tokenizer has tokens."""

@@ -72,7 +72,9 @@ class UnbuiltParts:
 
     def _named(self) -> Iterator[str]:
         if self.norms != "before":
-            yield "norms behind a block's halves" if self.norms == "after" else "norms on both sides of a block's halves"
+            yield (
+                "norms behind a block's halves" if self.norms == "after" else "norms on both sides of a block's halves"
+            )
         if self.qk_norm:
             yield "norms over all heads of queries and keys" if self.qk_norm == "width" else "norms without a weight"
         if self.full_every:
@@ -88,7 +90,8 @@ class UnbuiltParts:
         if self.routed_every > 1:
             yield "dense layers between routed ones"
         words = {
-            "long_rope": "LongRoPE", "sinks": "attention sinks", "router_bias": "biases of routers", "expert_bias": "biases of experts",
+            "long_rope": "LongRoPE", "sinks": "attention sinks", "router_bias": "biases of routers",
+            "expert_bias": "biases of experts",
             "shared_gate": "a gate of the shared expert", "scaled_embedding": "scaled embeddings",
             "soft_caps": "capped logits", "other_router": "this family's weights of experts",
             "centred_norm": "norms around 1",

@@ -25,6 +25,8 @@ from meshwright.training.precision import DTYPES
 
 MEMORY_TOLERANCE = 0.12
 """What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
+FORMS = frozenset({"sxm", "pcie", "16", "32", "40", "80", "141"})
+"""Parts of a preset's name that a driver spells in another way: form and memory."""
 SLOWER = frozenset({"nvl", "laptop", "d", "ti"})
 """Words of a name that mean other peaks: H100 NVL, RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti."""
 
@@ -180,7 +182,7 @@ def match_device(reported: str, memory_bytes: int) -> Device | None:
     words = set(reported.lower().replace("-", " ").split())
     found = []
     for preset in map(device_preset, device_names()):
-        chip = [part for part in preset.name.lower().split("-") if part not in ("sxm", "pcie", "16", "32", "40", "80", "141")]
+        chip = [part for part in preset.name.lower().split("-") if part not in FORMS]
         off = abs(preset.memory_bytes - memory_bytes)
         if words.issuperset(chip) and off < MEMORY_TOLERANCE * preset.memory_bytes and not words & SLOWER:
             same_form = ("pcie" in words) == ("pcie" in preset.name.lower())

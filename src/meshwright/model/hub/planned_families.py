@@ -38,7 +38,9 @@ def _full_every(entries: Entries, key: str, absent: int) -> int:
         return entries.integer(key, absent)
     if not isinstance(types, list) or len(types) != layers or {*types} - {"full_attention", "sliding_attention"}:
         other = sorted({*map(str, types)} - {"full_attention", "sliding_attention"}) if isinstance(types, list) else []
-        raise entries.fail(f"layer_types holds {', '.join(other) or 'another number of layers'}, which is not known here")
+        raise entries.fail(
+            f"layer_types holds {', '.join(other) or 'another number of layers'}, which is not known here"
+        )
     every = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
     for layer, kind in enumerate(types):
         if (kind == "full_attention") != ((layer + 1) % every == 0):
@@ -188,7 +190,7 @@ PLANNED: Mapping[str, PlannedFamily] = {
         read=("attn_scale", "floor_scale", "attn_temperature_tuning"),
     ),
     "nemotron": PlannedFamily(
-        parts=_nemotron, eps_key="norm_eps", activations=("relu2",), defaults={"norm_eps": 1e-5}, read=("partial_rotary_factor",),
+        parts=_nemotron, eps_key="norm_eps", activations=("relu2",), defaults={"norm_eps": 1e-5},
     ),
     "glm4_moe": PlannedFamily(parts=_glm4_moe, defaults={"rms_norm_eps": 1e-5, "head_dim": 128}),
     "minimax_m2": PlannedFamily(

@@ -54,7 +54,8 @@ class BitsAndBytes:
             if why:
                 return f"bitsandbytes cannot hold {why}"
         if any(binding.transform in JOINED for binding in bindings(model.shape)):
-            return f"bitsandbytes holds {model.shape.family}'s matrices in another order than its files: take format=meshwright"
+            family = model.shape.family
+            return f"bitsandbytes holds {family}'s matrices in another order than its files: take format=meshwright"
         if model.shape.moe is not None:
             return "bitsandbytes leaves stacks of experts as they are, which transformers makes: take format=meshwright"
         doubled = any(scheme.scales == "double" for scheme in model.schemes.values())

@@ -171,7 +171,7 @@ CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
 HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
 BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
 BEFORE_AMPERE = {generation: (0.35, 0.32) for generation in (1, 2, 3)}
-"""Later kernels need Ampere (Dao-AILab/flash-attention, README.md); the memory-efficient one is as fast as the first."""
+"""Later kernels need Ampere (Dao-AILab/flash-attention, README.md); the memory-efficient one is as fast as it."""
 FLASH: dict[str, dict[int, tuple[float, float]]] = {
     "A100": {1: (0.35, 0.32), 2: (0.64, 0.58), 3: (0.64, 0.58)},
     "V100": BEFORE_AMPERE,
