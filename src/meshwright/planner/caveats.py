@@ -20,8 +20,8 @@ def _caveats(plan: Plan) -> Iterator[str]:
     if device.is_gpu and not device.half_matmul_flop_per_s:
         kind = "bf16" if device.bf16_flop_per_s else "fp16"
         yield (
-            f"No {kind} product of a {device.name} was measured: {REACHED:.0%} of its data sheet's "
-            f"{device.half_flop_per_s / 1e12:,.4g} TFLOP/s stands for it (measured elsewhere: 51 to 87 %)."
+            f"{device.name} has no measured {kind} product: {REACHED:.0%} of its data sheet's "
+            f"{device.half_flop_per_s / 1e12:,.4g} TFLOP/s stands for it (measured elsewhere: 51% to 87%)."
         )
 
 

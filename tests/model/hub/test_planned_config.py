@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.api import planning
@@ -167,6 +167,7 @@ def test_what_is_not_known_is_refused_by_its_key(config: dict[str, Any], said: s
 KEYS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).map(lambda word: f"q{word}_dim")
 
 
+@settings(deadline=None, max_examples=30)
 @given(KEYS, st.one_of(st.integers(1), st.floats(0.1, 9.0), st.text(min_size=1), st.lists(st.integers(), min_size=1)))
 def test_any_other_key_is_refused_with_its_name_and_one_that_is_off_is_not(key: str, value: object) -> None:
     if PATTERNS.fullmatch(key):
@@ -177,6 +178,7 @@ def test_any_other_key_is_refused_with_its_name_and_one_that_is_off_is_not(key: 
         assert planned_shape({**OLMO_2, key: off}) == planned_shape(OLMO_2)
 
 
+@settings(deadline=None, max_examples=30)
 @given(
     st.sampled_from(sorted({key for keys in IGNORED.values() for key in keys} - {"model_type", "tie_word_embeddings"}))
 )
@@ -195,6 +197,7 @@ EXPERTS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", PLANNED)
 def test_a_small_one_counts_as_transformers_does(kind: str) -> None:
     """Its own config.json, with all keys that its class writes, is read, and none of them is unknown."""
@@ -212,6 +215,7 @@ def test_a_small_one_counts_as_transformers_does(kind: str) -> None:
     assert num_parameters(planned_shape(json.loads(config.to_json_string(use_diff=False)))) == counted
 
 
+@pytest.mark.long
 def test_a_folder_and_a_file_are_planned_and_training_refuses_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,9 @@ def _llama4(entries: Entries) -> Fields:
     every = entries.integer("no_rope_layer_interval", 4)
     if rotated and rotated != [int((layer + 1) % every != 0) for layer in range(layers)]:
         raise entries.fail(f"no_rope_layers={rotated!r}: only every {every}th layer without positions")
+    kinds = ["chunked_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if entries.raw("layer_types", None) not in (None, kinds):
+        raise entries.fail(f"layer_types: only every {every}th layer full_attention, the others chunked_attention")
     moe = MoEShape(
         experts=entries.integer("num_local_experts"), top_k=entries.integer("num_experts_per_tok"),
         ffn=entries.integer("intermediate_size"), shared_experts=1, scoring="sigmoid", normalize_top_k=False,
@@ -179,11 +182,11 @@ PLANNED: Mapping[str, PlannedFamily] = {
     ),
     "olmo2": PlannedFamily(parts=_olmo2, defaults={"rms_norm_eps": 1e-5}),
     "phi3": PlannedFamily(
-        parts=_phi3, defaults={"rms_norm_eps": 1e-5}, read=("original_max_position_embeddings",)
+        parts=_phi3, defaults={"rms_norm_eps": 1e-5}, read=("original_max_position_embeddings", "full_attn_mod", "interpolate_factor")
     ),
     "gpt_oss": PlannedFamily(
         parts=_gpt_oss, defaults={"rms_norm_eps": 1e-5, "head_dim": 64, "max_position_embeddings": 131072},
-        read=("swiglu_limit", "experts_per_token"),
+        read=("swiglu_limit", "swiglu_alpha", "experts_per_token"),
     ),
     "llama4_text": PlannedFamily(
         parts=_llama4, defaults={"rms_norm_eps": 1e-5, "head_dim": 128},
