@@ -182,7 +182,8 @@ PLANNED: Mapping[str, PlannedFamily] = {
     ),
     "olmo2": PlannedFamily(parts=_olmo2, defaults={"rms_norm_eps": 1e-5}),
     "phi3": PlannedFamily(
-        parts=_phi3, defaults={"rms_norm_eps": 1e-5}, read=("original_max_position_embeddings", "full_attn_mod", "interpolate_factor")
+        parts=_phi3, defaults={"rms_norm_eps": 1e-5},
+        read=("original_max_position_embeddings", "full_attn_mod", "interpolate_factor")
     ),
     "gpt_oss": PlannedFamily(
         parts=_gpt_oss, defaults={"rms_norm_eps": 1e-5, "head_dim": 64, "max_position_embeddings": 131072},
