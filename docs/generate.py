@@ -9,6 +9,7 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: table zero -->
     <!-- generated: keys recipe -->
     <!-- generated: schemes -->
+    <!-- generated: presets devices -->
     <!-- generated: source src/meshwright/training/orpo.py -->
     <!-- /generated -->
 
@@ -237,6 +238,16 @@ def schemes(which: str = "") -> str:
     return "\n".join(lines) + "\n"
 
 
+def preset_table(which: str) -> str:
+    """devices, sources or models: what the presets say."""
+    from docs import preset_tables
+
+    made = {
+        "devices": preset_tables.devices, "sources": preset_tables.device_sources, "models": preset_tables.models,
+    }  # fmt: skip
+    return made[which]()
+
+
 def source(path: str) -> str:
     """A file of the repository, as a block."""
     return f"```python\n{(ROOT / path).read_text(encoding='utf-8')}```\n"
@@ -244,7 +255,7 @@ def source(path: str) -> str:
 
 FILLED_BY: dict[str, Callable[[str], str]] = {
     "output": output, "table": table, "keys": keys, "verbs": verbs, "schemes": schemes,
-    "source": source,
+    "source": source, "presets": preset_table,
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ SMALL = ["plan", "llama-3.2-1b", "--cluster", "h100x8", "--recipe", "global_batc
 ONE = [*SMALL, "--layout", "dp=8,dp_shard=8,zero=3,tp=1,cp=1,pp=1,micro_batch=1,recompute=full"]
 DOCUMENT = {
     "source", "plan", "peak_bytes", "peak_rank", "memory", "traffic", "time", "step_seconds",
-    "tokens_per_second_per_device", "mfu_causal", "mfu_full", "hfu", "bubble_fraction",
+    "tokens_per_second_per_device", "mfu_causal", "mfu_full", "hfu", "bubble_fraction", "caveats",
 }  # fmt: skip
 
 

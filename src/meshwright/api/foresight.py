@@ -62,7 +62,7 @@ NAMED_FROM = 0.1
 def _costs(found: Prediction) -> list[str]:
     """What the planner says that the mask between documents costs, where it knows the device."""
     plan = found.plan
-    if not plan.cluster.device.bf16_flop_per_s or not plan.recipe.document_mask:
+    if not plan.cluster.device.half_flop_per_s or not plan.recipe.document_mask:
         return []
     other = replace(plan, recipe=replace(plan.recipe, document_mask=False))
     share = 1 - estimator(other).predict(other).step_s / found.step_s
@@ -92,7 +92,7 @@ def _planned(found: Prediction) -> str:
     memory = f"peak {gib(found.peak_bytes - reserve)} and {gib(reserve)} of reserve"
     if found.plan.layout.pp > 1:
         memory += f" (pipeline rank {found.worst.pp_rank})"
-    if not found.plan.cluster.device.bf16_flop_per_s:
+    if not found.plan.cluster.device.half_flop_per_s:
         return memory
     return (
         f"{memory}, {duration(found.step_s)} per step, {count(found.tokens_per_s_per_device)} tokens/s per device, "

@@ -1,7 +1,7 @@
 """Words, keywords and plans as one Plan: what a command line and a call in Python may say of it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from functools import partial
 from numbers import Real
@@ -12,7 +12,8 @@ from meshwright import planfile
 from meshwright.planfile.folders import FolderModel
 from meshwright.planfile.reading import MUST_SAY
 from meshwright.spec import Plan
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError, HubError, PlanError
+from meshwright.spec.shape import ModelShape
 
 Section = str | Sequence[str] | Mapping[str, Any] | None
 """Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
@@ -61,14 +62,48 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 
 
 def read_folder(folder: Path) -> FolderModel:
-    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or one that nothing is trained of."""
+    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or one that nothing is trained of but
+    what `ModelShape.plan_only` says."""
     from meshwright.store.base_weights import open_base
     from meshwright.store.run_folder import RunFolder
 
     if (folder / "plan.yaml").is_file():
         return FolderModel(shape=RunFolder.open(folder).plan.model.base)
+    if planned := _planned(folder / "config.json", folder.resolve().name, strictly=False):
+        return FolderModel(shape=planned)
     found = open_base(folder)
     return FolderModel(shape=found.hub.shape, codes=found.base)
+
+
+def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
+    """As `read_folder`, for the folder of this config: strictly, since a key that nobody knows could change the answer.
+    `name`: what the model is called."""
+
+    def read(folder: Path) -> FolderModel:
+        if folder != config.parent or not config.is_file():
+            return read_folder(folder)
+        shape = _planned(config, name, strictly=True)
+        known = FolderModel(shape=shape) if shape and shape.plan_only else None
+        if known is None and config.name == "config.json" and not (folder / "plan.yaml").is_file():
+            known = read_folder(folder)
+        assert shape is not None
+        return replace(known or FolderModel(shape=shape), shape=replace(shape, name=name))
+
+    return read
+
+
+def _planned(config: Path, name: str, *, strictly: bool) -> ModelShape | None:
+    """Its shape; None where the engine trains the family and nothing is to be read strictly."""
+    from meshwright.model.hub.directory import read_json
+    from meshwright.model.hub.planned_config import is_planned, planned_shape
+
+    found = read_json(config)
+    if found is None or not (strictly or is_planned(found)):
+        return None
+    try:
+        return replace(planned_shape(found), name=name)
+    except HubError as error:
+        raise HubError(str(error).replace("config.json", str(config), 1)) from error
 
 
 def words_of(key: str, value: Any) -> list[str]:

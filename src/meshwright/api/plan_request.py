@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import planfile
-from meshwright.api.plan_reading import base_words, plan_of, read_folder
+from meshwright.api.hub_configs import CONFIG, config_folder, is_hub_name
+from meshwright.api.plan_reading import base_words, plan_of, read_folder, read_to_plan
 from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
@@ -39,15 +40,21 @@ def asked_plan(
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
     plan file, or a plan. `tune`: full, lora, qlora or with a rank as lora:64, for fine-tuning's batch and sequence, and
     with adapters. `teacher`: as `model`, for a distillation."""
-    plan = plan_of(model)
+    plan, reader = plan_of(model), read_folder
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")
     words = [f"recipe.{word}" for word in _words(recipe)]
     if plan is not None:
         words = [*base_words(plan), *words]
     elif not given:
-        folder = path.parent if path.name == "config.json" else path
-        words.insert(0, f"model={folder}" if path.name == "config.json" else f"model={model}")
+        fetched = config_folder(str(model)) if is_hub_name(str(model)) else None
+        config = fetched / CONFIG if fetched else path if path.suffix == ".json" else path / CONFIG
+        if config.is_file():
+            title = path.name if fetched or path.suffix != ".json" else path.absolute().parent.name
+            reader = read_to_plan(config, title if path.suffix != ".json" or path.name == CONFIG else path.stem)
+            words.insert(0, f"model={config.parent if config.parent != Path() else '.'}")
+        else:
+            words.insert(0, f"model={model}")
     words += _adapters(tune, coded=not given and _holds_codes(path))
     named = {word.partition("=")[0].removeprefix("recipe.") for word in words}
     if tune and not given:
@@ -55,7 +62,7 @@ def asked_plan(
     words += [f"teacher={teacher}", f"recipe.objective={DISTILL}"] if teacher else []
     file = path if given and plan is None else None
     with as_typed("recipe", _words(recipe)):
-        found = planfile.read(file, words, read_folder=read_folder, notes=[])
+        found = planfile.read(file, words, read_folder=reader, notes=[])
     _nodes(nodes)
     if cluster is not None:
         found = replace(found, cluster=_cluster(cluster, nodes or (found.cluster.nodes if given else 1)))
@@ -182,7 +189,7 @@ def _recipe(found: "Plan", named: set[str], *, tuned: bool = False) -> "Plan":
     """What a recipe leaves out is not a toy's: bf16, a long sequence, millions of tokens a step; or fine-tuning's."""
     changes: dict[str, Any] = {}
     if not named & {"precision", "mixed_precision", "dtype"}:
-        changes["precision"] = "bf16"
+        changes["precision"] = "fp16" if found.cluster.device.without("bf16") else "bf16"
     sequence = found.recipe.sequence
     if not any("seq" in name or "context" in name for name in named):
         sequence = changes["sequence"] = min(
@@ -207,7 +214,7 @@ def _known(found: Plan, given: str) -> None:
     what lacks them."""
     cluster, device = found.cluster, found.cluster.device
     needed = ["memory_bytes", "memory_bytes_per_s"]
-    needed += [] if device.bf16_matmul_flop_per_s else ["bf16_flop_per_s"]
+    needed += [] if device.half_matmul_flop_per_s or device.fp16_flop_per_s else ["bf16_flop_per_s"]
     needed += ["host_bytes_per_s"] if found.layout.offload != "off" else []
     needed += ["link_bytes_per_s"] if cluster.devices_per_node > 1 else []
     needed += ["network_bytes_per_s"] if cluster.nodes > 1 else []

@@ -26,6 +26,7 @@ from meshwright.model.norm import make_norm
 from meshwright.model.predictions import Made, Predictions
 from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.model.seams import Seams
+from meshwright.spec.errors import PlanError
 from meshwright.spec.shape import ModelShape
 
 
@@ -255,7 +256,9 @@ Criterion = Callable[[Predictions, Tensor, Tensor | None], Tensor]
 def skeleton(
     shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto", products: str = SAME
 ) -> Transformer:  # fmt: skip
-    """The whole model without memory: every parameter on the meta device."""
+    """The whole model without memory: every parameter on the meta device. PlanError where parts are for plans only."""
+    if shape.plan_only:
+        raise PlanError(f"{shape.name}: {shape.plan_only}; `meshwright plan` answers for it")
     with torch.device("meta"):
         return Transformer(shape, kernels=choose(kernels), dropout=dropout, products=products)
 

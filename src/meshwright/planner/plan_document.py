@@ -3,6 +3,7 @@
 from dataclasses import asdict, fields
 from typing import Any
 
+from meshwright.planner.caveats import caveats
 from meshwright.planner.search.ranking import Found
 from meshwright.planner.search.recommend import is_tight
 from meshwright.planner.step.error_ranges import fit_probability, ranges
@@ -37,6 +38,7 @@ def document(found: Prediction) -> dict[str, Any]:
         "bubble_fraction": found.bubble_fraction,
         "fit_probability": said.fit_probability,
         "range": said.document(),
+        "caveats": list(caveats(found.plan)),
     }
 
 

@@ -21,6 +21,10 @@ class Device:
     """Datasheet, dense."""
     bf16_matmul_flop_per_s: float = 0.0
     """Best measured matrix product."""
+    fp16_flop_per_s: float = 0.0
+    """Datasheet, dense, of a device without bf16 products (before Ampere); elsewhere it is that of bf16."""
+    fp16_matmul_flop_per_s: float = 0.0
+    """Best measured matrix product."""
     fp8_flop_per_s: float = 0.0
     """Datasheet, dense."""
     fp8_matmul_flop_per_s: float = 0.0
@@ -33,10 +37,16 @@ class Device:
     """To other nodes, per device, one direction."""
     host_bytes_per_s: float = 0.0
     """To or from the memory of its host, one direction."""
+    watts: float = 0.0
+    """Datasheet: the most that the board draws, without its host's part."""
+    watts_source: str = ""
+    """Where that stands."""
     source: str = ""
     """Where the numbers stand."""
     certainty: str = ""
     """Which of them were read there, recalled or measured."""
+    plan_only: str = ""
+    """Why no run of the engine can be on it, as a sentence without its end; empty where one can."""
 
     def __post_init__(self) -> None:
         for field in self.__dataclass_fields__:
@@ -45,10 +55,28 @@ class Device:
                 raise PlanError(f"cluster.device.{field}={value} must be a number of 0 (not known) or more")
 
     @property
+    def half_flop_per_s(self) -> float:
+        """Datasheet, dense, of 16-bit products: bf16, or fp16 where it has no others."""
+        return self.bf16_flop_per_s or self.fp16_flop_per_s
+
+    @property
+    def half_matmul_flop_per_s(self) -> float:
+        """The same of the best product that was measured."""
+        return self.bf16_matmul_flop_per_s if self.bf16_flop_per_s else self.fp16_matmul_flop_per_s
+
+    @property
     def is_gpu(self) -> bool:
         """Whether a program on it runs a GPU's kernels: its peak is known, and `calibrate` did not measure it as the
         cores of a machine. Planner and dry run ask here."""
-        return self.bf16_flop_per_s > 0 and not self.name.endswith(CORES)
+        return self.half_flop_per_s > 0 and not self.name.endswith(CORES)
+
+    def without(self, precision: str) -> str:
+        """Why products of this recipe.precision are not planned on it; empty where they are."""
+        if precision != "bf16" or self.bf16_flop_per_s or not self.fp16_flop_per_s:
+            return ""
+        return (
+            f"recipe.precision=bf16: a {self.name} has no bf16 products; take recipe.precision=fp16 or another device"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

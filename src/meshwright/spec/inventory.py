@@ -19,6 +19,7 @@ from typing import TypeVar
 from meshwright.spec.layout import Layout
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
+from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 T = TypeVar("T")
 HIDDEN = ("attention", "mlp", "expert")
@@ -58,13 +59,13 @@ class Parameter:
     @property
     def decays(self) -> bool:
         """Weight decay applies to matrices only."""
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.name.endswith("_bias")
 
     @property
     def matrices(self) -> tuple[int, int, int] | None:
         """(number, rows, columns) of the matrices that Muon orthogonalizes, each by itself: the parameter, or each of
         a stack of experts. None = it is no hidden matrix, or a thin one of an adapter."""
-        if self.group not in HIDDEN or len(self.shape) < 2 or self.adapts:
+        if self.group not in HIDDEN or len(self.shape) < 2 or self.adapts or self.name.endswith("_bias"):
             return None
         return prod(self.shape[:-2]), self.shape[-2], self.shape[-1]
 
@@ -79,7 +80,7 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     for one in _parameters(shape.base):
         codes = shape.lora.scheme is not None and one.matrices is not None
         found.append(replace(one, trained=False, scheme=shape.lora.base if codes else ""))
-        if one.inside and one.group in HIDDEN and len(one.shape) > 1 and shape.lora.adapts(one.name):
+        if one.inside and one.matrices is not None and shape.lora.adapts(one.name):
             found += _adapter(one, shape.lora)
     return tuple(found)
 
@@ -118,6 +119,11 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     for layer in range(shape.layers):
         prefix = f"layers.{layer}."
         found += _norm(shape, prefix + "attention_norm", layer)
+        if shape.unbuilt is not None and shape.unbuilt.block_norms == 4:
+            found += [
+                *_norm(shape, prefix + "attention_out_norm", layer),
+                *_norm(shape, prefix + "mlp_out_norm", layer),
+            ]
         attention = _mla if shape.mla else _attention
         found += attention(shape, prefix + "attention.", layer)
         found += _norm(shape, prefix + "mlp_norm", layer)
@@ -207,7 +213,18 @@ def _attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter
     if shape.qk_norm:
         yield _matrix(prefix + "q_norm.weight", "E", (shape.head_dim,), "", "norm", layer, inside=True)
         yield _matrix(prefix + "k_norm.weight", "E", (shape.head_dim,), "", "norm", layer, inside=True)
+    if shape.unbuilt is not None:
+        yield from _unbuilt_attention(shape, shape.unbuilt, prefix, layer)
     yield from _linear(prefix + "o", "DH", (shape.hidden, queries), "H", "attention", layer, shape.out_bias)
+
+
+def _unbuilt_attention(shape: ModelShape, parts: UnbuiltParts, prefix: str, layer: int) -> Iterator[Parameter]:
+    if parts.qk_norm == "width":
+        for name, letter, heads in (("q_norm", "H", shape.heads), ("k_norm", "K", shape.kv_heads)):
+            size = (heads * shape.head_dim,)
+            yield _matrix(f"{prefix}{name}.weight", letter, size, letter, "norm", layer, inside=True)
+    if parts.sinks:
+        yield _matrix(prefix + "sinks", "H", (shape.heads,), "H", "attention", layer, inside=True)
 
 
 def _mla(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
@@ -256,5 +273,14 @@ def _moe(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
     yield _matrix(prefix + "experts.up", "XFD", inner, "F", "expert", layer, inside=True)
     outer = (moe.experts, shape.hidden, moe.ffn)
     yield _matrix(prefix + "experts.down", "XDF", outer, "F", "expert", layer, inside=True)
+    parts = shape.unbuilt
+    if parts is not None and parts.router_bias:
+        yield _matrix(prefix + "router.bias", "E", (moe.experts,), "", "router", layer, inside=True)
+    if parts is not None and parts.expert_bias:
+        for name in ("gate", "up") if shape.mlp == "swiglu" else ("up",):
+            yield _matrix(f"{prefix}experts.{name}_bias", "XF", inner[:2], "F", "expert", layer, inside=True)
+        yield _matrix(prefix + "experts.down_bias", "XD", outer[:2], "", "expert", layer, inside=True)
+    if parts is not None and parts.shared_gate:
+        yield _matrix(prefix + "shared_gate.weight", "ED", (1, shape.hidden), "", "router", layer, inside=True)
     if moe.shared_experts:
         yield from _mlp(shape, prefix + "shared.", layer, moe.shared_experts * moe.ffn, False)

@@ -168,6 +168,7 @@ class Plan:
         """Why this plan cannot run: each a sentence with rule, clashing numbers and nearest legal change."""
         given = self.model, self.recipe, self.layout
         found = [*layout_violations(*given), *batch_refusals(*given), *self._noise_scale()]
+        found += [no] if (no := self.cluster.device.without(self.recipe.precision)) else []
         found += preference_violations(
             self.recipe, form=self.data.form, train_on=self.data.train_on, packing=self.data.packing
         )
@@ -235,6 +236,19 @@ class Plan:
             f"recipe.noise_scale_every={self.recipe.noise_scale_every} needs at least two micro-batches a step, and "
             f"recipe.global_batch={largest} is one: take {advice}, or recipe.noise_scale_every=0"
         ]
+
+    @property
+    def plan_only(self) -> str:
+        """Why no run can be made of it, as a sentence without its end; empty where one can."""
+        device = self.cluster.device.plan_only
+        return self.model.plan_only or (self.teacher.plan_only if self.teacher else "") or (
+            f"plan only: {device}" if device else "")  # fmt: skip
+
+    def check_runs(self) -> None:
+        """As `check`; PlanError too where the engine lacks a part of the model, or does not run on the device."""
+        if self.plan_only:
+            raise PlanError(f"{self.model.name}: {self.plan_only}; `meshwright plan` answers for it")
+        self.check()
 
     def check(self) -> None:
         """Raise the first violation (and say how many more there are)."""

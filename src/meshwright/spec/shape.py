@@ -6,6 +6,7 @@ from typing import Literal
 
 from meshwright.spec.errors import PlanError
 from meshwright.spec.lora import LoRAShape
+from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 LARGEST = 2**31
 """No size of a tensor is as large; a bound keeps a slip of the finger from filling the memory."""
@@ -46,7 +47,8 @@ class RopeScaling:
         if self.original_positions < 1:
             raise PlanError(f"model.rope_scaling.original_positions={self.original_positions} must be at least 1")
         for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
-            if getattr(self, low) >= getattr(self, high):
+            apart = getattr(self, high) - getattr(self, low)
+            if apart < 0 or (apart == 0 and low == "low_frequency_factor"):  # Kimi-K2 has one beta for both
                 raise PlanError(
                     f"model.rope_scaling.{low}={getattr(self, low)} must be below {high}={getattr(self, high)}"
                 )
@@ -137,7 +139,9 @@ class ModelShape:
 
     name: str = "custom"
     """What reports call it."""
-    family: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2"] = "llama"
+    family: Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt2", "phi3"] = (
+        "llama"
+    )
     """Whose Hugging Face layout it is written in."""
     vocab: int
     """Rows of the embedding; at least as many as the tokenizer has tokens."""
@@ -187,6 +191,8 @@ class ModelShape:
     """Mixture of experts; null = every layer is dense."""
     mla: MLAShape | None = None
     """Multi-head latent attention; null = plain heads."""
+    unbuilt: UnbuiltParts | None = None
+    """Parts that are planned with and not trained, for other families; null = the engine has all of it."""
     lora: LoRAShape | None = None
     """Low-rank adapters, which alone are trained; null = every weight is trained."""
 
@@ -278,16 +284,33 @@ class ModelShape:
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether this layer's MLP is a mixture of experts."""
-        return self.moe is not None and layer >= self.moe.first_dense
+        if self.moe is None or layer < self.moe.first_dense:
+            return False
+        return self.unbuilt is None or (layer + 1) % self.unbuilt.routed_every == 0
 
     @property
     def routed_layers(self) -> int:
         """How many layers are mixtures of experts."""
+        if self.unbuilt is not None and self.unbuilt.routed_every > 1:
+            return sum(map(self.is_moe_layer, range(self.layers)))
         return max(0, self.layers - self.moe.first_dense) if self.moe else 0
 
     def window_of(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0 = none."""
+        if self.unbuilt is not None and not self.unbuilt.windowed(layer):
+            return 0
         return self.window if layer >= self.window_from_layer else 0
+
+    @property
+    def mixed_windows(self) -> bool:
+        """Whether some layers have a window and others none."""
+        return bool(self.window and (self.window_from_layer or (self.unbuilt and self.unbuilt.full_every)))
+
+    @property
+    def plan_only(self) -> str:
+        """Why the engine does not run it, as a sentence without its end; empty where it does."""
+        parts = self.unbuilt.named() if self.unbuilt else ()
+        return f"plan only: the engine does not have {', '.join(parts)}" if parts else ""
 
     @property
     def rope_dim(self) -> int:

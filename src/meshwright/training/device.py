@@ -25,8 +25,10 @@ from meshwright.training.precision import DTYPES
 
 MEMORY_TOLERANCE = 0.12
 """What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
-SLOWER = frozenset({"nvl", "laptop", "d"})
-"""Words of a name that mean other peaks: H100 NVL, RTX 4090 Laptop GPU, RTX 4090 D."""
+FORMS = frozenset({"sxm", "pcie", "16", "32", "40", "80", "141"})
+"""Parts of a preset's name that a driver spells in another way: form and memory."""
+SLOWER = frozenset({"nvl", "laptop", "d", "ti"})
+"""Words of a name that mean other peaks: H100 NVL, RTX 4090 Laptop GPU, RTX 4090 D, RTX 3090 Ti."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ def match_device(reported: str, memory_bytes: int) -> Device | None:
     words = set(reported.lower().replace("-", " ").split())
     found = []
     for preset in map(device_preset, device_names()):
-        chip = [part for part in preset.name.lower().split("-") if part not in ("sxm", "pcie", "40", "80")]
+        chip = [part for part in preset.name.lower().split("-") if part not in FORMS]
         off = abs(preset.memory_bytes - memory_bytes)
         if words.issuperset(chip) and off < MEMORY_TOLERANCE * preset.memory_bytes and not words & SLOWER:
             same_form = ("pcie" in words) == ("pcie" in preset.name.lower())
@@ -192,5 +194,7 @@ def peak_flop_per_s(device: torch.device, precision: str, plan_device: Device) -
     """What MFU is measured against: the plan's device if it has a peak, else the preset of this GPU; None = unknown."""
     if precision == "fp32":
         return None
-    preset = plan_device if plan_device.bf16_flop_per_s else known_device(device)
-    return preset.bf16_flop_per_s if preset and preset.bf16_flop_per_s else None
+    preset = plan_device if plan_device.half_flop_per_s else known_device(device)
+    if preset is None or preset.without(precision):
+        return None
+    return preset.half_flop_per_s or None

@@ -69,7 +69,7 @@ def run(
     Ranks are spread evenly over `machines`. `sampler` makes the answers of recipe.distillation_on_policy.
     Ctrl-C and SIGTERM save and end cleanly.
     """
-    plan.check()
+    plan.check_runs()
     pulse = pulse or Heartbeat()
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
     first = FirstRank(mesh["world"])

@@ -74,6 +74,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1, "sliding_window": 5}),
     "qwen2": ("qwen2", {}),
+    "phi3": ("phi3", {"pad_token_id": 0}),
+    "phi3-window": ("phi3", {"sliding_window": 5, "pad_token_id": 0}),
     "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": _YARN}),
     "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16}),

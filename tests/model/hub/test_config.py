@@ -70,7 +70,7 @@ def test_both_spellings_are_written() -> None:
     assert shape_from_config(v5(config)) == shape_from_config(config)
 
 
-@pytest.mark.parametrize("name", presets.model_names())
+@pytest.mark.parametrize("name", [name for name in presets.model_names() if not presets.model(name).plan_only])
 def test_every_published_shape_survives_its_config(name: str) -> None:
     shape = presets.model(name)
     config = json.loads(json.dumps(config_from_shape(shape, dtype="bfloat16")))

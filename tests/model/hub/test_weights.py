@@ -34,6 +34,8 @@ SHAPES = {
     "mistral": replace(LLAMA, family="mistral", tied=True),
     "mixtral": replace(LLAMA, family="mixtral", moe=MOE),
     "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
+    "phi3": replace(LLAMA, family="phi3"),
+    "phi3-interleaved": replace(LLAMA, family="phi3", rope_interleaved=True),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True),
     "qwen3_moe": replace(LLAMA, family="qwen3_moe", qk_norm=True, moe=replace(MOE, first_dense=1)),
     "deepseek_v3": replace(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner import explain
+from meshwright.planner.caveats import caveats
 from meshwright.planner.search.ranking import Found
 from meshwright.planner.search.recommend import FREE, is_tight, merged
 from meshwright.planner.search.regions import Fixed
@@ -41,7 +42,7 @@ def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
     yield ""
     rows = merged(found.best)
     yield from _verdict(best, _note(rows[0][1], recommended=chosen))
-    for line in explain.caution(of, found, asked.fixed):
+    for line in (*caveats(best.plan), *explain.caution(of, found, asked.fixed)):
         yield from _marked(line)
     shown = rows[1 : None if asked.details and asked.top is None else 1 + (asked.top or ALTERNATIVES)]
     if shown:

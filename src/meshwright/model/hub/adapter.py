@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright.model.hub.directory import PromptFiles, fresh_folder
 from meshwright.model.hub.safetensors_files import read_header, write_file
-from meshwright.model.hub.transforms import CONV1D, STACKED
+from meshwright.model.hub.transforms import CONV1D, JOINED, STACKED
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.inventory import adapter_parts, adapter_prefix, parameters
@@ -130,7 +130,7 @@ def _theirs(binding: Binding, low: list[dict[str, Tensor]], shape: ModelShape) -
     names = [name.removesuffix(".weight") for name in binding.theirs]
     if binding.transform is STACKED:
         return {name: {part: x[expert] for part, x in low[0].items()} for expert, name in enumerate(names)}
-    if binding.transform is CONV1D:
+    if binding.transform in JOINED:
         return {names[0]: _joined(binding, low)}
     made = {part: binding.transform.export([x], shape)[0] for part, x in low[0].items() if part != "a"}
     return {names[0]: {"a": low[0]["a"], **made}}
@@ -261,7 +261,7 @@ def _ours(
     parts: list[dict[str, Tensor]]
     if binding.transform is STACKED:
         parts = [{part: torch.stack([one[part] for one in read]) for part in read[0]}]
-    elif binding.transform is CONV1D:
+    elif binding.transform in JOINED:
         rows = [size[0] for size in binding.ours.values()]
         cut = {part: tensor.flatten(1).split(rows) if part == "b" else tensor.flatten().split(rows)
                for part, tensor in read[0].items() if part != "a"}  # fmt: skip

@@ -62,8 +62,7 @@ def config_from_shape(
         raise HubError(problem)
     return {
         **_write(shape),
-        "bos_token_id": None,
-        "eos_token_id": None,
+        **dict.fromkeys(FAMILIES[shape.family].marks),
         **(ids or {}),
         "torch_dtype": dtype,
         "dtype": dtype,

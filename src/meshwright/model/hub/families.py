@@ -39,6 +39,8 @@ class HubFamily:
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: _SILU)
     """Keys that may have these values alone; the first is written."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
+    marks: tuple[str, ...] = ("bos_token_id", "eos_token_id")
+    """Keys whose absence transformers takes for ids of the family's own vocabulary."""
     parts: tuple[ConfigPart, ...] = ()
 
 
@@ -95,5 +97,12 @@ FAMILIES: Mapping[str, HubFamily] = {
         },
         dropouts=("attn_pdrop", "embd_pdrop", "resid_pdrop"),
         parts=(parts.GELU, parts.INNER),
+    ),
+    "phi3": HubFamily(
+        architecture="Phi3ForCausalLM",
+        eps=1e-5,
+        dropouts=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+        marks=("bos_token_id", "eos_token_id", "pad_token_id"),
+        parts=(parts.heads(), parts.rope(), parts.plain_window(absent=None)),
     ),
 }

@@ -40,6 +40,24 @@ CONV1D = Transform(
 """GPT-2 stores weights as (in, out), several projections beside each other; biases likewise."""
 
 
+def _fuse(ours: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
+    turned = [ROTARY.export([one], shape)[0] for one in ours[:2]] if len(ours) == 3 else list(ours[:2])
+    return [torch.cat([*turned, *ours[2:]])]
+
+
+def _part(theirs: Sequence[Tensor], rows: Sequence[int], shape: ModelShape) -> Sequence[Tensor]:
+    found = list(theirs[0].split(list(rows)))
+    return [ROTARY.restore([one], (), shape)[0] for one in found[:2]] + found[2:] if len(rows) == 3 else found
+
+
+FUSED = Transform(export=_fuse, restore=_part)
+"""Rows of several matrices below each other: queries, keys and values, or gate and up (Phi-3)."""
+JOINED = (CONV1D, FUSED)
+"""Those that make one matrix of several."""
+TURNED = "are stored transposed or fused"
+"""Said of both, by formats that cannot hold them."""
+
+
 def _regroup(tensor: Tensor, shape: ModelShape, sizes: tuple[int, int]) -> Tensor:
     """Rows of every head, seen as a table of `sizes`, in the order of the transposed table."""
     if not shape.rope_interleaved:

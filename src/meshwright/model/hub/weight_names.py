@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.model.hub.transforms import CONV1D, ROTARY, SAME, STACKED, Transform
+from meshwright.model.hub.transforms import CONV1D, FUSED, ROTARY, SAME, STACKED, Transform
 from meshwright.spec.errors import HubError
 from meshwright.spec.inventory import parameters
 from meshwright.spec.shape import ModelShape
@@ -113,6 +113,19 @@ _GPT2 = weight_rows(
     CONV1D,
 )
 
+_PHI3 = weight_rows(
+    {
+        "layers.*.attention.q + layers.*.attention.k + layers.*.attention.v": "model.layers.*.self_attn.qkv_proj",
+        "layers.*.mlp.gate + layers.*.mlp.up": "model.layers.*.mlp.gate_up_proj",
+    },
+    FUSED,
+) + weight_rows(
+    {
+        "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
+        "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
+    }
+)
+
 _PLAIN = _OUTER + _NORMS + _ATTENTION + _DENSE
 ROWS: Mapping[str, tuple[WeightRow, ...]] = {
     "llama": _PLAIN,
@@ -123,6 +136,7 @@ ROWS: Mapping[str, tuple[WeightRow, ...]] = {
     "mixtral": _OUTER + _NORMS + _ATTENTION + _BLOCK_SPARSE,
     "deepseek_v3": _OUTER + _NORMS + _LATENT + _DENSE + _ROUTED + _SHARED,
     "gpt2": _GPT2,
+    "phi3": _OUTER + _NORMS + _PHI3,
 }
 
 PREFIX = {"gpt2": "transformer."}

@@ -22,7 +22,7 @@ from meshwright.kernels.doubled_scales import DYNAMIC
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
-from meshwright.model.hub.transforms import CONV1D, ROTARY
+from meshwright.model.hub.transforms import JOINED, ROTARY
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, planned_tensors
@@ -53,8 +53,9 @@ class BitsAndBytes:
             why = _unwritable(scheme) or _odd(scheme, name, quantizable(model.shape)[name][-1])
             if why:
                 return f"bitsandbytes cannot hold {why}"
-        if any(binding.transform is CONV1D for binding in bindings(model.shape)):
-            return "bitsandbytes holds gpt2's matrices in another order than its files: take format=meshwright"
+        if any(binding.transform in JOINED for binding in bindings(model.shape)):
+            family = model.shape.family
+            return f"bitsandbytes holds {family}'s matrices in another order than its files: take format=meshwright"
         if model.shape.moe is not None:
             return "bitsandbytes leaves stacks of experts as they are, which transformers makes: take format=meshwright"
         doubled = any(scheme.scales == "double" for scheme in model.schemes.values())

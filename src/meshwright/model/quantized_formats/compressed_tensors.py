@@ -21,7 +21,7 @@ from meshwright.kernels.quantization import pack, unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
-from meshwright.model.hub.transforms import CONV1D
+from meshwright.model.hub.transforms import JOINED, TURNED
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, planned_tensors
@@ -58,8 +58,9 @@ class CompressedTensors:
                     f"compressed-tensors cannot hold {name}: its {columns} inputs are no multiple of group="
                     f"{scheme.group}; take {other}format=meshwright"
                 )
-        if any(binding.transform is CONV1D for binding in bindings(model.shape)):
-            return "compressed-tensors cannot hold gpt2, whose matrices are stored transposed; take format=meshwright"
+        if any(binding.transform in JOINED for binding in bindings(model.shape)):
+            family = model.shape.family
+            return f"compressed-tensors cannot hold {family}, whose matrices {TURNED}; take format=meshwright"
         return ""
 
     def planned(self, model: QuantizedModel) -> list[Planned]:

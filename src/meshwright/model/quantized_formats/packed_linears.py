@@ -17,7 +17,7 @@ from meshwright.kernels.quantization import pack, unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, fixed_zero
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
-from meshwright.model.hub.transforms import CONV1D
+from meshwright.model.hub.transforms import JOINED, TURNED
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, planned_tensors
@@ -83,8 +83,8 @@ class PackedLinears(ABC):
         why = self._unwritable(scheme)
         if why:
             return f"{self.name} cannot hold {scheme.name}: {why}; take format=meshwright"
-        if any(binding.transform is CONV1D for binding in bindings(model.shape)):
-            return f"{self.name} cannot hold gpt2, whose matrices are stored transposed; take format=meshwright"
+        if any(binding.transform in JOINED for binding in bindings(model.shape)):
+            return f"{self.name} cannot hold {model.shape.family}, whose matrices {TURNED}; take format=meshwright"
         for name in model.schemes:
             *_, rows, columns = quantizable(model.shape)[name]
             if columns % 32 or columns % (scheme.group or columns):

@@ -48,7 +48,7 @@ def columns(
 def planned(plan: Plan, of: Estimator | None = None) -> Column:
     """The planner's prediction, of every pipeline place; times only where the device is known."""
     cluster = of.cluster if of else plan.cluster
-    known, device = of is not None or cluster.device.bf16_flop_per_s > 0, cluster.device.name
+    known, device = of is not None or cluster.device.half_flop_per_s > 0, cluster.device.name
     prediction = (of or estimator(plan)).predict(plan)
     found = replace(checked(document(prediction), "the prediction"), ranks=_places(prediction))
     if not known:

@@ -145,7 +145,7 @@ def products(device: torch.device, dtype: torch.dtype, flop_per_s: float = 0.0) 
     shown = f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"
     said = f"{shown} in {str(dtype).removeprefix('torch.')}"
     preset = known_device(device)
-    best = preset.bf16_matmul_flop_per_s or preset.bf16_flop_per_s if preset else 0.0
+    best = preset.half_matmul_flop_per_s or preset.half_flop_per_s if preset else 0.0
     if best and dtype != torch.float32 and rate < SLOW * best:
         return warning(
             "products", f"{said}: {rate / best:.0%} of what this GPU reaches elsewhere",

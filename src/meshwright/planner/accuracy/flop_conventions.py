@@ -136,7 +136,7 @@ def peak_flop_per_s(columns: dict[str, str]) -> float:
     """The peak behind a source's MFU."""
     plan, _ = plan_of(columns)
     device, precision = plan.cluster.device, columns.get("precision", "").lower()
-    peak = device.bf16_flop_per_s
+    peak = device.half_flop_per_s
     return 2 * peak if "fp8" in precision and "foundry" in columns.get("framework", "").lower() else peak
 
 

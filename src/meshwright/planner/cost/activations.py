@@ -42,6 +42,8 @@ class Routed(NamedTuple):
 def layer_kept(of: "Local", widths: HeadWidths, routed: Routed | None) -> tuple[KeptBytes, ...]:
     """Of one layer."""
     found = [*_norm_kept(of, "attention"), *_attention_kept(of, widths), *_mask_kept(of, "attention")]
+    if of.shape.unbuilt is not None and of.shape.unbuilt.block_norms == 4:
+        found += [_norm_kept(of, "attention out")[0], _norm_kept(of, "mlp out")[0]]
     found += [*_mlp_norm_kept(of, routed), *(_experts_kept(of, routed) if routed else _mlp_kept(of))]
     found += _mask_kept(of, "mlp")
     if of.tp > 1 and of.stack.tensor_kept:
@@ -184,7 +186,7 @@ def _heads_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
         return
     half = word * (widths.queries + widths.keys_values / 2)
     yield KeptBytes("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole, "core")
-    if of.shape.qk_norm:
+    if of.shape.qk_norm or (of.shape.unbuilt is not None and of.shape.unbuilt.qk_norm):
         plain = word * (widths.queries + widths.keys_values / 2)
         yield KeptBytes("queries, keys before their norms", plain, 0.0)
 

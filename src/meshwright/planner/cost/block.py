@@ -81,6 +81,8 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
     attention = list(_attention(of))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
+    if of.shape.unbuilt is not None and of.shape.unbuilt.block_norms == 4:
+        operations += [_norm(of, "attention_norm"), _norm(of, "mlp_norm")]
     sizes = _routed(of) if routed else None
     return LayerWork(
         operations=tuple(operations),

@@ -171,8 +171,12 @@ a rack no best product is known, so that the share is of four fifths of the data
 CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
 HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
 BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
+BEFORE_AMPERE = {generation: (0.35, 0.32) for generation in (1, 2, 3)}
+"""Later kernels need Ampere (Dao-AILab/flash-attention, README.md); the memory-efficient one is as fast as it."""
 FLASH: dict[str, dict[int, tuple[float, float]]] = {
     "A100": {1: (0.35, 0.32), 2: (0.64, 0.58), 3: (0.64, 0.58)},
+    "V100": BEFORE_AMPERE,
+    "T4": BEFORE_AMPERE,
     "H": HOPPER,
     "GH": HOPPER,
     "B": BLACKWELL,
@@ -200,12 +204,12 @@ Blackwell."""
 def speeds_of(device: Device, flash: int = 2) -> Speeds:
     """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention
     kernel. Kept, so that the searches of a process share the times of products."""
-    peak = device.bf16_flop_per_s or 1e12
+    peak = device.half_flop_per_s or 1e12
     name = device.name.upper()
     known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})
     shares = next((v for start, v in FLASH.items() if name.startswith(start)), FLASH["A100"])
     forward, backward = shares[flash]
-    matmul = device.bf16_matmul_flop_per_s or 0.8 * peak
+    matmul = device.half_matmul_flop_per_s or 0.8 * peak
     reached = next((v for start, v in REACHED.items() if name.startswith(start)), REACHED["A100"])
     slow = min(1.0, matmul / peak / (reached or 1e-9))
     low = device.fp8_matmul_flop_per_s or FP8_SHARE * matmul / peak * device.fp8_flop_per_s

@@ -240,7 +240,7 @@ def costs(
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
     if shape.routed_layers < shape.layers:
         keys["dense"] = of.batch, of.cp, *inside
-    if shape.window and shape.window_from_layer:
+    if shape.mixed_windows and shape.routed_layers < shape.layers:
         keys["windowed"] = of.batch, of.cp, *inside
     if shape.routed_layers:
         keys["routed"] = of.batch, of.cp, of.ep, of.ep_pieces, *inside
@@ -257,7 +257,10 @@ def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links
     if part in ("embedding", "head"):
         block = embedding(of) if part == "embedding" else head(of)
         return dict.fromkeys(RECOMPUTE, block_cost(block, block_time(block, of, layout, speeds, links), of, "none"))
-    window = of.shape.window_of(0) if part == "dense" else of.shape.window
+    mixed = of.shape.mixed_windows
+    window = 0 if mixed and part == "dense" else of.shape.window
+    if part == "routed" and of.shape.unbuilt is not None and of.shape.unbuilt.full_every:
+        window = 0  # routed layers of both kinds are counted as one: all see all, the dearer
     block = layer(of, window=window, routed=part == "routed")
     time = block_time(block, of, layout, speeds, links)
     return {policy: block_cost(block, time, of, policy) for policy in RECOMPUTE}

@@ -37,8 +37,8 @@ class LocalSizes:
 @cache
 def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STATES) -> LocalSizes:
     """The parts of a shape; layers by their kind."""
-    first = shape.moe.first_dense if shape.moe else 0
-    small = replace(shape, layers=min(shape.layers, first + 1)) if first < shape.layers else replace(shape, layers=1)
+    first = next(filter(shape.is_moe_layer, range(shape.layers)), 0)
+    small = replace(shape, layers=first + 1)
     found = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
     groups: dict[str, list[Size]] = {}
     for parameter in parameters(small):

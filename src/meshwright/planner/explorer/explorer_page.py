@@ -83,7 +83,7 @@ def facts(of: Estimator, usable: float = inf, layouts: Iterable[dict[str, Any]] 
             "memory_bytes": device.memory_bytes,
             "usable_bytes": usable if isfinite(usable) else None,
             "tight_bytes": (1 - FREE) * usable if isfinite(usable) else None,
-            "flop_per_s": device.bf16_flop_per_s or of.speeds.peak_flop_per_s,
+            "flop_per_s": device.half_flop_per_s or of.speeds.peak_flop_per_s,
         },
         "stack": {
             "bucket_bytes": of.stack.update_bucket_bytes,

@@ -58,8 +58,16 @@ KNOWN: dict[str, Silicon] = {
     "L40S": Silicon(142, 2.52, 96, "A100-SXM-80"),
     "L40": Silicon(142, 2.49, 96, "A100-SXM-80"),
     "L4": Silicon(58, 2.04, 48, "A100-SXM-80"),
+    "V100": Silicon(80, 1.53, 6, "A100-SXM-80"),
+    "T4": Silicon(40, 1.59, 4, "A100-SXM-80"),
+    "A10": Silicon(72, 1.695, 6, "A100-SXM-80"),
+    "A10G": Silicon(80, 1.71, 6, "A100-SXM-80"),
+    "RTX-3090": Silicon(82, 1.695, 6, "A100-SXM-80"),
+    "RTX-A6000": Silicon(84, 1.8, 6, "A100-SXM-80"),
+    "RTX-6000-Ada": Silicon(142, 2.505, 96, "A100-SXM-80"),
     "RTX-4090": Silicon(128, 2.52, 72, "A100-SXM-80"),
     "RTX-5090": Silicon(170, 2.41, 96, "A100-SXM-80"),
+    "MI250X": Silicon(110, 1.7, 8, "A100-SXM-80"),
     "MI": Silicon(304, 2.1, 256, "H200-SXM"),
 }
 """Beginning of a device's name -> its silicon; the first that fits."""
@@ -77,8 +85,8 @@ def silicon_of(device: Device) -> Silicon:
 def chip_of(device: Device) -> Chip:
     """From a preset's figures; unknown ones are guessed from the others."""
     silicon = silicon_of(device)
-    peak = device.bf16_flop_per_s or 1e12
-    best = device.bf16_matmul_flop_per_s or REACHED * peak
+    peak = device.half_flop_per_s or 1e12
+    best = device.half_matmul_flop_per_s or REACHED * peak
     memory = device.memory_bytes_per_s or 1e11
     return Chip(
         processors=silicon.processors,

@@ -34,6 +34,8 @@ from meshwright.spec.plan import Plan
 
 MENDING = "`meshwright calibrate --out FILE.toml` writes a whole one"
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send")
+WORDS = ("name", "source", "certainty", "watts_source", "plan_only")
+"""Of a device, what is no number."""
 WIDTHS = {"products_fp32": 4.0, "products_bf16": 2.0}
 """Grid of products -> bytes of an operand."""
 AXES: dict[str, tuple[str, ...]] = {
@@ -162,7 +164,7 @@ def _device(table: dict[str, Any]) -> Device:
     _known("device", table, short)
     if not isinstance(table.get("name"), str) or not table["name"].strip():
         raise ValueError("device.name is missing: what reports call it")
-    words = {key: value for key, value in table.items() if key in ("name", "source", "certainty")}
+    words = {key: value for key, value in table.items() if key in WORDS}
     for key, value in words.items():
         if not isinstance(value, str):
             raise ValueError(f"device.{key}={value!r} must be text")
@@ -200,7 +202,7 @@ def _speeds(where: str, device: Device, table: Any) -> Speeds:
     }
     best = max(max(grid.values) for grid in curves.products.values())
     return replace(
-        speeds_of(device), matmul_flop_per_s=best, peak_flop_per_s=device.bf16_flop_per_s or best,
+        speeds_of(device), matmul_flop_per_s=best, peak_flop_per_s=device.half_flop_per_s or best,
         curves=curves, host=_host(f"{where}.host", table["host"]) if "host" in table else None,
         **(plain | scalars),
     )  # fmt: skip

@@ -242,7 +242,11 @@ class Least:
         shape, m = self.of.shape, self.m(family.micro_batch, self.batch)
         # of layers none of which need recompute, the least is that of none
         costs = self.costs(family.micro_batch, "none" if self.base.recompute_layers else family.recompute)
-        parts = (costs.embedding, 1), (costs.dense, self.dense), (costs.routed, shape.routed_layers), (costs.head, 1)
+        windowed = self.of.windowed(range(shape.layers))
+        parts = (
+            (costs.embedding, 1), (costs.dense, self.dense - windowed), (costs.windowed, windowed),
+            (costs.routed, shape.routed_layers), (costs.head, 1),
+        )  # fmt: skip
         pass_s = 0.0
         for part, times in parts:
             pass_s += times * (part.forward_s + part.input_s + part.weight_s)

@@ -78,7 +78,7 @@ class Estimator(SharedCosts):
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
         time, memory = self.measure(plan.layout)
-        peak = max(self.cluster.device.bf16_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
+        peak = max(self.cluster.device.half_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
 
     def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:

@@ -171,8 +171,8 @@ class SharedCosts:
         return (*self._key(layout), *again, layout.pp, layout.vp, layout.stages)
 
     def windowed(self, layers: range) -> int:
-        """Dense layers of these that have a window, where the first has none."""
-        if not (self.shape.window and self.shape.window_from_layer):
+        """Dense layers of these that have a window, where others have none."""
+        if not self.shape.mixed_windows:
             return 0
         return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
 
@@ -195,7 +195,10 @@ class SharedCosts:
         key = *_sharers(layout), kind
         if key not in self._known.counts:
             dense, routed, first, last = kind
-            layers = [*range(dense), *range(self.shape.layers - routed, self.shape.layers)]
+            kinds: dict[bool, list[int]] = {False: [], True: []}
+            for layer in range(self.shape.layers):
+                kinds[self.shape.is_moe_layer(layer)].append(layer)
+            layers = sorted(kinds[False][:dense] + kinds[True][len(kinds[True]) - routed :])
             self._known.counts[key] = counts(
                 self.shape, layout, layers, first=first, last=last, storage=self.recipe.storage
             )

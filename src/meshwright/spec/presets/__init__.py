@@ -17,9 +17,12 @@ from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import PlanError
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
+from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 T = TypeVar("T")
-PARTS: dict[str, type] = {"moe": MoEShape, "mla": MLAShape, "rope_scaling": RopeScaling, "lora": LoRAShape}
+PARTS: dict[str, type] = {
+    "moe": MoEShape, "mla": MLAShape, "rope_scaling": RopeScaling, "unbuilt": UnbuiltParts, "lora": LoRAShape,
+}  # fmt: skip
 """Fields of a shape that are shapes themselves."""
 CLOSE = 0.6
 """Likeness (difflib's ratio) from which on a name is taken for a slip of another."""

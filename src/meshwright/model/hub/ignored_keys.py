@@ -1,0 +1,43 @@
+"""Keys of a config.json that change neither the sizes of a model nor what its blocks compute, with the reason."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+IGNORED: Mapping[str, tuple[str, ...]] = {
+    "names and versions": (
+        "architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "name_or_path",
+        "unsloth_fixed", "unsloth_version", "model_name", "tokenizer_class", "bos_token", "eos_token",
+    ),
+    "where and how a program runs it": (
+        "use_cache", "cache_implementation", "tie_word_embeddings", "attn_implementation", "gradient_checkpointing",
+        "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "pretraining_tp",
+        "chunk_size_feed_forward", "for_llm_compressor", "use_return_dict", "ep_size", "torchscript", "use_flash_attn",
+        "hybrid_cache", "quantization_config", "compression_config",
+    ),
+    "first weights and training": (
+        "initializer_range", "initializer_factor", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
+        "router_jitter_noise", "router_z_loss_coef", "initial_context_length", "mtp_loss_weight", "attention_dropout",
+        "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout",
+        "residual_dropout", "mlp_dropout",
+    ),
+    "layers that predict further tokens, which stand beside the model": (
+        "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
+    ),
+    "what answers look like": ("task_specific_params", "problem_type", "id2label", "label2id", "max_length",
+                               "temperature", "top_p", "top_k", "do_sample"),
+}  # fmt: skip
+"""Reason -> keys."""
+PATTERNS = re.compile(r"_.*|.*_token_id|.*_token_ids|.*_token_index")
+"""Private keys, and the ids of marks."""
+_PLAIN = frozenset(key for keys in IGNORED.values() for key in keys)
+
+
+def unknown_keys(config: Mapping[str, object], understood: Iterable[str]) -> dict[str, object]:
+    """Keys and values of a config that nobody reads and that are on no list here. null, false and empty values switch
+    off what they are for."""
+    known = _PLAIN | set(understood)
+    return {
+        key: value
+        for key, value in config.items()
+        if key not in known and not PATTERNS.fullmatch(key) and value not in (None, False, [], {}, "")
+    }

@@ -1,0 +1,209 @@
+"""Families that are planned and not trained: how their config.json becomes a shape with unbuilt parts.
+
+Each reads the keys it understands; what else a config holds is asked of `ignored_keys`. A default is that of the
+family's class in transformers, since published configs leave keys at their defaults out.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.model.hub.entries import Entries
+from meshwright.spec.shape import MoEShape
+from meshwright.spec.unbuilt_parts import UnbuiltParts
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFamily:
+    """One model_type."""
+
+    parts: Callable[[Entries], Fields]
+    """Fields of the shape beyond the usual sizes, `unbuilt` among them."""
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """What an absent key stands for."""
+    eps_key: str = "rms_norm_eps"
+    activations: tuple[str, ...] = ("silu",)
+    """Names in hidden_act or hidden_activation that are understood."""
+    read: tuple[str, ...] = ()
+    """Keys that are understood and change no count: scales, caps and thresholds of the parts that are named."""
+
+
+def _full_every(entries: Entries, key: str, absent: int) -> int:
+    """Of layer_types, or a pattern's length: every n-th layer sees all."""
+    types = entries.raw("layer_types", None)
+    layers = entries.integer("num_hidden_layers")
+    if types is None:
+        return entries.integer(key, absent)
+    if not isinstance(types, list) or len(types) != layers or {*types} - {"full_attention", "sliding_attention"}:
+        other = sorted({*map(str, types)} - {"full_attention", "sliding_attention"}) if isinstance(types, list) else []
+        raise entries.fail(
+            f"layer_types holds {', '.join(other) or 'another number of layers'}, which is not known here"
+        )
+    every = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
+    for layer, kind in enumerate(types):
+        if (kind == "full_attention") != ((layer + 1) % every == 0):
+            raise entries.fail(f"layer_types: layer {layer} is {kind}, where every {every}th layer sees all")
+    return every
+
+
+def _gemma(entries: Entries, every: int, **parts: Any) -> Fields:
+    unbuilt = UnbuiltParts(
+        norms="both", full_every=_full_every(entries, "sliding_window_pattern", every), activation="gelu",
+        scaled_embedding=True, centred_norm=True, **parts,
+    )  # fmt: skip
+    return {"unbuilt": unbuilt, "window": entries.maybe_integer("sliding_window", 4096) or 0, **_bias(entries)}
+
+
+def _bias(entries: Entries) -> Fields:
+    bias = entries.flag("attention_bias", False)
+    return {"qkv_bias": bias, "out_bias": bias}
+
+
+def _gemma2(entries: Entries) -> Fields:
+    return _gemma(entries, 2, soft_caps=True)
+
+
+def _gemma3(entries: Entries) -> Fields:
+    return {**_gemma(entries, 6), "qk_norm": True}
+
+
+def _olmo2(entries: Entries) -> Fields:
+    return {"unbuilt": UnbuiltParts(norms="after", qk_norm="width"), **_bias(entries)}
+
+
+def _phi3(entries: Entries) -> Fields:
+    """Phi-3 with LongRoPE, Phi-4-mini with rotary positions on a part of the head; else the engine has it all."""
+    rope = entries.inner("rope_scaling") or entries.inner("rope_parameters")
+    inner = rope.values if rope else {}
+    share = entries.number("partial_rotary_factor", inner.get("partial_rotary_factor") or 1.0)
+    unbuilt = UnbuiltParts(
+        rotary_share=share, long_rope=inner.get("rope_type", inner.get("type")) in ("longrope", "su")
+    )
+    plain = unbuilt == UnbuiltParts()
+    return {
+        "family": "phi3", "unbuilt": None if plain else unbuilt,
+        "window": entries.maybe_integer("sliding_window", None) or 0,
+    }  # fmt: skip
+
+
+def _gpt_oss(entries: Entries) -> Fields:
+    moe = MoEShape(
+        experts=entries.integer("num_local_experts"), top_k=entries.integer("num_experts_per_tok"),
+        ffn=entries.integer("intermediate_size"),
+    )  # fmt: skip
+    unbuilt = UnbuiltParts(
+        full_every=_full_every(entries, "sliding_window_pattern", 2), activation="clamped", sinks=True,
+        router_bias=True, expert_bias=True,
+    )  # fmt: skip
+    bias = entries.flag("attention_bias", True)
+    window = entries.maybe_integer("sliding_window", 128) or 0
+    return {"moe": moe, "unbuilt": unbuilt, "window": window, "qkv_bias": bias, "out_bias": bias}
+
+
+def _llama4(entries: Entries) -> Fields:
+    layers, step = entries.integer("num_hidden_layers"), entries.integer("interleave_moe_layer_step", 1)
+    routed = entries.raw("moe_layers", None)
+    if routed is not None and routed != list(range(step - 1, layers, step)):
+        raise entries.fail(f"moe_layers={routed!r}: only every {step}th layer, as interleave_moe_layer_step says")
+    rotated = entries.raw("no_rope_layers", None)
+    every = entries.integer("no_rope_layer_interval", 4)
+    if rotated and rotated != [int((layer + 1) % every != 0) for layer in range(layers)]:
+        raise entries.fail(f"no_rope_layers={rotated!r}: only every {every}th layer without positions")
+    kinds = ["chunked_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
+    if entries.raw("layer_types", None) not in (None, kinds):
+        raise entries.fail(f"layer_types: only every {every}th layer full_attention, the others chunked_attention")
+    moe = MoEShape(
+        experts=entries.integer("num_local_experts"), top_k=entries.integer("num_experts_per_tok"),
+        ffn=entries.integer("intermediate_size"), shared_experts=1, scoring="sigmoid", normalize_top_k=False,
+    )  # fmt: skip
+    unbuilt = UnbuiltParts(
+        routed_every=step, unrotated_every=every, chunk=entries.maybe_integer("attention_chunk_size", 8192) or 0,
+        qk_norm="heads" if entries.flag("use_qk_norm", True) else "", other_router=True,
+    )  # fmt: skip
+    return {"moe": moe, "unbuilt": unbuilt, "ffn": entries.integer("intermediate_size_mlp"), **_bias(entries)}
+
+
+def _nemotron(entries: Entries) -> Fields:
+    share = entries.number("partial_rotary_factor", 0.5)
+    unbuilt = UnbuiltParts(activation="relu2", centred_norm=True, rotary_share=share)
+    mlp = entries.flag("mlp_bias", False)
+    return {"unbuilt": unbuilt, "norm": "layernorm", "mlp": "gelu", "mlp_bias": mlp, **_bias(entries)}
+
+
+def _glm4_moe(entries: Entries) -> Fields:
+    moe = MoEShape(
+        experts=entries.integer("n_routed_experts"), top_k=entries.integer("num_experts_per_tok"),
+        ffn=entries.integer("moe_intermediate_size"), shared_experts=entries.integer("n_shared_experts", 1),
+        first_dense=entries.integer("first_k_dense_replace", 1), scoring="sigmoid",
+        normalize_top_k=entries.flag("norm_topk_prob", True), groups=entries.integer("n_group", 1),
+        top_groups=entries.integer("topk_group", 1), routed_scale=entries.number("routed_scaling_factor", 1.0),
+        correction_bias=True,
+    )  # fmt: skip
+    unbuilt = UnbuiltParts(rotary_share=entries.number("partial_rotary_factor", 0.5))
+    bias, norm = entries.flag("attention_bias", False), entries.flag("use_qk_norm", False)
+    return {"moe": moe, "unbuilt": unbuilt, "qkv_bias": bias, "qk_norm": norm}
+
+
+def _minimax_m2(entries: Entries) -> Fields:
+    entries.allow("use_qk_norm", (True,))
+    entries.allow("qk_norm_type", ("per_layer",))
+    entries.allow("scoring_func", ("sigmoid",))
+    types = entries.raw("attn_type_list", None)
+    if isinstance(types, list) and 0 in types:
+        raise entries.fail(f"attn_type_list={types!r}: layers of lightning attention (0) are not known here")
+    moe = MoEShape(
+        experts=entries.integer("num_local_experts"), top_k=entries.integer("num_experts_per_tok"),
+        ffn=entries.integer("intermediate_size"), scoring="sigmoid",
+        correction_bias=entries.flag("use_routing_bias", True),
+        shared_experts=1 if entries.maybe_integer("shared_intermediate_size", 0) else 0,
+    )  # fmt: skip
+    width, dims = entries.integer("head_dim", 128), entries.maybe_integer("rotary_dim", None)
+    share = dims / width if dims else entries.number("partial_rotary_factor", 0.5)
+    return {"moe": moe, "unbuilt": UnbuiltParts(qk_norm="width", rotary_share=share)}
+
+
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_GELU = ("gelu_pytorch_tanh",)
+PLANNED: Mapping[str, PlannedFamily] = {
+    "gemma2": PlannedFamily(
+        parts=_gemma2, activations=_GELU,
+        defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 256},
+        read=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "gemma3_text": PlannedFamily(
+        parts=_gemma3, activations=_GELU,
+        defaults={
+            "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 256, "vocab_size": 262208,
+            "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+        },
+        read=("query_pre_attn_scalar", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "olmo2": PlannedFamily(parts=_olmo2, defaults={"rms_norm_eps": 1e-5}),
+    "phi3": PlannedFamily(
+        parts=_phi3, defaults={"rms_norm_eps": 1e-5},
+        read=("original_max_position_embeddings", "full_attn_mod", "interpolate_factor")
+    ),
+    "gpt_oss": PlannedFamily(
+        parts=_gpt_oss, defaults={"rms_norm_eps": 1e-5, "head_dim": 64, "max_position_embeddings": 131072},
+        read=("swiglu_limit", "swiglu_alpha", "experts_per_token"),
+    ),
+    "llama4_text": PlannedFamily(
+        parts=_llama4, defaults={"rms_norm_eps": 1e-5, "head_dim": 128},
+        read=("attn_scale", "floor_scale", "attn_temperature_tuning"),
+    ),
+    "nemotron": PlannedFamily(
+        parts=_nemotron, eps_key="norm_eps", activations=("relu2",), defaults={"norm_eps": 1e-5},
+    ),
+    "glm4_moe": PlannedFamily(parts=_glm4_moe, defaults={"rms_norm_eps": 1e-5, "head_dim": 128}),
+    "minimax_m2": PlannedFamily(
+        parts=_minimax_m2, defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
+        read=("rotary_dim", "partial_rotary_factor", "shared_intermediate_size", "qk_norm_type", "attn_type_list"),
+    ),
+}  # fmt: skip
+WRAPPERS = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+"""Models of text and images: the language model is in text_config, and is what is planned."""
+ALIASES = {"kimi_k2": "deepseek_v3"}
+"""Names under which another family's layout is published."""
+READ = (*_ROPE, "text_config", "vision_config")

@@ -1,0 +1,99 @@
+"""Parts of a shape that the planner counts and the engine does not compute: for plans only.
+
+Families differ by a few parts, and a shape names the parts, not the family. Where all are absent the engine trains it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.spec.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnbuiltParts:
+    """What blocks have beside, or in place of, those of docs/notation.md. A field at its default is not there."""
+
+    norms: Literal["before", "after", "both"] = "before"
+    """Where the norms of a block's two halves stand: OLMo 2 has them behind, Gemma 2 and 3 on both sides."""
+    qk_norm: Literal["", "heads", "width"] = ""
+    """Norms of queries and keys that are not Qwen3's: as wide as all heads (OLMo 2), or of heads without a weight."""
+    full_every: int = 0
+    """Every n-th layer sees all before it and the others model.window; 0 = as model.window_from_layer says."""
+    activation: Literal["", "gelu", "relu2", "clamped"] = ""
+    """In place of the MLP's own: GeGLU, squared ReLU, or SwiGLU with clamped operands (GPT-OSS)."""
+    rotary_share: float = 1.0
+    """Share of a head's dims that rotary positions turn."""
+    long_rope: bool = False
+    """Frequencies divided by a list of factors (LongRoPE, arXiv:2402.13753)."""
+    unrotated_every: int = 0
+    """Every n-th layer has no positions at all; 0 = none."""
+    chunk: int = 0
+    """Queries see keys of their own chunk of so many tokens, in layers with positions (Llama 4); 0 = off."""
+    sinks: bool = False
+    """A trained number for each query head stands beside its scores (GPT-OSS)."""
+    router_bias: bool = False
+    """Biases of the router's logits."""
+    expert_bias: bool = False
+    """Biases of every expert's matrices."""
+    routed_every: int = 1
+    """Of the layers that may be mixtures of experts every n-th is one, counted from 1."""
+    shared_gate: bool = False
+    """A sigmoid for each token weighs the shared expert."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied before the first layer."""
+    soft_caps: bool = False
+    """Logits, or scores of attention, pass a tanh."""
+    other_router: bool = False
+    """Experts are weighed in another way than by softmax or sigmoid over the chosen."""
+    centred_norm: bool = False
+    """The weight of a norm is 1 + what is trained."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rotary_share <= 1:
+            raise PlanError(f"model.unbuilt.rotary_share={self.rotary_share} must be above 0 and at most 1")
+        for field in ("full_every", "unrotated_every", "chunk", "routed_every"):
+            least = 1 if field == "routed_every" else 0
+            if getattr(self, field) < least:
+                raise PlanError(f"model.unbuilt.{field}={getattr(self, field)} must be at least {least}")
+
+    @property
+    def block_norms(self) -> int:
+        """Norms of a block between its halves and the residual stream."""
+        return 4 if self.norms == "both" else 2
+
+    def windowed(self, layer: int) -> bool:
+        """Whether a layer has the model's window."""
+        return not self.full_every or (layer + 1) % self.full_every != 0
+
+    def named(self) -> tuple[str, ...]:
+        """Each part in a few words, for a sentence."""
+        return tuple(self._named())
+
+    def _named(self) -> Iterator[str]:
+        if self.norms != "before":
+            yield (
+                "norms behind a block's halves" if self.norms == "after" else "norms on both sides of a block's halves"
+            )
+        if self.qk_norm:
+            yield "norms over all heads of queries and keys" if self.qk_norm == "width" else "norms without a weight"
+        if self.full_every:
+            yield f"a window in all but one of {self.full_every} layers"
+        if self.activation:
+            yield {"gelu": "GeGLU", "relu2": "squared ReLU", "clamped": "clamped SwiGLU"}[self.activation]
+        if self.rotary_share != 1:
+            yield f"rotary positions on {self.rotary_share:g} of a head"
+        if self.unrotated_every:
+            yield f"layers without positions (one of {self.unrotated_every})"
+        if self.chunk:
+            yield "attention within chunks"
+        if self.routed_every > 1:
+            yield "dense layers between routed ones"
+        words = {
+            "long_rope": "LongRoPE", "sinks": "attention sinks", "router_bias": "biases of routers",
+            "expert_bias": "biases of experts",
+            "shared_gate": "a gate of the shared expert", "scaled_embedding": "scaled embeddings",
+            "soft_caps": "capped logits", "other_router": "this family's weights of experts",
+            "centred_norm": "norms around 1",
+        }  # fmt: skip
+        yield from (said for field, said in words.items() if getattr(self, field))
