@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
     from meshwright.api.quantizing import quantize
+    from meshwright.api.renting import rent
+    from meshwright.api.renting_serving import rent_serving
     from meshwright.api.serve_planning import plan_serving
     from meshwright.api.serving_comparison import compare_serving
     from meshwright.api.sharded_serving import sharded_engine
@@ -42,7 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
     "compare", "compare_serving", "distill", "dry_run", "evaluate", "load", "plan", "plan_serving", "profile",
-    "quantize", "report", "sharded_engine", "train", "tune",
+    "quantize", "rent", "rent_serving", "report", "sharded_engine", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
