@@ -51,6 +51,7 @@ _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
     "load": "api.model_opening", "plan": "api.planning", "plan_serving": "api.serve_planning",
     "compare_serving": "api.serving_comparison",
+    "rent": "api.renting", "rent_serving": "api.renting_serving",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "sharded_engine": "api.sharded_serving", "train": "api.training_run", "tune": "api.tuning",
     "EngineOptions": "serve.engine_options", "RequestOptions": "serve.request_options",

@@ -18,7 +18,7 @@ from meshwright.planner.rent.clusters import NODES
 from meshwright.planner.rent.failures import LLAMA_3, Conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RunOn
-from meshwright.planner.rent.sweep import LONGEST_S, Asked, Swept, sweep
+from meshwright.planner.rent.sweep import LONGEST_S, RentAsked, Swept, sweep
 from meshwright.planner.rent.uncertainty import rounded
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
@@ -32,7 +32,7 @@ MOST_NODES = 4096
 class RentAnswer(Answer):
     """The runs that no other beats in both time and money, the cheapest first."""
 
-    asked: Asked
+    asked: RentAsked
     swept: Swept
     prices: Prices
     words: tuple[str, ...]
@@ -182,7 +182,7 @@ def rent(
     plan = _plan(model, section_words(recipe), tune)
     deadline_s = seconds_of(deadline)
     longest_s = LONGEST_S if deadline_s == float("inf") else max(LONGEST_S, deadline_s)
-    asked = Asked(plan=plan, tokens=total, given=given, longest_s=longest_s, thorough=not quick)
+    asked = RentAsked(plan=plan, tokens=total, given=given, longest_s=longest_s, thorough=not quick)
     swept = sweep(asked, offers, names, numbers)
     if not swept.runs:
         raise _nothing(asked, swept)
@@ -200,7 +200,8 @@ def _plan(model: Any, words: Sequence[str], tune: str) -> Plan:
 def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: float) -> tuple[str, ...]:
     words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name]
     words += ["--tune", tune] if tune else []
-    for word in (*recipe, f"global_batch={plan.recipe.global_batch}"):
+    batch = [] if any("batch" in word for word in recipe) else [f"global_batch={plan.recipe.global_batch}"]
+    for word in (*recipe, *batch):
         words += ["--recipe", word]
     return (*words, "--tokens", f"{tokens:.17g}")
 
@@ -271,7 +272,7 @@ def _within(name: str, value: float | None, least: float, most: float) -> None:
         raise ArgumentError(f"{name}={value:g} must be at least {least:g} and at most {most:g}")
 
 
-def _nothing(asked: Asked, swept: Swept) -> DoesNotFit:
+def _nothing(asked: RentAsked, swept: Swept) -> DoesNotFit:
     """Why no run was found."""
     name, years = asked.plan.model.name, asked.longest_s / LONGEST_S
     if swept.too_long and not swept.unfit:

@@ -122,9 +122,10 @@ def rent_serving(
         raise ArgumentError(f"latency={latency:g} must be a number of milliseconds above 0")
     offers = asked_prices(prices)
     plan = asked_plan(model, "h100", 1, ())
-    load = {"input_length": input_length, "output_length": output_length, "concurrency": concurrency}
-    named = {"quantization": quantization, "kv_dtype": kv_dtype, "framework": framework}
-    asked, timed = asked_load(plan, None, **load, **named)
+    asked, timed = asked_load(
+        plan, None, input_length=input_length, output_length=output_length, concurrency=concurrency,
+        quantization=quantization, kv_dtype=kv_dtype, framework=framework,
+    )  # fmt: skip
     swept = sweep_serving(asked, offers, asked_devices(devices, offers), asked_nodes(nodes), timed)
     if not swept.runs:
         raise DoesNotFit(
@@ -132,8 +133,9 @@ def rent_serving(
             f"{swept.clusters} clusters: take fewer at once, or narrower weights (quantization=fp8)"
         )
     words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name, "--serve"]
-    for name, value in {**load, **named}.items():
-        words += [f"--{name.replace('_', '-')}", str(value)] if value else []
+    words += ["--input-length", str(input_length), "--output-length", str(output_length)]
+    words += ["--concurrency", str(concurrency), "--quantization", quantization, "--kv-dtype", kv_dtype]
+    words += ["--framework", framework] if framework else []
     return ServeRentAnswer(
         asked=asked, swept=swept, prices=offers, words=tuple(words), quantization=quantization,
         latency_s=float("inf") if latency is None else latency / 1e3,

@@ -225,8 +225,15 @@ def plan_serving(
 
 
 def asked_load(
-    plan: Plan, own: str | None, *, input_length: int, output_length: int, concurrency: int, quantization: str,
-    kv_dtype: str, framework: str,
+    plan: Plan,
+    own: str | None,
+    *,
+    input_length: int,
+    output_length: int,
+    concurrency: int,
+    quantization: str,
+    kv_dtype: str,
+    framework: str,
 ) -> tuple[ServingAsked, Timed]:
     """What is asked of a plan's model and cluster, and the times of its steps. `own`: the file of a measured machine.
     ArgumentError where something makes no sense."""

@@ -1,11 +1,12 @@
 """What `rent` prints: which cluster meets the deadline or the budget, then the front of money and time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from meshwright.api.renting import RentAnswer
 from meshwright.api.renting_serving import ServeRentAnswer
 from meshwright.cli.terminal.screen_text import dot, width, wrapped
 from meshwright.planner.rent.run_on import RunOn
+from meshwright.planner.rent.served_on import ServedOn
 from meshwright.planner.rent.uncertainty import digits, rounded
 from meshwright.spec.units import count, duration, short_gib, step_time
 
@@ -24,7 +25,8 @@ def days(seconds: float, error: float) -> str:
 
 def dollars(usd: float, error: float) -> str:
     """A bill to what is known of it."""
-    return f"${_plain(rounded(usd, error))}"
+    value = rounded(usd, error)
+    return f"${_plain(value / 1e6)}M" if value >= 1e6 else f"${_plain(value)}"
 
 
 def _plain(value: float) -> str:
@@ -84,22 +86,24 @@ def _run(one: RunOn) -> str:
 
 
 def _front(answer: RentAnswer) -> Iterator[str]:
-    rows = [
-        ("bill", "time", "cluster", "goodput", "energy", "fits", "stops going further"),
-        *(_cells(one) for one in answer.front),
-    ]
-    wide = [max(len(row[column]) for row in rows) for column in range(6)]
+    heads = ("bill", "time", "nodes x cluster", "goodput", "energy", "fits", "stops going further")
+    return _table((heads, *map(_cells, answer.front)), ">><>>><")
+
+
+def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
+    """Columns as wide as their widest cell, each to its side."""
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [f"{cell:>{size}}" for cell, size in zip(row[:2], wide[:2], strict=True)]
-        cells += [f"{row[2]:<{wide[2]}}"]
-        cells += [f"{cell:>{size}}" for cell, size in zip(row[3:6], wide[3:6], strict=True)]
-        yield ("    " + "  ".join((*cells, row[6]))).rstrip()
+        cells = (f"{cell:{side}{size}}" for cell, side, size in zip(row, sides, wide, strict=True))
+        yield ("    " + "  ".join(cells)).rstrip()
 
 
 def _cells(one: RunOn) -> tuple[str, ...]:
+    spares = f"+{one.weeks.spares}" if one.weeks.spares else ""
     return (
-        dollars(one.usd, one.error), days(one.wall_s, one.error), _where(one), f"{one.weeks.goodput:.1%}",
-        _energy(one), f"{one.fits:.0%}", ", ".join(one.limits[:LIMITS]),
+        dollars(one.usd, one.error), days(one.wall_s, one.error), f"{one.offer.nodes}{spares} x {one.offer.name}",
+        f"{one.weeks.goodput:.1%}", _energy(one), f"{one.fits:.0%}",
+        ", ".join(limit.partition(":")[0] for limit in one.limits[:LIMITS]),
     )  # fmt: skip
 
 
@@ -116,6 +120,10 @@ def footnotes(answer: RentAnswer) -> Iterator[str]:
     yield (
         f"{swept.clusters} clusters tried: {len(swept.runs)} searched to the end, {swept.dominated} cannot beat these, "
         f"{swept.too_long} take over a year, {len(swept.unfit)} do not fit."
+    )
+    yield (
+        "Stops going further: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
+        "sequence; memory: layers recompute to fit."
     )
     if answer.unpriced:
         yield f"No price, so not tried: {', '.join(answer.unpriced)}."
@@ -138,7 +146,7 @@ def reproduced(answer: RentAnswer) -> Iterator[str]:
     yield (
         f"Layout of {_where(best)}: {step_time(best.found.step_s)} per step, {short_gib(best.found.peak_bytes)}; save "
         f"every {duration(float(f'{weeks.interval_s:.{size}g}'))} ({short_gib(best.saves.total_bytes)}), "
-        f"{weeks.failures:.2g} failures expected."
+        f"{_plain(rounded(weeks.failures, best.error))} failures expected."
     )
     yield f"Again: {answer.command(best)}"
 
@@ -156,7 +164,8 @@ def serve_rent_answer(answer: ServeRentAnswer) -> Iterator[str]:
     best = answer.cheapest
     if best is None:
         first = min(answer.front, key=lambda one: one.per_token_s)
-        yield f"  NONE{limit}: the fastest takes {first.per_token_s * 1e3:.3g} ms ({_name(first.offer.nodes, first.offer.name)})."
+        name = _name(first.offer.nodes, first.offer.name)
+        yield f"  NONE{limit}: the fastest takes {first.per_token_s * 1e3:.3g} ms ({name})."
     else:
         users = f", {best.users_within(answer.latency_s):,} requests at once{limit}" if limit else ""
         line = (
@@ -165,17 +174,20 @@ def serve_rent_answer(answer: ServeRentAnswer) -> Iterator[str]:
         )
         yield from wrapped(line, width(), "  ", "    ")
     yield ""
-    yield f"    {'$ per hour':>10}  {'$ per M':>8}  {'cluster':<14}  {'layout':<24}  per token  first token  tokens/s"
-    for one in answer.front:
-        yield (
-            f"    {_three(one.usd_per_hour):>10}  {one.usd_per_million:>8.2g}  {_name(one.offer.nodes, one.offer.name):<14}  "
-            f"{one.layout.words:<24}  {one.per_token_s * 1e3:>6.3g} ms  {one.first_token_s * 1e3:>8,.0f} ms  "
-            f"{one.layout.tokens_per_s:>8,.0f}"
-        )
+    heads = ("$ per hour", "$ per M", "nodes x cluster", "layout", "per token", "first token", "tokens/s")
+    yield from _table((heads, *map(_served, answer.front)), ">><<>>>")
     yield ""
     if answer.prices.unpriced():
         yield from wrapped(f"No price, so not tried: {', '.join(answer.prices.unpriced())}.", width(), "  ", "    ")
     yield from wrapped(f"Again: {answer.command(best or answer.front[0])}", width(), "  ", "    ")
+
+
+def _served(one: ServedOn) -> tuple[str, ...]:
+    return (
+        _three(one.usd_per_hour), f"{one.usd_per_million:.2g}", _name(one.offer.nodes, one.offer.name),
+        one.layout.words, f"{one.per_token_s * 1e3:.3g} ms", f"{one.first_token_s * 1e3:,.0f} ms",
+        f"{one.layout.tokens_per_s:,.0f}",
+    )  # fmt: skip
 
 
 def _three(value: float) -> str:

@@ -29,9 +29,7 @@ def rent(
     epochs: Annotated[
         float, typer.Option("--epochs", metavar="NUMBER", help="Times that --dataset-size is read.")
     ] = 1.0,
-    deadline: Annotated[
-        str | None, typer.Option("--deadline", metavar="TIME", help="As 30d, 2w, 12h, 90min.")
-    ] = None,
+    deadline: Annotated[str | None, typer.Option("--deadline", metavar="TIME", help="As 30d, 2w, 12h, 90min.")] = None,
     budget: Annotated[float | None, typer.Option("--budget", metavar="USD", help="Dollars.")] = None,
     prices: Annotated[
         Path | None,
@@ -98,11 +96,11 @@ def rent(
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
     }  # fmt: skip
     wanted, other = (serving, training) if serve else (training, serving)
-    wrong = next((name for name, value in other.items() if value not in (None, "", False, [])), None)
+    wrong = next((name for name, value in other.items() if _given(value)), None)
     if wrong:
         why = "is for training: leave out --serve" if serve else "is for serving: add --serve"
         raise ArgumentError(f"--{wrong.replace('_', '-')} {why}")
-    asked = {name: value for name, value in wanted.items() if value not in (None, "", False)}
+    asked = {name: value for name, value in wanted.items() if _given(value)}
     asked |= {"prices": prices, "devices": _names(devices), "nodes": _numbers(nodes)}
     _answer(model, asked, serve=serve, html=html, json=json)
 
@@ -142,6 +140,11 @@ def _write(file: Path, document: dict[str, Any]) -> None:
 
     with one_line(file, "--html"):
         replace_file(file, page(document).encode())
+
+
+def _given(value: object) -> bool:
+    """Whether an option was typed; 0 is a value."""
+    return value is not None and value is not False and value != "" and value != []
 
 
 def _names(given: list[str] | None) -> list[str] | None:

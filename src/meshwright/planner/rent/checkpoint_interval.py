@@ -15,8 +15,8 @@ def young(save_s: float, mtbf_s: float) -> float:
 
 
 def daly(save_s: float, mtbf_s: float) -> float:
-    """Work between saves, higher order: J. T. Daly 2006, "A higher order estimate of the optimum checkpoint interval for
-    restart dumps", FGCS 22 (3), eq. 37. It does not depend on the restart."""
+    """Work between saves, higher order: J. T. Daly 2006, "A higher order estimate of the optimum checkpoint interval
+    for restart dumps", FGCS 22 (3), eq. 37. It does not depend on the restart."""
     if save_s >= 2 * mtbf_s:
         return mtbf_s
     part = sqrt(save_s / (2 * mtbf_s))

@@ -5,7 +5,6 @@ which steps are done that count.
 """
 
 from dataclasses import dataclass
-from math import sqrt
 
 from meshwright.planner.rent.checkpoint_interval import best_interval, expected_wall_s
 from meshwright.planner.rent.failures import HOUR_S, Conditions, Saves, erlang_b
@@ -66,22 +65,9 @@ class Weeks:
         return self.start_s + self.running_s / (1 - self.waiting)
 
     @property
-    def wait_s(self) -> float:
-        """Mean wait for a node, of a failure of any kind."""
-        return self.mtbf_s * self.waiting / (1 - self.waiting)
-
-    @property
     def goodput(self) -> float:
         """Steps that count, over all."""
         return self.steps_s / self.wall_s
-
-    @property
-    def spread_s(self) -> float:
-        """Standard deviation of the time: of a Poisson number of losses, each a restart and a part of an interval."""
-        length, fixed = self.interval_s + self.save_s, self.restart_s + self.write_s
-        square = length**2 / 3 + length * fixed + fixed**2
-        waits = self.wait_s * 2 * self.repair_s / (self.spares + 1)  # of an exponential E[x^2] is 2 E[x]^2
-        return sqrt(self.failures * (square + waits))
 
 
 def weeks(steps_s: float, step_s: float, devices: int, nodes: int, saves: Saves, given: Conditions) -> Weeks:
@@ -94,10 +80,19 @@ def weeks(steps_s: float, step_s: float, devices: int, nodes: int, saves: Saves,
 
     def found(spares: int) -> Weeks:
         return Weeks(
-            work_s=work_s, steps_s=steps_s, start_s=given.restart_s, interval_s=interval_s, save_s=saves.stall_s, write_s=saves.write_s,
-            restart_s=restart_s, mtbf_s=mtbf_s, hardware=given.hardware, repair_s=given.repair_s, nodes=nodes,
+            work_s=work_s,
+            steps_s=steps_s,
+            start_s=given.restart_s,
+            interval_s=interval_s,
+            save_s=saves.stall_s,
+            write_s=saves.write_s,
+            restart_s=restart_s,
+            mtbf_s=mtbf_s,
+            hardware=given.hardware,
+            repair_s=given.repair_s,
+            nodes=nodes,
             spares=spares,
-        )  # fmt: skip
+        )
 
     if given.spares is not None:
         return found(given.spares)

@@ -1,8 +1,8 @@
 """What a device costs an hour: public list prices, or a user's own; a device without a price has none.
 
-The shipped table (data/prices.csv) holds on-demand list prices with the page and the day on which each was read. Nothing
-is derived: a device that nobody lists stays without a price. `nodes` says what an offer is good for: `many` where its
-nodes are joined by a network for training (InfiniBand, RoCE, EFA), `one` where each node stands alone.
+The shipped table (data/prices.csv) holds on-demand list prices with the page and the day on which each was read.
+Nothing is derived: a device that nobody lists stays without a price. `nodes` says what an offer is good for: `many`
+where its nodes are joined by a network for training (InfiniBand, RoCE, EFA), `one` where each node stands alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -136,7 +136,10 @@ def watts() -> Mapping[str, tuple[float, str]]:
     """Name of a device -> (watts of its data sheet, source). A device that is not in it has none."""
     columns = ("device", "watts", "source")
     text = (files("meshwright.planner.rent.data") / "watts.csv").read_text(encoding="utf-8")
-    return {row.text("device"): (row.number("watts"), row.text("source")) for row in rows(text, "watts.csv", columns, columns)}
+    return {
+        row.text("device"): (row.number("watts"), row.text("source"))
+        for row in rows(text, "watts.csv", columns, columns)
+    }
 
 
 def keys_of(devices: Iterable[str]) -> tuple[str, ...]:

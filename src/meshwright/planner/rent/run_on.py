@@ -131,7 +131,7 @@ def checkpoint_of(plan: Plan, given: Conditions) -> Saves:
 
 
 def limits(found: Prediction, tokens: float) -> Iterator[str]:
-    """`network 31 %`: shares of a step that do not shrink with more devices; then the batch."""
+    """`network 31%`: shares of a step that do not shrink with more devices; then memory and batch, with a reason."""
     time, plan = found.time, found.plan
     shares = {
         "network": time.exchange_s + time.weights_s + time.gradients_s,
@@ -147,4 +147,4 @@ def limits(found: Prediction, tokens: float) -> Iterator[str]:
         yield "batch: one sequence per data-parallel rank"
     known = critical(plan.model, tokens).batch_tokens
     if found.tokens_per_step > known:
-        yield f"critical batch of about {count(known)} tokens is exceeded"
+        yield f"critical batch: about {count(known)} tokens"

@@ -1,7 +1,7 @@
 """A run of weeks played failure by failure: saves, restarts, repairs, spare nodes. Seeded; times are simulated seconds.
 
-Between failures nothing is played: how far a run came follows from the time. So a run of months with a thousand failures
-takes a millisecond.
+Between failures nothing is played: how far a run came follows from the time. So a run of months with a thousand
+failures takes a millisecond.
 """
 
 from dataclasses import dataclass

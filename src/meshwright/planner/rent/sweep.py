@@ -1,11 +1,11 @@
 """All devices with a price on all numbers of nodes: the runs that nothing else beats in both time and money.
 
-A cluster is searched only if it could be among them. No layout takes fewer device-seconds per step than its blocks on one
-device at the best micro-batch (`least_device_s`; a test compares it with what searches found), so every cluster has a
-least time and a least bill. What is dominated by a run that was found already stays unseen; of the others the search
+A cluster is searched only if it could be among them. No layout takes fewer device-seconds per step than its blocks on
+one device at the best micro-batch (`least_device_s`; a test compares it with what searches found), so every cluster has
+a least time and a least bill. What is dominated by a run that was found already stays unseen; of the others the search
 looks only for layouts that would not be (`below_s`). The space of layouts is a part of `plan`'s: no context parallelism
-below LONG tokens, tensor parallelism inside a node, at most MOST_STAGES pipeline stages. The runs that are printed are
-then searched once more without these bounds, if `thorough`.
+below LONG tokens, tensor parallelism inside a node, at most MOST_STAGES pipeline stages. The runs of the front are then
+searched once more in all of `plan`'s space, if `thorough`.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ WORTH = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class RentAsked:
     """What is to be trained, and what the run will meet. Only the cluster of `plan` is left open."""
 
     plan: Plan
     tokens: float
-    given: Conditions = Conditions()
+    given: Conditions = field(default_factory=Conditions)
     longest_s: float = LONGEST_S
     thorough: bool = False
 
@@ -84,7 +84,7 @@ def front(runs: Sequence[RunOn]) -> list[RunOn]:
     return found
 
 
-def sweep(asked: Asked, prices: Prices, devices: Sequence[str], nodes: Sequence[int]) -> Swept:
+def sweep(asked: RentAsked, prices: Prices, devices: Sequence[str], nodes: Sequence[int]) -> Swept:
     """Search all clusters of these devices."""
     found = _Sweep(asked)
     bounds = []
@@ -116,7 +116,7 @@ def _estimator(plan: Plan, offer: Offer) -> Estimator:
 
 
 class _Sweep:
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: RentAsked) -> None:
         self.asked, self.swept = asked, Swept()
 
     def device(self, offers: Sequence[Offer], least_s: float) -> None:

@@ -71,5 +71,3 @@ def rows(text: str, file: str, needed: Sequence[str], known: Sequence[str]) -> I
         if len(cells) != len(head):
             raise PlanError(f"{file}:{reader.line_num}: {len(cells)} cells, and the first line has {len(head)}")
         yield Row(file=file, line=reader.line_num, cells=dict(zip(head, cells, strict=True)))
-
-

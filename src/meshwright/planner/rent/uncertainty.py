@@ -1,7 +1,7 @@
 """How far a prediction may be off: the one place where a relative error is asked for.
 
-Errors are standard deviations of the logarithm. They are those of whole tables of published runs (docs/accuracy.md), not
-of one software or size: what knows more of a prediction replaces `time_error` and `memory_error`, and nothing else.
+Errors are standard deviations of the logarithm. They are those of whole tables of published runs (docs/accuracy.md),
+not of one software or size: what knows more of a prediction replaces `time_error` and `memory_error`, and nothing else.
 """
 
 from math import erf, log, pi, sqrt

@@ -162,7 +162,7 @@ class _Search:
         """Count a layout exactly; keep it if it fits and is to be listed so far."""
         layout = one.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
-        if step_s > self.limit_s:
+        if step_s > self.limit_s or step_s >= self.below_s:
             self.found.slower += 1
             return
         memory = worst(self.estimator, layout, self.room)

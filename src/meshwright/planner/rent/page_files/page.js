@@ -16,7 +16,7 @@ function short(value, digits = 2) {
   const rounded = Number(value.toPrecision(digits));
   return rounded.toLocaleString("en-US", { maximumFractionDigits: 6 });
 }
-const dollars = (value) => "$" + short(value);
+const dollars = (value) => value >= 1e6 ? `$${short(value / 1e6)}M` : "$" + short(value);
 function time(seconds) {
   for (const [unit, size] of [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]]) {
     if (seconds >= size) return `${short(seconds / size)} ${unit}`;
@@ -24,7 +24,14 @@ function time(seconds) {
   return `${short(seconds * 1e3, 3)} ms`;
 }
 const size = (bytes) => `${short(bytes / 2 ** 30, 3)} GiB`;
-const percent = (share) => `${(100 * share).toFixed(share > 0.995 || share < 0.1 ? 1 : 0)} %`;
+const percent = (share) => `${(100 * share).toFixed(share < 0.1 || (share > 0.95 && share < 0.9995) ? 1 : 0)} %`;
+const perHour = (value) => "$" + short(value, 3);
+function count(number) {
+  for (const [unit, size] of [["trillion", 1e12], ["billion", 1e9], ["million", 1e6]]) {
+    if (number >= size) return `${short(number / size, 4)} ${unit}`;
+  }
+  return short(number, 6);
+}
 const energy = (kwh) => kwh === null ? "unknown" : kwh >= 1e3 ? `${short(kwh / 1e3)} MWh` : `${short(kwh)} kWh`;
 const where = (row) => `${row.nodes} × ${row.cluster}` + (row.spare_nodes ? ` + ${row.spare_nodes} spare` : "");
 
@@ -36,7 +43,7 @@ let chosen = Math.max(0, DATA.front.findIndex((row) => same(row, DATA.cheapest))
 
 const FACTS = SERVES ? [
   ["cluster", where], ["layout", (row) => `${row.engines} × ${row.layout}`],
-  ["price", (row) => `${dollars(row.usd_per_hour)} per hour, ${dollars(row.usd_per_million_tokens)} per million tokens`],
+  ["price", (row) => `${perHour(row.usd_per_hour)} per hour, ${dollars(row.usd_per_million_tokens)} per million tokens`],
   ["per token", (row) => time(row.per_token_seconds)], ["first token", (row) => time(row.first_token_seconds)],
   ["tokens per second", (row) => short(row.tokens_per_second, 3)],
   ["requests within the latency", (row) => row.users_within_latency === null ? "no latency asked" : short(row.users_within_latency, 6)],
@@ -59,41 +66,45 @@ const FACTS = SERVES ? [
   ["price from", (row) => `$${row.usd_per_gpu_hour} per device-hour: ${row.price_source}`],
 ];
 const COLUMNS = SERVES ? [
-  ["$ per hour", (row) => dollars(row.usd_per_hour)], ["$ per M tokens", (row) => dollars(row.usd_per_million_tokens)],
+  ["$ per hour", (row) => perHour(row.usd_per_hour)], ["$ per M tokens", (row) => dollars(row.usd_per_million_tokens)],
   ["cluster", where, true], ["layout", (row) => row.layout, true], ["per token", (row) => time(row.per_token_seconds)],
   ["first token", (row) => time(row.first_token_seconds)], ["tokens/s", (row) => short(row.tokens_per_second, 3)],
 ] : [
   ["bill", (row) => dollars(row.usd)], ["time", (row) => time(row.wall_seconds)], ["cluster", where, true],
   ["goodput", (row) => percent(row.goodput)], ["energy", (row) => energy(row.kwh)],
-  ["fits", (row) => percent(row.fits_probability)], ["layout", (row) => row.layout, true],
-  ["stops going further", (row) => row.limits.join(", "), true],
+  ["fits", (row) => percent(row.fits_probability)], ["stops going further", (row) => row.limits.join(", "), true],
+  ["layout", (row) => row.layout, true],
 ];
 
 function head() {
   const parts = SERVES
     ? [`${DATA.model} served by ${DATA.framework}`, `${DATA.quantization} weights`,
       `${short(DATA.input_length, 6)} tokens in, ${short(DATA.output_length, 6)} out`, `${short(DATA.concurrency, 6)} requests at once`]
-    : [DATA.model, `${short(DATA.tokens / 1e9, 4)} billion tokens`,
+    : [DATA.model, `${count(DATA.tokens)} tokens`,
       `${short(DATA.global_batch, 6)} × ${short(DATA.sequence, 6)} tokens per step on every cluster`];
   $("#subject").textContent = parts.join(" · ");
   document.title = `What to rent: ${DATA.model}`;
   $("#map-title").textContent = SERVES ? "Dollars per hour against time per token" : "Money against time";
 }
 
-function verdict(title, row, none) {
+function verdict(title, row, none, chance) {
   const box = node("div", row ? {} : { class: "none" }, "", $("#verdict"));
   node("span", {}, title, box);
-  node("b", {}, row ? `${where(row)}: ${SERVES ? `${dollars(row.usd_per_hour)} per hour` : `${dollars(row.usd)}, ${time(row.wall_seconds)}`}` : none, box);
+  node("b", {}, row ? `${where(row)}: ${SERVES ? `${perHour(row.usd_per_hour)} per hour` : `${dollars(row.usd)}, ${time(row.wall_seconds)}`}` : none, box);
   if (!row) return;
-  const chance = row.deadline_probability ?? null;
   node("span", {}, SERVES ? `${time(row.per_token_seconds)} per token, ${short(row.tokens_per_second, 3)} tokens/s`
-    : `goodput ${percent(row.goodput)}` + (chance === null ? "" : `, in time with a probability of ${percent(chance)}`), box);
+    : `goodput ${percent(row.goodput)}` + (chance === null ? "" : `, ${chance}`), box);
 }
+
+const chance = (share, words) => share === null || share === undefined ? null : `${words} with a probability of ${percent(share)}`;
 
 function verdicts() {
   const limit = SERVES ? DATA.latency_seconds : DATA.deadline_seconds;
-  verdict("Cheapest" + (limit ? ` within ${time(limit)}${SERVES ? " per token" : ""}` : ""), DATA.cheapest, "nothing is fast enough");
-  if (!SERVES) verdict("Fastest" + (DATA.budget_usd ? ` within ${dollars(DATA.budget_usd)}` : ""), DATA.fastest, "nothing is cheap enough");
+  verdict("Cheapest" + (limit ? ` within ${time(limit)}${SERVES ? " per token" : ""}` : ""), DATA.cheapest,
+    "nothing is fast enough", chance(DATA.cheapest?.deadline_probability, "in time"));
+  if (SERVES) return;
+  verdict("Fastest" + (DATA.budget_usd ? ` within ${dollars(DATA.budget_usd)}` : ""), DATA.fastest, "nothing is cheap enough",
+    chance(DATA.fastest?.budget_probability, "in budget"));
 }
 
 function ticks(low, high) {
@@ -152,7 +163,10 @@ function draw() {
   node("path", { d: path, class: "front" }, "", svg);
   if (!SERVES) ranges(svg, x, y, box);
   const places = [];
-  ROWS.map((row, number) => ({ row, number })).reverse().forEach(({ row, number }) => dot(svg, row, number, x, y, box, places));
+  const order = ROWS.map((row, number) => number).filter((number) => number !== chosen).reverse();
+  dot(svg, ROWS[chosen], chosen, x, y, box, places);
+  order.forEach((number) => dot(svg, ROWS[number], number, x, y, box, places));
+  svg.append(svg.querySelector("g.chosen"));
 }
 
 function ranges(svg, x, y, box) {
@@ -170,11 +184,13 @@ function dot(svg, row, number, x, y, box, places) {
   const group = node("g", { class: kind, tabindex: 0, role: "button", "aria-label": label }, "", svg);
   node("title", {}, label, group);
   node("circle", { cx: at[0], cy: at[1], r: front ? 6 : 4 }, "", group);
-  const crowded = places.some((other) => Math.abs(other[0] - at[0]) < 84 && Math.abs(other[1] - at[1]) < 14);
+  const text = where(row), wide = 6.4 * text.length + 12, end = at[0] + wide > box.right;
+  const place = { left: end ? at[0] - wide : at[0], right: end ? at[0] : at[0] + wide, low: at[1] - 20, high: at[1] - 4 };
+  const crowded = places.some((other) => other.left < place.right && place.left < other.right
+    && other.low < place.high && place.low < other.high);
   if (number === chosen || (front && !crowded)) {
-    places.push(at);
-    const end = at[0] > box.right - 110;
-    node("text", { x: at[0] + (end ? -9 : 9), y: at[1] - 8, "text-anchor": end ? "end" : "start" }, where(row), group);
+    places.push(place);
+    node("text", { x: at[0] + (end ? -9 : 9), y: at[1] - 8, "text-anchor": end ? "end" : "start" }, text, group);
   }
   group.addEventListener("click", () => choose(number));
   group.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(number); } });
