@@ -11,6 +11,7 @@ from meshwright.planner.rent.uncertainty import digits, rounded
 from meshwright.spec.units import count, duration, short_gib, step_time
 
 DAY_S = 86_400.0
+FEW = 0.01
 LIMITS = 2
 """What stops going further, named in a row."""
 
@@ -143,10 +144,11 @@ def reproduced(answer: RentAnswer) -> Iterator[str]:
     best = answer.cheapest or answer.front[0]
     weeks = best.weeks
     size = digits(best.error)
+    few = _plain(rounded(weeks.failures, best.error)) if weeks.failures >= FEW else f"fewer than {FEW:g}"
     yield (
         f"Layout of {_where(best)}: {step_time(best.found.step_s)} per step, {short_gib(best.found.peak_bytes)}; save "
         f"every {duration(float(f'{weeks.interval_s:.{size}g}'))} ({short_gib(best.saves.total_bytes)}), "
-        f"{_plain(rounded(weeks.failures, best.error))} failures expected."
+        f"{few} failures expected."
     )
     yield f"Again: {answer.command(best)}"
 
