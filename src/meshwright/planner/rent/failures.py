@@ -31,11 +31,11 @@ LLAMA_3 = FailureRecord(
 )  # fmt: skip
 OPT = FailureRecord(
     name="OPT-175B", interruptions=105, devices=992, days=60,
-    source="arXiv:2205.01068, section 2.5: 35 manual restarts and an estimated 70 automatic ones in two months",
+    source="arXiv:2205.01068: 35 manual restarts and an estimated 70 automatic ones in two months (recalled)",
 )  # fmt: skip
 BLOOM = FailureRecord(
     name="BLOOM 176B", interruptions=1.5, devices=384, days=7,
-    source="arXiv:2211.05100, section 3.4: one or two GPU failures a week",
+    source="arXiv:2211.05100: one or two GPU failures a week on 384 GPUs (recalled)",
 )  # fmt: skip
 RECORDS = (LLAMA_3, OPT, BLOOM)
 HARDWARE = 0.78
