@@ -2,9 +2,9 @@
 
     python -m benchmarks.rent [--json] [--model llama-3.1-8b] [--tokens 1T] [--repeats 3]
 
-`processor_seconds`: processor time of one process from its start to its end, the least of some. `largest_goodput_gap`: of goodput
-in closed form from the simulated one, over clusters of 8 to 16,384 devices. `largest_interval_loss`: how much longer a
-run takes with Daly's interval than with the best one, found numerically, over saves of 1e-5 to 0.5 of the time between
+`processor_seconds`: of one process from its start to its end, the least of some. `largest_goodput_gap`: of goodput in
+closed form from the simulated one, over clusters of 8 to 16,384 devices. `largest_interval_loss`: how much longer a run
+takes with Daly's interval than with the best one, found numerically, over saves of 1e-5 to 0.5 of the time between
 failures.
 """
 
