@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
     from meshwright.api.quantizing import quantize
+    from meshwright.api.renting import rent
+    from meshwright.api.renting_serving import rent_serving
     from meshwright.api.serve_planning import plan_serving
     from meshwright.api.serving_comparison import compare_serving
     from meshwright.api.sharded_serving import sharded_engine
@@ -42,13 +44,14 @@ __version__ = "0.1.0"
 __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
     "compare", "compare_serving", "distill", "dry_run", "evaluate", "load", "plan", "plan_serving", "profile",
-    "quantize", "report", "sharded_engine", "train", "tune",
+    "quantize", "rent", "rent_serving", "report", "sharded_engine", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
     "load": "api.model_opening", "plan": "api.planning", "plan_serving": "api.serve_planning",
     "compare_serving": "api.serving_comparison",
+    "rent": "api.renting", "rent_serving": "api.renting_serving",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",
     "sharded_engine": "api.sharded_serving", "train": "api.training_run", "tune": "api.tuning",
     "EngineOptions": "serve.engine_options", "RequestOptions": "serve.request_options",

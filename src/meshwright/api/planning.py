@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from meshwright.api.amounts import tokens_of
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.layout_argument import SEARCHED, Fixed, fixed_layout
@@ -146,7 +147,7 @@ def plan(
 
     asked = asked_plan(model, cluster, nodes, section_words(recipe), tune, str(teacher))
     asked = asked if memory is None else within(asked, memory)
-    budget = _tokens(tokens)
+    budget = tokens_of(tokens)
     _check_price(price, budget)
     if listed is not None and listed < 1:
         raise ArgumentError(f"listed={listed} must be at least 1")
@@ -175,20 +176,6 @@ def _does_not_fit(of: Estimator, found: Found, *, free: bool) -> Exception:
     )
     error.answer, error.document = PlannedLayout(prediction=one), {**document(one), **ranked(found)}
     return error
-
-
-def _tokens(given: str | float | None) -> float:
-    if given is None:
-        return 0.0
-    text = str(given)
-    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
-    try:
-        number = float(text[:-1] if scale > 1 else text) * scale
-    except ValueError:
-        number = -1.0
-    if not 1 <= number < 1e18:
-        raise ArgumentError(f"tokens={given} must be a number of 1 or more and below 10**18, as 15T or 300B")
-    return number
 
 
 def _check_price(price: float, tokens: float) -> None:

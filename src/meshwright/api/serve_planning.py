@@ -200,26 +200,14 @@ def plan_serving(
 
     DoesNotFit where no layout holds one sequence. PlanError for what makes no sense.
     """
-    _check_range("input_length", input_length, MOST_TOKENS)
-    _check_range("output_length", output_length, MOST_TOKENS)
-    _check_range("concurrency", concurrency, MOST_REQUESTS)
     plan = asked_plan(model, cluster, nodes, ())
-    own = cluster is not None and is_file(cluster)
+    own = cluster if cluster is not None and is_file(cluster) else None
     plain = "fp32" if own else "bf16"
     quantization, kv_dtype = quantization or plain, kv_dtype or plain
-    if kv_dtype not in CACHE_WIDTHS:
-        raise ArgumentError(f"kv_dtype={kv_dtype!r} is not known: take one of {', '.join(CACHE_WIDTHS)}")
-    rules, timed = _rules(framework, plan, cluster if own else None)
-    asked = ServingAsked(
-        model=served(plan.model.base), cluster=plan.cluster, framework=rules,
-        formats=formats_of(quantization, experts=plan.model.moe is not None), cache_width=CACHE_WIDTHS[kv_dtype],
-        input_tokens=input_length, output_tokens=output_length, concurrency=concurrency,
+    asked, timed = asked_load(
+        plan, own, input_length=input_length, output_length=output_length, concurrency=concurrency,
+        quantization=quantization, kv_dtype=kv_dtype, framework=framework,
     )  # fmt: skip
-    if asked.length > plan.model.max_positions:
-        raise ArgumentError(
-            f"input_length={input_length} + output_length={output_length} exceed the {plan.model.max_positions:,} "
-            f"positions of {plan.model.name}: shorten one"
-        )
     found = layouts(asked, timed, tp)
     if not found:
         raise ArgumentError(
@@ -234,6 +222,38 @@ def plan_serving(
         found.remove(holding[0])
         answer = replace(answer, layouts=(holding[0], *found))
     return answer
+
+
+def asked_load(
+    plan: Plan,
+    own: str | None,
+    *,
+    input_length: int,
+    output_length: int,
+    concurrency: int,
+    quantization: str,
+    kv_dtype: str,
+    framework: str,
+) -> tuple[ServingAsked, Timed]:
+    """What is asked of a plan's model and cluster, and the times of its steps. `own`: the file of a measured machine.
+    ArgumentError where something makes no sense."""
+    _check_range("input_length", input_length, MOST_TOKENS)
+    _check_range("output_length", output_length, MOST_TOKENS)
+    _check_range("concurrency", concurrency, MOST_REQUESTS)
+    if kv_dtype not in CACHE_WIDTHS:
+        raise ArgumentError(f"kv_dtype={kv_dtype!r} is not known: take one of {', '.join(CACHE_WIDTHS)}")
+    rules, timed = _rules(framework, plan, own)
+    asked = ServingAsked(
+        model=served(plan.model.base), cluster=plan.cluster, framework=rules,
+        formats=formats_of(quantization, experts=plan.model.moe is not None), cache_width=CACHE_WIDTHS[kv_dtype],
+        input_tokens=input_length, output_tokens=output_length, concurrency=concurrency,
+    )  # fmt: skip
+    if asked.length > plan.model.max_positions:
+        raise ArgumentError(
+            f"input_length={input_length} + output_length={output_length} exceed the {plan.model.max_positions:,} "
+            f"positions of {plan.model.name}: shorten one"
+        )
+    return asked, timed
 
 
 def _rules(name: str, plan: Plan, cluster: str | None) -> tuple[Framework, Timed]:

@@ -27,6 +27,7 @@ from meshwright.cli.verbs.plan import plan
 from meshwright.cli.verbs.profile import profile
 from meshwright.cli.verbs.quantize import quantize
 from meshwright.cli.verbs.quickstart import quickstart
+from meshwright.cli.verbs.rent import rent
 from meshwright.cli.verbs.report import report
 from meshwright.cli.verbs.schema import schema
 from meshwright.cli.verbs.serve import serve
@@ -100,7 +101,7 @@ app = typer.Typer(
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "init": init, "train": train, "tune": tune, "distill": distill, "generate": generate,
     "chat": chat, "serve": serve,
-    "plan": plan, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
+    "plan": plan, "rent": rent, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
     "profile": profile, "compare": compare, "report": report, "eval": evaluate,
     "export": export, "import": import_, "quantize": quantize, "schema": schema,
     "verify": verify, "accuracy": accuracy, "doctor": doctor,

@@ -18,6 +18,7 @@ GROUPS = {
     },
     "Plan": {
         "plan": "Rank the layouts of a model on a cluster.",
+        "rent": "Which devices to rent: money against time.",
         "explore": "Write a page of all layouts.",
         "dryrun": "Peak memory and traffic of a plan, without its hardware.",
         "calibrate": "Measure this machine for plan.",

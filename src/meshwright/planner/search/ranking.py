@@ -71,17 +71,26 @@ Waiting = tuple[float, int, Least, RegionFamily | Region | Choice]
 
 
 def search(
-    estimator: Estimator, plan: Plan, *, fixed: Fixed | None = None, listed: int = LISTED, share: float = 1.0
+    estimator: Estimator,
+    plan: Plan,
+    *,
+    fixed: Fixed | None = None,
+    listed: int = LISTED,
+    share: float = 1.0,
+    below_s: float = float("inf"),
 ) -> Found:
     """Rank the legal layouts of `plan`'s model, recipe and cluster; of its own layout only what is not searched matters
-    (regions.Region.layout). What needs more than `share` of a device does not fit."""
-    return _Search(estimator, plan, samples_under(plan, fixed or {}), listed, share).run()
+    (regions.Region.layout). What needs more than `share` of a device does not fit. Layouts whose step takes `below_s`
+    or longer are not wanted: they count as slower, without a look at their memory."""
+    return _Search(estimator, plan, samples_under(plan, fixed or {}), listed, share, below_s).run()
 
 
 class _Search:
-    def __init__(self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float) -> None:
+    def __init__(
+        self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float, below_s: float
+    ) -> None:
         self.estimator, self.plan, self.fixed, self.listed = estimator, without_own(plan, fixed), fixed, listed
-        self.room = share * usable_bytes(plan)
+        self.room, self.below_s = share * usable_bytes(plan), below_s
         self.found = Found()
         self.numbers = count()
         self.best: list[tuple[float, int, Layout]] = []
@@ -107,7 +116,7 @@ class _Search:
     @property
     def limit_s(self) -> float:
         """What a layout must beat to be listed."""
-        return self.best[self.listed - 1][0] if len(self.best) >= self.listed else float("inf")
+        return self.best[self.listed - 1][0] if len(self.best) >= self.listed else self.below_s
 
     def predict(self, layout: Layout) -> Prediction:
         return self.estimator.predict(replace(self.plan, layout=layout))
@@ -115,12 +124,15 @@ class _Search:
     def fitting(self) -> Iterator[Waiting]:
         """The families whose least memory does not exceed the device's, each with the least seconds it takes."""
         for least, family in families(self.estimator, self.plan, self.fixed):
-            self.found.legal += len(least.splits) * len(family.pipelines)
+            number = len(least.splits) * len(family.pipelines)
+            self.found.legal += number
+            if self.below_s < float("inf") and least.family_s(family) >= self.below_s:
+                self.found.slower += number
+                continue
             peak = least.family_bytes(family, self.room)
             if peak <= self.room:
                 yield least.family_s(family), next(self.numbers), least, family
                 continue
-            number = len(least.splits) * len(family.pipelines)
             self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
 
     def regions(self, least: Least, family: RegionFamily) -> Iterator[tuple[float, Region]]:
@@ -150,7 +162,7 @@ class _Search:
         """Count a layout exactly; keep it if it fits and is to be listed so far."""
         layout = one.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
-        if step_s > self.limit_s:
+        if step_s > self.limit_s or step_s >= self.below_s:
             self.found.slower += 1
             return
         memory = worst(self.estimator, layout, self.room)
@@ -174,7 +186,7 @@ class _Search:
             layout = self.examples[reason][1]
             peak = worst(self.estimator, layout).total_bytes
             self.found.rejected.append(Rejected(reason=reason, layout=layout, peak_bytes=peak, count=number))
-        if not self.found.best and self.reasons:
+        if not self.found.best and self.reasons and self.below_s == float("inf"):
             self.found.nearest = self.predict(nearest(self.estimator, self.plan, self.fixed))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local, local
@@ -45,6 +46,13 @@ class SharedCosts:
     @cached_property
     def _known(self) -> Memo:
         return Memo()
+
+    def on_nodes(self, nodes: int) -> Self:
+        """The same on so many nodes. What was counted for one number of nodes is known for all: it depends on the
+        degrees of a layout and on where its ranks lie, and ranks of a group lie as far apart on any number."""
+        found = replace(self, cluster=replace(self.cluster, nodes=nodes))
+        found.__dict__["_known"] = self._known
+        return found
 
     @property
     def _gpu(self) -> bool:

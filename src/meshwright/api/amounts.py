@@ -1,0 +1,37 @@
+"""Amounts as people type them: 15T tokens, 30 days."""
+
+from meshwright.spec.errors import ArgumentError
+
+SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+SECONDS = {"d": 86_400.0, "h": 3600.0, "min": 60.0, "w": 604_800.0}
+MOST_S = 1e10
+
+
+def tokens_of(given: str | float | None, name: str = "tokens") -> float:
+    """15T, 300B or a plain number; 0 where nothing is given. ArgumentError for anything else."""
+    if given is None:
+        return 0.0
+    text = str(given)
+    scale = SCALES.get(text[-1:].upper(), 1.0)
+    try:
+        number = float(text[:-1] if scale > 1 else text) * scale
+    except ValueError:
+        number = -1.0
+    if not 1 <= number < 1e18:
+        raise ArgumentError(f"{name}={given} must be a number of 1 or more and below 10**18, as 15T or 300B")
+    return number
+
+
+def seconds_of(given: str | float | None, name: str = "deadline") -> float:
+    """30d, 2w, 12h, 90min, or a number of days; infinite where nothing is given. ArgumentError for anything else."""
+    if given is None:
+        return float("inf")
+    text = str(given).strip().lower()
+    unit = next((unit for unit in sorted(SECONDS, key=len, reverse=True) if text.endswith(unit)), "")
+    try:
+        number = float(text.removesuffix(unit)) * SECONDS[unit or "d"]
+    except ValueError:
+        number = -1.0
+    if not 0 < number < MOST_S:
+        raise ArgumentError(f"{name}={given} must be a time above 0, as 30d, 2w, 12h or 90min")
+    return number

@@ -1,0 +1,142 @@
+"""`rent --serve`: which devices serve a load, for how much an hour, how fast."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.answer import Answer
+from meshwright.api.arguments import HasPlan, checked
+from meshwright.api.markup import line, table, whole
+from meshwright.api.plan_request import asked_plan
+from meshwright.api.renting import asked_devices, asked_nodes, asked_prices
+from meshwright.api.serve_planning import asked_load
+from meshwright.planner.rent.prices import Prices
+from meshwright.planner.rent.served_on import ServedOn, SweptServing, sweep_serving
+from meshwright.planner.serving.serving_plan import ServingAsked
+from meshwright.spec import Plan
+from meshwright.spec.errors import ArgumentError, DoesNotFit
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ServeRentAnswer(Answer):
+    """The deployments that no other beats in both money and time per token, the cheapest first."""
+
+    asked: ServingAsked
+    swept: SweptServing
+    prices: Prices
+    words: tuple[str, ...]
+    quantization: str
+    latency_s: float = float("inf")
+
+    @property
+    def front(self) -> tuple[ServedOn, ...]:
+        """The Pareto front of dollars per hour and time per token."""
+        return tuple(self.swept.front)
+
+    @property
+    def cheapest(self) -> ServedOn | None:
+        """The cheapest whose tokens come fast enough; None where none does."""
+        return next((one for one in self.front if one.per_token_s <= self.latency_s), None)
+
+    @property
+    def meets(self) -> bool:
+        """Whether there is one."""
+        return self.cheapest is not None
+
+    def command(self, one: ServedOn) -> str:
+        """The `plan --serve` that gives the figures of a row again."""
+        words = [*self.words, "--cluster", one.offer.name, "--nodes", str(one.offer.nodes)]
+        return shlex.join([*words, "--layout", f"tp={one.layout.degrees.tp}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright rent --serve --json` prints."""
+        asked, best = self.asked, self.cheapest
+        return {
+            "kind": "rent serving", "model": asked.model.shape.name, "input_length": asked.input_tokens,
+            "output_length": asked.output_tokens, "concurrency": asked.concurrency,
+            "quantization": self.quantization, "framework": asked.framework.name,
+            "latency_seconds": None if self.latency_s == float("inf") else self.latency_s,
+            "cheapest": None if best is None else self._row(best),
+            "front": self.rows(),
+            "clusters": {"tried": self.swept.clusters, "unfit": self.swept.unfit},
+            "unpriced": list(self.prices.unpriced()), "prices": self.prices.file,
+        }  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each deployment of the front."""
+        return [self._row(one) for one in self.front]
+
+    def _row(self, one: ServedOn) -> dict[str, Any]:
+        layout, offer = one.layout, one.offer
+        users = None if self.latency_s == float("inf") else one.users_within(self.latency_s)
+        return {
+            "cluster": offer.name, "device": offer.price.device, "nodes": offer.nodes, "devices": offer.devices,
+            "layout": layout.words, **asdict(layout.degrees), "engines": layout.engines,
+            "usd_per_hour": one.usd_per_hour, "usd_per_million_tokens": one.usd_per_million,
+            "per_token_seconds": one.per_token_s, "first_token_seconds": one.first_token_s,
+            "tokens_per_second": layout.tokens_per_s, "users_within_latency": users, "kilowatts": one.kilowatts,
+            "price_source": offer.price.words, "command": self.command(one),
+        }  # fmt: skip
+
+    def __repr__(self) -> str:
+        best = self.cheapest or self.front[0]
+        return (
+            f"{self.asked.model.shape.name} served on {best.offer.nodes} x {best.offer.name}: ${best.usd_per_hour:.3g} "
+            f"per hour, {best.per_token_s * 1e3:.3g} ms per token ({len(self.front)} on the front)"
+        )
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (f"{one.offer.nodes} x {one.offer.name}", one.layout.words, f"${one.usd_per_hour:.3g}",
+             f"{one.per_token_s * 1e3:.3g} ms")
+            for one in self.front
+        ]  # fmt: skip
+        return whole(line(repr(self)), table(("cluster", "layout", "per hour", "per token"), cells))
+
+
+@checked
+def rent_serving(
+    model: str | Path | Plan | HasPlan,
+    *,
+    input_length: int = 1024,
+    output_length: int = 1024,
+    concurrency: int = 64,
+    latency: float | None = None,
+    quantization: str = "bf16",
+    kv_dtype: str = "bf16",
+    framework: str = "",
+    prices: str | Path | None = None,
+    devices: Sequence[str] | None = None,
+    nodes: Sequence[int] | None = None,
+) -> ServeRentAnswer:
+    """Dollars per hour against time per token of a served load, over all devices with a price.
+
+    `input_length`, `output_length`, `concurrency`, `quantization`, `kv_dtype`, `framework`: as for `plan_serving`.
+    `latency`: milliseconds per token after the first. `prices`, `devices`, `nodes`: as for `rent`.
+
+    DoesNotFit where no cluster holds all requests at once. PlanError for what makes no sense.
+    """
+    if latency is not None and not 0 < latency < 1e9:
+        raise ArgumentError(f"latency={latency:g} must be a number of milliseconds above 0")
+    offers = asked_prices(prices)
+    plan = asked_plan(model, "h100", 1, ())
+    asked, timed = asked_load(
+        plan, None, input_length=input_length, output_length=output_length, concurrency=concurrency,
+        quantization=quantization, kv_dtype=kv_dtype, framework=framework,
+    )  # fmt: skip
+    swept = sweep_serving(asked, offers, asked_devices(devices, offers), asked_nodes(nodes), timed)
+    if not swept.runs:
+        raise DoesNotFit(
+            f"{plan.model.name} with {concurrency} requests of {asked.length:,} tokens at once fits on none of "
+            f"{swept.clusters} clusters: take fewer at once, or narrower weights (quantization=fp8)"
+        )
+    words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name, "--serve"]
+    words += ["--input-length", str(input_length), "--output-length", str(output_length)]
+    words += ["--concurrency", str(concurrency), "--quantization", quantization, "--kv-dtype", kv_dtype]
+    words += ["--framework", framework] if framework else []
+    return ServeRentAnswer(
+        asked=asked, swept=swept, prices=offers, words=tuple(words), quantization=quantization,
+        latency_s=float("inf") if latency is None else latency / 1e3,
+    )  # fmt: skip

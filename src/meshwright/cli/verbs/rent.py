@@ -1,0 +1,159 @@
+"""`meshwright rent MODEL --tokens N`: which devices to rent, how many, for how long. Needs no torch, no GPU."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from meshwright.cli.inputs.plan_arguments import AskedModel, AskedRecipe
+from meshwright.cli.inputs.serve_arguments import (
+    AskedConcurrency,
+    AskedFramework,
+    AskedInput,
+    AskedKv,
+    AskedOutput,
+    AskedQuantization,
+)
+from meshwright.spec.errors import ArgumentError
+
+UNMET = 3
+"""Exit code where nothing meets the deadline, the budget or the latency."""
+
+
+def rent(
+    model: AskedModel,
+    tokens: Annotated[str | None, typer.Option("--tokens", metavar="N", help="Of the run, as 1T.")] = None,
+    dataset_size: Annotated[
+        str | None, typer.Option("--dataset-size", metavar="N", help="Tokens of the data, in place of --tokens.")
+    ] = None,
+    epochs: Annotated[
+        float, typer.Option("--epochs", metavar="NUMBER", help="Times that --dataset-size is read.")
+    ] = 1.0,
+    deadline: Annotated[str | None, typer.Option("--deadline", metavar="TIME", help="As 30d, 2w, 12h, 90min.")] = None,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="USD", help="Dollars.")] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option("--prices", metavar="FILE.csv", help="Your prices: columns device, usd_per_gpu_hour, nodes ..."),
+    ] = None,
+    devices: Annotated[
+        list[str] | None, typer.Option("--devices", metavar="NAME,...", help="Only these. [default: all with a price]")
+    ] = None,
+    nodes: Annotated[
+        list[str] | None,
+        typer.Option("--nodes", metavar="N,...", help="Only these numbers. [default: powers of 2 to 256]"),
+    ] = None,
+    tune: Annotated[
+        str,
+        typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`."),
+    ] = "",
+    recipe: AskedRecipe = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not search the front's layouts a second time, in all of plan's space.")
+    ] = False,
+    mtbf: Annotated[
+        float | None,
+        typer.Option("--mtbf", metavar="HOURS", help="Of one device between failures. [default: 50677, Llama 3's]"),
+    ] = None,
+    restart: Annotated[
+        float | None,
+        typer.Option("--restart", metavar="SECONDS", help="From a failure to the next step. [default: 180]"),
+    ] = None,
+    repair: Annotated[
+        float | None, typer.Option("--repair", metavar="HOURS", help="Until a failed node is back. [default: 24]")
+    ] = None,
+    storage: Annotated[
+        float | None, typer.Option("--storage", metavar="GB/S", help="For checkpoints, of each node. [default: 2]")
+    ] = None,
+    evaluation: Annotated[
+        float | None, typer.Option("--evaluation", metavar="SHARE", help="Of the steps' time. [default: 0.01]")
+    ] = None,
+    spares: Annotated[
+        int | None, typer.Option("--spares", metavar="INT", help="Spare nodes. [default: the cheapest number]")
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serving in place of training.")] = False,
+    latency: Annotated[
+        float | None, typer.Option("--latency", metavar="MS", help="With --serve: per token after the first.")
+    ] = None,
+    input_length: AskedInput = None,
+    output_length: AskedOutput = None,
+    concurrency: AskedConcurrency = None,
+    quantization: AskedQuantization = "",
+    kv_dtype: AskedKv = "",
+    framework: AskedFramework = "",
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write one page, for a browser offline.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
+) -> None:
+    """Money against time of a run, over all devices with a price: which to rent, how many, with which layout."""
+    training: dict[str, Any] = {
+        "tokens": tokens, "dataset_size": dataset_size, "epochs": epochs if epochs != 1 else None,
+        "deadline": deadline, "budget": budget, "tune": tune, "recipe": recipe, "quick": quick, "mtbf": mtbf,
+        "restart": restart, "repair": repair, "storage": storage, "evaluation": evaluation, "spares": spares,
+    }  # fmt: skip
+    serving: dict[str, Any] = {
+        "latency": latency, "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
+        "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
+    }  # fmt: skip
+    wanted, other = (serving, training) if serve else (training, serving)
+    wrong = next((name for name, value in other.items() if _given(value)), None)
+    if wrong:
+        why = "is for training: leave out --serve" if serve else "is for serving: add --serve"
+        raise ArgumentError(f"--{wrong.replace('_', '-')} {why}")
+    asked = {name: value for name, value in wanted.items() if _given(value)}
+    asked |= {"prices": prices, "devices": _names(devices), "nodes": _numbers(nodes)}
+    _answer(model, asked, serve=serve, html=html, json=json)
+
+
+def _answer(model: str, asked: dict[str, Any], *, serve: bool, html: Path | None, json: bool) -> None:
+    from meshwright.api.documents import check_page
+    from meshwright.api.renting import rent as money_and_time
+    from meshwright.api.renting_serving import rent_serving
+    from meshwright.cli.terminal.output import print_json
+    from meshwright.cli.terminal.rent_answer import rent_answer, serve_rent_answer
+    from meshwright.cli.terminal.screen_text import show
+
+    if html is not None:
+        check_page(html, "rent.html", option="--html ")
+    if serve:
+        served = rent_serving(model, **asked)
+        document, lines, meets = served.to_dict(), serve_rent_answer(served), served.meets
+    else:
+        found = money_and_time(model, **asked)
+        document, lines = found.to_dict(), rent_answer(found)
+        meets = found.cheapest is not None and found.fastest is not None
+    if html is not None:
+        _write(html, document)
+    if json:
+        print_json(document)
+    else:
+        show(lines)
+        if html is not None:
+            print(f"\n  {html}: open it in a browser")
+    if not meets:
+        raise typer.Exit(UNMET)
+
+
+def _write(file: Path, document: dict[str, Any]) -> None:
+    from meshwright.planner.rent.page import page
+    from meshwright.store.durable import one_line, replace_file
+
+    with one_line(file, "--html"):
+        replace_file(file, page(document).encode())
+
+
+def _given(value: object) -> bool:
+    """Whether an option was typed; 0 is a value."""
+    return value is not None and value is not False and value != "" and value != []
+
+
+def _names(given: list[str] | None) -> list[str] | None:
+    return [name for one in given for name in one.split(",") if name] if given else None
+
+
+def _numbers(given: list[str] | None) -> list[int] | None:
+    names = _names(given)
+    for name in names or ():
+        if not name.strip().isdecimal():
+            raise ArgumentError(f"--nodes {name!r} must be whole numbers, as 1,2,4")
+    return [int(name) for name in names] if names else None

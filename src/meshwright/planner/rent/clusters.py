@@ -1,0 +1,70 @@
+"""Which clusters are tried: each device with a price, parts of one node, and nodes in powers of two."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.rent.prices import Price, Prices
+from meshwright.spec import presets
+from meshwright.spec.cluster import Cluster, Device
+from meshwright.spec.legal import divisors
+
+NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Node counts that are tried unless others are asked for."""
+NEEDED = ("memory_bytes", "memory_bytes_per_s")
+"""Figures of a device without which nothing is predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A cluster and its price."""
+
+    price: Price
+    devices_per_node: int
+    nodes: int
+
+    @property
+    def cluster(self) -> Cluster:
+        """As the planner takes it."""
+        device = presets.device(self.price.key)
+        return Cluster(device=device, devices_per_node=self.devices_per_node, nodes=self.nodes)
+
+    @property
+    def name(self) -> str:
+        """As `--cluster` takes it: h100x8."""
+        return f"{self.price.key}x{self.devices_per_node}"
+
+    @property
+    def devices(self) -> int:
+        """Of all nodes."""
+        return self.devices_per_node * self.nodes
+
+    def usd_per_s(self, spares: int = 0) -> float:
+        """Of all its nodes, with some spare ones."""
+        return self.price.usd_per_hour * self.devices_per_node * (self.nodes + spares) / 3600
+
+
+def lacks(device: Device) -> str:
+    """What of a device is not known and needed; empty = nothing."""
+    missing = [name for name in NEEDED if not getattr(device, name)]
+    if not (device.bf16_matmul_flop_per_s or device.bf16_flop_per_s):
+        missing.append("bf16_flop_per_s")
+    return ", ".join(missing)
+
+
+def offers_of(name: str, prices: Prices, nodes: Sequence[int]) -> Iterator[Offer]:
+    """All clusters of one device, the smallest first. Several nodes need a price with a network between them, and a
+    device whose network is known; several devices of a node need its links."""
+    alone, joined = prices.of(name, many=False), prices.of(name, many=True)
+    if alone is None:
+        return
+    device = presets.device(alone.key)
+    if lacks(device):
+        return
+    if 1 in nodes:
+        for number in divisors(alone.per_node):
+            if number == 1 or device.link_bytes_per_s:
+                yield Offer(price=alone, devices_per_node=number, nodes=1)
+    if joined is None or not (device.network_bytes_per_s and (device.link_bytes_per_s or joined.per_node == 1)):
+        return
+    for number in sorted(set(nodes) - {1}):
+        yield Offer(price=joined, devices_per_node=joined.per_node, nodes=number)

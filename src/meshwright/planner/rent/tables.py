@@ -1,0 +1,73 @@
+"""Rows of a CSV file by column, with the place of each cell in what is refused."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from meshwright.spec.errors import PlanError
+from meshwright.spec.presets import nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of a file."""
+
+    file: str
+    line: int
+    cells: dict[str, str]
+
+    def refuse(self, column: str, why: str) -> PlanError:
+        """`prices.csv:3: column usd_per_gpu_hour: 'abc' must be a number above 0`."""
+        return PlanError(f"{self.file}:{self.line}: column {column}: {self.cells.get(column, '')[:60]!r} {why}")
+
+    def text(self, column: str, default: str = "") -> str:
+        """A cell without blanks around it; `default` where it is empty or there is no such column."""
+        return self.cells.get(column, "").strip() or default
+
+    def number(self, column: str, default: float | None = None) -> float:
+        """A number above 0; PlanError with its place for anything else. `default` stands for an empty cell."""
+        given = self.text(column)
+        if not given and default is not None:
+            return default
+        try:
+            value = float(given)
+        except ValueError:
+            value = -1.0
+        if not (isfinite(value) and value > 0):
+            raise self.refuse(column, "must be a number above 0")
+        return value
+
+    def whole(self, column: str, default: int) -> int:
+        """A whole number above 0; errors as `number`."""
+        value = self.number(column, default)
+        if value != int(value):
+            raise self.refuse(column, "must be a whole number")
+        return int(value)
+
+    def one_of(self, column: str, known: Sequence[str], default: str) -> str:
+        """One of some words; errors as `number`."""
+        value = self.text(column, default)
+        if value not in known:
+            raise self.refuse(column, f"must be one of {', '.join(known)}")
+        return value
+
+
+def rows(text: str, file: str, needed: Sequence[str], known: Sequence[str]) -> Iterator[Row]:
+    """The rows of a file. PlanError with file and line for a column that is missing or not known, and for a row with
+    more or fewer cells than the first line."""
+    reader = csv.reader(io.StringIO(text))
+    head = [name.strip() for name in next(reader, [])]
+    for name in needed:
+        if name not in head:
+            raise PlanError(f"{file}:1: column {name} is missing: the first line names the columns, {', '.join(known)}")
+    for name in head:
+        if name not in known:
+            raise PlanError(f"{file}:1: column {name[:60]!r} is not known; nearest: {nearest(name, known, 1)[0]}")
+    for cells in reader:
+        if not any(map(str.strip, cells)):
+            continue
+        if len(cells) != len(head):
+            raise PlanError(f"{file}:{reader.line_num}: {len(cells)} cells, and the first line has {len(head)}")
+        yield Row(file=file, line=reader.line_num, cells=dict(zip(head, cells, strict=True)))

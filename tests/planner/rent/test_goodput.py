@@ -1,0 +1,117 @@
+"""Intervals between saves against what they minimize, and the closed form of goodput against playing every failure."""
+
+from math import exp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.planner.rent.checkpoint_interval import BUSY, best_interval, daly, expected_wall_s, young
+from meshwright.planner.rent.failures import BLOOM, LLAMA_3, OPT, Conditions, Saves, erlang_b, saves_of
+from meshwright.planner.rent.goodput import weeks
+from meshwright.planner.rent.simulation import play
+
+DAY_S = 86_400.0
+
+
+def optimum(save_s: float, restart_s: float, mtbf_s: float) -> tuple[float, float]:
+    """The best interval and its time, by golden section of the exact expectation: no formula of anybody."""
+    low, high = 1e-6 * mtbf_s, 20 * mtbf_s
+    share = (5**0.5 - 1) / 2
+    for _ in range(200):
+        first, second = high - share * (high - low), low + share * (high - low)
+        better = expected_wall_s(1.0, first, save_s, restart_s, mtbf_s) < expected_wall_s(
+            1.0, second, save_s, restart_s, mtbf_s
+        )
+        low, high = (low, second) if better else (first, high)
+    return low, expected_wall_s(1.0, low, save_s, restart_s, mtbf_s)
+
+
+@pytest.mark.parametrize("share", [1e-5, 1e-4, 1e-3, 0.01, 0.05, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("restart_s", [0.0, 600.0])
+def test_dalys_interval_is_the_optimum_and_youngs_is_near_it(share: float, restart_s: float) -> None:
+    mtbf_s = 40_000.0
+    save_s = share * mtbf_s
+    best_s, least = optimum(save_s, restart_s, mtbf_s)
+    assert daly(save_s, mtbf_s) == pytest.approx(best_s, rel=0.03)
+    assert expected_wall_s(1.0, daly(save_s, mtbf_s), save_s, restart_s, mtbf_s) <= least * (1 + 1e-4)
+    if share <= 0.01:
+        assert expected_wall_s(1.0, young(save_s, mtbf_s), save_s, restart_s, mtbf_s) <= least * (1 + 1e-3)
+
+
+def test_dalys_own_words() -> None:
+    """His abstract: a good approximation up to delta = M / 2; beyond 2 M, M itself."""
+    assert daly(2.1, 1.0) == 1.0 and daly(2.0, 1.0) == 1.0
+    assert young(2.0, 100.0) == 20.0
+
+
+def test_the_expectation_is_that_of_segments_that_are_repeated_until_they_succeed() -> None:
+    """M (e^(L/M) - 1) is the mean time until a gap of L between events of a Poisson process: a textbook result."""
+    assert expected_wall_s(10.0, 10.0, 0.0, 0.0, 1e9) == pytest.approx(10.0, rel=1e-6)
+    assert expected_wall_s(10.0, 10.0, 0.0, 0.0, 10.0) == pytest.approx(10 * (exp(1) - 1))
+
+
+def test_no_run_saves_more_often_than_it_steps_or_writes() -> None:
+    assert best_interval(1e-3, 1e5, 1.0, 30.0, 1e6) == 30.0
+    assert best_interval(1e-3, 1e5, 60.0, 30.0, 1e6) == 60.0 / BUSY
+    assert best_interval(100.0, 1e7, 1.0, 1.0, 500.0) == 500.0
+
+
+def test_published_rates() -> None:
+    """Llama 3 says 419 in 54 days on 16,384 GPUs: one every 3.1 hours of the cluster."""
+    assert LLAMA_3.mtbf_device_hours / LLAMA_3.devices == pytest.approx(3.09, abs=0.01)
+    assert OPT.mtbf_device_hours < BLOOM.mtbf_device_hours < LLAMA_3.mtbf_device_hours
+
+
+def test_erlangs_loss_formula() -> None:
+    """Values of the usual tables: 10 places and a load of 5 lose 1.84 %; 1 place loses load / (1 + load)."""
+    assert erlang_b(10, 5.0) == pytest.approx(0.0184, abs=5e-5)
+    assert erlang_b(1, 0.5) == pytest.approx(1 / 3)
+    assert erlang_b(3, 0.0) == 0.0
+
+
+CASES = [
+    (20, 8, 1, 1e11), (100, 64, 8, 1e12), (30, 1024, 128, 1e12), (10, 2048, 256, 1e11), (54, 16_384, 2048, 5.7e12),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spares", [None, 0, 1, 4])
+@pytest.mark.parametrize(("days", "devices", "nodes", "checkpoint"), CASES)
+def test_the_closed_form_agrees_with_the_simulation(
+    days: float, devices: int, nodes: int, checkpoint: float, spares: int | None
+) -> None:
+    saves = saves_of(checkpoint / devices, checkpoint, nodes, 50e9, 2e9)
+    one = weeks(days * DAY_S, 5.0, devices, nodes, saves, Conditions(spares=spares))
+    played = play(one, seed=1, runs=400 if devices < 5000 else 60)
+    assert played.failures == pytest.approx(one.failures, rel=0.1, abs=0.1)
+    close = 0.003 if spares is None else 0.02
+    assert played.goodput == pytest.approx(one.goodput, abs=close)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    mtbf_s=st.floats(2e3, 1e6), stall_s=st.floats(0.01, 60), write_s=st.floats(0.1, 200), restart_s=st.floats(0, 900)
+)
+def test_it_agrees_for_any_saves_and_restarts(mtbf_s: float, stall_s: float, write_s: float, restart_s: float) -> None:
+    given_ = Conditions(mtbf_device_hours=mtbf_s * 64 / 3600, restart_s=restart_s, hardware=0.0, evaluation=0.0)
+    saves = Saves(total_bytes=0.0, stall_s=stall_s, write_s=write_s)
+    one = weeks(200 * mtbf_s, 1.0, 64, 8, saves, given_)
+    played = play(one, seed=2, runs=20)
+    assert played.goodput == pytest.approx(one.goodput, rel=0.05)
+
+
+def test_the_same_seed_plays_the_same_run() -> None:
+    one = weeks(20 * DAY_S, 5.0, 512, 64, saves_of(1e9, 1e12, 64, 50e9, 2e9), Conditions())
+    assert play(one, seed=4) == play(one, seed=4) != play(one, seed=5)
+
+
+def test_spares_are_as_many_as_make_the_run_cheapest() -> None:
+    saves = saves_of(1e9, 1e12, 256, 50e9, 2e9)
+    best = weeks(30 * DAY_S, 5.0, 2048, 256, saves, Conditions())
+    assert best.spares > 0
+
+    def bill(spares: int) -> float:
+        one = weeks(30 * DAY_S, 5.0, 2048, 256, saves, Conditions(spares=spares))
+        return one.wall_s * (one.nodes + one.spares)
+
+    assert bill(best.spares) == min(map(bill, range(20)))
