@@ -79,9 +79,11 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
         prices.read(tmp_path / "binary.csv")
 
 
-def test_watts_have_a_source_each() -> None:
-    assert prices.watts()["H100-SXM-80"][0] == 700
-    assert all(source for _, source in prices.watts().values())
+def test_priced_devices_have_watts_with_a_source() -> None:
+    assert presets.device("h100").watts == 700
+    known = [presets.device(one.key) for one in prices.shipped()]
+    assert sum(bool(device.watts) for device in known) > 0.8 * len(known)
+    assert all(device.watts_source for device in known if device.watts)
 
 
 def test_quoted_cells_may_hold_commas() -> None:

@@ -1,6 +1,7 @@
 """The sweep against searching every cluster, its bound against what searches find, shared costs against fresh ones."""
 
 from dataclasses import replace
+from math import log
 
 import pytest
 
@@ -9,9 +10,10 @@ from meshwright.planner.rent.failures import Conditions
 from meshwright.planner.rent.prices import shipped
 from meshwright.planner.rent.run_on import RunOn, run_on
 from meshwright.planner.rent.sweep import WORTH, RentAsked, fastest, front, least_device_s, sweep
-from meshwright.planner.rent.uncertainty import below, digits, fits, rounded, time_error
+from meshwright.planner.rent.uncertainty import below, digits, normal, rounded, time_error
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.step.error_ranges import fit_probability, relative_range
 from meshwright.planner.step.predict import estimator
 from meshwright.spec import Plan, Recipe, presets
 
@@ -121,16 +123,16 @@ def test_ranges_hold_the_mean_and_grow_with_the_error() -> None:
     assert low < run.wall_s < high and run.ends_within(high) == pytest.approx(0.95, abs=0.01)
     assert run.ends_within(low) == pytest.approx(0.05, abs=0.01)
     assert run.costs_at_most(run.range_usd[1]) == pytest.approx(0.95, abs=0.01)
-    assert 0.5 < fits(run.found) <= 1.0
+    assert 0.5 < fit_probability(run.found) <= 1.0
 
 
-def test_an_unmeasured_device_is_known_less() -> None:
-    found = {
-        name: search(estimator(plan), plan, listed=1).best[0]
-        for name in ("h100", "l40s")
-        for plan in [replace(SMALL, cluster=presets.cluster(name))]
-    }
-    assert time_error(found["l40s"]) == 2 * time_error(found["h100"])
+def test_errors_are_those_of_the_planners_ranges() -> None:
+    plan = replace(SMALL, cluster=presets.cluster("h100"))
+    found = search(estimator(plan), plan, listed=1).best[0]
+    low, high, _ = relative_range(plan)
+    error = time_error(found)
+    assert below(found.step_s * low, found.step_s * high, error) == pytest.approx(0.9995, abs=5e-4)
+    assert normal(log(high / low) / 2 / error) - normal(-log(high / low) / 2 / error) == pytest.approx(0.9, abs=1e-3)
 
 
 def test_probabilities_and_digits() -> None:

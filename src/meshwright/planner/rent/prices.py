@@ -131,17 +131,6 @@ def _price(row: Row, key: str | None) -> Price | None:
     )  # fmt: skip
 
 
-@cache
-def watts() -> Mapping[str, tuple[float, str]]:
-    """Name of a device -> (watts of its data sheet, source). A device that is not in it has none."""
-    columns = ("device", "watts", "source")
-    text = (files("meshwright.planner.rent.data") / "watts.csv").read_text(encoding="utf-8")
-    return {
-        row.text("device"): (row.number("watts"), row.text("source"))
-        for row in rows(text, "watts.csv", columns, columns)
-    }
-
-
 def keys_of(devices: Iterable[str]) -> tuple[str, ...]:
     """Names of devices, as presets have them, from what a user typed; PlanError as presets.device."""
     return tuple(presets.device(name, f"devices={name!r}").name for name in devices)

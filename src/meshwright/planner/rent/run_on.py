@@ -8,9 +8,9 @@ from meshwright.planner.rent import uncertainty
 from meshwright.planner.rent.clusters import Offer
 from meshwright.planner.rent.failures import Conditions, Saves, saves_of
 from meshwright.planner.rent.goodput import Weeks, weeks
-from meshwright.planner.rent.prices import watts
 from meshwright.planner.rent.simulation import Played, play
 from meshwright.planner.step.budget import critical
+from meshwright.planner.step.error_ranges import fit_probability
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.held import written_bytes
 from meshwright.spec.plan import Plan
@@ -51,9 +51,9 @@ class RunOn:
     def kwh(self) -> float | None:
         """Datasheet watts of all devices, spare ones too, all the time: no hosts, no network, no cooling. None where
         nobody gives the watts of this device."""
-        known = watts().get(self.offer.price.device)
+        watts = self.offer.cluster.device.watts
         devices = self.offer.devices_per_node * (self.offer.nodes + self.weeks.spares)
-        return None if known is None else known[0] * devices * self.wall_s / KWH
+        return watts * devices * self.wall_s / KWH if watts else None
 
     @cached_property
     def played(self) -> Played:
@@ -97,7 +97,7 @@ class RunOn:
     @property
     def fits(self) -> float:
         """Probability that its layout fits."""
-        return uncertainty.fits(self.found)
+        return fit_probability(self.found)
 
     @property
     def limits(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.planner.rent.clusters import Offer, offers_of
-from meshwright.planner.rent.prices import Prices, watts
+from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.sweep import WORTH
 from meshwright.planner.serving.serving_plan import ServingAsked, ServingLayout, Timed, curve, layouts
 from meshwright.planner.serving.step_times import StepTimes
@@ -45,8 +45,8 @@ class ServedOn:
     @property
     def kilowatts(self) -> float | None:
         """Datasheet watts of all devices; None where nobody gives them."""
-        known = watts().get(self.offer.price.device)
-        return None if known is None else known[0] * self.offer.devices / 1e3
+        watts = self.offer.cluster.device.watts
+        return watts * self.offer.devices / 1e3 if watts else None
 
     def users_within(self, per_token_s: float) -> int:
         """The most requests in flight, of powers of two for each engine, whose tokens come at least that fast."""

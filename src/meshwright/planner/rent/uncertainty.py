@@ -1,32 +1,21 @@
-"""How far a prediction may be off: the one place where a relative error is asked for.
+"""How far a bill may be off: the planner's ranges (planner/step/error_ranges.py) as one deviation, and its digits.
 
-Errors are standard deviations of the logarithm. They are those of whole tables of published runs (docs/accuracy.md),
-not of one software or size: what knows more of a prediction replaces `time_error` and `memory_error`, and nothing else.
+Errors are standard deviations of the logarithm.
 """
 
-from math import erf, log, pi, sqrt
+from math import erf, log, sqrt
 
-from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.planner.step.error_ranges import relative_range
+from meshwright.planner.step.prediction import Prediction
 
-MEAN_TIME_ERROR = 0.108
-"""Mean |predicted / measured - 1| of step times on runs that nobody had looked at."""
-MEAN_MEMORY_ERROR = 0.076
-"""The same of peaks (docs/accuracy.md, Ultra-Scale grid)."""
-UNMEASURED = 2.0
-"""Times as much where nobody published a measured matrix product of the device: a judgement, not a measurement."""
-TO_DEVIATION = sqrt(pi / 2)
-"""Standard deviation over mean absolute value, of a normal distribution."""
+WIDTH = 2 * 1.6449
+"""Deviations of a normal distribution between the ends of a range that nine of ten lie in."""
 
 
 def time_error(found: Prediction) -> float:
     """Of its step time."""
-    device = found.plan.cluster.device
-    return MEAN_TIME_ERROR * TO_DEVIATION * (1.0 if device.bf16_matmul_flop_per_s else UNMEASURED)
-
-
-def memory_error(found: Prediction) -> float:
-    """Of its peak."""
-    return MEAN_MEMORY_ERROR * TO_DEVIATION
+    low, high, _ = relative_range(found.plan, found.stack)
+    return log(high / low) / WIDTH
 
 
 def below(value: float, limit: float, error: float) -> float:
@@ -39,11 +28,6 @@ def below(value: float, limit: float, error: float) -> float:
 def normal(deviations: float) -> float:
     """Of a standard normal variable, the probability of at most that."""
     return 0.5 * (1 + erf(deviations / sqrt(2)))
-
-
-def fits(found: Prediction) -> float:
-    """Probability that a layout fits into what a program can have of a device."""
-    return below(found.peak_bytes, usable_bytes(found.plan), memory_error(found))
 
 
 def digits(error: float) -> int:

@@ -1,1 +1,1 @@
-"""Tables of prices and watts."""
+"""Table of prices."""
