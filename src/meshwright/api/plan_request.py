@@ -12,6 +12,7 @@ from meshwright import planfile
 from meshwright.api.hub_configs import CONFIG, config_folder, is_hub_name
 from meshwright.api.plan_reading import base_words, plan_of, read_folder, read_to_plan
 from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
+from meshwright.planfile.folders import ReadFolder
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, estimator
@@ -40,7 +41,8 @@ def asked_plan(
     """The plan that is asked about, its layout left open. `model`: a preset, a folder or config.json of Hugging Face, a
     plan file, or a plan. `tune`: full, lora, qlora or with a rank as lora:64, for fine-tuning's batch and sequence, and
     with adapters. `teacher`: as `model`, for a distillation."""
-    plan, reader = plan_of(model), read_folder
+    plan = plan_of(model)
+    reader: ReadFolder = read_folder
     path = Path("plan" if plan else model)
     given = plan is not None or path.suffix in (".yaml", ".yml")
     words = [f"recipe.{word}" for word in _words(recipe)]
