@@ -81,7 +81,7 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
 
 def test_priced_devices_have_watts_with_a_source() -> None:
     assert presets.device("h100").watts == 700
-    known = [presets.device(one.key) for one in prices.shipped()]
+    known = [presets.device(one.key) for one in prices.shipped().offers]
     assert sum(bool(device.watts) for device in known) > 0.8 * len(known)
     assert all(device.watts_source for device in known if device.watts)
 

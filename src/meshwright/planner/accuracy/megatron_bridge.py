@@ -31,7 +31,7 @@ COUNTED_ON_HOST = (
 """As above: tokens travel by torch's all-to-all, for which the host reads how many go where."""
 COUNTS_S = 1.25e-3
 """Of the host for that, in each pass through a layer. Fitted to rows of GPT-OSS with two experts a rank, where next to
-nothing else is launched; it also holds for Qwen3's rows with sixteen."""
+nothing else is launched; few other models have such rows."""
 
 
 def as_run(stack: Stack, columns: dict[str, str]) -> Stack:
