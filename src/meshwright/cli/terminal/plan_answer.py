@@ -28,6 +28,8 @@ class Asked:
     top: int | None = None
     saved: str = ""
     """The file that --save wrote."""
+    stack: str = ""
+    """Other training software, which has files of its own and no --save."""
 
 
 def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
@@ -53,7 +55,7 @@ def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
         yield from details(of, found)
         for sentence in () if asked.fixed else explain.half_machine(of, best):  # whose layout is searched freely
             yield from wrapped(sentence, columns, "  ", "    ")
-    if not asked.saved:
+    if not asked.saved and not asked.stack:
         yield ""
         yield from wrapped(_next(asked, chosen), columns, "  Next:  ")
 
@@ -63,6 +65,11 @@ def unfit(nearest: Prediction) -> Iterator[str]:
     yield from headline(nearest.plan)
     yield ""
     yield from _verdict(nearest, "")
+
+
+def configuration(one: Prediction) -> Iterator[str]:
+    """The verdict on a layout that was given."""
+    yield from _verdict(one, "")
 
 
 def headline(plan: Plan) -> Iterator[str]:
