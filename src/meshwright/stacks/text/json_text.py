@@ -37,4 +37,4 @@ def line_of(text: str, key: str) -> int:
         if found is None:
             return 0
         at = found.start()
-    return text.count("\n", 0, at + 1) + (0 if text[at : at + 1] == "\n" else 1)
+    return text.count("\n", 0, at + 1) + 1

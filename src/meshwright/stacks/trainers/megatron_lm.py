@@ -223,6 +223,8 @@ def _resolve(facts: Facts) -> Facts:
     found["tied"], found["mlp"] = not found.get("untied"), "swiglu" if found.get("gated") else "gelu_tanh"
     found["kv_heads"] = found.get("key_heads") if found.get("grouped") else found.get("heads")
     found["qkv_bias"] = bool(found.get("only_qkv_bias")) or not found.get("no_bias")
+    if found.get("hidden") and not found.get("ffn"):
+        found["ffn"] = 4 * found["hidden"]  # its default
     if found.get("rotary_base") and found.get("positions") == "rope":
         found["rope_theta"] = found["rotary_base"]
     if found.get("moe_experts"):

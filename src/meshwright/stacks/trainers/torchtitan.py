@@ -69,6 +69,7 @@ SHARED = (
            meaning="torch.compile of blocks and loss: what the prediction is of"),
 )  # fmt: skip
 TOML = (
+    Option(key="model.converters", fact="converters", meaning="float8: products of blocks in 8 bits"),
     Option(key="model.name", fact="titan_module", meaning="family of the model"),
     Option(key="model.flavor", fact="titan_flavor", meaning="its size"),
     Option(key="optimizer.lr", fact="learning_rate", meaning="learning rate: yours to choose"),
@@ -90,7 +91,7 @@ IGNORED = (
     "training.dataset*", "training.steps", "training.max_norm", "training.gc_*", "training.warmup_steps",
     "training.seed", "training.deterministic", "training.debug*", "debug*", "model.hf_assets_path",
     "model.tokenizer_path",
-    "model.norm_type", "model.converters", "experimental.custom_*", "compile", "compile.components", "compile.backend",
+    "model.norm_type", "experimental.custom_*", "compile", "compile.components", "compile.backend",
     "quantize.*", "float8.*", "parallelism.context_parallel_rotate_method",
     "experimental.context_parallel_rotate_method",
     "parallelism.context_parallel_load_balancer", "parallelism.fsdp_reshard_after_forward", "loss*", "training",
@@ -111,7 +112,9 @@ REFUSED = {
 
 
 def _stack(facts: Facts) -> Stack:
-    return TORCHTITAN_2025 if facts.get("compiled", True) else replace(TORCHTITAN_2025, **EAGER)
+    found = TORCHTITAN_2025 if facts.get("compiled", True) else replace(TORCHTITAN_2025, **EAGER)
+    narrow = any("float8" in str(one) for one in facts.get("converters") or ())
+    return replace(found, product_bytes=1.0) if narrow else found
 
 
 def _split_refusal(shape: ModelShape, layout: Layout) -> str:
