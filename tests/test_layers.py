@@ -30,6 +30,7 @@ BELOW: dict[str, set[str]] = {
     "planfile": {"spec"},
     "data": {"spec"},
     "planner": {"spec"},
+    "stacks": {"spec", "planner"},
     "kernels": TENSORS,
     "model": TENSORS | {"kernels"},
     "parallel": MODEL - {"parallel"},
@@ -39,14 +40,15 @@ BELOW: dict[str, set[str]] = {
     "serve": MODEL | {"data"},
     "server": TENSORS | {"kernels", "model", "data", "serve"},
     "observe": TRAINING | {"planner", "serve"},
-    "api": TRAINING | {"planner", "observe", "compress", "serve", "server"},
-    "cli": TRAINING | {"planner", "observe", "compress", "serve", "server", "api"},
+    "api": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server"},
+    "cli": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server", "api"},
 }
 """What each part may import of the package. `compat` holds private torch names and imports torch alone."""
 
 LIBRARIES: dict[str, set[str]] = {
     "spec": set(),
     "planner": set(),
+    "stacks": {"yaml"},
     "planfile": {"pydantic", "yaml"},
     "data": {"jinja2", "numpy", "tokenizers", "pyarrow", "datasets"},
     "kernels": {"torch", "triton"},

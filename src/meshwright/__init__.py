@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import compare, report
+    from meshwright.api.config_planning import plan_from
     from meshwright.api.distilling import distill
     from meshwright.api.dry_runs import dry_run
     from meshwright.api.evaluation import evaluate
@@ -43,13 +44,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
-    "compare", "compare_serving", "distill", "dry_run", "evaluate", "load", "plan", "plan_serving", "profile",
-    "quantize", "rent", "rent_serving", "report", "sharded_engine", "train", "tune",
+    "compare", "compare_serving", "distill", "dry_run", "evaluate", "load", "plan", "plan_from", "plan_serving",
+    "profile", "quantize", "rent", "rent_serving", "report", "sharded_engine", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
-    "load": "api.model_opening", "plan": "api.planning", "plan_serving": "api.serve_planning",
+    "load": "api.model_opening", "plan": "api.planning", "plan_from": "api.config_planning",
+    "plan_serving": "api.serve_planning",
     "compare_serving": "api.serving_comparison",
     "rent": "api.renting", "rent_serving": "api.renting_serving",
     "profile": "api.profiling", "quantize": "api.quantizing", "report": "api.comparing",

@@ -13,6 +13,7 @@ from meshwright.api.hub_configs import CONFIG, config_folder, is_hub_name
 from meshwright.api.plan_reading import base_words, plan_of, read_folder, read_to_plan
 from meshwright.api.tuning_defaults import CODED_BASE, DEFAULTS, SAMPLES, TUNED_RANK, defaults_of, rate_of_adapters
 from meshwright.planfile.folders import ReadFolder
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.step.predict import Estimator, estimator
@@ -93,13 +94,16 @@ def within(plan: Plan, memory_gib: float) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, device=smaller))
 
 
-def asked_estimator(plan: "Plan", cluster: str | None) -> "Estimator":
-    """What counts its layouts: a measured machine where `cluster` names a file, else data sheets."""
+def asked_estimator(plan: "Plan", cluster: str | None, stack: Stack = MESHWRIGHT) -> "Estimator":
+    """What counts its layouts: a measured machine where `cluster` names a file, else data sheets. A machine is measured
+    with this package's engine, so another software is counted by data sheets."""
     from meshwright.planner.machine.clusterfile import asked, is_file
 
     if cluster is not None and is_file(cluster):
+        if not stack.own:
+            raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")
         return asked(cluster)[0].estimator(plan)
-    return estimator(plan)
+    return estimator(plan, stack)
 
 
 def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:

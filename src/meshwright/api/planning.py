@@ -13,6 +13,8 @@ from meshwright.api.markup import LISTED, line, table, whole
 from meshwright.api.plan_reading import Section, section_words
 from meshwright.api.plan_request import as_typed, asked_estimator, asked_plan, within
 from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
+from meshwright.api.stack_choice import checked_model, chosen, none_offered, restricted
+from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
 from meshwright.planner.search.changes import enough_nodes
@@ -23,6 +25,9 @@ from meshwright.planner.step.budget import Budget, budget
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.stacks.config_writing import write
+from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.stack_errors import sentences
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -36,6 +41,8 @@ class PlanAnswer(Answer):
     """What of the layout was given, and not searched."""
     tokens: float = 0.0
     price: float = 0.0
+    software: TrainingSoftware | None = None
+    """Whose layouts these are; None = this package's own engine."""
 
     @property
     def best(self) -> PlannedLayout:
@@ -74,6 +81,18 @@ class PlanAnswer(Answer):
             return None
         return budget(self.tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, self.price)
 
+    @property
+    def known_errors(self) -> tuple[str, ...]:
+        """Sentences: how far the planner is off on published rows of that software, and what it cannot predict."""
+        return tuple(sentences(self.software)) if self.software else ()
+
+    def write(self, folder: str | Path) -> list[Path]:
+        """Write the software's configuration and launch scripts for the recommended layout. PlanError where a file of
+        somebody else would be replaced; ArgumentError where no `stack` was asked for."""
+        if self.software is None:
+            raise ArgumentError("write() is for another training software: ask with stack=, or take save(FILE)")
+        return write(self.software, self.plan, Path(folder))
+
     def save(self, file: str | Path) -> Path:
         """Write the recommended plan, to be run by `train`."""
         return self.best.save(file)
@@ -85,6 +104,7 @@ class PlanAnswer(Answer):
             **document(self.found.best[0]),
             **ranked(self.found),
             **({} if bill is None else {"budget": asdict(bill)}),
+            **({"for": self.software.word, "known_errors": list(self.known_errors)} if self.software else {}),
         }
 
     def rows(self) -> list[dict[str, Any]]:
@@ -131,6 +151,7 @@ def plan(
     price: float = 0.0,
     listed: int | None = None,
     memory: float | None = None,
+    stack: str = "",
 ) -> PlanAnswer:
     """Rank the layouts of a model on a cluster by predicted step time.
 
@@ -140,6 +161,8 @@ def plan(
     `teacher`: of a distillation, as `model`: its weights and forward passes are counted.
     `tokens`: the budget, as "15T"; `price` of a device hour. `listed`: so many layouts.
     `memory`: GiB of each device that a layout may take (by default all that a program can have).
+    `stack`: training software whose layouts, memory and time are asked about: "torchtitan", "megatron-lm", ...
+    (by default this package's engine); `write` makes its files.
 
     DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
     """
@@ -154,25 +177,34 @@ def plan(
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
     words = section_words(layout)
-    fixed = fixed_layout(asked, words)
-    of = asked_estimator(asked, cluster)
+    software, given = chosen(stack), fixed_layout(asked, words)
+    if software is not None:
+        checked_model(software, asked)
+    fixed = restricted(software, given) if software else given
+    of = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT)
     with as_typed("layout", words):
         found = search(of, asked, fixed=fixed, listed=listed or LISTED)
+        if not found.legal and software is not None:
+            raise none_offered(software, of, asked, given)
         if not found.legal:
             found = answered(of, asked, fixed)
     if not found.best:
-        raise _does_not_fit(of, found, free=not (fixed and search(of, asked, listed=1).best))
+        every = software.fixed() if software else {}
+        free = not (given and search(of, asked, fixed=every, listed=1).best)
+        raise _does_not_fit(of, found, every, free=free)
     found = recommended(of, asked, found, fixed)
     del found.best[listed or LISTED :]
-    return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price)
+    return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price, software=software)
 
 
-def _does_not_fit(of: Estimator, found: Found, *, free: bool) -> Exception:
-    """With the nearest layout, and its document."""
+def _does_not_fit(of: Estimator, found: Found, every: Fixed, *, free: bool) -> Exception:
+    """With the nearest layout, and its document. `every`: what any layout is restricted to."""
     one = found.nearest
     assert one is not None
     error = DoesNotFit(
-        unfit(of, one) if found.legal == 1 else failure(found, enough_nodes(of, one.plan) if free else 0, free=free)
+        unfit(of, one)
+        if found.legal == 1
+        else failure(found, enough_nodes(of, one.plan, every) if free else 0, free=free)
     )
     error.answer, error.document = PlannedLayout(prediction=one), {**document(one), **ranked(found)}
     return error

@@ -8,6 +8,14 @@ AskedModel = Annotated[
     str,
     typer.Argument(metavar="MODEL|PLAN.yaml", help="A preset, a Hugging Face folder or config.json, or a plan file."),
 ]
+ModelOrNone = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL|PLAN.yaml",
+        help="A preset, a Hugging Face folder or config.json, or a plan file; not needed with --from.",
+        show_default=False,
+    ),
+]
 AskedCluster = Annotated[
     str | None,
     typer.Option(

@@ -32,6 +32,8 @@ class Asked:
     top: int | None = None
     saved: str = ""
     """The file that --save wrote."""
+    stack: str = ""
+    """Other training software, which has files of its own and no --save."""
 
 
 def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
@@ -57,7 +59,7 @@ def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
         yield from details(of, found)
         for sentence in () if asked.fixed else explain.half_machine(of, best):  # whose layout is searched freely
             yield from wrapped(sentence, columns, "  ", "    ")
-    if not asked.saved:
+    if not asked.saved and not asked.stack:
         yield ""
         yield from wrapped(_next(asked, chosen), columns, "  Next:  ")
 
@@ -67,6 +69,11 @@ def unfit(nearest: Prediction) -> Iterator[str]:
     yield from headline(nearest.plan)
     yield ""
     yield from _verdict(nearest, "")
+
+
+def configuration(one: Prediction) -> Iterator[str]:
+    """The verdict on a layout that was given."""
+    yield from _verdict(one, "")
 
 
 def headline(plan: Plan) -> Iterator[str]:

@@ -1,12 +1,12 @@
 """`meshwright plan MODEL --cluster NAME`: which layout, what it costs, why not the others. Needs no torch, no GPU."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshwright.cli.inputs.plan_arguments import AskedCluster, AskedModel, AskedNodes, AskedRecipe
+from meshwright.cli.inputs.plan_arguments import AskedCluster, AskedNodes, AskedRecipe, ModelOrNone
 from meshwright.cli.inputs.serve_arguments import (
     AskedConcurrency,
     AskedFramework,
@@ -18,6 +18,14 @@ from meshwright.cli.inputs.serve_arguments import (
     AskedServe,
 )
 from meshwright.cli.verbs.plan_serve import print_serving, refuse_load
+from meshwright.cli.verbs.plan_stack import (
+    AskedFrom,
+    AskedOutputFolder,
+    AskedStack,
+    after_plan,
+    check_folder,
+    print_config,
+)
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError
 from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
@@ -27,7 +35,7 @@ MOST_SHOWN = 1000
 
 
 def plan(
-    model: AskedModel,
+    model: ModelOrNone = None,
     cluster: AskedCluster = None,
     nodes: AskedNodes = None,
     layout: Annotated[
@@ -61,6 +69,9 @@ def plan(
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
     ] = None,
+    stack: AskedStack = "",
+    output: AskedOutputFolder = None,
+    source: AskedFrom = "",
     details: Annotated[
         bool, typer.Option("--details", help="Also memory and time by part, what was rejected, half the machine.")
     ] = False,
@@ -77,6 +88,7 @@ def plan(
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
     from meshwright.api import planning
+    from meshwright.api.config_planning import plan_from
     from meshwright.api.planned_layout import PlannedLayout
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.terminal.plan_answer import Asked
@@ -85,6 +97,19 @@ def plan(
     from meshwright.cli.terminal.screen_text import show
     from meshwright.planner.search.ranking import LISTED
 
+    if source:
+        _refuse_beside({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
+                        "save": save, "top": top, "serve": serve, "output": output})  # fmt: skip
+        print_config(
+            plan_from(
+                source, model=model or "", cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, stack=stack
+            ),
+            details=details, json=json,
+        )  # fmt: skip
+        return
+    if model is None:
+        raise typer.BadParameter("missing: give a preset, a folder or a plan file, or --from FILE", param_hint="MODEL")
+    check_folder(output, stack)
     load: dict[str, str | int] = {
         "input_length": input_length or 0, "output_length": output_length or 0, "concurrency": concurrency or 0,
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
@@ -104,7 +129,7 @@ def plan(
     try:
         answer = planning.plan(
             model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, teacher=teacher,
-            tokens=tokens, price=price,
+            tokens=tokens, price=price, stack=stack,
             listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory,
         )  # fmt: skip
     except DoesNotFit as error:
@@ -115,15 +140,31 @@ def plan(
         raise
     if save:
         answer.save(save)
+    written = answer.write(output) if output else []
     if json:
         print_json(answer.to_dict())
         return
     asked = Asked(
-        fixed=answer.fixed, tokens=answer.tokens, price=price, details=details, top=top, saved=str(save or "")
+        fixed=answer.fixed,
+        tokens=answer.tokens,
+        price=price,
+        details=details,
+        top=top,
+        saved=str(save or ""),
+        stack=answer.software.word if answer.software else "",
     )
     show(in_words(answer.estimator, answer.found, asked))
-    if save:
+    if answer.software:
+        show(after_plan(answer, written))
+    elif save:
         show(["", *_command(answer.plan, save)])
+
+
+def _refuse_beside(given: Mapping[str, object]) -> None:
+    """PlanError for what --from has no use for."""
+    for name, value in given.items():
+        if value:
+            raise PlanError(f"--from reads a configuration, and --{name} is for plans of a model: leave it out")
 
 
 def _check_place(save: Path, model: str) -> None:

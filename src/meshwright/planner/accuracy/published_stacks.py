@@ -1,4 +1,4 @@
-"""The software with which published measurements were made. `plan` uses none of these but Meshwright's own."""
+"""The software with which published measurements were made; `plan --for` counts with some of them (stacks/trainers)."""
 
 import re
 from dataclasses import replace

@@ -23,8 +23,8 @@ from meshwright.planner.search.regions import (
     cells,
     keep,
     micro_batches,
+    offered_splits,
     pipelines,
-    splits,
 )
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import Layout
@@ -280,7 +280,7 @@ def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, R
     """All that are legal, each with the bounds of its cell."""
     known = CellTerms()
     for cell in cells(plan, plan.cluster.devices, fixed):
-        sharings = splits(cell, fixed)
+        sharings = offered_splits(plan, cell, fixed)
         if not sharings:
             continue
         least = Least(of, plan, cell, sharings, known)

@@ -1,14 +1,14 @@
 """What one change of a layout buys and costs: why each degree is there, what would make a plan fit, what a longer
 sequence or half the machine would do."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
 from meshwright.planner.search.fewest_layers import fewest
 from meshwright.planner.search.ranking import Found, search, worst
-from meshwright.planner.search.regions import batches
+from meshwright.planner.search.regions import Fixed, batches
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -84,9 +84,11 @@ def _with_batch(layout: Layout, plan: Plan) -> Layout:
     return replace(layout, micro_batch=micro)
 
 
-def fixes(of: Estimator, plan: Plan, most: int = 3) -> list[LayoutChange]:
-    """What would make a layout that does not fit fit, the cheapest first."""
-    found = [change for change in _tries(of, plan) if change.fits]
+def fixes(
+    of: Estimator, plan: Plan, most: int = 3, offered: Callable[[Layout], bool] = lambda layout: True
+) -> list[LayoutChange]:
+    """What would make a layout that does not fit fit, the cheapest first, of those that are `offered`."""
+    found = [change for change in _tries(of, plan) if change.fits and offered(change.prediction.plan.layout)]
     return sorted(found, key=lambda change: change.prediction.step_s)[:most]
 
 
@@ -162,12 +164,12 @@ def on_half(of: Estimator, plan: Plan) -> Found | None:
     return search(estimator(half, of.stack, of.speeds, of.links), half, listed=1)
 
 
-def enough_nodes(of: Estimator, plan: Plan) -> int:
-    """Nodes by doubling on which some layout fits; 0 where none of few doublings is enough, or the batch has no share
-    for each."""
+def enough_nodes(of: Estimator, plan: Plan, fixed: Fixed | None = None) -> int:
+    """Nodes by doubling on which some layout fits, of those with what is `fixed`; 0 where none of few
+    doublings is enough, or the batch has no share for each."""
     cluster = plan.cluster
     for doubling in range(1, DOUBLINGS + 1):
         larger = replace(plan, layout=Layout(), cluster=replace(cluster, nodes=cluster.nodes * 2**doubling))
-        if search(estimator(larger, of.stack, of.speeds), larger, listed=1).best:
+        if search(estimator(larger, of.stack, of.speeds), larger, fixed=fixed, listed=1).best:
             return larger.cluster.nodes
     return 0

@@ -22,6 +22,11 @@ from meshwright.spec.shape import ModelShape
 
 Fixed = dict[str, tuple[Any, ...]]
 """Values allowed for a field of Layout (or dp); an absent field is free."""
+SPLIT_RULES = "split rules"
+"""Key of Fixed: functions of a shape and a layout that say why there is no such split of data parallelism, or nothing.
+They look at degrees, ZeRO and the split; the layout's pipeline is any."""
+PIPELINE_RULES = "pipeline rules"
+"""The same of schedules: they look at degrees, schedule, virtual stages and micro-batch; the split is any."""
 
 
 class Cell(NamedTuple):
@@ -131,6 +136,20 @@ def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
                 yield Cell(tp, sp, cp, ep, pp, dp)
 
 
+def _refused(plan: Plan, layout: Layout, fixed: Fixed, rules: str) -> bool:
+    """Whether any of these rules has a sentence."""
+    return any(rule(plan.model, layout) for rule in fixed[rules])
+
+
+def offered_splits(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[tuple[int, int, int], ...]:
+    """As `splits`, those that no rule refuses."""
+    found = splits(cell, fixed)
+    if SPLIT_RULES not in fixed:
+        return found
+    any_region = Region(cell, 1, DEFAULT.schedule, 1, DEFAULT.recompute)
+    return tuple(one for one in found if not _refused(plan, any_region.layout(*one), fixed, SPLIT_RULES))
+
+
 def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
     """Sizes that cut the step of every rank, in each stage of a ramp: a size of more than a rank's sequences means all
     of them (spec/layout.py)."""
@@ -162,7 +181,15 @@ def _experts(shape: ModelShape, tp: int, sp: bool, ranks: int, fixed: Fixed) -> 
 
 
 def pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
-    """(schedule, virtual stages) that exist for a cell and such micro-batches."""
+    """(schedule, virtual stages) that exist for a cell and such micro-batches, and that no rule refuses."""
+    found = _legal_pipelines(plan, cell, micro_batch, fixed)
+    if PIPELINE_RULES not in fixed:
+        return found
+    laid = ((one, Region(cell, micro_batch, *one, DEFAULT.recompute).layout()) for one in found)
+    return tuple(one for one, layout in laid if not _refused(plan, layout, fixed, PIPELINE_RULES))
+
+
+def _legal_pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
     shape, pp = plan.model, cell.pp
     if pp == 1:
         return (("1f1b", 1),) if keep(fixed, "vp", (1,)) and keep(fixed, "schedule", ("1f1b",)) else ()

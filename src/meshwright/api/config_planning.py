@@ -1,0 +1,204 @@
+"""`plan --from`: a configuration of another training software, what it will need, what makes it fit, what is faster."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.answer import Answer
+from meshwright.api.arguments import checked
+from meshwright.api.layout_argument import SEARCHED
+from meshwright.api.plan_reading import Section, read_folder, section_words
+from meshwright.api.plan_request import MOST_NODES
+from meshwright.api.planned_layout import PlannedLayout
+from meshwright.planner.plan_document import document
+from meshwright.planner.search.changes import LayoutChange, fixes
+from meshwright.planner.search.ranking import search
+from meshwright.planner.search.recommend import recommended
+from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.spec import ModelShape, Plan, presets
+from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.worlds import differences
+from meshwright.stacks.config_reading import ReadConfig, read
+from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.stack_errors import sentences
+from meshwright.stacks.text.option_text import Called
+
+RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ConfigAnswer(Answer):
+    """What a configuration will need and take."""
+
+    config: ReadConfig
+    prediction: Prediction
+    estimator: Estimator
+
+    @property
+    def software(self) -> TrainingSoftware:
+        """Whose configuration this is."""
+        return self.config.software
+
+    @property
+    def plan(self) -> Plan:
+        """The same as a plan."""
+        return self.prediction.plan
+
+    @property
+    def given(self) -> PlannedLayout:
+        """Its layout, with what it would cost."""
+        return PlannedLayout(prediction=self.prediction)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has room for it."""
+        return self.prediction.peak_bytes <= usable_bytes(self.plan)
+
+    @cached_property
+    def fixes(self) -> tuple[LayoutChange, ...]:
+        """Changes that make it fit, the cheapest first; empty where it fits."""
+
+        def offered(layout: Any) -> bool:
+            return not self.software.refusal(self.plan.model, layout)
+
+        return () if self.fits else tuple(fixes(self.estimator, self.plan, offered=offered))
+
+    @cached_property
+    def best(self) -> PlannedLayout | None:
+        """The best layout of the same software, model, batch and devices; None where none fits."""
+        fixed = self.software.fixed()
+        found = search(self.estimator, self.plan, fixed=fixed)
+        if not found.best:
+            return None
+        return PlannedLayout(prediction=recommended(self.estimator, self.plan, found, fixed).best[0])
+
+    def options(self, plan: Plan) -> str:
+        """What makes the file that plan, in the software's own words; in words of a layout where it has no name for the
+        model."""
+        try:
+            old, new = self.software.all_facts(self.plan), self.software.all_facts(plan)
+        except PlanError:
+            return differences(self.plan.layout, plan.layout)
+        file = self.software.files[0] if self.config.paths[0].is_dir() else self._file
+        told = [one for one in self.software.files if self.config.paths[0].is_dir() or one is file]
+        words = [said for one in told for said in _changed(one.form == "shell", one.settings(old), one.settings(new))]
+        return " ".join(dict.fromkeys(words)) or differences(self.plan.layout, plan.layout)
+
+    @property
+    def _file(self) -> Any:
+        ending = self.config.paths[0].suffix.replace(".yml", ".yaml")
+        forms = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".json": "json"}
+        form = forms.get(ending, "shell")
+        return next((one for one in self.software.files if one.form == form), self.software.files[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright plan --from FILE --json` prints."""
+        best = self.best
+        return {
+            "from": str(self.config.paths[0]), "for": self.software.word, "fits": self.fits,
+            **document(self.prediction),
+            "fixes": [_told(self, one.prediction) for one in self.fixes],
+            "best": None if best is None else _told(self, best.prediction),
+            "ignored": list(self.config.ignored), "not_known": list(self.config.unknown),
+            "known_errors": sentences(self.software),
+        }  # fmt: skip
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for the configuration, one for the best layout."""
+        return [one.row() for one in (self.given, self.best) if one is not None]
+
+    def __repr__(self) -> str:
+        return f"{self.plan.model.name} with {self.software.word}: {self.given}"
+
+
+def _told(answer: ConfigAnswer, one: Prediction) -> dict[str, Any]:
+    return {
+        "options": answer.options(one.plan), "step_seconds": one.step_s, "peak_bytes": round(one.peak_bytes),
+        "times_as_fast": answer.prediction.step_s / one.step_s,
+    }  # fmt: skip
+
+
+def _changed(shell: bool, old: list[Any], new: list[Any]) -> list[str]:
+    """`--key value` or `key=value` of each setting that differs; what is gone is said to be."""
+    before = {one.key: one.value for one in old}
+    after = {one.key: one.value for one in new}
+    found = [_word(shell, key, value) for key, value in after.items() if before.get(key) != value]
+    return found + [f"(without {key})" for key in before if key not in after]
+
+
+def _word(shell: bool, key: str, value: Any) -> str:
+    shown = value.name if isinstance(value, Called) else str(value).lower() if isinstance(value, bool) else value
+    if shell:
+        return key if value is True else f"(without {key})" if value is False else f"{key} {shown}"
+    return f"{key}={shown}"
+
+
+@checked
+def plan_from(
+    file: str | Path,
+    *,
+    model: str | Path = "",
+    cluster: str | None = None,
+    nodes: int | None = None,
+    layout: Section = None,
+    recipe: Section = None,
+    stack: str = "",
+) -> ConfigAnswer:
+    """What a configuration of another training software will need, and what would be better.
+
+    `file`: a configuration, a folder of them, or FILE.py:function. `model`, `nodes`: where the file does not say.
+    `cluster`: as "h100x8". `layout`, `recipe`: what the file leaves to the user's script: {"micro_batch": 1},
+    {"sequence": 4096}. `stack`: whose file it is, where that is not plain.
+
+    PlanError with key and line for what is not understood, or matters and is not counted.
+    """
+    found = read(str(file), stack, folder_shape=_folder_shape)
+    shape = _shape(str(model)) if model else found.shape
+    if shape is None:
+        raise ArgumentError(f"{file} does not say which model it trains: give MODEL, a preset or a folder")
+    if cluster is None:
+        raise ArgumentError(
+            f'cluster= is missing: {file} names no device; give one and how many a node has, as "h100x8"'
+        )
+    if nodes is not None and not 1 <= nodes <= MOST_NODES:
+        raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
+    one = presets.cluster(cluster)
+    where = replace(one, nodes=nodes or found.nodes(one.devices_per_node))
+    changes = {
+        **_changes(section_words(layout), SEARCHED, "layout"),
+        **_changes(section_words(recipe), RECIPE, "recipe"),
+    }
+    if shape is not found.shape:
+        found = _with_layers(found, str(file), stack, shape)
+    plan = found.plan(shape, where, changes)
+    plan.check()
+    of = estimator(plan, found.software.stack(found.facts))
+    return ConfigAnswer(config=found, prediction=of.predict(plan), estimator=of)
+
+
+def _with_layers(found: ReadConfig, file: str, stack: str, shape: ModelShape) -> ReadConfig:
+    """The same, read as of a model that was given: stages depend on its layers."""
+    return read(file, stack, folder_shape=_folder_shape, given=shape)
+
+
+def _shape(model: str) -> ModelShape:
+    path = Path(model)
+    folder = path.parent if path.name == "config.json" else path
+    return read_folder(folder).shape if (folder / "config.json").is_file() else presets.model(model)
+
+
+def _folder_shape(folder: Path) -> ModelShape:
+    return read_folder(folder).shape
+
+
+def _changes(words: list[str], known: tuple[str, ...], where: str) -> Mapping[str, Any]:
+    found: dict[str, Any] = {}
+    for word in ",".join(words).replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if key not in known or not equals:
+            raise ArgumentError(f"{where}={word!r}: take KEY=VALUE with one of {', '.join(known)}")
+        found[key] = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value, value)
+    return found

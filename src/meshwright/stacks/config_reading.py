@@ -1,0 +1,191 @@
+"""Files of options as a plan: whose they are, what they say, what was left aside."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.spec import Cluster, ModelShape, Plan, presets
+from meshwright.spec.errors import PlanError
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.plan_facts import plan_of, preset_of_hub, shape_of
+from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of
+from meshwright.stacks.text.option_text import Entry
+from meshwright.stacks.trainer_table import SOFTWARE, software
+
+OFF = (False, None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", 1.0)
+"""Values of an option that matters by which it is off."""
+ReadFolder = Callable[[Path], ModelShape]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadConfig:
+    """What files of options say."""
+
+    software: TrainingSoftware
+    paths: tuple[Path, ...]
+    facts: Facts
+    """Common ones and the software's own."""
+    shape: ModelShape | None
+    """Of the model; None = the files do not say."""
+    ignored: tuple[str, ...]
+    """Options that change neither memory nor time."""
+    unknown: tuple[str, ...]
+    """Options that are in no list here: they may matter."""
+
+    def nodes(self, devices_per_node: int) -> int:
+        """As the files say; 1 where they do not."""
+        nodes, devices = self.facts.get("nodes"), self.facts.get("devices")
+        if isinstance(devices, int) and devices > 0 and devices % devices_per_node == 0:
+            return devices // devices_per_node
+        return nodes if isinstance(nodes, int) and nodes > 0 else 1
+
+    def plan(self, shape: ModelShape, cluster: Cluster, changes: Mapping[str, Any]) -> Plan:
+        """On a cluster, with changes of facts; PlanError where files contradict themselves or say too little."""
+        try:
+            return plan_of({**self.facts, "devices_per_node": cluster.devices_per_node, **changes}, shape, cluster)
+        except PlanError as error:
+            raise type(error)(f"{self.paths[0]}: {error}") from None
+
+
+def read(
+    file_or_folder: str, word: str = "", *, folder_shape: ReadFolder | None = None, given: ModelShape | None = None
+) -> ReadConfig:
+    """A file, a folder of files, or FILE.py:function. `word`: whose, where that is known; `given`: the model, whatever
+    the file says."""
+    if word and word not in SOFTWARE:
+        software(word)
+    path, function = _split(file_or_folder)
+    if path.is_dir():
+        whose, files = _of_folder(path, word)
+        return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, folder_shape, given)
+    if not path.is_file():
+        raise PlanError(f"{path} is no file and no folder: give a configuration of {', '.join(SOFTWARE)}")
+    entries = entries_of(path, function)
+    whose, file = _whose(path, entries, word)
+    return _read(whose, [(file, entries)], path, folder_shape, given)
+
+
+def _split(text: str) -> tuple[Path, str]:
+    head, colon, function = text.rpartition(":")
+    return (Path(head), function) if colon and head.endswith(".py") else (Path(text), "")
+
+
+def _of_folder(path: Path, word: str) -> tuple[TrainingSoftware, list[ConfigFile]]:
+    """The software of whose files most are there."""
+    have = {one.name for one in path.iterdir()}
+    found = [
+        (one, [file for file in one.files if file.name in have]) for one in SOFTWARE.values() if word in ("", one.word)
+    ]
+    found = [(one, files) for one, files in found if files]
+    if not found:
+        raise PlanError(f"{path}: no file that --for writes; give the configuration file itself")
+    best = max(len(files) / len(one.files) + len(files) for one, files in found)
+    first = [pair for pair in found if len(pair[1]) / len(pair[0].files) + len(pair[1]) == best]
+    if len(first) > 1 and not word:
+        first = [pair for pair in first if _says(path, pair[0].word)] or first
+    if len(first) > 1:
+        raise PlanError(f"{path}: files of {' or '.join(one.word for one, _ in first)}: say which by --for")
+    software, files = first[0]
+    return software, files
+
+
+def _says(path: Path, word: str) -> bool:
+    launch = path / "launch.sh"
+    return launch.is_file() and f"--for {word}:" in launch.read_text(encoding="utf-8", errors="replace")
+
+
+def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSoftware, ConfigFile]:
+    """The software whose table knows most of the file's options."""
+    form = form_of(path)
+    keys = {entry.key for entry in entries}
+    found = [
+        (sum(file.option(key) is not None for key in keys) + 0.01 * sum(file.knows(key) for key in keys), one, file)
+        for one in SOFTWARE.values()
+        if word in ("", one.word)
+        for file in one.files
+        if file.form == form
+    ]
+    best = max((score for score, *_ in found), default=0.0)
+    if best < 1:
+        known = ", ".join(word or one for one in ([word] if word else SOFTWARE))
+        raise PlanError(f"{path}: no option of {known} is in it: give --for, or another file ({', '.join(ENDINGS)})")
+    first = {one.word: (one, file) for score, one, file in found if score == best}
+    if len(first) > 1:
+        raise PlanError(f"{path} may be of {' or '.join(first)}: say which by --for")
+    return next(iter(first.values()))
+
+
+def _read(
+    software: TrainingSoftware, files: Sequence[tuple[ConfigFile, Sequence[Entry]]], path: Path,
+    folder_shape: ReadFolder | None, given: ModelShape | None,
+) -> ReadConfig:  # fmt: skip
+    facts: Facts = {}
+    ignored: list[str] = []
+    unknown: list[str] = []
+    for file, entries in files:
+        where = path / file.name if path.is_dir() else path
+        said = _facts(file, entries, where, ignored, unknown)
+        facts.update({name: value for name, value in said.items() if value is not None or name not in facts})
+        facts.update(software.noticed(entries))
+    shape = given or _named(software, facts, path, folder_shape)
+    if shape is not None:
+        facts["layers"] = shape.layers
+    try:
+        facts = software.resolve(facts)
+        shape = shape or shape_of(facts)
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
+    return ReadConfig(
+        software=software, paths=(path,), facts=facts, shape=shape, ignored=tuple(ignored), unknown=tuple(unknown)
+    )
+
+
+def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, ignored: list[str], unknown: list[str]) -> Facts:
+    """What one file says; the last word counts. PlanError for a value that is not understood, or not counted."""
+    facts: Facts = {}
+    for option in file.options:
+        if option.default is not None:
+            facts[option.fact] = option.value(Entry(key=option.key, value=option.default, line=0))
+    for entry in entries:
+        option_ = file.option(entry.key)
+        if option_ is not None:
+            facts[option_.fact] = _value(option_, entry, path)
+        elif entry.key in file.refused and entry.value not in OFF:
+            raise PlanError(
+                f"{path}, line {entry.line}: {entry.key}={entry.value} {file.refused[entry.key]}: not counted here"
+            )
+        elif file.ignores(entry.key) or entry.key in file.fixed or entry.key in file.refused:
+            ignored.append(entry.key)
+        elif entry.key not in ("def", "=", "import"):
+            unknown.append(f"{entry.key} (line {entry.line})")
+    return facts
+
+
+def _value(option: Option, entry: Entry, path: Path) -> Any:
+    try:
+        return option.value(entry)
+    except PlanError as error:
+        raise PlanError(f"{path}, {error}") from None
+
+
+def _named(software: TrainingSoftware, facts: Facts, path: Path, folder_shape: ReadFolder | None) -> ModelShape | None:
+    """The model by the name that the file gives it; None where it gives none."""
+    preset = software.preset(facts)
+    if preset:
+        return presets.model(preset)
+    name = facts.get("hub")
+    if not isinstance(name, str):
+        return None
+    found = preset_of_hub(name)
+    if found is not None:
+        return found
+    beside = path.parent / name
+    folder = next((one for one in (Path(name), beside) if (one / "config.json").is_file()), None)
+    if folder is not None and folder_shape is not None:
+        return folder_shape(folder)
+    raise PlanError(
+        f"{path}: model {name!r} is neither known here nor a folder with a config.json: "
+        "give MODEL, a preset or a folder"
+    )

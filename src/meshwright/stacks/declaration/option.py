@@ -1,0 +1,108 @@
+"""One option of a training software: its name, the fact of a plan that it states, its words, its meaning.
+
+Files are written and read by this one table, so that both cannot disagree.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.spec.errors import PlanError
+from meshwright.stacks.text.option_text import Called, Entry, Setting
+
+Facts = dict[str, Any]
+"""What a plan says, by name: degrees, sizes, batch (declaration/plan_facts.py), and what one software calls its own."""
+Form = Literal["yaml", "json", "toml", "shell", "python"]
+
+
+def _said(value: Any) -> str:
+    """As text, whatever its case; a name or a call in Python as it stands there."""
+    return (value.name if isinstance(value, Called) else str(value)).lower().removesuffix("()")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """An option of a file."""
+
+    key: str
+    """As the software writes it, dotted where files nest; `--tp` in a shell."""
+    fact: str
+    """The fact that it states."""
+    meaning: str
+    """For people, in a few words."""
+    words: Mapping[Any, Any] | None = None
+    """Value of the fact -> the software's; None = the same."""
+    default: Any = None
+    """The software's value where the option is left out; None = then it says nothing."""
+    also: tuple[str, ...] = ()
+    """Other names of it that are read: of other versions."""
+    quiet: bool = False
+    """Not written where it is the default."""
+
+    def setting(self, facts: Facts) -> Setting | None:
+        """As it is written; None where there is nothing to say."""
+        if self.fact not in facts or facts[self.fact] is None:
+            return None
+        value = facts[self.fact]
+        value = value if self.words is None else self.words[value]
+        if value is None or (self.quiet and value == self.default):
+            return None
+        return Setting(key=self.key, value=value, meaning=self.meaning)
+
+    def value(self, entry: Entry) -> Any:
+        """The fact's value; PlanError with the words that there are."""
+        if self.words is None:
+            return entry.value
+        for fact, word in self.words.items():
+            if word == entry.value and type(word) is type(entry.value):
+                return fact
+        for fact, word in self.words.items():
+            if _said(word) == _said(entry.value):
+                return fact
+        known = ", ".join(getattr(word, "name", str(word)) for word in self.words.values() if word is not None)
+        raise PlanError(f"line {entry.line}: {self.key}={_said(entry.value)} is not understood: take one of {known}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """A file of options that a software reads."""
+
+    name: str
+    """As it is written."""
+    form: Form
+    options: tuple[Option, ...]
+    fixed: Mapping[str, tuple[Any, str]] = None  # type: ignore[assignment]  # an empty mapping cannot be a default
+    """Key -> (value, meaning): written always, and right for every plan."""
+    ignored: tuple[str, ...] = ()
+    """Keys that change neither memory nor time; a trailing * stands for any rest."""
+    refused: Mapping[str, str] = None  # type: ignore[assignment]  # the same
+    """Keys that matter and are not counted, with what they do: refused where they are on."""
+    title: str = ""
+    """What the file is, for its first line."""
+    head: Callable[[Facts], str] | None = None
+    """Python: what stands above its statements."""
+    tail: str = ""
+    """And below them."""
+
+    def __post_init__(self) -> None:
+        for field in ("fixed", "refused"):
+            if getattr(self, field) is None:
+                object.__setattr__(self, field, {})
+
+    def option(self, key: str) -> Option | None:
+        """The option of this name."""
+        return next((one for one in self.options if key == one.key or key in one.also), None)
+
+    def ignores(self, key: str) -> bool:
+        """Whether this key is known not to matter."""
+        return any(key == one or (one.endswith("*") and key.startswith(one[:-1])) for one in self.ignored)
+
+    def knows(self, key: str) -> bool:
+        """Whether it is in any list."""
+        return self.option(key) is not None or key in self.fixed or key in self.refused or self.ignores(key)
+
+    def settings(self, facts: Facts) -> list[Setting]:
+        """All that is written for a plan."""
+        said = [one.setting(facts) for one in self.options]
+        fixed = [Setting(key=key, value=value, meaning=meaning) for key, (value, meaning) in self.fixed.items()]
+        return [one for one in said if one] + fixed

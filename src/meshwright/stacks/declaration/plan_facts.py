@@ -1,0 +1,163 @@
+"""A plan as flat facts that options state, and a plan again from the facts that a file gives."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cache
+from typing import Any
+
+from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
+from meshwright.spec.errors import PlanError
+from meshwright.stacks.declaration.option import Facts
+
+LAYOUT = ("tp", "cp", "pp", "ep", "vp", "sp", "zero", "schedule", "recompute", "recompute_layers")
+DEGREES = ("tp", "cp", "pp", "ep", "vp")
+SIZES = (
+    "vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "norm", "norm_eps", "mlp", "positions",
+    "rope_theta", "qkv_bias", "qk_norm", "window", "tied",
+)  # fmt: skip
+"""Fields of a shape that a model may be recognized by."""
+MADE_OF = ("vocab", "layers", "hidden", "heads", "kv_heads", "ffn")
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Every fact of a plan that options state, those that follow from others too."""
+    shape, recipe, layout, cluster = plan.model, plan.recipe, plan.layout, plan.cluster
+    micro, times = layout.micro_batch_of(recipe.global_batch), layout.micro_batches(recipe.global_batch)
+    return {
+        **{name: getattr(layout, name) for name in (*LAYOUT, "dp_replicate", "dp_shard", "dp")},
+        **{name: getattr(shape, name) for name in (*SIZES, "max_positions")},
+        **{name: getattr(recipe, name) for name in ("sequence", "global_batch", "precision", "steps", "learning_rate")},
+        "model": shape.name, "hub": hub_name(shape), "micro_batch": micro, "accumulation": times,
+        "local_batch": micro * times, "nodes": cluster.nodes, "devices_per_node": cluster.devices_per_node,
+        "devices": cluster.devices, **_experts(shape),
+    }  # fmt: skip
+
+
+def _experts(shape: ModelShape) -> Facts:
+    return {f"moe_{name}": value for name, value in asdict(shape.moe).items()} if shape.moe else {}
+
+
+def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
+    """The plan that these facts describe, on a cluster; PlanError where they contradict one another."""
+    recipe = recipe_of(facts, shape)
+    found = degrees(facts, cluster.devices)
+    micro, batch = batches(facts, found["dp_replicate"] * found["dp_shard"])
+    sharded = found["dp_shard"] * found["cp"] > 1
+    layout = Layout(
+        **found, micro_batch=micro, zero=int(facts.get("zero", 0)) if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
+        sp=bool(facts.get("sp", False)) and found["tp"] > 1, schedule=facts.get("schedule", "1f1b"),
+        recompute=facts.get("recompute", "none"), recompute_layers=facts.get("recompute_layers", 0),
+    )  # fmt: skip
+    return Plan(model=shape, recipe=replace(recipe, global_batch=batch), layout=layout, cluster=cluster)
+
+
+def recipe_of(facts: Facts, shape: ModelShape) -> Recipe:
+    """Sequence, precision and what else a file says of the recipe."""
+    given = {name: facts[name] for name in ("steps", "learning_rate") if _is_number(facts.get(name))}
+    sequence: Any = facts.get("sequence")
+    if not _is_whole(sequence):
+        raise PlanError("the length of sequences is not said: give --recipe sequence=N")
+    return Recipe(precision=facts.get("precision", "bf16"), sequence=int(sequence), **given)
+
+
+def degrees(facts: Facts, devices: int) -> dict[str, int]:
+    """All degrees for so many devices: data parallelism takes what is left."""
+    found = {name: int(facts.get(name) or 1) for name in DEGREES}
+    rest, left = divmod(devices, found["tp"] * found["cp"] * found["pp"])
+    said = f"tp={found['tp']} x cp={found['cp']} x pp={found['pp']}"
+    if left or not rest:
+        raise PlanError(f"{said} does not divide the {devices} devices: give the cluster that the file is made for")
+    copies, shard = facts.get("dp_replicate"), facts.get("dp_shard")
+    copies = -1 if copies is None else int(copies)
+    shard = -1 if shard is None else int(shard)
+    if shard < 1:
+        if copies < 1:
+            copies, shard = (1, rest) if facts.get("zero") else (rest, 1)
+        else:
+            shard = rest // copies
+    elif copies < 1:
+        copies = rest // shard
+    if copies * shard != rest:
+        raise PlanError(
+            f"dp_replicate={copies} x dp_shard={shard} x {said} is not the {devices} devices: give the cluster that "
+            "the file is made for"
+        )
+    return {**found, "dp_replicate": copies, "dp_shard": shard}
+
+
+def batches(facts: Facts, dp: int) -> tuple[int, int]:
+    """(sequences of a micro-batch, of a step); PlanError where a file says too little of them."""
+    micro: Any = facts.get("micro_batch")
+    batch: Any = facts.get("global_batch")
+    times: Any = facts.get("accumulation")
+    local: Any = facts.get("local_batch")
+    if not _is_whole(batch):
+        batch = local * dp if _is_whole(local) else (micro or 0) * (times or 1) * dp
+    if not _is_whole(micro):
+        micro = batch // (dp * times) if _is_whole(times) and batch % (dp * times) == 0 else 0
+    if not _is_whole(batch) or not _is_whole(micro):
+        raise PlanError(
+            "the batch is not said: give sequences of a micro-batch and of a step, as --layout micro_batch=N and "
+            "--recipe global_batch=N"
+        )
+    return int(micro), int(batch)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@cache
+def hub_names() -> Mapping[str, str]:
+    """Preset -> its name on the Hugging Face hub, as its source says."""
+    found = {}
+    for name in presets.model_names():
+        link = re.search(r"huggingface\.co/([\w.-]+/[\w.-]+)/", presets.published(name).source)
+        if link:
+            found[name] = link[1]
+    return found
+
+
+def hub_name(shape: ModelShape) -> str | None:
+    """Of a preset; None for another shape."""
+    return hub_names().get(shape.name)
+
+
+def preset_of_hub(name: str) -> ModelShape | None:
+    """The preset that a hub name means; None where there is none."""
+    for preset, hub in hub_names().items():
+        if hub.lower() == name.lower():
+            return presets.model(preset)
+    try:
+        return presets.model(name)
+    except PlanError:
+        return None
+
+
+def shape_of(facts: Facts) -> ModelShape | None:
+    """The preset with these sizes, else a shape of its own; None where a file gives too few sizes."""
+    if any(not _is_whole(facts.get(name)) for name in MADE_OF if name not in ("kv_heads", "vocab")):
+        return None
+    for name in presets.model_names():
+        known = presets.model(name)
+        if _same(known, facts):
+            return known
+    if not _is_whole(facts.get("vocab")):
+        raise PlanError("the vocabulary is not said: give MODEL, or its size")
+    given = {name: facts[name] for name in SIZES if facts.get(name) is not None}
+    moe = {name.removeprefix("moe_"): value for name, value in facts.items() if name.startswith("moe_")}
+    positions = int(facts.get("max_positions") or facts.get("sequence") or 8192)
+    return presets.shape_of({**given, "max_positions": positions, **({"moe": moe} if moe.get("experts") else {})})
+
+
+def _same(known: ModelShape, facts: Facts) -> bool:
+    sizes = all(
+        getattr(known, name) == facts.get(name, getattr(known, name)) for name in SIZES if facts.get(name) is not None
+    )
+    experts = known.moe.experts if known.moe else 0
+    return sizes and experts == (facts.get("moe_experts") or 0)

@@ -1,0 +1,111 @@
+"""A training software: which layouts it offers, how it spends memory and time, its files."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.planner.search.regions import PIPELINE_RULES, SPLIT_RULES, Fixed
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.shape import ModelShape
+from meshwright.stacks.declaration.option import ConfigFile, Facts
+from meshwright.stacks.declaration.plan_facts import facts_of
+from meshwright.stacks.text.option_text import Entry
+
+Refusal = Callable[[ModelShape, Layout], str]
+"""Why a software has no such layout, as a sentence; empty = it has."""
+
+
+def no_refusal(shape: ModelShape, layout: Layout) -> str:
+    """It has all."""
+    return ""
+
+
+def nothing_more(plan: Plan) -> Facts:
+    """No facts of its own."""
+    return {}
+
+
+def nothing_noticed(entries: Sequence[Entry]) -> Facts:
+    """None."""
+    return {}
+
+
+def no_preset(facts: Facts) -> str | None:
+    """It names models as everybody does."""
+    return None
+
+
+def as_read(facts: Facts) -> Facts:
+    """Nothing to resolve."""
+    return facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchCommand:
+    """How its program is started on each node: what stands in launch.sh."""
+
+    command: str
+    """Of torchrun or another launcher; $NNODES, $GPUS, $NODE_RANK, $HEAD and $PORT are set by the script."""
+    before: tuple[str, ...] = ()
+    """Lines before it."""
+    yours: tuple[str, ...] = ()
+    """What the user has to give: words in capitals of these files."""
+    processes_per_node: int = 0
+    """Of srun: 0 = one, which starts the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSoftware:
+    """What is known of one."""
+
+    word: str
+    """Of --for."""
+    title: str
+    """With the version that the files are of."""
+    stack: Callable[[Facts], Stack]
+    """Its memory and time, as its file has it."""
+    offered: dict[str, tuple[Any, ...]]
+    """Fields of a layout with the values that it offers; an absent one is free."""
+    reasons: dict[str, str]
+    """Field -> why it offers no other value."""
+    split_refusal: Refusal = no_refusal
+    """Looks at degrees, ZeRO and the split of data parallelism only."""
+    pipeline_refusal: Refusal = no_refusal
+    """Looks at degrees, schedule, virtual stages and micro-batch only."""
+    files: tuple[ConfigFile, ...]
+    facts: Callable[[Plan], Facts] = nothing_more
+    """Facts of its own, for its options; PlanError where it has no such model."""
+    resolve: Callable[[Facts], Facts] = as_read
+    """The other way: common facts from its own."""
+    noticed: Callable[[Sequence[Entry]], Facts] = nothing_noticed
+    """Facts that stand in a file without being an option of the table."""
+    preset: Callable[[Facts], str | None] = no_preset
+    """The model that facts name, where the software has names of its own."""
+    launch: Callable[[Plan], LaunchCommand]
+    measured: tuple[str, ...] = ()
+    """Sources of published rows that it was scored on, as docs/accuracy.md names them."""
+    unknown: tuple[str, ...] = ()
+    """What the planner cannot predict of it, a sentence each."""
+    axes: dict[str, str]
+    """Field of a layout -> the option that states it, for advice in its own words."""
+
+    def all_facts(self, plan: Plan) -> Facts:
+        """What its options state of a plan; PlanError where it has no such model."""
+        return {**facts_of(plan), **self.facts(plan)}
+
+    def fixed(self) -> Fixed:
+        """What restricts a search to its layouts."""
+        rules = {SPLIT_RULES: (self.split_refusal,), PIPELINE_RULES: (self.pipeline_refusal,)}
+        return {**self.offered, **rules}
+
+    def refusal(self, shape: ModelShape, layout: Layout) -> str:
+        """Why it has no such layout; empty = it has."""
+        for field, values in self.offered.items():
+            value = getattr(layout, field)
+            if value not in values:
+                why = self.reasons.get(field, "")
+                taken = ", ".join(str(one).lower() for one in values)
+                return f"{self.word} has no {field}={str(value).lower()}: take {taken}" + (f" ({why})" if why else "")
+        return self.split_refusal(shape, layout) or self.pipeline_refusal(shape, layout)

@@ -1,0 +1,57 @@
+"""Text of a file of options, by its form."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from meshwright.spec.errors import PlanError
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Form
+from meshwright.stacks.text import json_text, python_text, shell_text, toml_text, yaml_text
+from meshwright.stacks.text.option_text import Entry, Setting
+
+WRITERS: Mapping[Form, Callable[[Sequence[Setting], Sequence[str]], str]] = {
+    "yaml": yaml_text.write, "json": json_text.write, "toml": toml_text.write, "shell": shell_text.write,
+    "python": python_text.write,
+}  # fmt: skip
+READERS: Mapping[Form, Callable[[str], list[Entry]]] = {
+    "yaml": yaml_text.read, "json": json_text.read, "toml": toml_text.read, "shell": shell_text.read,
+    "python": python_text.read,
+}  # fmt: skip
+ENDINGS: Mapping[str, Form] = {
+    ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml", ".py": "python", ".sh": "shell",
+    ".slurm": "shell",
+    ".sbatch": "shell", ".bash": "shell", ".sub": "shell", ".args": "shell",
+}  # fmt: skip
+LARGEST_BYTES = 2**20
+
+
+def text_of(file: ConfigFile, facts: Facts, title: Sequence[str]) -> str:
+    """A file for a plan of these facts."""
+    body = WRITERS[file.form](file.settings(facts), title)
+    if file.head is None:
+        return body
+    return '"""' + " ".join(title) + '"""\n\n' + file.head(facts) + body + file.tail
+
+
+def form_of(path: Path) -> Form:
+    """By its ending; PlanError where none is known."""
+    if path.suffix not in ENDINGS:
+        raise PlanError(f"{path}: a file of options ends in one of {', '.join(ENDINGS)}")
+    return ENDINGS[path.suffix]
+
+
+def entries_of(path: Path, function: str = "") -> list[Entry]:
+    """Every option of a file; PlanError in one line, with the file and line."""
+    form = form_of(path)
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise PlanError(f"larger than {LARGEST_BYTES:,} bytes: no file of options")
+        text = path.read_text(encoding="utf-8")
+        return python_text.read(text, function) if form == "python" else READERS[form](text)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is no text") from None
+    except RecursionError:
+        raise PlanError(f"{path} is nested too deeply") from None
+    except PlanError as error:
+        raise PlanError(f"{path}, {error}") from None

@@ -1,0 +1,19 @@
+"""All training software that `--for` and `--from` know, by its word."""
+
+from meshwright.spec.errors import PlanError
+from meshwright.spec.presets import nearest
+from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FSDP
+from meshwright.stacks.trainers.deepspeed import DEEPSPEED
+from meshwright.stacks.trainers.megatron_lm import MEGATRON_LM
+from meshwright.stacks.trainers.torchtitan import TORCHTITAN
+
+SOFTWARE = {one.word: one for one in (TORCHTITAN, MEGATRON_LM, ACCELERATE_FSDP, DEEPSPEED)}
+
+
+def software(word: str) -> TrainingSoftware:
+    """The one of this word; PlanError with the nearest words."""
+    if word not in SOFTWARE:
+        raise PlanError(f"stack={word!r} is not known; nearest: {', '.join(nearest(word, SOFTWARE))}; "
+                        f"there are: {', '.join(SOFTWARE)}")  # fmt: skip
+    return SOFTWARE[word]

@@ -1,0 +1,197 @@
+"""accelerate: its file for FSDP2, and the arguments of transformers' run_clm.py beside it."""
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.errors import PlanError
+from meshwright.spec.plan import Plan
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
+from meshwright.stacks.trainers import hugging_face as hf
+
+RESHARDED = {3: True, 2: False, 0: None}
+STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0,
+              "1": 3, "2": 2, "3": 0, "4": 3, "5": 2}  # fmt: skip
+"""fsdp_sharding_strategy of FSDP 1 -> ZeRO stage: torch.distributed.fsdp.ShardingStrategy."""
+ACCELERATE = (
+    Option(key="distributed_type", fact="distributed", meaning="FSDP shards, MULTI_GPU replicates"),
+    Option(key="mixed_precision", fact="mixed_precision", default="no", meaning="products in bfloat16, shards in fp32"),
+    Option(key="num_machines", fact="nodes", meaning="nodes"),
+    Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
+    Option(key="fsdp_config.fsdp_version", fact="fsdp_version", meaning="fully_shard, by tensors"),
+    Option(key="fsdp_config.fsdp_reshard_after_forward", fact="resharded",
+           meaning="true: parameters are freed after the forward pass (ZeRO-3); false: kept (ZeRO-2)"),
+    Option(key="fsdp_config.fsdp_sharding_strategy", fact="strategy", meaning="of FSDP 1"),
+    Option(key="fsdp_config.fsdp_activation_checkpointing", fact="fsdp_checkpointing",
+           meaning="the backward pass makes blocks again"),
+    Option(key="fsdp_config.fsdp_auto_wrap_policy", fact="wrap", meaning="a unit per block"),
+    Option(key="fsdp_config.fsdp_offload_params", fact="offload_params", meaning="nothing in host memory"),
+    Option(key="fsdp_config.fsdp_state_dict_type", fact="state_dict", meaning="a checkpoint file per rank"),
+    Option(key="parallelism_config.parallelism_config_dp_replicate_size", fact="replicas",
+           meaning="replicas that each hold all shards"),
+    Option(key="parallelism_config.parallelism_config_dp_shard_size", fact="shards",
+           meaning="ranks that share parameters, gradients and optimizer"),
+    Option(key="parallelism_config.parallelism_config_cp_size", fact="cp_size",
+           meaning="ranks that share every sequence"),
+    Option(key="parallelism_config.parallelism_config_tp_size", fact="tp_size",
+           meaning="ranks that share every matrix"),
+)  # fmt: skip
+ACCELERATE_FILE = ConfigFile(
+    name="accelerate.yaml",
+    form="yaml",
+    options=ACCELERATE,
+    fixed={
+        "compute_environment": ("LOCAL_MACHINE", "no cloud service"),
+        "machine_rank": (0, "set by the launch script"),
+        "rdzv_backend": ("c10d", "how nodes find each other"),
+        "main_training_function": ("main", ""),
+        "use_cpu": (False, ""),
+    },
+    ignored=(
+        "debug",
+        "downcast_bf16",
+        "enable_cpu_affinity",
+        "same_network",
+        "tpu_*",
+        "gpu_ids",
+        "main_process_*",
+        "commands",
+        "command_file",
+        "mpirun_config",
+        "fsdp_config.fsdp_backward_prefetch*",
+        "fsdp_config.fsdp_forward_prefetch",
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_config.fsdp_use_orig_params",
+        "fsdp_config",
+        "dynamo_config",
+        "fsdp_config.fsdp_cpu_ram_efficient_loading",
+        "fsdp_config.fsdp_sync_module_states",
+        "fsdp_config.fsdp_cpu_*",
+        "fsdp_config.fsdp_min_num_params",
+        "deepspeed_config",
+        "parallelism_config",
+        "megatron_lm_config",
+        "parallelism_config.parallelism_config_cp_comm_strategy",
+        "parallelism_config.parallelism_config_cp_backend",
+        "deepspeed_config.zero3_*",
+        "deepspeed_config.deepspeed_multinode_launcher",
+        "fp8_config",
+    ),
+    refused={
+        "deepspeed_config.offload_optimizer_device": "keeps optimizer states in host memory",
+        "deepspeed_config.offload_param_device": "keeps parameters in host memory",
+        "parallelism_config.parallelism_config_sp_size": "shares sequences by Ulysses, which is not counted",
+    },
+    title="file for accelerate launch --config_file",
+)
+DEEPSPEED_KEYS = (
+    Option(key="deepspeed_config.zero_stage", fact="zero", meaning="ZeRO stage"),
+    Option(key="deepspeed_config.gradient_accumulation_steps", fact="accumulation", meaning="micro-batches of a step"),
+    Option(key="deepspeed_config.gradient_clipping", fact="clipping", meaning=""),
+)  # fmt: skip
+RUN_CLM = ConfigFile(
+    name="run_clm.json",
+    form="json",
+    options=(
+        Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
+        Option(key="block_size", fact="sequence", meaning="tokens of a sequence"),
+        *hf.TRAINER,
+        Option(
+            key="gradient_checkpointing",
+            fact="checkpointing",
+            default=False,
+            meaning="the backward pass makes blocks again (with FSDP its own switch does)",
+        ),
+    ),
+    fixed={
+        "output_dir": ("runs/out", "where checkpoints go"),
+        "do_train": (True, ""),
+        "dataset_name": ("DATASET", "yours"),
+    },
+    ignored=hf.TRAINER_IGNORED,
+    refused=hf.TRAINER_REFUSED,
+    title="arguments of transformers' examples/pytorch/language-modeling/run_clm.py",
+)
+
+
+def accelerate_facts(plan: Plan) -> Facts:
+    """What its file says of a layout."""
+    layout = plan.layout
+    sharded, piece = layout.zero > 0, layout.cp > 1 or layout.dp_replicate > 1 or layout.tp > 1
+    only = {"fsdp_version": 2, "resharded": RESHARDED[layout.zero], "wrap": "TRANSFORMER_BASED_WRAP",
+            "fsdp_checkpointing": layout.recompute == "full", "offload_params": False,
+            "state_dict": "SHARDED_STATE_DICT"} if sharded else {}  # fmt: skip
+    mesh = {"replicas": layout.dp_replicate, "shards": layout.dp_shard, "cp_size": layout.cp, "tp_size": layout.tp}
+    return {
+        "distributed": "FSDP" if sharded else "MULTI_GPU" if layout.world > 1 else "NO",
+        "mixed_precision": "bf16" if plan.recipe.precision == "bf16" else "no",
+        "checkpointing": layout.recompute == "full" and not sharded, **only, **(mesh if sharded and piece else {}),
+    }  # fmt: skip
+
+
+def resolve(facts: Facts) -> Facts:
+    """Degrees and ZeRO stage that its file means."""
+    found = hf.resolved(facts)
+    kind = str(found.get("distributed", "FSDP"))
+    if str(found.get("offload_params", False)).lower() == "true":
+        raise PlanError("fsdp_offload_params keeps parameters in host memory, which is not counted")
+    found["cp"], found["tp"] = found.get("cp_size") or 1, found.get("tp_size") or 1
+    if kind in ("MULTI_GPU", "NO"):
+        return {**found, "zero": 0, "dp_shard": 1}
+    if kind == "DEEPSPEED":
+        return {**found, "zero": found.get("zero", 2)}
+    if kind != "FSDP":
+        raise PlanError(f"distributed_type={kind} is not counted: take FSDP, MULTI_GPU or NO")
+    return {**found, **_sharded(found)}
+
+
+def _sharded(found: Facts) -> Facts:
+    strategy = found.get("strategy")
+    if strategy is not None and str(strategy) not in STRATEGIES:
+        raise PlanError(f"fsdp_sharding_strategy={strategy} is not understood: take {', '.join(STRATEGIES)}")
+    resharded = found.get("resharded")
+    by_word = STRATEGIES.get(str(resharded))
+    zero = by_word if by_word is not None else 2 if str(resharded).lower() == "false" else 3
+    if strategy is not None:
+        zero = STRATEGIES[str(strategy)]
+    hybrid = str(strategy or "").startswith("HYBRID") or str(strategy) in ("4", "5")
+    shard = found.get("shards") or (found.get("devices_per_node") if hybrid else None)
+    copies = found.get("replicas") or (None if hybrid else 1)
+    return {"zero": zero, "dp_shard": 1 if zero == 0 else shard, "dp_replicate": None if zero == 0 else copies}
+
+
+def _stack(facts: Facts) -> Stack:
+    return hf.DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else hf.FSDP
+
+
+def _facts(plan: Plan) -> Facts:
+    return {**hf.trainer_facts(plan, "accelerate"), **accelerate_facts(plan)}
+
+
+def _launch(plan: Plan) -> LaunchCommand:
+    return LaunchCommand(
+        command='accelerate launch --config_file "$HERE/accelerate.yaml" --machine_rank $NODE_RANK '
+        '--main_process_ip $HEAD --main_process_port $PORT run_clm.py "$HERE/run_clm.json"',
+        yours=("DATASET", "learning rate and its schedule"),
+    )
+
+
+AXES = {
+    "micro_batch": "per_device_train_batch_size", "zero": "fsdp_reshard_after_forward",
+    "recompute": "activation checkpointing",
+    "dp_shard": "parallelism_config_dp_shard_size", "dp_replicate": "parallelism_config_dp_replicate_size",
+    "cp": "parallelism_config_cp_size", "tp": "parallelism_config_tp_size",
+}  # fmt: skip
+NOT_SCORED = "No published run of transformers' models could be scored: times may be off by tens of percent."
+ACCELERATE_FSDP = TrainingSoftware(
+    word="accelerate",
+    title="accelerate 1.x with FSDP2, and transformers' Trainer",
+    stack=_stack,
+    offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 2, 3)},
+    reasons={**hf.REASONS, "tp": "run_clm.py loads whole models", "cp": "run_clm.py reads whole sequences"},
+    split_refusal=hf.fsdp_refusal,
+    files=(ACCELERATE_FILE, RUN_CLM),
+    facts=_facts,
+    resolve=resolve,
+    launch=_launch,
+    unknown=(NOT_SCORED,),
+    axes={**AXES, "recompute": "fsdp_activation_checkpointing"},
+)

@@ -1,0 +1,115 @@
+"""DeepSpeed: its JSON, and the arguments of transformers' run_clm.py beside it."""
+
+from dataclasses import replace
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.shape import ModelShape
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
+from meshwright.stacks.trainers import hugging_face as hf
+from meshwright.stacks.trainers.accelerate_fsdp import NOT_SCORED, RUN_CLM
+
+AUTO = "auto"
+"""What transformers fills in from its own arguments."""
+JSON = ConfigFile(
+    name="deepspeed.json",
+    form="json",
+    options=(
+        Option(key="train_batch_size", fact="global_batch", meaning="sequences of a step, over all ranks"),
+        Option(key="train_micro_batch_size_per_gpu", fact="micro_batch", meaning="sequences of a micro-batch"),
+        Option(key="gradient_accumulation_steps", fact="accumulation", meaning="micro-batches of a step"),
+        Option(key="bf16.enabled", fact="bf16", default=False, meaning="16-bit parameters, fp32 masters",
+               also=("bfloat16.enabled",)),
+        Option(key="fp16.enabled", fact="fp16", meaning="the same in float16, with loss scaling"),
+        Option(key="zero_optimization.stage", fact="zero", default=0,
+               meaning="1 shards optimizer states, 2 also gradients, 3 also parameters"),
+        Option(key="zero_optimization.overlap_comm", fact="overlaps",
+               meaning="reductions run beside the backward pass"),
+    ),
+    ignored=(
+        "optimizer*", "scheduler*", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "zero_allow_*",
+        "flops_profiler*",
+        "zero_force_*", "bf16*", "fp16*", "tensorboard*", "wandb*", "csv_monitor*", "comms_logger*",
+        "prescale_gradients",
+        "zero_optimization.reduce_*", "zero_optimization.allgather_*", "zero_optimization.contiguous_gradients", "amp*",
+        "zero_optimization.stage3_*", "zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients",
+        "zero_optimization.ignore_unused_parameters", "communication_data_type", "sparse_gradients", "checkpoint*",
+        "dump_state",
+        "gradient_predivide_factor", "data_types*", "aio*", "zero_optimization", "activation_checkpointing.*",
+        "torch_autocast*",
+        "zero_optimization.offload_optimizer.*", "zero_optimization.offload_param.*", "memory_breakdown", "seed",
+        "zero_optimization.legacy_stage1",
+    ),
+    refused={
+        "zero_optimization.offload_optimizer.device": "keeps optimizer states in host memory",
+        "zero_optimization.offload_param.device": "keeps parameters in host memory",
+        "zero_optimization.zero_hpz_partition_size": "keeps a second copy of the shards in each node (ZeRO++)",
+        "zero_optimization.zero_quantized_weights": "sends weights in fewer bits (ZeRO++)",
+        "zero_optimization.zero_quantized_gradients": "sends gradients in fewer bits (ZeRO++)",
+        "zero_optimization.mics_shard_size": "shards within groups of ranks (MiCS)",
+        "zero_optimization.offload_optimizer": "keeps optimizer states in host memory",
+        "zero_optimization.offload_param": "keeps parameters in host memory",
+        "tensor_parallel.autotp_size": "cuts matrices, which is not counted",
+        "pipeline.stages": "cuts the model into a pipeline, which is not counted",
+    },
+    title="configuration of DeepSpeed",
+)  # fmt: skip
+
+
+def _stack(facts: Facts) -> Stack:
+    hidden = str(facts.get("overlaps", True)).lower() != "false"
+    return hf.DEEPSPEED if hidden else replace(hf.DEEPSPEED, hides_gradients=0.0)
+
+
+def split_refusal(shape: ModelShape, layout: Layout) -> str:
+    """ZeRO over all ranks."""
+    if layout.zero and layout.dp_replicate > 1:
+        return "ZeRO shards among all ranks: take layout.dp_replicate=1"
+    if layout.zero == 0 and layout.dp_shard > 1:
+        return "without ZeRO nothing is shared: take layout.dp_shard=1"
+    return ""
+
+
+def _facts(plan: Plan) -> Facts:
+    return {**hf.trainer_facts(plan, "deepspeed"), "overlaps": True, "checkpointing": plan.layout.recompute == "full"}
+
+
+def resolve(facts: Facts) -> Facts:
+    """Common facts; what is `auto` says nothing."""
+    found = hf.resolved({name: value for name, value in facts.items() if value != AUTO})
+    half = str(found.get("fp16", False)).lower() == "true"
+    found["precision"] = "fp16" if half else found["precision"]
+    if found.get("zero") not in (0, 1, 2, 3):
+        raise PlanError(f"zero_optimization.stage={found.get('zero')} is not understood: take 0, 1, 2 or 3")
+    copies = {"dp_replicate": 1} if found["zero"] else {"dp_shard": 1}
+    return {**found, **copies}
+
+
+def _launch(plan: Plan) -> LaunchCommand:
+    return LaunchCommand(
+        command='torchrun $TORCHRUN run_clm.py "$HERE/run_clm.json"',
+        before=('cd "$HERE"  # run_clm.json names deepspeed.json',),
+        yours=("DATASET", "learning rate and its schedule", "run_clm.py of transformers, beside these files"),
+    )
+
+
+DEEPSPEED = TrainingSoftware(
+    word="deepspeed",
+    title="DeepSpeed 0.19 ZeRO, and transformers' Trainer",
+    stack=_stack,
+    offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 1, 2, 3)},
+    reasons={**hf.REASONS, "tp": "its configuration has data parallelism alone",
+             "cp": "its configuration has data parallelism alone"},
+    split_refusal=split_refusal,
+    files=(JSON, replace(RUN_CLM, fixed={**RUN_CLM.fixed, "deepspeed": ("deepspeed.json", "the file beside")},
+                         ignored=(*RUN_CLM.ignored, "deepspeed"))),
+    facts=_facts,
+    resolve=resolve,
+    launch=_launch,
+    unknown=(NOT_SCORED, "Sizes of its buckets are not counted."),
+    axes={"micro_batch": "train_micro_batch_size_per_gpu", "zero": "zero_optimization.stage",
+          "recompute": "gradient_checkpointing"},
+)  # fmt: skip

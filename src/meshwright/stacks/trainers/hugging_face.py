@@ -1,0 +1,121 @@
+"""What trainers over transformers have in common: its models in memory and time, its Trainer's arguments."""
+
+from dataclasses import replace
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.shape import ModelShape
+from meshwright.stacks.declaration.option import Facts, Option
+
+FSDP = Stack(
+    name="transformers-fsdp",
+    passes=1.75,
+    norm_passes=10.0,
+    rope_passes=5.0,
+    norm_kept=10.0,
+    activation_kept=4.0,
+    logit_kept=6.0,
+    logit_peak=14.0,
+    gradient_bytes=4.0,
+    sharding="fully_shard",
+    shard_bytes=4.0,
+    host_s=1e-5,
+    source="huggingface/transformers models/llama/modeling_llama.py (norm, rotation and activation are eager), "
+    "loss/loss_utils.py (logits are widened to fp32; the answer holds those of 16 bits); huggingface/accelerate "
+    "utils/fsdp_utils.py (shards are fp32). Passes as of torchtitan without compilation.",
+)
+"""No published row of it could be scored."""
+DEEPSPEED = replace(
+    FSDP,
+    name="transformers-deepspeed",
+    gradient_bytes=2.0,
+    sharding="flat",
+    shard_bytes=0.0,
+    source=f"{FSDP.source} deepspeedai/DeepSpeed runtime/zero/stage_1_and_2.py and stage3.py (16-bit gradients, fp32 "
+    "masters in flat buffers)",
+)
+"""Nor of this."""
+TRAINER = (
+    Option(key="per_device_train_batch_size", fact="micro_batch", default=8, meaning="sequences of a micro-batch"),
+    Option(key="gradient_accumulation_steps", fact="accumulation", default=1, meaning="micro-batches of a step"),
+    Option(key="bf16", fact="bf16", default=False, meaning="products in bfloat16"),
+    Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
+    Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
+)  # fmt: skip
+TRAINER_IGNORED = (
+    "output_dir", "dataset_*", "eval_*", "do_*", "save_*", "logging_*", "lr_scheduler_*", "warmup_*",
+    "weight_decay", "adam_*",
+    "max_grad_norm", "num_train_epochs", "report_to", "seed", "push_to_hub", "hub_*", "run_name",
+    "overwrite_output_dir",
+    "dataloader_*", "remove_unused_columns", "ddp_*", "tf32", "train_file", "validation_file", "tokenizer_name",
+    "bf16_full_eval", "gradient_checkpointing_kwargs", "per_device_eval_batch_size", "trust_remote_code",
+    "torch_dtype", "dtype",
+    "attn_implementation", "preprocessing_*", "max_train_samples", "streaming", "chat_template*",
+    "completion_only_loss",
+    "assistant_only_loss", "eos_token", "pad_token", "packing", "packing_strategy", "pad_to_multiple_of",
+    "dataset_text_field",
+    "model_revision", "project", "trackio*", "max_steps", "include_*", "load_best_model_at_end",
+    "metric_for_best_model",
+    "disable_tqdm", "skip_memory_metrics",
+)  # fmt: skip
+TRAINER_REFUSED = {
+    "use_peft": "trains adapters instead of all weights: ask plan --tune lora",
+    "load_in_4bit": "holds weights in 4 bits: ask plan --tune qlora",
+    "load_in_8bit": "holds weights in 8 bits",
+    "use_liger_kernel": "takes other kernels, which need less memory than is counted",
+    "activation_offloading": "keeps activations in host memory",
+    "fsdp": "shards by the Trainer's own argument: give the file of accelerate instead",
+    "torch_compile": "compiles the model, which is faster than is counted",
+}
+OFFERED = {
+    "pp": (1,), "vp": (1,), "ep": (1,), "schedule": ("1f1b",), "recompute": ("none", "full"), "offload": ("off",),
+    "cuda_graphs": ("off",), "recompute_layers": (0,),
+}  # fmt: skip
+REASONS = {
+    "pp": "its models are not cut into pipeline stages", "ep": "its experts are not spread over ranks",
+    "recompute": "gradient checkpointing wraps whole blocks",
+}  # fmt: skip
+
+
+def needs_hub_name(plan: Plan, word: str) -> str:
+    """The model as these trainers name it; PlanError where it has no name on the hub."""
+    from meshwright.stacks.declaration.plan_facts import hub_name
+
+    name = hub_name(plan.model)
+    return name if name else _folder(plan, word)
+
+
+def _folder(plan: Plan, word: str) -> str:
+    if plan.init not in ("", "random"):
+        return plan.init
+    raise PlanError(f"{word} trains models by their name on the Hugging Face hub, and {plan.model.name} has none here")
+
+
+def trainer_facts(plan: Plan, word: str) -> Facts:
+    """Facts that the Trainer's arguments state beside the common ones."""
+    if plan.model.lora is not None:
+        raise PlanError(f"--for {word} writes full training: leave --tune lora out")
+    return {"bf16": plan.recipe.precision == "bf16", "hub": needs_hub_name(plan, word)}
+
+
+def resolved(facts: Facts) -> Facts:
+    """Precision and recomputation from the switches of these trainers."""
+    found = dict(facts)
+    found["precision"] = "bf16" if found.get("bf16", True) or found.get("mixed_precision") == "bf16" else "fp32"
+    checkpoints = found.get("checkpointing") or found.get("fsdp_checkpointing")
+    found["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
+    return found
+
+
+def fsdp_refusal(shape: ModelShape, layout: Layout) -> str:
+    """FSDP2 with or without replicas, or plain data parallelism."""
+    sharded = layout.dp_shard * layout.cp > 1
+    if layout.zero == 1:
+        return "FSDP2 shards gradients and parameters, or nothing: take layout.zero=3, 2 or 0"
+    if layout.zero == 0 and (layout.dp_shard > 1 or layout.cp > 1 or layout.tp > 1):
+        return "without FSDP there is plain data parallelism only: take layout.zero=3, or replicas alone"
+    if layout.zero and layout.dp_shard == 1 and layout.dp_replicate > 1:
+        return "FSDP2 shards over ranks of data parallelism: take layout.dp_shard of 2 or more"
+    return "" if sharded or not layout.zero else "layout.zero shards over ranks, and there is one"

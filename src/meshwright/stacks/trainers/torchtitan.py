@@ -1,0 +1,298 @@
+"""torchtitan: Python configurations of 0.3, and the TOML files of 0.1 and 0.2, which published rows are of."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+from meshwright.planner.accuracy.published_stacks import TORCHTITAN_2025
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.shape import ModelShape
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
+from meshwright.stacks.text.option_text import Called, Entry
+
+MODELS = {
+    "llama-3.2-1b": ("llama3", "1B"), "llama-3.2-3b": ("llama3", "3B"), "llama-3.1-8b": ("llama3", "8B"),
+    "llama-3.1-70b": ("llama3", "70B"), "llama-3.1-405b": ("llama3", "405B"), "qwen3-0.6b": ("qwen3", "0.6B"),
+    "qwen3-1.7b": ("qwen3", "1.7B"), "qwen3-4b": ("qwen3", "4B"), "qwen3-8b": ("qwen3", "8B"),
+    "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"), "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
+    "qwen3-235b-a22b": ("qwen3", "235B-A22B"), "deepseek-v3": ("deepseek_v3", "671B"),
+}  # fmt: skip
+"""Preset -> (module, flavor): torchtitan/models/*/__init__.py."""
+STARTED = {"llama3": "llama3_8b", "qwen3": "qwen3_0_6b", "deepseek_v3": "deepseek_v3_671b"}
+"""Module -> the function of its registry that the written one starts from."""
+SCHEDULES = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B"}
+ENDS = 2
+"""Layers that both ends count as: pipeline_parallel_first_stage_less_layers and last, 1 each."""
+CHECKPOINTS = {
+    "none": Called(name="None"),
+    "selective": Called(name="SelectiveAC.Config()"),
+    "full": Called(name="FullAC.Config()"),
+}
+EAGER: dict[str, Any] = {"passes": 1.75, "norm_passes": 10.0, "rope_passes": 5.0}
+"""As published rows without compilation are read (planner/accuracy/published_stacks.py)."""
+
+SHARED = (
+    Option(key="training.seq_len", fact="sequence", meaning="tokens of a sequence", default=2048),
+    Option(key="training.local_batch_size", fact="local_batch", meaning="sequences of a data-parallel rank per pass",
+           default=8, also=("training.batch_size",)),
+    Option(key="training.global_batch_size", fact="global_batch", default=-1,
+           meaning="sequences of a step, over all ranks and accumulation"),
+    Option(key="training.steps", fact="steps", meaning="optimizer steps: yours to choose"),
+    Option(key="parallelism.data_parallel_replicate_degree", fact="dp_replicate", default=1,
+           meaning="replicas that each hold all shards (HSDP)",
+           also=("training.data_parallel_replicate_degree", "experimental.data_parallel_replicate_degree")),
+    Option(key="parallelism.data_parallel_shard_degree", fact="dp_shard", default=-1,
+           meaning="ranks that share parameters, gradients and optimizer (FSDP2)",
+           also=("training.data_parallel_shard_degree",)),
+    Option(key="parallelism.tensor_parallel_degree", fact="tp", default=1,
+           meaning="ranks that share every matrix, with sequence parallelism",
+           also=("training.tensor_parallel_degree",)),
+    Option(key="parallelism.context_parallel_degree", fact="cp", default=1,
+           meaning="ranks that share every sequence", also=("experimental.context_parallel_degree",)),
+    Option(key="parallelism.expert_parallel_degree", fact="ep", default=1, quiet=True,
+           meaning="ranks that share the experts"),
+    Option(key="parallelism.pipeline_parallel_degree", fact="pp", default=1, meaning="ranks that share the layers",
+           also=("experimental.pipeline_parallel_degree",)),
+    Option(key="parallelism.pipeline_parallel_schedule", fact="pipeline_schedule", words=SCHEDULES, default="1F1B",
+           meaning="order of forward and backward passes", also=("experimental.pipeline_parallel_schedule",)),
+    Option(key="parallelism.pipeline_parallel_layers_per_stage", fact="stage_layers",
+           meaning="layers of a stage, the embedding and the head counted as one each"),
+    Option(key="parallelism.pipeline_parallel_microbatch_size", fact="pipeline_micro_batch", default=1,
+           meaning="sequences of a micro-batch of the pipeline"),
+    Option(key="compile.enable", fact="compiled", default=False, also=("training.compile",),
+           meaning="torch.compile of blocks and loss: what the prediction is of"),
+)  # fmt: skip
+TOML = (
+    Option(key="model.converters", fact="converters", meaning="float8: products of blocks in 8 bits"),
+    Option(key="model.name", fact="titan_module", meaning="family of the model"),
+    Option(key="model.flavor", fact="titan_flavor", meaning="its size"),
+    Option(key="optimizer.lr", fact="learning_rate", meaning="learning rate: yours to choose"),
+    *SHARED,
+    Option(key="activation_checkpoint.mode", fact="recompute", default="selective",
+           meaning="what the backward pass makes again"),
+    Option(key="activation_checkpoint.selective_ac_option", fact="selective", default="2", quiet=True,
+           meaning="op: all but every second matrix product"),
+)  # fmt: skip
+PYTHON = (
+    *SHARED,
+    Option(key="activation_checkpoint", fact="recompute", words=CHECKPOINTS,
+           meaning="what the backward pass makes again"),
+)  # fmt: skip
+IGNORED = (
+    "model_spec", "job.*", "profiling.*", "profiler*", "metrics*", "optimizer*", "lr_scheduler*", "checkpoint",
+    "checkpoint.*",
+    "validation*", "validator*", "comm.*", "fault_tolerance.*", "dataloader*", "tokenizer*", "hf_assets_path",
+    "training.dataset*", "training.steps", "training.max_norm", "training.gc_*", "training.warmup_steps",
+    "training.seed", "training.deterministic", "training.debug*", "debug*", "model.hf_assets_path",
+    "model.tokenizer_path",
+    "model.norm_type", "experimental.custom_*", "compile", "compile.components", "compile.backend",
+    "quantize.*", "float8.*", "parallelism.context_parallel_rotate_method",
+    "experimental.context_parallel_rotate_method",
+    "parallelism.context_parallel_load_balancer", "parallelism.fsdp_reshard_after_forward", "loss*", "training",
+    "parallelism", "experimental.pipeline_parallel_split_points", "parallelism.expert_tensor_parallel_degree",
+    "parallelism.spmd_backend", "training.disable_cuda_graphs", "activation_checkpoint.per_op_*",
+    "activation_checkpoint.force_*", "activation_checkpoint.early_stop", "memory_estimation.*",
+    "model.print_after_conversion",
+    "experimental.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel",
+    "compile.enable_async_tensor_parallel", "training.mixed_precision_*", "parallelism.enable_sequence_parallel",
+    "training.enable_cpu_offload",
+)  # fmt: skip
+REFUSED = {
+    "training.enable_cpu_offload": "keeps parameters and optimizer in host memory",
+    "parallelism.module_fqns_per_model_part": "deals layers to stages by hand",
+    "parallelism.pipeline_parallel_schedule_csv": "takes the schedule from another file",
+    "optimizer.early_step_in_backward": "frees gradients before the step",
+}
+
+
+def _stack(facts: Facts) -> Stack:
+    found = TORCHTITAN_2025 if facts.get("compiled", True) else replace(TORCHTITAN_2025, **EAGER)
+    narrow = any("float8" in str(one) for one in facts.get("converters") or ())
+    return replace(found, product_bytes=1.0) if narrow else found
+
+
+def _split_refusal(shape: ModelShape, layout: Layout) -> str:
+    if layout.dp_shard * layout.cp == 1 and layout.world > 1:
+        return "torchtitan computes in bf16 under FSDP only: take dp_shard x cp of 2 or more"
+    if layout.dp_shard * layout.cp > 1 and layout.zero != 3:
+        return f"torchtitan shards with FSDP2, and layout.zero={layout.zero} is no stage of it: take layout.zero=3"
+    if layout.ep > 1 and layout.ep % (layout.cp * layout.tp):
+        return f"torchtitan's expert parallelism takes whole groups of cp x tp = {layout.cp * layout.tp} ranks"
+    if shape.moe and layout.tp > 1 and layout.ep == 1:
+        return "torchtitan with experts and tensor parallelism is counted with expert parallelism only"
+    return ""
+
+
+def _pipeline_refusal(shape: ModelShape, layout: Layout) -> str:
+    if layout.pp == 1:
+        return ""
+    stages = layout.pp * layout.vp
+    each = ceil((shape.layers + ENDS) / stages)
+    if ceil((shape.layers + ENDS) / each) != stages:
+        return f"torchtitan cuts {shape.layers} layers and both ends into stages of {each}, which are not {stages}"
+    return ""
+
+
+def _facts(plan: Plan) -> Facts:
+    layout, name = plan.layout, plan.model.name
+    if name not in MODELS:
+        raise PlanError(f"torchtitan has no configuration of {name}: take one of {', '.join(MODELS)}")
+    module, flavor = MODELS[name]
+    micro, piped = layout.micro_batch_of(plan.recipe.global_batch), layout.pp > 1
+    times = layout.micro_batches(plan.recipe.global_batch)
+    return {
+        "titan_module": module, "titan_flavor": flavor, "compiled": True,
+        "local_batch": micro * times if piped else micro,
+        "pipeline_schedule": layout.schedule if piped else None,
+        "stage_layers": ceil((plan.model.layers + ENDS) / (layout.pp * layout.vp)) if piped else None,
+        "pipeline_micro_batch": micro if piped else None,
+        "selective": "op",
+    }  # fmt: skip
+
+
+def _resolve(facts: Facts) -> Facts:
+    found = dict(facts)
+    if isinstance(found.get("recompute"), str) and found["recompute"] not in CHECKPOINTS:
+        raise PlanError(f"activation_checkpoint.mode={found['recompute']} is not counted: take none, selective or full")
+    if found.get("recompute") == "selective" and str(found.get("selective", "op")) not in ("op", "2"):
+        raise PlanError(f"activation_checkpoint.selective_ac_option={found['selective']} is not counted: take op")
+    local, batch = found.pop("local_batch", 8), found.get("global_batch", -1)
+    piped = (found.get("pp") or 1) > 1
+    found["micro_batch"] = found.get("pipeline_micro_batch", 1) if piped else local
+    if not isinstance(batch, int) or batch < 1:
+        found["global_batch"], found["local_batch"] = None, local
+    if not piped:
+        return {**found, "zero": 3, "sp": (found.get("tp") or 1) > 1}
+    schedule = found.get("pipeline_schedule", "1f1b")
+    return {**found, "zero": 3, "sp": (found.get("tp") or 1) > 1, "schedule": schedule, "vp": _virtual(found, schedule)}
+
+
+def _virtual(facts: Facts, schedule: str) -> int:
+    """Stages of a rank: as many as the layers of one leave; of schedules that want several, 2."""
+    each, layers = facts.get("stage_layers"), facts.get("layers")
+    if each and layers:
+        return max(1, ceil((int(layers) + ENDS) / int(each)) // int(facts["pp"]))
+    return 2 if schedule == "interleaved" else 1
+
+
+def model_of(facts: Facts) -> str | None:
+    """The preset of a module and flavor, or of the function that a Python configuration starts from."""
+    module, flavor = facts.get("titan_module"), str(facts.get("titan_flavor", ""))
+    return next((preset for preset, known in MODELS.items() if known == (module, flavor)), None)
+
+
+def registry_facts(called: str) -> Facts:
+    """Module and flavor that a name of the registry means: `llama3_8b`, or `model_registry('8B')`."""
+    found = re.match(r"(llama3|qwen3|deepseek_v3)_(\w+?)(_.*)?$", called)
+    if not found:
+        return {}
+    flavor = found[2].replace("_", ".")
+    names = {other.lower(): other for module, other in MODELS.values() if module == found[1]}
+    tried = next((name for name in (f"{found[2]}{found[3] or ''}".replace("_", "."), flavor) if name in names), "")
+    return {"titan_module": found[1], "titan_flavor": names[tried]} if tried else {}
+
+
+def noticed(entries: Sequence[Entry]) -> Facts:
+    """The model of a Python configuration: by the registry's function, or by the flavor that it names."""
+    found: Facts = {}
+    for entry in entries:
+        if entry.key == "import" and (module := re.search(r"models\.(\w+)", str(entry.value))):
+            found["titan_module"] = module[1]
+        elif isinstance(entry.value, Called) and (flavor := re.match(r"model_registry\('([^']+)'\)", entry.value.name)):
+            found["titan_flavor"] = flavor[1]
+        elif entry.key in ("=", "def"):
+            named = entry.value.name if isinstance(entry.value, Called) else str(entry.value)
+            found = {**registry_facts(named), **found}
+    return found
+
+
+def head(facts: Facts) -> str:
+    """What stands above the settings of the Python file."""
+    module = facts["titan_module"]
+    return (
+        "from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # noqa: F401\n"
+        f"from torchtitan.models.{module} import model_registry\n"
+        f"from torchtitan.models.{module}.config_registry import {STARTED[module]}\n"
+        "from torchtitan.trainer import Trainer\n\n\n"
+        "def planned() -> Trainer.Config:\n"
+        f'    """{facts["model"]}, as meshwright planned it."""\n'
+        f"    config = {STARTED[module]}()\n"
+        f'    config.model_spec = model_registry("{facts["titan_flavor"]}")\n'
+    )
+
+
+def _launch(plan: Plan) -> LaunchCommand:
+    run = "-m torchtitan.train --module torchtitan_plan --config planned"
+    return LaunchCommand(
+        before=('export PYTORCH_ALLOC_CONF="expandable_segments:True"', 'export PYTHONPATH="$HERE:$PYTHONPATH"',
+                "# of 0.1 and 0.2: -m torchtitan.train --job.config_file torchtitan.toml"),
+        command=f"torchrun $TORCHRUN {run}",
+        yours=("hf_assets_path (tokenizer), dataset and learning rate",),
+    )  # fmt: skip
+
+
+AXES: dict[str, Any] = {
+    "micro_batch": "training.local_batch_size", "tp": "parallelism.tensor_parallel_degree",
+    "cp": "parallelism.context_parallel_degree", "pp": "parallelism.pipeline_parallel_degree",
+    "ep": "parallelism.expert_parallel_degree", "dp_shard": "parallelism.data_parallel_shard_degree",
+    "dp_replicate": "parallelism.data_parallel_replicate_degree", "recompute": "activation_checkpoint.mode",
+    "schedule": "parallelism.pipeline_parallel_schedule", "vp": "parallelism.pipeline_parallel_layers_per_stage",
+}  # fmt: skip
+TORCHTITAN = TrainingSoftware(
+    word="torchtitan",
+    title="torchtitan 0.3 (Python) and 0.2 (TOML)",
+    stack=_stack,
+    offered={
+        "zero": (0, 3),
+        "schedule": tuple(SCHEDULES),
+        "recompute": ("none", "selective", "full"),
+        "offload": ("off",),
+        "cuda_graphs": ("off",),
+        "recompute_layers": (0,),
+    },
+    reasons={
+        "zero": "FSDP2 shards all or nothing",
+        "recompute": "activation_checkpoint.mode",
+        "schedule": "torch.distributed.pipelining",
+    },
+    split_refusal=_split_refusal,
+    pipeline_refusal=_pipeline_refusal,
+    files=(
+        ConfigFile(
+            name="torchtitan_plan.py",
+            form="python",
+            options=PYTHON,
+            ignored=IGNORED,
+            refused=REFUSED,
+            title="configuration for torchtitan 0.3",
+            head=head,
+            tail="    return config\n",
+        ),
+        ConfigFile(
+            name="torchtitan.toml",
+            form="toml",
+            options=TOML,
+            ignored=IGNORED,
+            refused=REFUSED,
+            title="configuration for torchtitan 0.1 and 0.2",
+        ),
+    ),
+    facts=_facts,
+    resolve=_resolve,
+    noticed=noticed,
+    preset=model_of,
+    launch=_launch,
+    measured=("torchtitan",),
+    unknown=(
+        "The published rows are of torchtitan 0.1 and 0.2. Loss in chunks and CUDA graphs of 0.3 are not counted, and "
+        "make it need less.",
+        "Ring attention (context parallelism) is counted too fast by up to a quarter.",
+    ),
+    axes=AXES,
+)

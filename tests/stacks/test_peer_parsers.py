@@ -1,0 +1,121 @@
+"""The files of `--for`, parsed by the software they are for: ten models each. A peer that is not here skips."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.stacks.config_writing import texts
+from meshwright.stacks.trainer_table import SOFTWARE
+from meshwright.stacks.trainers.torchtitan import MODELS as TITAN
+
+TEN = (
+    "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "qwen2.5-7b", "qwen2.5-72b",
+    "qwen3-14b", "mistral-7b-v0.3", "mixtral-8x7b",
+)  # fmt: skip
+
+
+def written(word: str, model: str, folder: Path, **layout: Any) -> Plan:
+    software = SOFTWARE[word]
+    degrees = {"dp_shard": 8, "zero": 3, "micro_batch": 2, "recompute": "full", **layout}
+    plan = Plan(
+        model=presets.model(model), recipe=Recipe(precision="bf16", sequence=4096, global_batch=64),
+        layout=Layout(**degrees), cluster=presets.cluster("h100x8", 1),
+    )  # fmt: skip
+    for name, text in texts(software, plan).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return plan
+
+
+@pytest.mark.parametrize("model", TEN)
+def test_accelerate_loads_its_file(model: str, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    written("accelerate", model, tmp_path)
+    found = load_config_from_file(str(tmp_path / "accelerate.yaml"))
+    assert (found.num_processes, found.mixed_precision, str(found.distributed_type.value)) == (8, "bf16", "FSDP")
+    assert found.fsdp_config["fsdp_reshard_after_forward"] is True
+    assert found.fsdp_config["fsdp_activation_checkpointing"] is True
+
+
+@pytest.mark.parametrize("word", ["accelerate", "deepspeed"])
+def test_transformers_knows_the_arguments_of_its_trainer(word: str, tmp_path: Path) -> None:
+    """But for those of run_clm.py itself."""
+    from dataclasses import fields
+
+    transformers = pytest.importorskip("transformers")
+    written(word, "llama-3.1-8b", tmp_path)
+    document = json.loads((tmp_path / "run_clm.json").read_text(encoding="utf-8"))
+    known = {field.name for field in fields(transformers.TrainingArguments)}
+    assert set(document) - known == {"model_name_or_path", "block_size", "dataset_name"}
+
+
+@pytest.mark.parametrize("model", TEN)
+def test_deepspeed_takes_its_json(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime import config
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    monkeypatch.setattr(config.dist, "get_rank", lambda: 0)  # of a run that is not started
+
+    class Groups:
+        def get_data_parallel_world_size(self) -> int:
+            return 8
+
+    written("deepspeed", model, tmp_path)
+    found = DeepSpeedConfig(json.loads((tmp_path / "deepspeed.json").read_text(encoding="utf-8")), mpu=Groups())
+    assert found.zero_optimization_stage == 3
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu) == (64, 2)
+    assert found.gradient_accumulation_steps == 4
+    assert found.bfloat16_config.enabled
+
+
+@pytest.mark.parametrize("model", list(TITAN)[:10])
+def test_torchtitan_has_every_attribute_that_is_set(model: str, tmp_path: Path) -> None:
+    """Its own classes take each assignment of the Python configuration: they are slotted, and refuse other names."""
+    pytest.importorskip("torchtitan")
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+
+    from meshwright.stacks.file_forms import entries_of
+    from meshwright.stacks.text.option_text import Called
+
+    written("torchtitan", model, tmp_path, tp=2, sp=True, dp_shard=4)
+    parts = {"training": TrainingConfig(), "parallelism": ParallelismConfig(), "compile": CompileConfig()}
+    for entry in entries_of(tmp_path / "torchtitan_plan.py"):
+        section, dot, name = entry.key.partition(".")
+        if dot:
+            assert hasattr(parts[section], name)
+            setattr(parts[section], name, entry.value)
+        elif section == "activation_checkpoint":
+            assert entry.value == Called(name="FullAC.Config")
+    assert parts["parallelism"].tensor_parallel_degree == 2
+    assert (parts["training"].local_batch_size, parts["training"].seq_len) == (2, 4096)
+
+
+@pytest.mark.parametrize("model", TEN)
+def test_megatron_parses_its_arguments(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser of Megatron-LM itself, from its source beside the installed megatron-core."""
+    arguments = pytest.importorskip("megatron.training.arguments")
+
+    from meshwright.stacks.file_forms import entries_of
+
+    written("megatron-lm", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
+    words = ["pretrain_gpt.py"]
+    for entry in entries_of(tmp_path / "arguments.sh"):
+        words += [entry.key] if entry.value is True else [entry.key, str(entry.value)]
+    monkeypatch.setattr(sys, "argv", words)
+    found = arguments.parse_args()
+    shape = presets.model(model)
+    assert (found.num_layers, found.hidden_size, found.ffn_hidden_size) == (shape.layers, shape.hidden, shape.ffn)
+    assert (found.tensor_model_parallel_size, found.sequence_parallel, found.use_distributed_optimizer) == (
+        2,
+        True,
+        True,
+    )
+    assert (found.micro_batch_size, found.global_batch_size, found.seq_length) == (2, 64, 4096)
+    assert found.recompute_granularity == "full"
+    assert found.bf16
