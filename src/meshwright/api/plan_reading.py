@@ -61,14 +61,14 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 
 
 def read_folder(folder: Path) -> FolderModel:
-    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or one that nothing is trained of."""
-    from meshwright.store.base_weights import open_base
+    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or is damaged."""
+    from meshwright.store.base_weights import open_weights
     from meshwright.store.run_folder import RunFolder
 
     if (folder / "plan.yaml").is_file():
         return FolderModel(shape=RunFolder.open(folder).plan.model.base)
-    found = open_base(folder)
-    return FolderModel(shape=found.hub.shape, codes=found.base)
+    found = open_weights(folder)
+    return FolderModel(shape=found.hub.shape, codes=found.base, refusal=found.refusal)
 
 
 def words_of(key: str, value: Any) -> list[str]:
