@@ -44,8 +44,7 @@ def test_what_was_gathered_beside_codes_is_kept_whatever_norms_do(recompute: str
     """Under sequence parallelism an adapter reads what was gathered, which no norm can make again."""
     shape = replace(SHAPE, lora=LoRAShape(rank=8, targets="q,v", base="nf4-double"))
     recipe = Recipe(sequence=2048, global_batch=4, precision="bf16")
-    layout = {"tp": 4, "sp": True, "recompute": recompute, "compile": "off", "micro_batch": 4}
-    asked = plan(shape, recipe, **layout)
+    asked = plan(shape, recipe, tp=4, sp=True, recompute=recompute, compile="off", micro_batch=4)
     seen = dry_run(asked, ranks=[0], device="cuda").ranks[0]
     said = predict(asked).memory[0]
     assert said.kinds["activations"] == pytest.approx(seen.kinds["activations"], rel=0.06)

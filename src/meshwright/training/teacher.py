@@ -208,15 +208,15 @@ def fill(engine: Engine, weights: Iterator[tuple[str, Tensor | QuantizedMatrix]]
     places = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
     for name, tensor in weights:
         if name in coded:
-            place = coded[name]
-            is_coded = isinstance(tensor, QuantizedMatrix)
-            take_codes(place, tensor if is_coded else quantize_matrix(name, tensor.to(place.device), place.scheme))
+            if isinstance(tensor, Tensor):
+                tensor = quantize_matrix(name, tensor.to(coded[name].device), coded[name].scheme)
+            take_codes(coded[name], tensor)
         elif name in places:
-            tensor = tensor.restored(places[name].dtype) if isinstance(tensor, QuantizedMatrix) else tensor
+            tensor = tensor if isinstance(tensor, Tensor) else tensor.restored(places[name].dtype)
             box = boxes[name]
             part = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
             places[name].copy_(tensor[part])
-        elif name in buffers:
+        elif name in buffers and isinstance(tensor, Tensor):
             buffers[name].copy_(tensor)
 
 
