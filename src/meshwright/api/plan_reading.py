@@ -62,17 +62,17 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 
 
 def read_folder(folder: Path) -> FolderModel:
-    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or one that nothing is trained of but
-    what `ModelShape.plan_only` says."""
-    from meshwright.store.base_weights import open_base
+    """A Hugging Face directory, or a run. HubError, PlanError where it is none, or damaged, or one that nothing is
+    trained of but what `ModelShape.plan_only` says."""
+    from meshwright.store.base_weights import open_weights
     from meshwright.store.run_folder import RunFolder
 
     if (folder / "plan.yaml").is_file():
         return FolderModel(shape=RunFolder.open(folder).plan.model.base)
     if planned := _planned(folder / "config.json", folder.resolve().name, strictly=False):
         return FolderModel(shape=planned)
-    found = open_base(folder)
-    return FolderModel(shape=found.hub.shape, codes=found.base)
+    found = open_weights(folder)
+    return FolderModel(shape=found.hub.shape, codes=found.base, refusal=found.refusal)
 
 
 def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:

@@ -63,7 +63,7 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         export_folder(
             out,
-            model_tensors=_chosen(source.weights(dtype), kept),
+            model_tensors=_chosen(source.numbers(dtype), kept),
             shape=shape,
             tokenizer=None if source.tokenizer is None else Tokenizer.load(source.tokenizer),
             dtype=dtype,

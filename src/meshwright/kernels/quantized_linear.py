@@ -65,6 +65,8 @@ def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tens
 def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tensor]:
     """Columns (O,) that are multiplied apart, None = none, and their weights (N, O)."""
     if matrix.scheme.outliers == "threshold":
+        if compat.is_fake(rows):  # how many there are is not known without values
+            return None, rows
         columns = (rows.abs() > matrix.scheme.threshold).any(0).nonzero().squeeze(1)
         return (columns, matrix.codes[:, columns].float() * matrix.scales.float()) if len(columns) else (None, rows)
     if matrix.columns is None or matrix.kept is None:
@@ -156,12 +158,18 @@ def _for_device(codes: Tensor, rows: Tensor) -> Tensor:
 def _multiplied(codes: Tensor, matrix: QuantizedMatrix) -> Tensor:
     """Codes of rows times those of the matrix, times its scales -> (M, N) fp32."""
     scales = matrix.scales.float().view(-1)
+    if compat.is_fake(codes) and _in_onednn(codes):  # as much memory
+        _ = matrix.codes.clone()
+        return scales.new_empty(len(codes), matrix.size_out)
     if not _in_onednn(codes):
         return (codes.double() @ matrix.codes.double().t()).float() * scales
-    if "onednn" not in matrix.prepared:
+    packed = matrix.prepared.get("onednn")
+    if packed is None:
         zeros = torch.zeros(matrix.size_out, dtype=torch.int64)
-        matrix.prepared["onednn"] = integers.packed_int8(matrix.codes), scales.contiguous(), zeros
-    return integers.int8_product(codes, *matrix.prepared["onednn"])
+        packed = integers.packed_int8(matrix.codes), scales.contiguous(), zeros
+        if matrix.keeps_copies:
+            matrix.prepared["onednn"] = packed
+    return integers.int8_product(codes, *packed)
 
 
 def _of_weights(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import MeshwrightError, PlanError
+from meshwright.spec.lora import NONE
 from meshwright.spec.shape import ModelShape
 
 
@@ -16,6 +17,8 @@ class FolderModel:
     shape: ModelShape
     codes: str = ""
     """As what its matrices are held there, a `model.lora.base`; empty = as numbers."""
+    refusal: MeshwrightError | None = None
+    """Why nothing can be trained beside its codes, which no word of `model.lora.base` names."""
 
 
 ReadFolder = Callable[[Path], FolderModel]
@@ -25,12 +28,17 @@ def fields_of(
     found: FolderModel, fields: Mapping[str, Any], section: str, name: str, *, weights: bool
 ) -> dict[str, Any]:
     """Fields of a model whose shape, and with `weights` its numbers, are a folder's; `fields` are put on top of them.
-    Codes are held as they are. PlanError where nothing can be trained beside them, or others are asked for."""
+    Codes are held as they are; a teacher's that have no name are restored to numbers. PlanError where nothing can be
+    trained beside them, or others are asked for."""
     known = asdict(found.shape)
-    if not found.codes or not weights:
+    if not weights:
+        return known
+    if section == "model" and found.refusal is not None:
+        raise found.refusal
+    if not found.codes:
         return known
     if section != "model":
-        raise PlanError(f"{section}={name} holds codes ({found.codes}): give the folder that it was quantized from")
+        return known | {"lora": {"rank": 1, "targets": NONE, "base": found.codes}}
     lora = fields.get("lora")
     if not isinstance(lora, Mapping):
         raise PlanError(

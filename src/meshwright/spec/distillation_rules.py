@@ -6,6 +6,7 @@ from typing import Final
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
+from meshwright.spec.lora import NONE
 from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule_kinds import V_PLACED
@@ -55,6 +56,11 @@ def distillation_violations(
         yield (
             f"recipe.sequence={recipe.sequence} exceeds the {teacher.max_positions} learned positions of the teacher: "
             f"take recipe.sequence={teacher.max_positions}"
+        )
+    if teacher.lora is not None and teacher.lora.targets != NONE:
+        yield (
+            f"teacher.lora.targets={teacher.lora.targets} would add adapters that nobody trains: take "
+            f"teacher.lora.targets={NONE}, for codes alone"
         )
     yield from _laid_out(recipe, student, teacher, layout)
 

@@ -25,6 +25,11 @@ def frozen_code_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> I
     if shape.lora is None or not holds_codes(shape):
         return
     base = f"model.lora.base={shape.lora.base}"
+    if layout.tp > 1 and shape.lora.scheme is not None and shape.lora.scheme.activations != "same":
+        yield (
+            f"{base} rounds each row of activations as a whole, and layout.tp={layout.tp} cuts rows: take layout.tp=1, "
+            "or model.lora.base=nf4-double"
+        )
     if layout.compile == "on":
         yield f"{base} restores matrices in parts, which layout.compile=on does not compile: take layout.compile=off"
     if layout.cuda_graphs == "on":

@@ -16,6 +16,8 @@ from meshwright.spec.scheme_names import scheme_named
 SAME = "same"
 """As `base`: frozen matrices are held as all weights are."""
 LARGEST_RANK = 2**16
+NONE = "none"
+"""As `targets`: no matrix has an adapter. Of a teacher, whose matrices may be codes and are not trained."""
 NAMES = {
     "attention": ("q", "k", "v", "o", "q_down", "q_up", "kv_down", "kv_up"),
     "mlp": ("gate", "up", "down"),
@@ -32,14 +34,15 @@ class LoRAShape:
     alpha: float = 32.0
     """What the adapter adds is multiplied by alpha / rank."""
     targets: str = "all"
-    """Matrices with an adapter: `all`, `attention`, `mlp`, or names, as q,v (attention: q k v o, mlp: gate up down)."""
+    """Matrices with an adapter: `all`, `attention`, `mlp`, or names, as q,v (attention: q k v o, mlp: gate up down).
+    `none` is for a teacher, whose matrices `base` holds as codes."""
     dropout: float = 0.0
     """Share of the adapter's input set to 0 while training."""
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead, for large ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
     base: str = SAME
     """How the frozen matrices are held: `same`, as all weights, or a scheme of quantization that restores them for each
-    product: nf4-double, nf4, int4-hqq ... (QLoRA), or the layout of a quantized folder, as int4-g128-zeros-fp16."""
+    product: nf4-double, nf4, int4-hqq ... (QLoRA), llm-int8, or the layout of a folder, as int4-g128-zeros-fp16."""
     dora: bool = False
     """Train the length of each row of the sum apart from its direction (Liu et al. 2024, arXiv:2402.09353)."""
 
@@ -51,13 +54,13 @@ class LoRAShape:
         if not 0 <= self.dropout < 1:
             raise PlanError(f"model.lora.dropout={self.dropout} must lie in [0, 1)")
         if self.base != SAME and (self.scheme is None or not self.scheme.trains_beside):
-            known_bases = [name for name, scheme in SCHEMES.items() if scheme.trains_beside]
+            known_bases = [name for name in SCHEMES if (one := scheme_named(name)) and one.trains_beside]
             raise PlanError(
                 f"model.lora.base={printable(self.base)} holds no matrices beside which adapters are trained: take "
                 f"same, {', '.join(known_bases)}, or a layout as int4-g128-zeros-fp16"
             )
         known = [name for names in NAMES.values() for name in names]
-        for name in self.targets.split(","):
+        for name in self.targets.split(",") if self.targets != NONE else ():
             if name not in ("all", *NAMES, *known):
                 raise PlanError(
                     f"model.lora.targets={printable(self.targets)}: {name!r} names no matrix; take all, attention, "
@@ -66,7 +69,7 @@ class LoRAShape:
 
     def without(self, matrices: Sequence[str]) -> list[str]:
         """Names that were given and are not among a layer's matrices."""
-        groups = ("all", *NAMES)
+        groups = ("all", NONE, *NAMES)
         return [name for name in self.targets.split(",") if name not in groups and name not in matrices]
 
     @property

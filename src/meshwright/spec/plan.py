@@ -9,6 +9,7 @@ from meshwright.spec.distillation_rules import distillation_violations
 from meshwright.spec.errors import IllegalLayout, PlanError, printable
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import batch_refusals, divisors, layout_violations, position_refusals
+from meshwright.spec.lora import NONE as NO_TARGETS
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.preference_rules import preference_violations
 from meshwright.spec.recipe import Recipe
@@ -169,6 +170,11 @@ class Plan:
         given = self.model, self.recipe, self.layout
         found = [*layout_violations(*given), *batch_refusals(*given), *self._noise_scale()]
         found += [no] if (no := self.cluster.device.without(self.recipe.precision)) else []
+        if self.model.lora is not None and self.model.lora.targets == NO_TARGETS:
+            found.append(
+                f"model.lora.targets={NO_TARGETS} is for teachers, and leaves nothing to train: take "
+                "model.lora.targets=all, or leave model.lora out"
+            )
         found += preference_violations(
             self.recipe, form=self.data.form, train_on=self.data.train_on, packing=self.data.packing
         )

@@ -58,6 +58,8 @@ NF4 = (
 PIECE = 2**22
 """Elements of a matrix that are quantized or restored at a time, so that what this takes beside the result stays
 small."""
+PUBLISHED_THRESHOLD = 6.0
+"""Of LLM.int8()'s outliers, and bitsandbytes' where none is given."""
 DOUBLED = 256
 """Scales that share a scale of their own, where these are codes, too (QLoRA, section 3)."""
 
@@ -86,7 +88,7 @@ class Scheme:
     outliers: Outliers = "none"
     """Which columns stay in 16 bit: none; a set found on text before; or those above `threshold` in the batch at hand,
     as the paper has it (Dettmers et al. 2022, arXiv:2208.07339)."""
-    threshold: float = 6.0
+    threshold: float = PUBLISHED_THRESHOLD
     """Of an activation that is an outlier."""
     expected_kl: tuple[float, float] = (0.0, 0.0)
     """Nats per token between the model before and after: what is usual."""
@@ -134,8 +136,13 @@ class Scheme:
     @property
     def trains_beside(self) -> bool:
         """Whether adapters can be trained beside such weights: products take restored weights and inputs as they are,
-        so that the gradient of an input is the one of what was computed."""
-        return self.activations == "same" and self.outliers == "none" and not self.calibrated
+        so that the gradient of an input is the one of what was computed; or they are LLM.int8()'s, with outliers of the
+        batch in 16 bit, whose gradient is that of the restored weights (Dettmers et al. 2022, appendix)."""
+        if self.calibrated:
+            return False
+        plain = self.activations == "same" and self.outliers == "none"
+        rounded = self.activations == "int8" and self.outliers == "threshold" and self.scales == "float32"
+        return plain or (rounded and self.threshold == PUBLISHED_THRESHOLD)
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many inputs; the last group may be short."""

@@ -24,9 +24,15 @@ KINDS: Mapping[str, Codes] = {"int": "integer", "nf": "nf4", "fp": "e4m3"}
 FORM = re.compile(r"(?P<kind>int|nf|fp)(?P<bits>\d)-(g(?P<group>\d+)|rows)-(?P<zeros>[a-z]+)-(?P<scales>[a-z]+\d*)")
 
 
+LLM_INT8 = replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold")
+"""As frozen matrices are held beside adapters: as bitsandbytes holds them, outliers found in the batch at hand."""
+
+
 @lru_cache(maxsize=64)
 def scheme_named(name: str) -> Scheme | None:
     """Of the table, or of the form above; None = there is no such scheme."""
+    if name == LLM_INT8.name:
+        return LLM_INT8
     if name in SCHEMES:
         return SCHEMES[name]
     found = FORM.fullmatch(name)
@@ -52,7 +58,9 @@ def scheme_named(name: str) -> Scheme | None:
 
 def base_name(scheme: Scheme) -> str:
     """The name under which `scheme_named` finds the layout of a folder's codes, however they were found. The scheme is
-    one of weights alone."""
+    one of weights alone, or LLM_INT8."""
+    if scheme.activations != "same":
+        return LLM_INT8.name
     word = {zeros: word for word, (zeros, _) in ZEROS.items()}[scheme.zeros]
     scales = {dtype: word for word, dtype in SCALES.items()}[scheme.scales]
     kind = {codes: kind for kind, codes in KINDS.items()}[scheme.codes]

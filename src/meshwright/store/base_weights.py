@@ -23,7 +23,7 @@ from meshwright.model.quantized_formats.quantized_folder import (
 )
 from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.plan import RANDOM
 
 OTHERWISE = "or model.init=random for new weights"
@@ -38,6 +38,8 @@ class BaseFolder:
     """What it holds as codes; None = numbers alone."""
     base: str = ""
     """As which model.lora.base."""
+    refusal: HubError | None = None
+    """Why nothing can be trained beside its codes."""
 
     def weights(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
         """By our names, as files have them, a tensor or a matrix at a time; of what is not wanted nothing is read."""
@@ -46,13 +48,25 @@ class BaseFolder:
         return decoded_weights(self.hub.path, self.codes, wanted)
 
 
-def open_base(path: Path) -> BaseFolder:
-    """HubError where it is none, is damaged, or holds codes that nothing can be trained beside."""
+def open_weights(path: Path) -> BaseFolder:
+    """A folder of numbers or of codes, whether anything can be trained beside them or not. HubError where it is none,
+    or is damaged."""
     hub = open_folder(path)
     if not is_quantized(path):
         return BaseFolder(hub=hub)
     codes = open_quantized(hub)
-    return BaseFolder(hub=hub, codes=codes, base=base_of(hub, codes))
+    try:
+        return BaseFolder(hub=hub, codes=codes, base=base_of(hub, codes))
+    except HubError as error:
+        return BaseFolder(hub=hub, codes=codes, refusal=error)
+
+
+def open_base(path: Path) -> BaseFolder:
+    """HubError where it is none, is damaged, or holds codes that nothing can be trained beside."""
+    found = open_weights(path)
+    if found.refusal is not None:
+        raise found.refusal
+    return found
 
 
 def folder_of_weights(plan: Plan) -> BaseFolder:

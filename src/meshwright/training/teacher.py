@@ -14,22 +14,26 @@ from torch import Tensor
 
 from meshwright.data import Tokenizer
 from meshwright.kernels.divergence_rows import DistillationLoss, Divergence
-from meshwright.model.hub import HubFolder, import_folder
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.model.hub import HubFolder
 from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.hub.weights import stored_weights
 from meshwright.model.predictions import Predictions
+from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel import Engine, Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import digest
-from meshwright.parallel.data import local
+from meshwright.parallel.data import local, take_codes
 from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
+from meshwright.store.base_weights import BaseFolder, open_weights
 from meshwright.store.commit import NAME
 from meshwright.store.model_weights import final_weights, locate
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.batches import Batch
 from meshwright.training.distillation import Distillation, form_of
+from meshwright.training.kept_bytes import codes
 from meshwright.training.precision import DTYPES
 from meshwright.training.pretrained import means_the_same
 from meshwright.training.staged_teacher import StagedTeacher
@@ -45,16 +49,31 @@ class TeacherFolder:
     path: Path
     shape: ModelShape
     tokenizer: Path | None
-    hub: HubFolder | None
+    base: BaseFolder | None
     """None: it is a run."""
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """By our names, a tensor at a time. HubError, CheckpointError where they are damaged."""
-        if self.hub is not None:
-            yield from stored_weights(self.path, self.shape)
+    @property
+    def hub(self) -> HubFolder | None:
+        """Of a Hugging Face folder what else it says."""
+        return None if self.base is None else self.base.hub
+
+    @property
+    def codes(self) -> str:
+        """As which `model.lora.base` its matrices are held there; empty = as numbers, or as codes of several kinds."""
+        return "" if self.base is None else self.base.base
+
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
+        """By our names, a tensor or a matrix of codes at a time. HubError, CheckpointError where they are damaged."""
+        if self.base is not None:
+            yield from self.base.weights()
             return
         run, found = locate(self.path)
         yield from final_weights(run.plan, found, dtype)
+
+    def numbers(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """As weights, with numbers in `dtype` for codes."""
+        for name, found in self.weights(dtype):
+            yield name, found.restored(dtype) if isinstance(found, QuantizedMatrix) else found
 
     def fingerprint(self) -> str:
         """Of its weights: of a run those of its newest checkpoint that is whole, which all ranks look for."""
@@ -71,9 +90,9 @@ def folder_of(path: Path) -> TeacherFolder:
     if (path / "plan.yaml").is_file():
         run = RunFolder.open(path)
         tokenizer = run.tokenizer if run.tokenizer.is_file() else None
-        return TeacherFolder(path=path, shape=run.plan.model.base, tokenizer=tokenizer, hub=None)
-    hub = import_folder(path)
-    return TeacherFolder(path=path, shape=hub.shape, tokenizer=hub.tokenizer, hub=hub)
+        return TeacherFolder(path=path, shape=run.plan.model.base, tokenizer=tokenizer, base=None)
+    base = open_weights(path)
+    return TeacherFolder(path=path, shape=base.hub.shape, tokenizer=base.hub.tokenizer, base=base)
 
 
 def check_teacher(plan: Plan) -> None:
@@ -87,13 +106,19 @@ def check_teacher(plan: Plan) -> None:
             f"run, {OTHERWISE}"
         )
     folder = folder_of(Path(plan.teacher_init))
-    for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.teacher).items()):
+    for theirs, ours in zip_longest(tensor_sizes(folder.shape).items(), tensor_sizes(plan.teacher.base).items()):
         if theirs != ours:
             there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
             raise PlanError(
                 f"teacher.init={plan.teacher_init} holds the weights of another shape: {there} there, {here} in the "
                 f"plan; take teacher={plan.teacher_init} without changes of its sizes"
             )
+    asked = plan.teacher.lora.base if plan.teacher.lora else ""
+    if asked and folder.codes not in ("", asked):
+        raise PlanError(
+            f"teacher.lora.base={asked} would round again what teacher.init={plan.teacher_init} holds as "
+            f"{folder.codes}: take teacher.lora.base={folder.codes}"
+        )
     if folder.tokenizer is None and plan.data.tokenizer == "auto":
         raise PlanError(
             f"teacher.init={plan.teacher_init} has no tokenizer.json, and it knows no other tokens: give "
@@ -175,16 +200,23 @@ def build_teacher(plan: Plan, mesh: Mesh, device: torch.device) -> Engine:
 
 
 @torch.no_grad()
-def fill(engine: Engine, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Put whole tensors, by name, into what this rank holds of them."""
+def fill(engine: Engine, weights: Iterator[tuple[str, Tensor | QuantizedMatrix]]) -> None:
+    """Put whole tensors, by name, into what this rank holds of them: numbers into codes where it holds codes, and codes
+    that it has no room for as the numbers that they stand for."""
     boxes, buffers = engine.local_boxes(), engine.buffers
+    coded = frozen_codes(engine.stages, engine.model.shape)
     places = {name: local(parameter.detach()) for name, parameter in engine.parameters.items()}
     for name, tensor in weights:
-        if name in places:
+        if name in coded:
+            if isinstance(tensor, Tensor):
+                tensor = quantize_matrix(name, tensor.to(coded[name].device), coded[name].scheme)
+            take_codes(coded[name], tensor)
+        elif name in places:
+            tensor = tensor if isinstance(tensor, Tensor) else tensor.restored(places[name].dtype)
             box = boxes[name]
             part = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
             places[name].copy_(tensor[part])
-        elif name in buffers:
+        elif name in buffers and isinstance(tensor, Tensor):
             buffers[name].copy_(tensor)
 
 
@@ -208,8 +240,8 @@ def beside(engine: Engine, shared: int = 0) -> OnlineTeacher | StagedTeacher:
 
 
 def teacher_tensors(objective: Objective) -> list[Tensor]:
-    """Parameters and buffers of a teacher that stands beside the model; none where there is no such teacher."""
+    """Parameters, codes and buffers of a teacher that stands beside the model; none where there is no such teacher."""
     if not isinstance(objective, Distillation) or objective.teacher is None:
         return []
     engine = objective.teacher.engine
-    return [*engine.parameters.values(), *engine.buffers.values()]
+    return [*engine.parameters.values(), *codes(engine), *engine.buffers.values()]

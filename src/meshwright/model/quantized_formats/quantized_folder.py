@@ -64,7 +64,7 @@ def base_of(folder: HubFolder, model: QuantizedModel) -> str:
     held: dict[Scheme, str] = {}
     for name, scheme in model.schemes.items():
         held.setdefault(layout(scheme), name)
-        if not layout(scheme).trains_beside:
+        if not replace(layout(scheme), threshold=scheme.threshold).trains_beside:
             raise HubError(
                 f"{folder.path} is quantized with activations that products round, too ({scheme.name}), and adapters "
                 f"are trained beside weights alone: {WHOLE}"

@@ -141,13 +141,13 @@ def layer_transient(of: "Local", routed: Routed | None) -> float:
 def _norm_kept(of: "Local", name: str) -> tuple[KeptBytes, KeptBytes]:
     """The residual stream at this point, and the normed input of the matrices behind."""
     stream = of.between * of.shape.hidden * of.stack.norm_kept * of.width / 2
-    regathers = of.stack.regather and of.sp and not holds_codes(of.shape)  # beside codes what was gathered is kept
-    normed = of.between_bytes if regathers else of.hidden_bytes
+    coded = of.sp and holds_codes(of.shape)  # beside codes what was gathered is kept, which no norm has made
+    normed = of.between_bytes if of.stack.regather and of.sp and not coded else of.hidden_bytes
     core = of.stack.selective == "core"
     first = of.between_bytes if name == "attention" else 0.0
     return (
         KeptBytes(f"{name} norm input", stream, stream if core else first),
-        KeptBytes(f"{name} norm output", normed, normed if core else 0.0, "norm"),
+        KeptBytes(f"{name} norm output", normed, normed if core else 0.0, "" if coded else "norm"),
     )
 
 

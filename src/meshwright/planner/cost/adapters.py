@@ -174,19 +174,20 @@ READS = ({"q", "k", "v", "q_down", "kv_down"}, {"gate", "up"})
 
 
 def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
-    """From a split backward pass to the gradients of adapters: of each its input, once where several read it, what B
-    multiplies, and the gradients of both results."""
+    """From a split backward pass to the gradients of adapters: of each its input, once where several read it and
+    dropout leaves it as it is, what B multiplies, and the gradients of both results."""
     lora, inputs = of.shape.lora, dict[str, float]()
     assert lora is not None
     found = 0.0
     for name, out in _dense(of, widths, routed):
         if lora.adapts(name):
-            read = next((min(group) for group in READS if name in group), name)
+            read = name if lora.dropout else next((min(group) for group in READS if name in group), name)
             inputs[read] = _read(of, widths, routed, name)
             found += of.tokens * (out + 2 * lora.rank) * of.width
     found += of.tokens * sum(inputs.values()) * of.width
     for name in ("gate", "up", "down")[2 - of.gates :]:
         if routed and lora.adapts(name):
-            wide = routed.ffn + of.shape.hidden if name != "gate" or not lora.adapts("up") else routed.ffn
+            shared = name == "gate" and lora.adapts("up") and not lora.dropout
+            wide = routed.ffn if shared else routed.ffn + of.shape.hidden
             found += routed.copies * (wide + 2 * lora.rank) * of.width
     return found

@@ -4,7 +4,7 @@ gathers under ZeRO-3 are counted in bytes and not in time."""
 
 from dataclasses import replace
 
-from meshwright.planner.cost import activations
+from meshwright.planner.cost import activations, adapters
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.states import counts
 from meshwright.planner.memory.rank_memory import RankMemory
@@ -35,7 +35,8 @@ def pass_cost(teacher: SharedCosts, layout: Layout) -> MicroBatchCost:
     is held for a moment."""
     own = teacher_layout(layout, teacher.shape)
     of, _ = teacher.parts(own)
-    logits = activations.divergence_chunk(of, BUFFERS) + _gathered_bytes(teacher, own)
+    restored = max(adapters.restored_bytes(of, group) for group in ("attention", "mlp", "expert"))
+    logits = max(activations.divergence_chunk(of, BUFFERS), restored) + _gathered_bytes(teacher, own)
     forward_s = 0.0 if layout.pp > 1 else teacher.stages(own)[0].forward_s
     return MicroBatchCost(forward_s=forward_s, logits=activations.Logits(0.0, 0.0, logits))
 
@@ -45,9 +46,9 @@ def _gathered_bytes(teacher: SharedCosts, own: Layout) -> float:
     if not own.zero:
         return 0.0
     shape = teacher.shape
-    last = counts(shape, own, (), first=shape.tied, last=True).gathered
-    block = counts(shape, own, (shape.layers - 1,), first=False, last=False).gathered if own.pp == 1 else 0
-    return float((last + block) * _width(teacher))
+    last = counts(shape, own, (), first=shape.tied, last=True).gathered * _width(teacher)
+    block = counts(shape, own, (shape.layers - 1,), first=False, last=False)
+    return float(last + (block.gathered * _width(teacher) + block.codes_gathered if own.pp == 1 else 0))
 
 
 def _width(teacher: SharedCosts) -> int:
@@ -58,7 +59,7 @@ def held_bytes(teacher: SharedCosts, layout: Layout, rank: int) -> float:
     """Of the weights of a pipeline rank."""
     own = teacher_layout(layout, teacher.shape)
     count = teacher.held(own, rank)
-    return float((count.shard if own.zero else count.whole) * _width(teacher))
+    return float((count.shard if own.zero else count.whole) * _width(teacher) + count.codes)
 
 
 def before_step(teacher: SharedCosts, time: StepTime, layout: Layout, micro_batches: int) -> StepTime:
@@ -99,7 +100,8 @@ def with_states(teacher: SharedCosts, one: RankMemory, layout: Layout, rank: int
     before = {**one.kinds, "gradients": 0.0, "logits": 0.0, "temporaries": 0.0, "activations": waits + of.hidden_bytes}
     if own.zero:  # the whole stage, and what two blocks were gathered into
         block = counts(teacher.shape, own, (teacher.shape.layers - 1,), first=False, last=False).gathered
-        before["parameters"] = float(teacher.held(own, rank).gathered * _width(teacher))
+        held = teacher.held(own, rank)
+        before["parameters"] = float(held.gathered * _width(teacher) + held.codes)
         before["buffers"] = float(2 * block * _width(teacher))
     if sum(before.values()) > one.total_bytes:
         return replace(one, kinds=before, when="teacher's forward passes")
