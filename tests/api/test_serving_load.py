@@ -32,7 +32,7 @@ from tests.cli.toy import call, refused, train, write_texts
 
 RATES = EngineRates(
     step_s=1e-3, sequence_s=1e-5, logit_s=1e-9, layer_s=5e-4, token_layer_s=1e-9, cached_bytes_per_s=5e9,
-    prompt_flop_per_s=2e10, products=RateGrid(((2.0**20,), (1.0, 512.0), (64.0,), (64.0,)), (1e9, 5e10)),
+    prompt_flop_per_s=2e10, products=RateGrid(((1e6,), (1.0, 512.0), (64.0,), (64.0,)), (1e9, 5e10)),
 )  # fmt: skip
 
 

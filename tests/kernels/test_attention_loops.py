@@ -1,4 +1,4 @@
-"""Compiled attention over blocks, in all forms that they keep and on both sides of the widths that have their own loop."""
+"""Compiled attention over blocks, in all forms that they keep, for widths with a loop of their own and others."""
 
 import pytest
 import torch
