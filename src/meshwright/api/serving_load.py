@@ -93,7 +93,7 @@ def dry(shape: ModelShape, blocks: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True, eq=False)
-class _Sent:
+class _LoadRequest:
     """A request, and the steps behind which it was sent, had its first token, and ended."""
 
     request: ServedRequest
@@ -113,7 +113,7 @@ class LoadRun:
         room = places * (_blocks(load) + 1) * self._block_bytes
         self.engine = ServingEngine(model, EngineOptions(most_sequences=places, cache_bytes=room, block=BLOCK))
         self.engine.run([_sent(self.engine, load, 10**6 + one, tokens=2) for one in range(2)])
-        self._most, self._requests = 0, list[_Sent]()
+        self._most, self._requests = 0, list[_LoadRequest]()
 
     @property
     def cache_bytes(self) -> int:
@@ -123,11 +123,11 @@ class LoadRun:
     def play(self, clock: Clock) -> list[float]:
         """Seconds of each step, with what is sent before it."""
         load, engine, places = self._load, self.engine, round(self._load.concurrency)
-        growing, seconds, self._requests = list[_Sent](), list[float](), []
+        growing, seconds, self._requests = list[_LoadRequest](), list[float](), []
         began = clock()
         while len(self._requests) < load.waves * places or growing:
             while len(growing) < places and len(self._requests) < load.waves * places:
-                growing.append(_Sent(_sent(engine, load, len(self._requests)), len(seconds)))
+                growing.append(_LoadRequest(_sent(engine, load, len(self._requests)), len(seconds)))
                 self._requests.append(growing[-1])
             engine.step()
             seconds.append((now := clock()) - began)
@@ -152,7 +152,7 @@ class LoadRun:
         )
 
 
-def _has_ended(one: _Sent, step: int) -> bool:
+def _has_ended(one: _LoadRequest, step: int) -> bool:
     if one.request.answers[0].ids and not one.first:
         one.first = step
     if one.request.ended:
