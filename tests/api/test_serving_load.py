@@ -31,8 +31,8 @@ from meshwright.spec.errors import PlanError
 from tests.cli.toy import call, refused, train, write_texts
 
 RATES = EngineRates(
-    step_s=1e-3, sequence_s=1e-5, layer_s=5e-4, token_layer_s=1e-9, cached_bytes_per_s=5e9,
-    products=RateGrid(((1.0, 512.0), (64.0,), (64.0,)), (1e9, 5e10)),
+    step_s=1e-3, sequence_s=1e-5, logit_s=1e-9, layer_s=5e-4, token_layer_s=1e-9, cached_bytes_per_s=5e9,
+    prompt_flop_per_s=2e10, products=RateGrid(((1e6,), (1.0, 512.0), (64.0,), (64.0,)), (1e9, 5e10)),
 )  # fmt: skip
 
 
@@ -73,7 +73,8 @@ def test_slower_machines_are_planned_slower() -> None:
     assert seconds(step_s=2e-3) == pytest.approx(plain + 1e-3)
     assert seconds(layer_s=6e-4) == pytest.approx(plain + 6 * 1e-4)
     assert seconds(sequence_s=2e-5) == pytest.approx(plain + 4 * 1e-5)
-    kept = 4 * 256 * 6 * 2 * 2 * 32 * 4.0
+    assert seconds(logit_s=2e-9) == pytest.approx(plain + 4 * 2048 * 1e-9)
+    kept = 4 * 256 * 6 * 2 * 6 * 32 * 4.0
     assert seconds(cached_bytes_per_s=2.5e9) == pytest.approx(plain + kept / 5e9)
 
 
@@ -153,5 +154,5 @@ def test_a_served_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.C
 
 def test_rates_of_this_machine_are_numbers_above_zero() -> None:
     found = engine_rates(replace(QUICK, steps=2, long=64))
-    assert min(found.step_s, found.sequence_s, found.layer_s, found.cached_bytes_per_s) > 0
-    assert found.token_layer_s >= 0 and min(found.products.values) > 0
+    assert min(found.step_s, found.sequence_s, found.layer_s, found.cached_bytes_per_s, found.prompt_flop_per_s) > 0
+    assert min(found.token_layer_s, found.logit_s) >= 0 and min(found.products.values) > 0

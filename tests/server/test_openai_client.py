@@ -367,7 +367,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "store": ("chat", {"store": True}, "store", "unsupported_parameter"),
     "min_tokens": ("both", {"min_tokens": 3}, "min_tokens", "unsupported_parameter"),
     "suffix": ("completion", {"suffix": "end"}, "suffix", "unsupported_parameter"),
-    "best_of": ("completion", {"best_of": 3, "n": 2}, "best_of", "invalid_value"),
+    "best_of": ("completion", {"best_of": 1, "n": 2}, "best_of", "invalid_value"),
     "temperature": ("both", {"temperature": -1}, "temperature", "invalid_value"),
     "temperature as text": ("both", {"temperature": "0.5"}, "temperature", "invalid_value"),
     "top_p": ("both", {"top_p": 0}, "top_p", "invalid_value"),

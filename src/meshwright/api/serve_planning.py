@@ -22,6 +22,7 @@ from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.planner.serving.frameworks import FRAMEWORKS, MESHWRIGHT, VLLM, Framework
 from meshwright.planner.serving.measured_kernels import MeasuredKernels
 from meshwright.planner.serving.number_formats import FORMATS, formats_of
+from meshwright.planner.serving.serving_memory import weights_bytes
 from meshwright.planner.serving.serving_plan import (
     CurvePoint,
     ServingAsked,
@@ -288,10 +289,11 @@ def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[
     """Steps of Meshwright's engine by its own rates on a machine."""
 
     def timed(of: Deployment) -> StepTimes:
+        sequence_s = rates.sequence_s + rates.logit_s * of.model.shape.vocab
         rules = of.framework._replace(
-            layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=rates.sequence_s * 1e6
+            layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=sequence_s * 1e6, fuses=True
         )
-        return StepTimes(replace(of, framework=rules), EngineKernels(speeds, links, rates))
+        return StepTimes(replace(of, framework=rules), EngineKernels(speeds, links, rates, weights_bytes(of)))
 
     return timed
 

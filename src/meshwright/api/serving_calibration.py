@@ -1,151 +1,201 @@
 """Measures what the serving engine reaches on this machine: real steps of models that have little to compute, a long
-context, and products of few rows. A part of `calibrate`."""
+context, prompts, and products as the engine has them. A part of `calibrate`."""
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
+from statistics import mean
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels import fast
+from meshwright.kernels.compiled import library
+from meshwright.kernels.linear import linear
+from meshwright.kernels.prepared_product import PreparedProduct, prepared_product
 from meshwright.model import Transformer, build
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.spec.inventory import num_parameters
 from meshwright.spec.shape import ModelShape
+
+Clock = Callable[[], float]
+"""Seconds. Of one thread's processor time, other programs on the machine change little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEffort:
     """How much is measured."""
 
-    rows: tuple[float, ...] = (1, 2, 4, 8, 16, 64, 256, 512)
+    rows: tuple[float, ...] = (1, 2, 4, 8, 16, 32, 64, 65, 128, 512)
+    """On both sides of the number at which the engine takes another library's products."""
     dims: tuple[float, ...] = (64, 256, 1024, 4096)
+    pools: tuple[int, ...] = (2**18, 2**21, 2**23, 2**25)
+    """Numbers of all weights that products take in turn, fp32: from what a core's own cache holds to more than all."""
     steps: int = 40
     rounds: int = 5
-    window_s: float = 0.004
-    pool: int = 2**25
-    """Numbers of all weights that products take in turn, fp32: more than caches hold."""
+    window_s: float = 0.003
     long: int = 1024
     """Tokens of the long context."""
+    prompts: tuple[int, int] = (128, 512)
+    """Tokens of prompts that are one step each."""
+    vocab: int = 8192
+    """Of the model whose logits are many."""
 
 
-QUICK = ServingEffort(rows=(1, 16), dims=(64, 256), steps=6, rounds=1, window_s=0.001, pool=2**18, long=128)
+QUICK = ServingEffort(
+    rows=(1, 16), dims=(64, 256), pools=(2**16, 2**18), steps=6, rounds=1, window_s=0.001, long=128, prompts=(32, 128),
+    vocab=1024,
+)  # fmt: skip
 
 
-def engine_rates(effort: ServingEffort | None = None) -> EngineRates:
-    """Some ten seconds; a second with QUICK. On the CPU, with the threads that torch has."""
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Times of steps without their products."""
+
+    effort: ServingEffort
+    clock: Clock
+    grid: RateGrid
+
+    def step(self, layers: int, batch: int, context: int, hidden: int = 64, vocab: int = 256) -> float:
+        """Of decoding."""
+        shape = _shape(layers, hidden, 2 * context + self.effort.steps + 64, vocab)
+        seconds = _step_s(shape, batch, context, self.effort, self.clock)
+        return max(1e-7, seconds - _products_s(shape, batch, batch, self.grid))
+
+    def prompt(self, layers: int, tokens: int, hidden: int) -> float:
+        """Of reading a prompt."""
+        shape = _shape(layers, hidden, tokens + 64, 256)
+        return _prompt_s(shape, tokens, self.effort, self.clock) - _products_s(shape, tokens, 1, self.grid)
+
+
+def engine_rates(effort: ServingEffort | None = None, clock: Clock = time.perf_counter) -> EngineRates:
+    """Half a minute; a second with QUICK. On the CPU, with the threads that torch has."""
     effort = effort or ServingEffort()
-    grid = _products(effort)
-
-    def rest(layers: int, batch: int, context: int, hidden: int = 64) -> float:
-        """Of a decoding step, without its products."""
-        shape = _shape(layers, hidden, 2 * context + effort.steps + 64)
-        return max(1e-7, _step_s(shape, batch, context, effort) - _products_s(shape, batch, grid))
-
-    one, deep = rest(1, 1, 16), rest(5, 1, 16)
-    wide = rest(1, 8, 16)
+    probe = _Probe(effort, clock, _products(effort, clock))
+    one, deep, wide = probe.step(1, 1, 16), probe.step(5, 1, 16), probe.step(1, 8, 16)
+    logit_s = max(0.0, probe.step(1, 8, 16, vocab=effort.vocab) - wide) / (8 * (effort.vocab - 256))
     layer_s = max(1e-7, (deep - one) / 4)
-    sequence_s = max(1e-8, (wide - one) / 7)
-    long, short = rest(4, 8, effort.long, 256), rest(4, 8, 16, 256)
-    read = 4 * 8 * (effort.long - 16) * 2 * 128 * 4.0
-    chunk = _shape(4, 256, 600)
-    prompt_s = _prompt_s(chunk, 256, effort) - _products_s(chunk, 256, grid)
-    token_layer_s = max(0.0, prompt_s - one - 4 * layer_s) / (4 * 256 * 256)
+    sequence_s = max(1e-8, (wide - one) / 7 - 256 * logit_s)
+    long, short = probe.step(4, 8, effort.long, 256), probe.step(4, 8, 16, 256)
+    read = 4 * 8 * (effort.long - 16) * 2 * 256 * 4.0
+    linear_s, square_s = _by_tokens(*((n, probe.prompt(4, n, 256) - one - 4 * layer_s) for n in effort.prompts))
     return EngineRates(
-        step_s=max(1e-7, one - layer_s - sequence_s), sequence_s=sequence_s, layer_s=layer_s,
-        token_layer_s=token_layer_s, cached_bytes_per_s=read / max(1e-6, long - short), products=grid,
+        step_s=max(1e-7, one - layer_s - sequence_s - 256 * logit_s), sequence_s=sequence_s, logit_s=logit_s,
+        layer_s=layer_s, token_layer_s=linear_s / (4 * 256), cached_bytes_per_s=read / max(1e-6, long - short),
+        prompt_flop_per_s=2.0 * 4 * 256 / square_s, products=probe.grid,
     )  # fmt: skip
 
 
-def _shape(layers: int, hidden: int, positions: int) -> ModelShape:
+def _by_tokens(short: tuple[int, float], long: tuple[int, float]) -> tuple[float, float]:
+    """Seconds of prompts by their tokens -> (for each token, for each pair)."""
+    each_short, each_long = (max(1e-9, seconds / tokens) for tokens, seconds in (short, long))
+    square = max(1e-12, (each_long - each_short) / (long[0] - short[0]))
+    return max(0.0, each_short - square * short[0]), square
+
+
+def _shape(layers: int, hidden: int, positions: int, vocab: int) -> ModelShape:
     return ModelShape(
-        name="probe", vocab=256, layers=layers, hidden=hidden, heads=hidden // 32, kv_heads=hidden // 64,
-        ffn=2 * hidden, max_positions=positions, tied=True,
+        name="probe", vocab=vocab, layers=layers, hidden=hidden, heads=max(2, hidden // 64),
+        kv_heads=max(1, hidden // 128), ffn=2 * hidden, max_positions=positions, tied=True,
     )  # fmt: skip
 
 
-def _products_s(shape: ModelShape, rows: int, grid: RateGrid) -> float:
-    """Of all products of a step with so many tokens, read from the grid as the planner reads it."""
-    hidden, ffn = shape.hidden, shape.ffn
-    key = shape.kv_heads * shape.head_dim
-    layer = [
-        (hidden, hidden),
-        (hidden, key),
-        (hidden, key),
-        (hidden, hidden),
-        (hidden, ffn),
-        (hidden, ffn),
-        (ffn, hidden),
-    ]
-    sizes = [*(layer * shape.layers), (hidden, shape.vocab)]
-    return sum(2.0 * rows * k * n / grid.at(rows, k, n) for k, n in sizes)
+def _products_s(shape: ModelShape, rows: int, logits: int, grid: RateGrid) -> float:
+    """Of all products of a step with so many tokens and rows of logits, read from the grid as the planner reads it."""
+    hidden, ffn, weights = shape.hidden, shape.ffn, 4.0 * num_parameters(shape)
+    inner = hidden + 2 * shape.kv_heads * shape.head_dim
+    layer = [(rows, hidden, inner), (rows, hidden, hidden), (rows, hidden, 2 * ffn), (rows, ffn, hidden)]
+    sizes = [*(layer * shape.layers), (logits, hidden, shape.vocab)]
+    return sum(2.0 * m * k * n / grid.at(weights, m, k, n) for m, k, n in sizes)
 
 
-def _products(effort: ServingEffort) -> RateGrid:
-    """By the kernel that the engine's model calls, inputs (m, k) and weights (n, k). Each call takes the next of many
-    weights: those of a model have left the cache when its next step begins."""
-    linear, rates = fast().linear, dict[tuple[float, float, float], float]()
-    pool = torch.randn(effort.pool)
-    with torch.no_grad():
+def _products(effort: ServingEffort, clock: Clock) -> RateGrid:
+    """By the products that the engine prepares, inputs (m, k) and weights (n, k). Each call takes the next of many
+    weights, as a step of a model does, whose matrices are as large together."""
+    rates = dict[tuple[float, ...], float]()
+    numbers = torch.randn(max(effort.pools))
+    with torch.no_grad(), library.used(library.compiled()):
         for k, n in product(effort.dims, effort.dims):
-            weights = pool[: pool.numel() // int(k * n) * int(k * n)].view(-1, int(n), int(k)).unbind()
+            every = numbers[: max(1, numbers.numel() // int(k * n)) * int(k * n)].view(-1, int(n), int(k))
+            ready = [_product(one) for one in every]
             for m in effort.rows:
-                call = partial(_next_product, linear, torch.randn(int(m), int(k)), cycle(weights))
-                rates[m, k, n] = 2 * m * k * n / _quartile(call, effort)
-    places = product(effort.rows, effort.dims, effort.dims)
-    return RateGrid((effort.rows, effort.dims, effort.dims), tuple(rates[place] for place in places))
+                rates.update(_by_pool(ready, torch.randn(int(m), int(k)), (m, k, n), effort, clock))
+    places = product((4.0 * one for one in effort.pools), effort.rows, effort.dims, effort.dims)
+    return RateGrid(
+        (tuple(4.0 * one for one in effort.pools), effort.rows, effort.dims, effort.dims),
+        tuple(rates[place] for place in places),
+    )
 
 
-def _next_product(linear: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Iterator[Tensor]) -> Tensor:
-    return linear(x, next(weights))
+def _by_pool(
+    ready: list[Callable[[Tensor], Tensor]], x: Tensor, sizes: tuple[float, ...], effort: ServingEffort, clock: Clock
+) -> Iterator[tuple[tuple[float, ...], float]]:
+    """FLOP per second of one product, by the bytes of all weights and its sizes."""
+    m, k, n = sizes
+    known = dict[int, float]()
+    for pool in effort.pools:
+        count = min(len(ready), max(1, pool // int(k * n)))
+        if count not in known:
+            known[count] = 2 * m * k * n / _least(partial(_next_product, x, cycle(ready[:count])), effort, clock)
+        yield (4.0 * pool, *sizes), known[count]
 
 
-def _quartile(run: Callable[[], object], effort: ServingEffort) -> float:
-    """Lower quartile over rounds of the mean of a window."""
+def _product(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """As the engine has it."""
+    found: PreparedProduct | None = prepared_product([weight], [None])
+    return found or partial(linear, weight=weight)
+
+
+def _next_product(x: Tensor, products: Iterator[Callable[[Tensor], Tensor]]) -> Tensor:
+    return next(products)(x)
+
+
+def _least(run: Callable[[], object], effort: ServingEffort, clock: Clock) -> float:
+    """The least of rounds of the mean of a window."""
     run()
     found = []
     for _ in range(effort.rounds):
-        count, start = 0, time.perf_counter()
-        while (now := time.perf_counter() - start) < effort.window_s or not count:
+        count, start = 0, clock()
+        while (now := clock() - start) < effort.window_s or not count:
             run()
             count += 1
         found.append(now / max(1, count))
-    return sorted(found)[len(found) // 4]
+    return min(found)
 
 
-def _step_s(shape: ModelShape, batch: int, context: int, effort: ServingEffort) -> float:
-    """Of a step in which `batch` sequences get a token: the mean, as some steps begin blocks; the least of rounds."""
+def _step_s(shape: ModelShape, batch: int, context: int, effort: ServingEffort, clock: Clock) -> float:
+    """Of a step in which `batch` sequences get a token: the mean, as some steps begin blocks; of each the least of
+    rounds."""
     engine = _engine(shape, batch)
-    found = []
-    for turn in range(min(3, effort.rounds)):
+    least = [float("inf")] * effort.steps
+    for turn in range(min(4, effort.rounds)):
         asked = RequestOptions(max_new_tokens=effort.steps + 2 + context * batch // 256, salt=None)
         requests = [engine.add(_prompt(context, turn * batch + number), asked) for number in range(batch)]
         while not all(request.answers[0].ids for request in requests):
             engine.step()
-        start = time.perf_counter()
-        for _ in range(effort.steps):
+        for place, before in enumerate(least):
+            start = clock()
             engine.step()
-        found.append((time.perf_counter() - start) / effort.steps)
+            least[place] = min(before, clock() - start)
         engine.run(requests)
-    return min(found)
+    return mean(least)
 
 
-def _prompt_s(shape: ModelShape, tokens: int, effort: ServingEffort) -> float:
+def _prompt_s(shape: ModelShape, tokens: int, effort: ServingEffort, clock: Clock) -> float:
     """Of a step that reads a prompt of so many tokens."""
     engine = _engine(shape, 1)
     found = []
     for number in range(max(3, effort.steps // 4)):
         request = engine.add(_prompt(tokens, number), RequestOptions(max_new_tokens=1, salt=None))
-        start = time.perf_counter()
+        start = clock()
         engine.run([request])
-        found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 4]
+        found.append(clock() - start)
+    return min(found)
 
 
 def _engine(shape: ModelShape, batch: int) -> ServingEngine:

@@ -1,12 +1,16 @@
 """A load run through the serving engine on this machine, beside what was planned and what a dry run of it holds."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
+from statistics import mean
+from typing import final
 
 import torch
 
+from meshwright.api.serving_calibration import Clock
 from meshwright.model import Transformer, build
 from meshwright.model.transformer import skeleton
 from meshwright.planner.serving.cached_layers import sequence_bytes
@@ -55,18 +59,21 @@ class ServingColumns:
 
 def columns(times: StepTimes, load: Load, model: Transformer | None = None) -> ServingColumns:
     """Plan a load, count it dry, and run it here with `model`, or with weights of chance, in fp32 on the CPU."""
+    run = LoadRun(model or build(times.of.model.shape, dtype=torch.float32, device=torch.device("cpu")), load)
+    return columns_of(times, load, run, run.play(time.perf_counter))
+
+
+def columns_of(times: StepTimes, load: Load, run: "LoadRun", seconds: Sequence[float]) -> ServingColumns:
+    """As `columns`, of a load that has run; `seconds` of its steps."""
     of = times.of
-    shape, places = of.model.shape, round(load.concurrency)
-    blocks = places * _blocks(load)
-    model = model or build(shape, dtype=torch.float32, device=torch.device("cpu"))
-    dry_weights, dry_cache = dry(shape, blocks)
-    measured, held, copies = run(model, load)
+    blocks = round(load.concurrency) * _blocks(load)
+    dry_weights, dry_cache = dry(of.model.shape, blocks)
     return ServingColumns(
         planned_weights_bytes=weights_bytes(of), dry_weights_bytes=dry_weights,
-        measured_weights_bytes=sum(one.nbytes for one in model.parameters()),
+        measured_weights_bytes=sum(one.nbytes for one in run.engine.model.parameters()),
         planned_cache_bytes=blocks * sequence_bytes(of.model, BLOCK, of.cache_width),
-        dry_cache_bytes=dry_cache, measured_cache_bytes=held, planned_copies_bytes=copies_bytes(of),
-        measured_copies_bytes=copies, planned=serve(times, load), measured=measured,
+        dry_cache_bytes=dry_cache, measured_cache_bytes=run.cache_bytes, planned_copies_bytes=copies_bytes(of),
+        measured_copies_bytes=run.engine.copies_bytes, planned=serve(times, load), measured=run.served(seconds),
     )  # fmt: skip
 
 
@@ -85,34 +92,72 @@ def dry(shape: ModelShape, blocks: int) -> tuple[int, int]:
     return weights, round(cache.bytes * width * blocks / (blocks + 2))
 
 
-def run(model: Transformer, load: Load) -> tuple[Served, int, int]:
-    """The closed loop, in wall time; bytes of the blocks that were held at once, and of copies of matrices."""
-    places = round(load.concurrency)
-    blocks = places * (_blocks(load) + 1)
-    number, each = PagedCache(model, 1, BLOCK).bytes // 3, load.waves * places
-    engine = ServingEngine(model, EngineOptions(most_sequences=places, cache_bytes=blocks * number, block=BLOCK))
-    engine.run([_sent(engine, load, 10**6 + one, tokens=2) for one in range(2)])
-    began = time.perf_counter()
-    sent: dict[ServedRequest, tuple[float, float]] = {}
-    growing, done, most = dict[ServedRequest, float](), list[tuple[float, float, float, float]](), 0
-    while len(sent) < each or growing:
-        while len(growing) < places and len(sent) < each:
-            request = _sent(engine, load, len(sent))
-            sent[request] = (time.perf_counter(), 0.0)
-            growing[request] = 0.0
-        engine.step()
-        now = time.perf_counter()
-        most = max(most, engine.tables.pool.size - engine.tables.pool.free)
-        for request in [one for one in growing if one.answers[0].ids and not growing[one]]:
-            growing[request] = now
-        for request in [one for one in growing if one.ended]:
-            first, begun, count = growing.pop(request), sent[request][0], len(request.answers[0].ids)
-            done.append((first - begun, (now - first) / max(1, count - 1), now - begun, float(count)))
-    whole = time.perf_counter() - began
-    first_s, token_s, request_s = (sum(row[place] for row in done) / len(done) for place in range(3))
-    tokens = sum(row[3] for row in done)
-    served = Served(first_token_s=first_s, per_token_s=token_s, request_s=request_s, output_tokens_per_s=tokens / whole)
-    return served, most * number, engine.copies_bytes
+@dataclass(slots=True, eq=False)
+class _LoadRequest:
+    """A request, and the steps behind which it was sent, had its first token, and ended."""
+
+    request: ServedRequest
+    sent: int
+    first: int = 0
+    ended: int = 0
+
+
+@final
+class LoadRun:
+    """A closed loop through an engine. Each play of it makes the same steps, whatever they take."""
+
+    def __init__(self, model: Transformer, load: Load) -> None:
+        """In fp32 on the CPU."""
+        self._load, places = load, round(load.concurrency)
+        self._block_bytes = PagedCache(model, 1, BLOCK).bytes // 3
+        room = places * (_blocks(load) + 1) * self._block_bytes
+        self.engine = ServingEngine(model, EngineOptions(most_sequences=places, cache_bytes=room, block=BLOCK))
+        self.engine.run([_sent(self.engine, load, 10**6 + one, tokens=2) for one in range(2)])
+        self._most, self._requests = 0, list[_LoadRequest]()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the blocks that were held at once."""
+        return self._most * self._block_bytes
+
+    def play(self, clock: Clock) -> list[float]:
+        """Seconds of each step, with what is sent before it."""
+        load, engine, places = self._load, self.engine, round(self._load.concurrency)
+        growing, seconds, self._requests = list[_LoadRequest](), list[float](), []
+        began = clock()
+        while len(self._requests) < load.waves * places or growing:
+            while len(growing) < places and len(self._requests) < load.waves * places:
+                growing.append(_LoadRequest(_sent(engine, load, len(self._requests)), len(seconds)))
+                self._requests.append(growing[-1])
+            engine.step()
+            seconds.append((now := clock()) - began)
+            began = now
+            self._most = max(self._most, engine.tables.pool.size - engine.tables.pool.free)
+            growing = [one for one in growing if not _has_ended(one, len(seconds))]
+        return seconds
+
+    def served(self, seconds: Sequence[float]) -> Served:
+        """What the requests of the last play had, if its steps took so long."""
+        at = [0.0, *accumulate(seconds)]
+        rows = [
+            (at[one.first] - at[one.sent], at[one.ended] - at[one.first], at[one.ended] - at[one.sent],
+             len(one.request.answers[0].ids))
+            for one in self._requests
+        ]  # fmt: skip
+        return Served(
+            first_token_s=mean(first for first, *_ in rows),
+            per_token_s=mean(later / max(1, count - 1) for _, later, _, count in rows),
+            request_s=mean(whole for *_, whole, _ in rows),
+            output_tokens_per_s=sum(count for *_, count in rows) / at[-1],
+        )
+
+
+def _has_ended(one: _LoadRequest, step: int) -> bool:
+    if one.request.answers[0].ids and not one.first:
+        one.first = step
+    if one.request.ended:
+        one.ended = step
+    return one.request.ended
 
 
 def _sent(engine: ServingEngine, load: Load, number: int, tokens: int = 0) -> ServedRequest:

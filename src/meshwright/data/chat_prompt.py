@@ -19,8 +19,10 @@ def chat_prompt(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     begun: str = "",
+    settings: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids. `begun`: what the answer begins with. DataError where the template fails."""
-    text = template.render(messages, tools, prompt=True).text + begun
+    """Token ids. `begun`: what the answer begins with; `settings`: other names that the template knows, as
+    `enable_thinking`. DataError where the template fails."""
+    text = template.render(messages, tools, prompt=True, settings=settings).text + begun
     ids: list[int] = tokenizer.encode(text, special=True).tolist()  # the template writes what begins a text
     return ids

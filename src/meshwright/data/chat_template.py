@@ -149,11 +149,18 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         prompt: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The conversation as text; `prompt`: with the words after which the model answers. DataError with the
-        template's line where it fails."""
+        """The conversation as text; `prompt`: with the words after which the model answers; `settings`: other names
+        that the template knows. DataError with the template's line where it fails."""
         turns = [_with_thoughts(message) for message in messages]
-        given = {**self.special, "messages": turns, "tools": tools and list(tools), "documents": None}
+        given = {
+            **(settings or {}),
+            **self.special,
+            "messages": turns,
+            "tools": tools and list(tools),
+            "documents": None,
+        }
         self._environment.extensions[_Limits.identifier].left = _MOST_ROUNDS  # type: ignore[attr-defined]  # of jinja2's
         try:
             text = _bounded(self._compiled.generate(**given, add_generation_prompt=prompt))

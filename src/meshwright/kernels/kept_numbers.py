@@ -29,8 +29,6 @@ class KeptNumbers:
         kinds = {"model": like.dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
         self.codes = torch.zeros(room, dtype=kinds[form], device=like.device)
         self.scales = None if form == "model" else torch.zeros(room[:3], dtype=torch.float32, device=like.device)
-        self.numbers = _e4m3_numbers() if form == "fp8" else None
-        """What each byte of a code stands for, where that is no whole number."""
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -77,8 +75,3 @@ def encoded(numbers: Tensor, form: CacheForm) -> tuple[Tensor, Tensor]:
     scales = absmax_scale(peak, 8)
     codes = (numbers.float() / scales.unsqueeze(-1)).round_().clamp_(-highest(8), highest(8))
     return codes.to(torch.int8), scales
-
-
-def _e4m3_numbers() -> Tensor:
-    """(256,) fp32."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

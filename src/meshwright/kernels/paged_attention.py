@@ -110,9 +110,7 @@ def attend_rows(
         return paged.attend_rows(q, *stores, places, width=width, window=window, scale=scale)
     where = call.tables, call.offsets, call.last, call.longest
     scales = None if keys.scales is None or values.scales is None else (keys.scales, values.scales)
-    return own.attend(
-        q, keys.codes, values.codes, scales, keys.numbers, *where, width=width, window=window, scale=scale
-    )  # fmt: skip
+    return own.attend(q, keys.codes, values.codes, scales, *where, width=width, window=window, scale=scale)
 
 
 def attend_paged_reference(

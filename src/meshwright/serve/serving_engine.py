@@ -125,11 +125,11 @@ class ServingEngine:
             prompt, len(prompt) + room, priority=options.priority, salt=salt, adapter=options.adapter or "",
             copies=copies, together=searched,
         )  # fmt: skip
+        request.sequence = sequence
         if searched:
             self._beams.begin(sequence, request, BeamSearch(options, ends, room), room)
             return request
         self._growing[sequence] = request, request.answers[0]
-        request.sequence = sequence
         if options.n > 1:
             self._waiting[sequence] = request
         return request

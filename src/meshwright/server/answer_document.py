@@ -19,9 +19,12 @@ class AnswerDocument:
     """The documents of one HTTP request. All events of a stream have one id."""
 
     def __init__(
-        self, shape: CompletionShape | ChatShape, model: str, *, include_usage: bool, ids: bool, logprobs: bool
-    ) -> None:
-        """`include_usage`: of a stream; `ids`: with the token ids of prompts and answers."""
+        self, shape: CompletionShape | ChatShape, model: str, *, best: int, include_usage: bool, ids: bool,
+        logprobs: bool,
+    ) -> None:  # fmt: skip
+        """`best`: answers to each prompt that are given; `include_usage`: of a stream; `ids`: with the token ids of
+        prompts and answers."""
+        self._best = best
         self.id = f"{shape.prefix_of_id}-{secrets.token_hex(12)}"
         self._shape, self._include_usage, self._ids, self._logprobs = shape, include_usage, ids, logprobs
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
@@ -29,8 +32,19 @@ class AnswerDocument:
 
     def whole(self, answering: Answering) -> dict[str, Any]:
         """All answers, which have ended."""
-        choices = [self._shape.whole(part, part.ending) | self._tokens(answering, part) for part in answering.parts()]
+        choices = [
+            self._shape.whole(part, part.ending) | self._tokens(answering, part) | {"index": place}
+            for place, part in enumerate(self._kept(answering))
+        ]
         return {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage(answering.tasks)}
+
+    def _kept(self, answering: Answering) -> Iterator[AnswerPart]:
+        """Of each prompt's answers the best, by the mean of their tokens' log-probabilities; best first where some are
+        left out."""
+        parts = list(answering.parts())
+        for task in answering.tasks:
+            some, parts = parts[: task.options.n], parts[task.options.n :]
+            yield from some if self._best >= len(some) else sorted(some, key=_worse)[: self._best]
 
     def events(self, answering: Answering) -> Iterator[bytes]:
         """What is new."""
@@ -61,6 +75,10 @@ class AnswerDocument:
         tasks = (task for task in answering.tasks for _ in range(task.options.n))
         prompt = next(task.prompt for choice, task in enumerate(tasks) if choice == part.choice)
         return {"token_ids": part.ids, "prompt_token_ids": prompt}
+
+
+def _worse(part: AnswerPart) -> float:
+    return -sum(part.logprobs) / max(1, len(part.logprobs))
 
 
 def usage(tasks: Iterable[EngineTask]) -> dict[str, Any]:

@@ -12,6 +12,11 @@ from meshwright.server.checked_fields import CheckedFields
 from meshwright.server.request_fields import AnswerFields
 from meshwright.spec.errors import printable
 
+Settings = dict[str, Any]
+"""What a chat template is told beside the conversation, as `enable_thinking`."""
+OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""That requests say in other fields."""
+
 
 class TextPart(CheckedFields):
     """A part of what is said; there is only text."""
@@ -85,6 +90,7 @@ class ChatFields(AnswerFields):
     messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] = Field(default_factory=list, max_length=MOST_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    chat_template_kwargs: Settings = Field(default_factory=dict, max_length=64)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -93,6 +99,7 @@ class ChatFields(AnswerFields):
         """ApiError."""
         super().check_together()
         _check_turns(self)
+        _check_settings(self.chat_template_kwargs)
         if self.top_logprobs is not None and not self.logprobs:
             raise refused("top_logprobs needs logprobs=true", "top_logprobs")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
@@ -115,6 +122,11 @@ class TokenizeFields(CheckedFields):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    chat_template_kwargs: Settings = Field(default_factory=dict, max_length=64)
+
+    def check_together(self) -> None:
+        """ApiError."""
+        _check_settings(self.chat_template_kwargs)
 
 
 def _check_turns(fields: ChatFields) -> None:
@@ -128,3 +140,9 @@ def _check_turns(fields: ChatFields) -> None:
             raise refused(f"messages.{place}: tool_call_id belongs to the role tool, which needs it", "messages")
         if message.content is None and not calls:
             raise refused(f"messages.{place}: content is missing", "messages")
+
+
+def _check_settings(settings: Settings) -> None:
+    own = next((name for name in settings if name in OWN_NAMES), None)
+    if own is not None:
+        raise refused(f"chat_template_kwargs.{own} is said by other fields: leave it out", "chat_template_kwargs")

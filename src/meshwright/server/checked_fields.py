@@ -14,9 +14,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,), "modalities": (["text"],), "parallel_tool_calls": (True,), "prediction": (),
     "prompt_cache_key": (), "prompt_cache_retention": (), "reasoning_effort": (), "safety_identifier": (),
     "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",), "tool_choice": ("none",), "tools": ([],),
-    "use_beam_search": (False,), "verbosity": (), "web_search_options": (), "prompt_logprobs": (),
+    "verbosity": (), "web_search_options": (), "prompt_logprobs": (),
     "chat_template_kwargs": ({},), "chat_template": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
-    "length_penalty": (1.0,), "moderation": (), "truncate_prompt_tokens": (), "mm_processor_kwargs": (),
+    "moderation": (), "truncate_prompt_tokens": (), "mm_processor_kwargs": (),
     "add_generation_prompt": (True,), "continue_final_message": (False,),
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's interfaces that this server has not -> values that ask for nothing."""

@@ -46,10 +46,13 @@ class PromptReader:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         begun: str = "",
+        settings: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a conversation, up to where the model answers. `begun`: what the answer begins with. ApiError where
-        the template fails."""
-        return await self._ask({"messages": list(messages), "tools": tools and list(tools), "begun": begun})
+        """Ids of a conversation, up to where the model answers. `begun`: what the answer begins with; `settings`: as
+        `chat_prompt`. ApiError where the template fails."""
+        return await self._ask(
+            {"messages": list(messages), "tools": tools and list(tools), "begun": begun, "settings": settings or {}}
+        )
 
     def close(self) -> None:
         """End the processes."""

@@ -28,7 +28,7 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     """Answer until the source ends.
 
     The first frame is a tokenizer's parts as JSON, and READY answers it. A request is JSON: a text, or {messages,
-    tools, begun}; its answer is (error, ids as unsigned ints), where an empty error means success."""
+    tools, begun, settings}; its answer is (error, ids as unsigned ints), where an empty error means success."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # are the parent's to handle
         signal.signal(ignored, signal.SIG_IGN)
     source, sink = source or sys.stdin.buffer, sink or sys.stdout.buffer
@@ -57,7 +57,8 @@ def prompt_ids(tokenizer: Tokenizer, request: bytes) -> list[int]:
     asked = json.loads(request)
     if isinstance(asked, str):
         return tokenizer.begin(asked)
-    return chat_prompt(tokenizer, template_of(tokenizer), asked["messages"], asked["tools"], asked["begun"])
+    template, names = template_of(tokenizer), ("messages", "tools", "begun", "settings")
+    return chat_prompt(tokenizer, template, *(asked[name] for name in names))
 
 
 def _bound_memory() -> None:

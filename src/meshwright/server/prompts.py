@@ -26,14 +26,15 @@ def tasks_of(
 ) -> tuple[list[EngineTask], asyncio.Event]:
     """A task for each prompt, and the event of their news. `schema`: that answers keep to, where fields say none;
     `adapter`: that the model's name means. ApiError: beyond a limit, or no sense."""
-    if fields.n > limits.max_n:
-        raise refused(f"n={fields.n} is more than the {limits.max_n} answers of a request", "n")
-    if fields.n > engine.options.most_sequences:
-        raise refused(f"n={fields.n} is more than the {engine.options.most_sequences} answers at once", "n")
+    name, made = "n" if fields.made == fields.n else "best_of", fields.made
+    if made > limits.max_n:
+        raise refused(f"{name}={made} is more than the {limits.max_n} answers of a request", name)
+    if made > engine.options.most_sequences:
+        raise refused(f"{name}={made} is more than the {engine.options.most_sequences} answers at once", name)
     most = [_answer_tokens(fields, len(ids), engine, limits, len(prompts)) for ids in prompts]
-    if sum(most) * fields.n > limits.max_answer_tokens:
+    if sum(most) * made > limits.max_answer_tokens:
         raise refused(
-            f"{sum(most) * fields.n:,} new tokens are asked for (prompts x n x max_tokens), and a request may have "
+            f"{sum(most) * made:,} new tokens are asked for (prompts x n x max_tokens), and a request may have "
             f"{limits.max_answer_tokens:,}",
             "max_tokens",
         )
@@ -62,7 +63,7 @@ def _answer_tokens(
         )
     room = longest - prompt + 1
     if fields.wanted is None:
-        return min(room, limits.max_answer_tokens // (fields.n * prompts))
+        return min(room, limits.max_answer_tokens // (fields.made * prompts))
     if fields.wanted > room:
         raise refused(
             f"max_tokens={fields.wanted:,} and a prompt of {prompt:,} tokens are more than the {longest:,} tokens of "
@@ -79,7 +80,7 @@ def _options(
     try:
         return RequestOptions(
             max_new_tokens=tokens,
-            temperature=fields.temperature,
+            temperature=0.0 if fields.use_beam_search else fields.temperature,
             top_k=max(0, fields.top_k),
             top_p=fields.top_p,
             min_p=fields.min_p,
@@ -88,7 +89,10 @@ def _options(
             frequency_penalty=fields.frequency_penalty,
             logit_bias=fields.biases,
             seed=secrets.randbits(62) if fields.seed is None else fields.seed,
-            n=fields.n,
+            n=fields.answers,
+            beams=fields.beams,
+            length_penalty=fields.length_penalty,
+            early_stopping=fields.early_stopping,
             stop=fields.stops,
             stop_ids=tuple(fields.stop_token_ids),
             ignore_end=fields.ignore_eos,

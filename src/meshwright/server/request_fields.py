@@ -14,6 +14,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 MOST_IDS = 64
 """Token ids that end an answer."""
 MOST_BIASES = 1024
+MOST_CHOICES = 256
+Choice = Annotated[str, Field(min_length=1, max_length=1024)]
+DRAWN: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+"""Fields of tokens that are drawn -> values that ask for nothing."""
 
 
 class StreamFields(CheckedFields):
@@ -41,10 +45,11 @@ class FormatFields(CheckedFields):
 
 
 class StructureFields(CheckedFields):
-    """The same as vLLM says it: a schema, or a regular expression."""
+    """The same as vLLM says it: a schema, a regular expression, or one of several texts."""
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
+    choice: list[Choice] | None = Field(None, min_length=1, max_length=MOST_CHOICES)
 
 
 class AnswerFields(CheckedFields):
@@ -57,6 +62,10 @@ class AnswerFields(CheckedFields):
     """0 and -1 = all."""
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1)
+    best_of: int | None = Field(None, ge=1)
+    use_beam_search: bool = False
+    length_penalty: float = Field(1.0, ge=-100, le=100)
+    early_stopping: bool | Literal["never"] = False
     seed: int | None = Field(None, ge=0, lt=2**62)
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=MOST_IDS)
@@ -89,11 +98,30 @@ class AnswerFields(CheckedFields):
     @property
     def regex_wanted(self) -> str | None:
         """What the answer must match."""
-        return self.structured_outputs.regex if self.structured_outputs else None
+        structure = self.structured_outputs
+        if structure is not None and structure.choice is not None:
+            return f"({'|'.join(map(_literal, structure.choice))})"
+        return structure.regex if structure else None
+
+    @property
+    def made(self) -> int:
+        """Answers that are begun, of which the best `n` are given: of beams all that are followed."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def beams(self) -> int:
+        """1 = none."""
+        return self.made if self.use_beam_search else 1
+
+    @property
+    def answers(self) -> int:
+        """That the engine gives: of beams the best, else all that are begun."""
+        return self.n if self.use_beam_search else self.made
 
     def check_together(self) -> None:
         """ApiError."""
         _check_structure(self)
+        _check_best(self)
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options needs stream=true", "stream_options")
 
@@ -126,15 +154,8 @@ class CompletionFields(AnswerFields):
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
-    best_of: int | None = Field(None, ge=1)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-
-    def check_together(self) -> None:
-        """ApiError."""
-        super().check_together()
-        if self.best_of not in (None, self.n):
-            raise refused(f"best_of={self.best_of} must be n={self.n}: answers are not ranked", "best_of")
 
     @property
     def likeliest(self) -> int | None:
@@ -164,10 +185,31 @@ def _check_structure(fields: AnswerFields) -> None:
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
         raise refused("response_format has a json_schema exactly where its type is json_schema", "response_format")
     asked = [form] if form is not None and form.type != "text" else []
-    given = [one for one in (structure.json_, structure.regex) if one is not None] if structure else []
+    given = (
+        [one for one in (structure.json_, structure.regex, structure.choice) if one is not None] if structure else []
+    )
     if len([*asked, *given]) > 1 or (structure and not given):
         raise refused(
-            "give one of response_format, structured_outputs.json and structured_outputs.regex", "structured_outputs"
+            "give one of response_format and structured_outputs' json, regex and choice", "structured_outputs"
         )
     if fields.ignore_eos and (asked or given):
         raise refused("ignore_eos contradicts an answer that ends with its form", "ignore_eos")
+
+
+def _check_best(fields: AnswerFields) -> None:
+    if fields.made < fields.n:
+        raise refused(f"best_of={fields.best_of} must be at least n={fields.n}: the best n are given", "best_of")
+    if fields.use_beam_search:
+        for name, plain in DRAWN.items():
+            if getattr(fields, name) not in plain:
+                raise refused(f"{name} is for tokens that are drawn, and beams draw none: leave it out", name)
+    elif fields.stream and fields.made > fields.n:
+        raise refused(f"best_of={fields.made} answers are ranked when all have ended: leave out stream", "best_of")
+    elif fields.length_penalty != 1 or fields.early_stopping is not False:
+        name = "length_penalty" if fields.length_penalty != 1 else "early_stopping"
+        raise refused(f"{name} is for beams: add use_beam_search=true, or leave it out", name)
+
+
+def _literal(text: str) -> str:
+    """A regular expression of this very text."""
+    return "".join(f"\\{one}" if one in r"\.+*?()|[]{}^$" else one for one in text)

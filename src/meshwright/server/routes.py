@@ -144,7 +144,7 @@ async def completions(call: Call) -> Response | None:
     def shape(tasks: list[EngineTask]) -> CompletionShape:
         pairs = zip(given, tasks, strict=True) if fields.echo else ()
         echoed = [EchoedPrompt(one if isinstance(one, str) else decode(one), task) for one, task in pairs]
-        return CompletionShape(_spell(hosted), fields.likeliest, echoed, fields.n)
+        return CompletionShape(_spell(hosted), fields.likeliest, echoed, fields.answers)
 
     return await _answered(call, fields, hosted, ids, shape)
 
@@ -156,7 +156,8 @@ async def chat_completions(call: Call) -> Response | None:
     reader, rows = call.service.text_reader(), [message.row for message in fields.messages]
     use = tool_use(fields, template_of(hosted.tokenizer)) if hosted.tokenizer else None
     forced = use.forced if use else None
-    ids = await reader.chat(rows, use.tools if use else None, forced.prefix if forced else "")
+    begun, settings = forced.prefix if forced else "", fields.chat_template_kwargs
+    ids = await reader.chat(rows, use.tools if use else None, begun, settings)
     shape = ChatShape(_spell(hosted), fields.likeliest, use)
     return await _answered(call, fields, hosted, [ids], lambda _: shape, forced.json_schema if forced else None)
 
@@ -201,7 +202,8 @@ async def models(call: Call) -> Response:
 
 
 async def _chat_ids(reader: PromptReader, fields: TokenizeFields) -> list[int]:
-    return await reader.chat([message.row for message in fields.messages or ()])
+    rows = [message.row for message in fields.messages or ()]
+    return await reader.chat(rows, settings=fields.chat_template_kwargs)
 
 
 def _spell(hosted: HostedModel) -> Callable[[int], str]:
@@ -225,7 +227,7 @@ async def _answered(
     tasks, news = tasks_of(fields, prompts, engine, service.limits, call.tenant, schema, adapter)
     usage = fields.stream_options is not None and fields.stream_options.include_usage
     document = AnswerDocument(
-        shape(tasks), adapter or hosted.name, include_usage=usage, ids=fields.return_token_ids,
+        shape(tasks), adapter or hosted.name, best=fields.n, include_usage=usage, ids=fields.return_token_ids,
         logprobs=fields.likeliest is not None,
     )  # fmt: skip
     record.tasks, record.id, record.user = tasks, document.id, fields.user

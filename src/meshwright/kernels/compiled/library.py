@@ -36,9 +36,9 @@ _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 class _Attention(ctypes.Structure):
     _fields_ = (
         ("q", _POINTER), ("q_row", _INT), ("keys", _POINTER), ("values", _POINTER), ("key_scales", _POINTER),
-        ("value_scales", _POINTER), ("numbers", _POINTER), ("tables", _POINTER), ("offsets", _POINTER),
-        ("last", _POINTER), ("out", _POINTER), ("rows", _INT), ("heads", _INT), ("key_heads", _INT), ("width", _INT),
-        ("value_width", _INT), ("value_stride", _INT), ("block", _INT), ("window", _INT), ("scale", _FLOAT),
+        ("value_scales", _POINTER), ("tables", _POINTER), ("offsets", _POINTER), ("last", _POINTER), ("out", _POINTER),
+        ("rows", _INT), ("heads", _INT), ("key_heads", _INT), ("width", _INT), ("value_width", _INT),
+        ("value_stride", _INT), ("block", _INT), ("window", _INT), ("e4m3", _INT), ("scale", _FLOAT),
     )  # fmt: skip
 
 
@@ -190,8 +190,8 @@ class Loops:
         return out
 
     def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, numbers: Tensor | None,
-        tables: Tensor, offsets: Tensor, last: Tensor, longest: int, *, width: int, window: int, scale: float,
+        self, q: Tensor, keys: Tensor, values: Tensor, scales: tuple[Tensor, Tensor] | None, tables: Tensor,
+        offsets: Tensor, last: Tensor, longest: int, *, width: int, window: int, scale: float,
     ) -> Tensor:  # fmt: skip
         """As kernels.paged_attention.attend_rows: q (R, H, E), keys (blocks, block, K, E), values (blocks, block, K, V
         or more), of which `width` are taken, scales (blocks, block, K) of each -> (R, H, width)."""
@@ -199,9 +199,8 @@ class Loops:
         asked = _Attention(
             q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
             None if scales is None else scales[0].data_ptr(), None if scales is None else scales[1].data_ptr(),
-            None if numbers is None else numbers.data_ptr(), tables.data_ptr(), offsets.data_ptr(), last.data_ptr(),
-            out.data_ptr(), q.shape[0], q.shape[1], keys.shape[2], q.shape[2], width, values.shape[3], keys.shape[1],
-            window, scale,
+            tables.data_ptr(), offsets.data_ptr(), last.data_ptr(), out.data_ptr(), q.shape[0], q.shape[1],
+            keys.shape[2], q.shape[2], width, values.shape[3], keys.shape[1], window, keys.dtype != torch.int8, scale,
         )  # fmt: skip
         if self._of.attend(ctypes.byref(asked), longest):
             raise MemoryError(f"no memory for the scores of {longest} keys")

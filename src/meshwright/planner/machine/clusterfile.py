@@ -40,6 +40,7 @@ WIDTHS = {"products_fp32": 4.0, "products_bf16": 2.0}
 """Grid of products -> bytes of an operand."""
 AXES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(WIDTHS, ("m", "k", "n", "flop_per_s")),
+    "engine_products": ("weights_bytes", "m", "k", "n", "flop_per_s"),
     "passes": ("bytes", "bytes_per_s"),
     "update": ("bytes", "bytes_per_s"),
     "attention_forward_curve": ("sequence", "dim", "flop_per_s"),
@@ -176,7 +177,7 @@ def _device(table: dict[str, Any]) -> Device:
 
 
 def _speeds(where: str, device: Device, table: Any) -> Speeds:
-    needed = [name for name in AXES if name not in (*WIDTHS, *COLLECTIVES)]
+    needed = [name for name in AXES if name not in (*WIDTHS, *COLLECTIVES, "engine_products")]
     _known(where, table, (*needed, *WIDTHS, *SPEED_SCALARS, "host"))
     grids = {name: _grid(f"{where}.{name}", name, table[name]) for name in table if name in AXES}
     for name in (*needed, *(["products_fp32"] if not grids.keys() & WIDTHS.keys() else [])):
@@ -255,7 +256,7 @@ def _serving(table: Any) -> EngineRates:
     if "products" not in table:
         raise ValueError(f"serving.products is missing: {MENDING}")
     scalars = {name: _number(f"serving.{name}", table.get(name), zero=True) for name in SERVING_SCALARS}
-    return EngineRates(products=_grid("serving.products", "products_fp32", table["products"]), **scalars)
+    return EngineRates(products=_grid("serving.products", "engine_products", table["products"]), **scalars)
 
 
 def _grid(where: str, name: str, table: Any) -> RateGrid:

@@ -43,7 +43,7 @@ def text(found: ClusterFile) -> str:
     if found.serving:
         lines += ["", "[serving]"]
         lines += [f"{name} = {_figure(getattr(found.serving, name))}" for name in SERVING_SCALARS]
-        lines += [f"products = {_grid('products_fp32', found.serving.products)}"]
+        lines += [f"products = {_grid('engine_products', found.serving.products)}"]
     return "\n".join(lines) + "\n"
 
 

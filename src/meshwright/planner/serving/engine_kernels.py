@@ -9,8 +9,6 @@ from meshwright.planner.serving.number_formats import NumberFormat
 PROBED_BYTES = 34.0
 """Bytes that layer_times.py counts for a token, layer and number of the hidden state, in the model that
 `token_layer_s` was measured with."""
-FUSED_SHARE = 0.5
-"""Of the best product's rate that attention over a prompt reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +16,12 @@ class EngineKernels(MeasuredKernels):
     """As MeasuredKernels, with the engine's own rates."""
 
     rates: EngineRates
+    read_bytes: float
+    """Of the matrices of a step."""
 
     def product(self, m: float, k: float, n: float, of: NumberFormat, batch: float = 1.0) -> float:
         """As KernelTimes."""
-        return 2.0 * m * k * n * batch / self.rates.products.at(m, k, n)
+        return 2.0 * m * k * n * batch / self.rates.products.at(self.read_bytes, m, k, n)
 
     def moved(self, size_bytes: float) -> float:
         """As KernelTimes."""
@@ -30,10 +30,10 @@ class EngineKernels(MeasuredKernels):
     def prefill(self, sequence: float, start: float, heads: float, kv_heads: float, dim: float) -> float:
         """As KernelTimes."""
         flop = 2.0 * heads * dim * (sequence**2 - start**2)
-        return flop / (FUSED_SHARE * max(self.rates.products.values))
+        return flop / self.rates.prompt_flop_per_s
 
     def decode(
         self, batch: float, context: float, heads: float, kv_heads: float, dim: float, cache_width: float
     ) -> float:
-        """As KernelTimes."""
-        return 2.0 * batch * context * kv_heads * dim * cache_width / self.rates.cached_bytes_per_s
+        """As KernelTimes: each query head reads its keys and values."""
+        return 2.0 * batch * context * heads * dim * cache_width / self.rates.cached_bytes_per_s
