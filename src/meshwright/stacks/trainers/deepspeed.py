@@ -82,7 +82,7 @@ def resolve(facts: Facts) -> Facts:
     found = hf.resolved({name: value for name, value in facts.items() if value != AUTO})
     half = str(found.get("fp16", False)).lower() == "true"
     found["precision"] = "fp16" if half else found["precision"]
-    if found.get("zero") not in (0, 1, 2, 3):
+    if found.setdefault("zero", 0) not in (0, 1, 2, 3):
         raise PlanError(f"zero_optimization.stage={found.get('zero')} is not understood: take 0, 1, 2 or 3")
     copies = {"dp_replicate": 1} if found["zero"] else {"dp_shard": 1}
     return {**found, **copies}

@@ -122,6 +122,8 @@ def _split_refusal(shape: ModelShape, layout: Layout) -> str:
         return "torchtitan computes in bf16 under FSDP only: take dp_shard x cp of 2 or more"
     if layout.dp_shard * layout.cp > 1 and layout.zero != 3:
         return f"torchtitan shards with FSDP2, and layout.zero={layout.zero} is no stage of it: take layout.zero=3"
+    if layout.tp > 1 and not layout.sp:
+        return "torchtitan's tensor parallelism comes with sequence parallelism: take layout.sp=true"
     if layout.ep > 1 and layout.ep % (layout.cp * layout.tp):
         return f"torchtitan's expert parallelism takes whole groups of cp x tp = {layout.cp * layout.tp} ranks"
     if shape.moe and layout.tp > 1 and layout.ep == 1:
