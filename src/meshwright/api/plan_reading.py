@@ -94,12 +94,14 @@ def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
 
 def _planned(config: Path, name: str, *, strictly: bool) -> ModelShape | None:
     """Its shape; None where the engine trains the family and nothing is to be read strictly."""
-    from meshwright.model.hub.directory import read_json
+    from meshwright.model.hub.directory import QUANTIZATION, read_json
     from meshwright.model.hub.planned_config import is_planned, planned_shape
 
     found = read_json(config)
     if found is None or not (strictly or is_planned(found)):
         return None
+    if config.name == "config.json":  # codes of a folder are read, or refused, with it
+        found = {key: value for key, value in found.items() if key != QUANTIZATION}
     try:
         return replace(planned_shape(found), name=name)
     except HubError as error:

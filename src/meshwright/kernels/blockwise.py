@@ -9,42 +9,12 @@ dtype; sums over blocks are fp32. Dropout's factors would be rounded: with it, a
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright import compat
-
-BLOCK, BLOCK_OF_16_BITS = 64, 128
-"""Queries of a block: 64 x T weights of a few heads stay in the second-level cache, and twice as many of 16 bits. There
-fewer sizes are also less memory: oneDNN keeps code of each."""
-AT_ONCE = 2**20
-"""16-bit weights of a block, of all its rows and heads, at most: more are made row by row."""
-
-
-def block_of(q: Tensor) -> int:
-    """Queries of a block."""
-    return BLOCK_OF_16_BITS if q.dtype.itemsize == 2 and compat.cpu_multiplies(q.dtype) else BLOCK
-
-
-class RowTile(NamedTuple):
-    """Queries of some rows and the keys that one of them sees, the last of which is that of the last query."""
-
-    rows: slice
-    queries: slice
-    keys: slice
-
-    def is_causal(self, window: int) -> bool:
-        """Queries and keys are the same, and only what comes after a query is hidden."""
-        return self.queries == self.keys and (not window or self.queries.stop - self.queries.start <= window)
-
-    def hidden(self, window: int, device: torch.device) -> Tensor:
-        """(queries, keys) bool: what comes after a query, and what a window (0 = none) has left behind."""
-        query = torch.arange(self.queries.start, self.queries.stop, device=device)[:, None]
-        key = torch.arange(self.keys.start, self.keys.stop, device=device)
-        after = key > query
-        return after | (key <= query - window) if window else after
+from meshwright.kernels.row_tiles import RowTile
 
 
 def _weights(q: Tensor, k: Tensor, tile: RowTile, window: int) -> Tensor:

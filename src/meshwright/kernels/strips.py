@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.blockwise import RowTile
 from meshwright.kernels.partial import fused_width, padded
+from meshwright.kernels.row_tiles import RowTile
 
 QUERIES = 512
 """Of a strip: few enough that hidden pairs cost little, enough to fill a GPU."""

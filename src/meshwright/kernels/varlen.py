@@ -9,7 +9,6 @@ Letters: B batch, S sequence, H query heads, K key heads, E and V widths.
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +18,14 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.kernels import blockwise, strips
-from meshwright.kernels.blockwise import Dropped, RowTile, random_state
+from meshwright.kernels.blockwise import Dropped, random_state
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import fused_width, padded
+from meshwright.kernels.row_tiles import RowTile, blocks, rows_of, stretches
 from meshwright.kernels.target import acts, kind
 
 STATE_BYTES = {"cpu": 5056, "cuda": 16}
 """Of a generator's state, by kind of device."""
-STRETCH = 64
-"""Queries of a window's stretch, at least: a shorter one multiplies fewer keys for nothing in more calls."""
 
 
 class AttentionForm(NamedTuple):
@@ -123,7 +121,7 @@ def _in_blocks(
 ) -> tuple[Iterator[RowTile], int, float, Dropped | None]:  # fmt: skip
     """What the blockwise form takes behind its tensors."""
     dropped = Dropped(form.dropout, state, q.device) if form.dropout else None
-    return _blocks(_rows(form.documents, q), form.window, q), form.window, form.scale, dropped
+    return blocks(rows_of(form.documents, q), form.window, q), form.window, form.scale, dropped
 
 
 def _reach(form: AttentionForm, q: Tensor) -> dict[str, Any]:
@@ -133,7 +131,7 @@ def _reach(form: AttentionForm, q: Tensor) -> dict[str, Any]:
 
 def _forward_by_stretches(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor]:
     out, lse = _empty_like(q, v), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    for tile in _stretches(_rows(form.documents, q), form.window):
+    for tile in stretches(rows_of(form.documents, q), form.window):
         queries, keys, values = _read(q, k, v, tile)
         part, sums = compat.flash_attention(
             queries, keys, values, mask=_bias(tile, form.window, queries), causal=tile.is_causal(form.window),
@@ -152,7 +150,7 @@ def _backward_by_stretches(
 ) -> tuple[Tensor, Tensor, Tensor]:
     width = _width(q, v)
     of_q, of_k, of_v = q.new_empty(q.shape), _sums(k, form.window), _sums(v, form.window)
-    for tile in _stretches(_rows(form.documents, q), form.window):
+    for tile in stretches(rows_of(form.documents, q), form.window):
         queries, keys, values = _read(q, k, v, tile)
         given, result = (_part(x, tile.rows, tile.queries, width) for x in (gradient, out))
         found = compat.flash_attention_backward(
@@ -192,46 +190,6 @@ def _width(q: Tensor, v: Tensor) -> int:
 
 def _empty_like(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-
-def _rows(documents: Tensor | None, q: Tensor) -> list[tuple[slice, int, int]]:
-    """(rows, first position, position after the last) of each document; rows of one document each are one. So are all
-    of a dry run, whose tensors have no values: nothing takes more memory."""
-    count, length = q.shape[:2]
-    changes = None if documents is None or compat.is_fake(documents) else documents.diff(dim=1)
-    if changes is None or not bool(changes.any()):
-        return [(slice(0, count), 0, length)]
-    found = []
-    for row in range(count):
-        borders = [0, *(changes[row].nonzero().flatten() + 1).tolist(), length]
-        found += [(slice(row, row + 1), *pair) for pair in pairwise(borders)]
-    return found
-
-
-def _stretches(documents: list[tuple[slice, int, int]], window: int) -> Iterator[RowTile]:
-    """Whole documents, or what a window sees of them."""
-    for rows, begin, end in documents:
-        square = min(end, begin + (window or end))
-        yield RowTile(rows, slice(begin, square), slice(begin, square))
-        step = max(STRETCH, window // 4)
-        for start in range(square, end, step):
-            stop = min(start + step, end)
-            yield RowTile(rows, slice(start, stop), slice(max(begin, start - window + 1), stop))
-
-
-def _blocks(documents: list[tuple[slice, int, int]], window: int, q: Tensor) -> Iterator[RowTile]:
-    """Stretches of queries q (B, S, H, E), of as many rows as fit together."""
-    size = blockwise.block_of(q)
-    for rows, begin, end in documents:
-        seen = min(end - begin, window + size) if window else end - begin
-        weights = q.shape[2] * size * seen
-        together = max(1, blockwise.AT_ONCE // weights) if size > blockwise.BLOCK else rows.stop - rows.start
-        for row in range(rows.start, rows.stop, together):
-            some = slice(row, min(row + together, rows.stop))
-            for start in range(begin, end, size):
-                stop = min(start + size, end)
-                first = max(begin, start - window + 1) if window else begin
-                yield RowTile(some, slice(start, stop), slice(first, stop))
 
 
 def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:

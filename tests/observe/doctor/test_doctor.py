@@ -24,6 +24,7 @@ from meshwright.observe.doctor.findings import Finding, examined, failure, merge
 from meshwright.observe.doctor.network import NetworkLink
 from meshwright.observe.ranks import RankError, on_ranks
 from meshwright.parallel.group import Group
+from meshwright.spec.cluster import Device
 from meshwright.spec.layout import Layout
 from meshwright.store import random_state
 
@@ -228,7 +229,7 @@ def test_a_loss_over_all_targets() -> None:
 
 
 def test_products_that_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = SimpleNamespace(bf16_matmul_flop_per_s=800e12, bf16_flop_per_s=989e12)
+    known = Device(name="known", bf16_matmul_flop_per_s=800e12, bf16_flop_per_s=989e12)
     monkeypatch.setattr(kernel_checks, "known_device", lambda device: known)
     says(kernel_checks.products(CPU, torch.bfloat16, 300e12), "warning", "300 TFLOP/s", "38% of what", "nvidia-smi")
     says(kernel_checks.products(CPU, torch.bfloat16, 700e12), "ok")
