@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.stacks.config_writing import texts
+from meshwright.stacks.declaration.plan_facts import preset_of_hub
 from meshwright.stacks.trainer_table import SOFTWARE
 from meshwright.stacks.trainers.torchtitan import MODELS as TITAN
 
@@ -30,16 +31,33 @@ def written(word: str, model: str, folder: Path, **layout: Any) -> Plan:
     return plan
 
 
+@pytest.mark.parametrize("word", ["accelerate", "trl"])
 @pytest.mark.parametrize("model", TEN)
-def test_accelerate_loads_its_file(model: str, tmp_path: Path) -> None:
+def test_accelerate_loads_its_file(model: str, word: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
 
-    written("accelerate", model, tmp_path)
+    written(word, model, tmp_path)
     found = load_config_from_file(str(tmp_path / "accelerate.yaml"))
     assert (found.num_processes, found.mixed_precision, str(found.distributed_type.value)) == (8, "bf16", "FSDP")
     assert found.fsdp_config["fsdp_reshard_after_forward"] is True
     assert found.fsdp_config["fsdp_activation_checkpointing"] is True
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # of transformers 5.24
+@pytest.mark.parametrize("model", TEN)
+def test_trl_parses_its_yaml(model: str, tmp_path: Path) -> None:
+    """The parser of `trl sft`: an argument that it does not know is an error."""
+    pytest.importorskip("trl")
+    from trl.scripts.sft import make_parser
+
+    written("trl", model, tmp_path)
+    words = ["--config", str(tmp_path / "sft.yaml"), "--use_cpu", "true"]
+    script, training, chosen, _ = make_parser().parse_args_and_config(words, fail_with_unknown_args=True)
+    assert (script.dataset_name, training.max_length, training.packing) == ("DATASET", 4096, True)
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 4)
+    assert (training.bf16, training.gradient_checkpointing, training.optim) == (True, False, "adamw_torch_fused")
+    assert presets.model(model) == preset_of_hub(chosen.model_name_or_path)
 
 
 @pytest.mark.parametrize("word", ["accelerate", "deepspeed"])
@@ -119,3 +137,35 @@ def test_megatron_parses_its_arguments(model: str, tmp_path: Path, monkeypatch: 
     assert (found.micro_batch_size, found.global_batch_size, found.seq_length) == (2, 64, 4096)
     assert found.recompute_granularity == "full"
     assert found.bf16
+
+
+@pytest.mark.parametrize("model", TEN)
+def test_axolotl_takes_its_yaml(model: str, tmp_path: Path) -> None:
+    """Its own schema takes the values and has a field of each name: it drops others without a word."""
+    schema = pytest.importorskip("axolotl.utils.schemas.config").AxolotlInputConfig
+    import yaml
+
+    written("axolotl", model, tmp_path)
+    document = yaml.safe_load((tmp_path / "axolotl.yaml").read_text(encoding="utf-8"))
+    assert set(document) <= set(schema.model_fields)
+    found = schema(**document)
+    assert (found.sequence_len, found.micro_batch_size, found.gradient_accumulation_steps) == (4096, 2, 4)
+    assert set(document["fsdp_config"]) <= set(type(found.fsdp_config).model_fields)
+    assert found.fsdp_config.reshard_after_forward is True
+    assert (found.dp_shard_size, found.gradient_checkpointing, found.optimizer) == (8, True, "adamw_torch_fused")
+
+
+@pytest.mark.parametrize("model", [name for name in TEN if not name.startswith(("qwen", "mixtral"))])
+def test_nanotron_parses_its_yaml(model: str, tmp_path: Path) -> None:
+    """Its own loader, which refuses keys and types that it does not know."""
+    config = pytest.importorskip("nanotron.config", exc_type=ImportError)
+    written("nanotron", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
+    found, shape = config.get_config_from_file(str(tmp_path / "nanotron.yaml")), presets.model(model)
+    llama = found.model.model_config
+    assert isinstance(llama, config.LlamaConfig)
+    assert (llama.num_hidden_layers, llama.hidden_size, llama.num_key_value_heads, llama.vocab_size) == (
+        shape.layers, shape.hidden, shape.kv_heads, shape.vocab,
+    )  # fmt: skip
+    assert (found.parallelism.dp, found.parallelism.tp, found.parallelism.tp_mode.name) == (4, 2, "REDUCE_SCATTER")
+    assert (found.tokens.micro_batch_size, found.tokens.batch_accumulation_per_replica) == (2, 8)
+    assert (found.optimizer.zero_stage, found.parallelism.recompute_layer) == (1, True)
