@@ -1,7 +1,9 @@
 """The files of `--for`, parsed by the software they are for: ten models each. A peer that is not here skips."""
 
+import ast
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,10 @@ import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.stacks.config_writing import texts
-from meshwright.stacks.declaration.plan_facts import preset_of_hub
+from meshwright.stacks.declaration.plan_facts import hub_name, preset_of_hub
+from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
+from meshwright.stacks.trainers.nemo import RECIPES as NEMO
 from meshwright.stacks.trainers.torchtitan import MODELS as TITAN
 
 TEN = (
@@ -98,7 +102,6 @@ def test_torchtitan_has_every_attribute_that_is_set(model: str, tmp_path: Path) 
     pytest.importorskip("torchtitan")
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 
-    from meshwright.stacks.file_forms import entries_of
     from meshwright.stacks.text.option_text import Called
 
     written("torchtitan", model, tmp_path, tp=2, sp=True, dp_shard=4)
@@ -118,8 +121,6 @@ def test_torchtitan_has_every_attribute_that_is_set(model: str, tmp_path: Path) 
 def test_megatron_parses_its_arguments(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser of Megatron-LM itself, from its source beside the installed megatron-core."""
     arguments = pytest.importorskip("megatron.training.arguments")
-
-    from meshwright.stacks.file_forms import entries_of
 
     written("megatron-lm", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
     words = ["pretrain_gpt.py"]
@@ -169,3 +170,42 @@ def test_nanotron_parses_its_yaml(model: str, tmp_path: Path) -> None:
     assert (found.parallelism.dp, found.parallelism.tp, found.parallelism.tp_mode.name) == (4, 2, "REDUCE_SCATTER")
     assert (found.tokens.micro_batch_size, found.tokens.batch_accumulation_per_replica) == (2, 8)
     assert (found.optimizer.zero_stage, found.parallelism.recompute_layer) == (1, True)
+
+
+def bridge_source() -> Path:
+    """The installed source of Megatron-Bridge: importing it takes Transformer Engine and a GPU."""
+    found = find_spec("megatron")
+    folders = [Path(one) / "bridge" for one in (found.submodule_search_locations or ())] if found else []
+    for folder in folders:
+        if (folder / "recipes").is_dir():
+            return folder
+    pytest.skip("Megatron-Bridge's source is not here")
+
+
+def names_of(folder: Path) -> set[str]:
+    """`section.name` of all that its recipes set, and the fields of its own classes of configuration."""
+    names = set()
+    for path in (folder / "recipes").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(ast.unparse(node).partition(".")[2])
+    for section in ("comm_overlap", "mixed_precision"):
+        for node in ast.walk(ast.parse((folder / "training" / f"{section}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(f"{section}.{node.target.id}")
+    return names
+
+
+@pytest.mark.parametrize("model", list(NEMO)[:10])
+def test_megatron_bridge_has_every_option_and_recipe(model: str, tmp_path: Path) -> None:
+    folder = bridge_source()
+    plan = written("nemo", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
+    module, start = NEMO[model]
+    recipes = (folder / "recipes" / module / "__init__.py").read_text(encoding="utf-8")
+    assert f"{start}_pretrain_config," in recipes
+    set_here = {entry.key for entry in entries_of(tmp_path / "nemo_plan.py") if "." in entry.key}
+    assert {"model.tensor_model_parallel_size", "train.micro_batch_size", "ddp.overlap_grad_reduce"} <= set_here
+    assert set_here <= names_of(folder)
+    sources = "".join(one.read_text(encoding="utf-8") for one in (folder / "recipes" / module).rglob("*.py"))
+    hub = str(hub_name(plan.model)).rpartition("/")[2].replace("Llama-3", "").replace("Llama-2-7b-hf", "Llama-2-7b")
+    assert hub in sources
