@@ -1,7 +1,9 @@
 """The files of `--for`, parsed by the software they are for: ten models each. A peer that is not here skips."""
 
+import ast
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,10 @@ import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.stacks.config_writing import texts
+from meshwright.stacks.declaration.plan_facts import hub_name, preset_of_hub
+from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
+from meshwright.stacks.trainers.nemo import RECIPES as NEMO
 from meshwright.stacks.trainers.torchtitan import MODELS as TITAN
 
 TEN = (
@@ -30,16 +35,33 @@ def written(word: str, model: str, folder: Path, **layout: Any) -> Plan:
     return plan
 
 
+@pytest.mark.parametrize("word", ["accelerate", "trl"])
 @pytest.mark.parametrize("model", TEN)
-def test_accelerate_loads_its_file(model: str, tmp_path: Path) -> None:
+def test_accelerate_loads_its_file(model: str, word: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from accelerate.commands.config.config_args import load_config_from_file
 
-    written("accelerate", model, tmp_path)
+    written(word, model, tmp_path)
     found = load_config_from_file(str(tmp_path / "accelerate.yaml"))
     assert (found.num_processes, found.mixed_precision, str(found.distributed_type.value)) == (8, "bf16", "FSDP")
     assert found.fsdp_config["fsdp_reshard_after_forward"] is True
     assert found.fsdp_config["fsdp_activation_checkpointing"] is True
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")  # of transformers 5.24
+@pytest.mark.parametrize("model", TEN)
+def test_trl_parses_its_yaml(model: str, tmp_path: Path) -> None:
+    """The parser of `trl sft`: an argument that it does not know is an error."""
+    pytest.importorskip("trl")
+    from trl.scripts.sft import make_parser
+
+    written("trl", model, tmp_path)
+    words = ["--config", str(tmp_path / "sft.yaml"), "--use_cpu", "true"]
+    script, training, chosen, _ = make_parser().parse_args_and_config(words, fail_with_unknown_args=True)
+    assert (script.dataset_name, training.max_length, training.packing) == ("DATASET", 4096, True)
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (2, 4)
+    assert (training.bf16, training.gradient_checkpointing, training.optim) == (True, False, "adamw_torch_fused")
+    assert presets.model(model) == preset_of_hub(chosen.model_name_or_path)
 
 
 @pytest.mark.parametrize("word", ["accelerate", "deepspeed"])
@@ -80,7 +102,6 @@ def test_torchtitan_has_every_attribute_that_is_set(model: str, tmp_path: Path) 
     pytest.importorskip("torchtitan")
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 
-    from meshwright.stacks.file_forms import entries_of
     from meshwright.stacks.text.option_text import Called
 
     written("torchtitan", model, tmp_path, tp=2, sp=True, dp_shard=4)
@@ -101,8 +122,6 @@ def test_megatron_parses_its_arguments(model: str, tmp_path: Path, monkeypatch: 
     """The parser of Megatron-LM itself, from its source beside the installed megatron-core."""
     arguments = pytest.importorskip("megatron.training.arguments")
 
-    from meshwright.stacks.file_forms import entries_of
-
     written("megatron-lm", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
     words = ["pretrain_gpt.py"]
     for entry in entries_of(tmp_path / "arguments.sh"):
@@ -119,3 +138,74 @@ def test_megatron_parses_its_arguments(model: str, tmp_path: Path, monkeypatch: 
     assert (found.micro_batch_size, found.global_batch_size, found.seq_length) == (2, 64, 4096)
     assert found.recompute_granularity == "full"
     assert found.bf16
+
+
+@pytest.mark.parametrize("model", TEN)
+def test_axolotl_takes_its_yaml(model: str, tmp_path: Path) -> None:
+    """Its own schema takes the values and has a field of each name: it drops others without a word."""
+    schema = pytest.importorskip("axolotl.utils.schemas.config").AxolotlInputConfig
+    import yaml
+
+    written("axolotl", model, tmp_path)
+    document = yaml.safe_load((tmp_path / "axolotl.yaml").read_text(encoding="utf-8"))
+    assert set(document) <= set(schema.model_fields)
+    found = schema(**document)
+    assert (found.sequence_len, found.micro_batch_size, found.gradient_accumulation_steps) == (4096, 2, 4)
+    assert set(document["fsdp_config"]) <= set(type(found.fsdp_config).model_fields)
+    assert found.fsdp_config.reshard_after_forward is True
+    assert (found.dp_shard_size, found.gradient_checkpointing, found.optimizer) == (8, True, "adamw_torch_fused")
+
+
+@pytest.mark.parametrize("model", [name for name in TEN if not name.startswith(("qwen", "mixtral"))])
+def test_nanotron_parses_its_yaml(model: str, tmp_path: Path) -> None:
+    """Its own loader, which refuses keys and types that it does not know."""
+    config = pytest.importorskip("nanotron.config", exc_type=ImportError)
+    written("nanotron", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
+    found, shape = config.get_config_from_file(str(tmp_path / "nanotron.yaml")), presets.model(model)
+    llama = found.model.model_config
+    assert isinstance(llama, config.LlamaConfig)
+    assert (llama.num_hidden_layers, llama.hidden_size, llama.num_key_value_heads, llama.vocab_size) == (
+        shape.layers, shape.hidden, shape.kv_heads, shape.vocab,
+    )  # fmt: skip
+    assert (found.parallelism.dp, found.parallelism.tp, found.parallelism.tp_mode.name) == (4, 2, "REDUCE_SCATTER")
+    assert (found.tokens.micro_batch_size, found.tokens.batch_accumulation_per_replica) == (2, 8)
+    assert (found.optimizer.zero_stage, found.parallelism.recompute_layer) == (1, True)
+
+
+def bridge_source() -> Path:
+    """The installed source of Megatron-Bridge: importing it takes Transformer Engine and a GPU."""
+    found = find_spec("megatron")
+    folders = [Path(one) / "bridge" for one in (found.submodule_search_locations or ())] if found else []
+    for folder in folders:
+        if (folder / "recipes").is_dir():
+            return folder
+    pytest.skip("Megatron-Bridge's source is not here")
+
+
+def names_of(folder: Path) -> set[str]:
+    """`section.name` of all that its recipes set, and the fields of its own classes of configuration."""
+    names = set()
+    for path in (folder / "recipes").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(ast.unparse(node).partition(".")[2])
+    for section in ("comm_overlap", "mixed_precision"):
+        for node in ast.walk(ast.parse((folder / "training" / f"{section}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(f"{section}.{node.target.id}")
+    return names
+
+
+@pytest.mark.parametrize("model", list(NEMO)[:10])
+def test_megatron_bridge_has_every_option_and_recipe(model: str, tmp_path: Path) -> None:
+    folder = bridge_source()
+    plan = written("nemo", model, tmp_path, zero=1, tp=2, sp=True, dp_shard=4)
+    module, start = NEMO[model]
+    recipes = (folder / "recipes" / module / "__init__.py").read_text(encoding="utf-8")
+    assert f"{start}_pretrain_config," in recipes
+    set_here = {entry.key for entry in entries_of(tmp_path / "nemo_plan.py") if "." in entry.key}
+    assert {"model.tensor_model_parallel_size", "train.micro_batch_size", "ddp.overlap_grad_reduce"} <= set_here
+    assert set_here <= names_of(folder)
+    sources = "".join(one.read_text(encoding="utf-8") for one in (folder / "recipes" / module).rglob("*.py"))
+    hub = str(hub_name(plan.model)).rpartition("/")[2].replace("Llama-3", "").replace("Llama-2-7b-hf", "Llama-2-7b")
+    assert hub in sources

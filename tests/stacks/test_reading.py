@@ -75,3 +75,55 @@ def test_the_sequence_may_come_from_the_caller(tmp_path: Path) -> None:
         mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8")
     found = mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8", recipe={"sequence": 4096})
     assert (found.plan.layout.zero, found.plan.layout.micro_batch) == (3, 2)
+
+
+FLOAT8 = """
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.models.llama3 import model_registry
+
+
+def llama3_8b():
+    config = Trainer.Config()
+    config.model_spec = model_registry("8B", converters=[Float8LinearConverter.Config()])
+    config.training.local_batch_size = 1
+    config.training.seq_len = 8192
+    return config
+"""
+
+
+def test_8_bit_products_of_a_python_configuration_are_counted(tmp_path: Path) -> None:
+    wide = FLOAT8.replace(", converters=[Float8LinearConverter.Config()]", "")
+    wide_s, narrow_s = (
+        mw.plan_from(write(tmp_path, "a.py", text), cluster="h100x8").given.step_seconds for text in (wide, FLOAT8)
+    )
+    assert narrow_s < wide_s
+    with pytest.raises(PlanError, match="MXFP8"):
+        mw.plan_from(write(tmp_path, "a.py", FLOAT8.replace("Float8Linear", "MXFP8Linear")), cluster="h100x8")
+
+
+def test_offloading_of_torchtitan_is_refused_where_it_is_on(tmp_path: Path) -> None:
+    asked = EIGHT.replace("seq_len = 8192", "seq_len = 8192\nenable_cpu_offload = true")
+    with pytest.raises(PlanError, match="keeps parameters and optimizer in host memory"):
+        mw.plan_from(write(tmp_path, "a.toml", asked), cluster="h100x8")
+    off = write(tmp_path, "a.toml", asked.replace("offload = true", "offload = false"))
+    assert mw.plan_from(off, cluster="h100x8").given.step_seconds > 0
+
+
+@pytest.mark.parametrize("said", ["mixed_precision: fp8", "mixed_precision: bf16\nfp8_config:\n  backend: TE"])
+def test_8_bit_products_of_accelerate_are_refused(said: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", f"distributed_type: FSDP\nnum_processes: 8\n{said}\n")
+    recipe = {"sequence": 4096, "global_batch": 64}
+    with pytest.raises(PlanError, match="8 bits"):
+        mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8", recipe=recipe)
+
+
+def test_axolotl_that_trains_adapters_is_refused(tmp_path: Path) -> None:
+    text = "base_model: meta-llama/Llama-3.1-8B\nsequence_len: 4096\nmicro_batch_size: 1\nadapter: lora\n"
+    with pytest.raises(PlanError, match="line 4: adapter=lora trains adapters instead of all weights"):
+        mw.plan_from(write(tmp_path, "a.yaml", text), cluster="h100x8")
+
+
+def test_an_optimizer_with_other_states_is_refused(tmp_path: Path) -> None:
+    text = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 4096\noptim: adamw_bnb_8bit\npacking: true\n"
+    with pytest.raises(PlanError, match="adamw_bnb_8bit is not counted: take one of adamw_torch_fused"):
+        mw.plan_from(write(tmp_path, "a.yaml", text), cluster="h100x8")

@@ -14,8 +14,8 @@ from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of
 from meshwright.stacks.text.option_text import Entry
 from meshwright.stacks.trainer_table import SOFTWARE, software
 
-OFF = (False, None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", 1.0)
-"""Values of an option that matters by which it is off."""
+OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", 1.0, {}, [])
+"""Values of an option that matters by which it is off, beside False; True is equal to 1 and on all the same."""
 ReadFolder = Callable[[Path], ModelShape]
 
 
@@ -112,9 +112,9 @@ def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSof
         known = ", ".join(word or one for one in ([word] if word else SOFTWARE))
         raise PlanError(f"{path}: no option of {known} is in it: give --for, or another file ({', '.join(ENDINGS)})")
     first = {one.word: (one, file) for score, one, file in found if score == best}
-    if len(first) > 1:
+    if len({id(file) for _, file in first.values()}) > 1:
         raise PlanError(f"{path} may be of {' or '.join(first)}: say which by --for")
-    return next(iter(first.values()))
+    return next(iter(first.values()))  # of one file that several take, the first
 
 
 def _read(
@@ -152,7 +152,7 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, ignored: list
         option_ = file.option(entry.key)
         if option_ is not None:
             facts[option_.fact] = _value(option_, entry, path)
-        elif entry.key in file.refused and entry.value not in OFF:
+        elif entry.key in file.refused and not is_off(entry.value):
             raise PlanError(
                 f"{path}, line {entry.line}: {entry.key}={entry.value} {file.refused[entry.key]}: not counted here"
             )
@@ -161,6 +161,11 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, ignored: list
         elif entry.key not in ("def", "=", "import"):
             unknown.append(f"{entry.key} (line {entry.line})")
     return facts
+
+
+def is_off(value: Any) -> bool:
+    """Whether an option of this value does nothing."""
+    return not value if isinstance(value, bool) else value in OFF
 
 
 def _value(option: Option, entry: Entry, path: Path) -> Any:

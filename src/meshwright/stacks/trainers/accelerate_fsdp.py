@@ -7,6 +7,14 @@ from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
 
+FP8 = {
+    key: "makes products of 8 bits"
+    for key in ("fp8_config", *(f"fp8_config.{name}" for name in (
+        "backend", "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len",
+        "amax_compute_algo", "override_linear_precision", "opt_level", "enable_fsdp_float8_all_gather", "pad_inner_dim",
+    )))
+}  # fmt: skip
+"""A section that accelerate's questionnaire writes where fp8 is asked for: commands/config/cluster.py."""
 RESHARDED = {3: True, 2: False, 0: None}
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0,
               "1": 3, "2": 2, "3": 0, "4": 3, "5": 2}  # fmt: skip
@@ -73,9 +81,9 @@ ACCELERATE_FILE = ConfigFile(
         "parallelism_config.parallelism_config_cp_backend",
         "deepspeed_config.zero3_*",
         "deepspeed_config.deepspeed_multinode_launcher",
-        "fp8_config",
     ),
     refused={
+        **FP8,
         "deepspeed_config.offload_optimizer_device": "keeps optimizer states in host memory",
         "deepspeed_config.offload_param_device": "keeps parameters in host memory",
         "parallelism_config.parallelism_config_sp_size": "shares sequences by Ulysses, which is not counted",
@@ -98,6 +106,7 @@ RUN_CLM = ConfigFile(
             key="gradient_checkpointing",
             fact="checkpointing",
             default=False,
+            also=("activation_checkpointing",),
             meaning="the backward pass makes blocks again (with FSDP its own switch does)",
         ),
     ),

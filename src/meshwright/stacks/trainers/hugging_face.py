@@ -50,7 +50,9 @@ TRAINER_IGNORED = (
     "max_grad_norm", "num_train_epochs", "report_to", "seed", "push_to_hub", "hub_*", "run_name",
     "overwrite_output_dir",
     "dataloader_*", "remove_unused_columns", "ddp_*", "tf32", "train_file", "validation_file", "tokenizer_name",
-    "bf16_full_eval", "gradient_checkpointing_kwargs", "per_device_eval_batch_size", "trust_remote_code",
+    "bf16_full_eval", "gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant",
+    "activation_checkpointing_kwargs*",
+    "per_device_eval_batch_size", "trust_remote_code",
     "torch_dtype", "dtype",
     "attn_implementation", "preprocessing_*", "max_train_samples", "streaming", "chat_template*",
     "completion_only_loss",
@@ -60,6 +62,8 @@ TRAINER_IGNORED = (
     "metric_for_best_model",
     "disable_tqdm", "skip_memory_metrics",
 )  # fmt: skip
+ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
+"""Names of AdamW with two fp32 states: transformers OptimizerNames. Others keep other states."""
 TRAINER_REFUSED = {
     "use_peft": "trains adapters instead of all weights: ask plan --tune lora",
     "load_in_4bit": "holds weights in 4 bits: ask plan --tune qlora",
@@ -101,8 +105,12 @@ def trainer_facts(plan: Plan, word: str) -> Facts:
 
 
 def resolved(facts: Facts) -> Facts:
-    """Precision and recomputation from the switches of these trainers."""
+    """Precision and recomputation from the switches of these trainers; PlanError for what is not counted."""
     found = dict(facts)
+    if str(found.get("optimizer") or ADAMW[0]) not in ADAMW:
+        raise PlanError(f"optimizer {found['optimizer']} is not counted: take one of {', '.join(ADAMW)}")
+    if found.get("mixed_precision") == "fp8":
+        raise PlanError("mixed_precision=fp8 makes products of 8 bits, which are not counted here: take bf16")
     found["precision"] = "bf16" if found.get("bf16", True) or found.get("mixed_precision") == "bf16" else "fp32"
     checkpoints = found.get("checkpointing") or found.get("fsdp_checkpointing")
     found["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"

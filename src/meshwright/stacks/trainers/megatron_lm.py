@@ -126,7 +126,8 @@ REFUSED = {
 MODULES = "core_attn"
 
 
-def _stack(facts: Facts) -> Stack:
+def stack_of(facts: Facts) -> Stack:
+    """Megatron-Core's memory and time, with what the options overlap."""
     overlapped = facts.get("tp_overlap", True) or (facts.get("tp") or 1) == 1
     stack = MEGATRON_CORE if overlapped else replace(MEGATRON_CORE, hides_tensor=0.0)
     return stack if facts.get("overlap_reduce", True) else replace(stack, hides_gradients=0.0)
@@ -250,7 +251,7 @@ def _launch(plan: Plan) -> LaunchCommand:
 MEGATRON_LM = TrainingSoftware(
     word="megatron-lm",
     title="Megatron-LM (core 0.16)",
-    stack=_stack,
+    stack=stack_of,
     offered={
         "zero": (0, 1),
         "schedule": ("1f1b", "interleaved"),

@@ -101,7 +101,6 @@ IGNORED = (
     "model.print_after_conversion",
     "experimental.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel",
     "compile.enable_async_tensor_parallel", "training.mixed_precision_*", "parallelism.enable_sequence_parallel",
-    "training.enable_cpu_offload",
 )  # fmt: skip
 REFUSED = {
     "training.enable_cpu_offload": "keeps parameters and optimizer in host memory",
@@ -201,13 +200,21 @@ def registry_facts(called: str) -> Facts:
 
 
 def noticed(entries: Sequence[Entry]) -> Facts:
-    """The model of a Python configuration: by the registry's function, or by the flavor that it names."""
+    """The model of a Python configuration: by the registry's function, or by the flavor that it names; and its
+    products of 8 bits, wherever the converter stands."""
     found: Facts = {}
     for entry in entries:
-        if entry.key == "import" and (module := re.search(r"models\.(\w+)", str(entry.value))):
-            found["titan_module"] = module[1]
+        if entry.key == "import":
+            module = re.search(r"models\.(\w+)", str(entry.value))
+            found |= {"titan_module": module[1]} if module else {}
         elif isinstance(entry.value, Called) and (flavor := re.match(r"model_registry\('([^']+)'\)", entry.value.name)):
             found["titan_flavor"] = flavor[1]
+        if entry.key == "import":
+            continue
+        if "Float8Linear" in str(entry.value):
+            found["converters"] = ("float8",)
+        elif other := re.search(r"(MXFP8|NVFP4|Float8Grouped)\w*", str(entry.value)):
+            raise PlanError(f"line {entry.line}: {other[0]} makes products that are not counted: take bf16 or float8")
         elif entry.key in ("=", "def"):
             named = entry.value.name if isinstance(entry.value, Called) else str(entry.value)
             found = {**registry_facts(named), **found}

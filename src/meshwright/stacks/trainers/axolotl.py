@@ -1,0 +1,156 @@
+"""axolotl: the YAML of `axolotl train`, with FSDP2."""
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.shape import ModelShape
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
+from meshwright.stacks.trainers import hugging_face as hf
+from meshwright.stacks.trainers.accelerate_fsdp import NOT_SCORED, RESHARDED
+
+YAML = ConfigFile(
+    name="axolotl.yaml",
+    form="yaml",
+    options=(
+        Option(key="base_model", fact="hub", meaning="model, by its name on the hub or its folder"),
+        Option(key="sequence_len", fact="sequence", default=512, meaning="tokens of a packed sequence"),
+        Option(key="micro_batch_size", fact="micro_batch", default=1, meaning="sequences of a micro-batch on a GPU"),
+        Option(key="gradient_accumulation_steps", fact="accumulation", default=1, meaning="micro-batches of a step"),
+        Option(key="bf16", fact="bf16", default="auto", meaning="products in bfloat16"),
+        Option(key="fp16", fact="fp16", meaning="in float16, with loss scaling"),
+        Option(key="gradient_checkpointing", fact="checkpointing", default=False, also=("activation_checkpointing",),
+               meaning="the backward pass makes blocks again"),
+        Option(key="optimizer", fact="optimizer", meaning="AdamW with two states"),
+        Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
+        Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
+        Option(key="fsdp_version", fact="fsdp_version", meaning="fully_shard, by tensors"),
+        Option(key="fsdp_config.reshard_after_forward", fact="resharded",
+               also=("fsdp_config.fsdp_reshard_after_forward",),
+               meaning="true: parameters are freed after the forward pass (ZeRO-3); false: kept (ZeRO-2)"),
+        Option(key="fsdp_config.activation_checkpointing", fact="fsdp_checkpointing", meaning="the same by FSDP",
+               also=("fsdp_config.fsdp_activation_checkpointing",)),
+        Option(key="fsdp_config.auto_wrap_policy", fact="wrap", meaning="a unit per block",
+               also=("fsdp_config.fsdp_auto_wrap_policy",)),
+        Option(key="fsdp_config.offload_params", fact="offload_params", meaning="nothing in host memory",
+               also=("fsdp_config.fsdp_offload_params",)),
+        Option(key="fsdp_config.state_dict_type", fact="state_dict", meaning="a checkpoint file per rank",
+               also=("fsdp_config.fsdp_state_dict_type",)),
+        Option(key="dp_shard_size", fact="dp_shard", meaning="ranks that share parameters, gradients and optimizer"),
+        Option(key="dp_replicate_size", fact="dp_replicate", meaning="replicas that each hold all shards"),
+        Option(key="context_parallel_size", fact="cp", default=1, also=("sequence_parallel_degree",),
+               meaning="ranks that share every sequence"),
+    ),
+    fixed={
+        "sample_packing": (True, "sequences are full: what the prediction is of"),
+        "pad_to_sequence_len": (True, "every sequence has the same length"),
+        "attn_implementation": ("flash_attention_2", "a kernel that keeps packed documents apart"),
+        "output_dir": ("runs/out", "where checkpoints go"),
+        "datasets": ([{"path": "DATASET", "type": "completion"}], "yours"),
+    },
+    ignored=(
+        "datasets*", "test_datasets*", "dataset_*", "val_set_size", "output_dir", "sample_packing*", "eval_*", "seed",
+        "pad_to_*", "special_tokens*", "chat_template*", "wandb_*", "mlflow_*", "comet_*", "use_tensorboard", "hub_*",
+        "logging_*", "save_*", "saves_*", "evals_*", "warmup_*", "lr_*", "lr_scheduler", "weight_decay", "adam_*",
+        "cosine_*", "max_grad_norm", "num_epochs", "train_on_inputs", "group_by_length", "tf32", "strict", "resume_*",
+        "auto_resume_*", "early_stopping_*", "flash_attention", "sdp_attention", "tokenizer_*", "model_type",
+        "is_*_derived_model", "trust_remote_code", "dataloader_*", "shuffle_*", "loss_watchdog_*", "debug", "gc_steps",
+        "ddp_*", "bfloat16", "plugins", "base_model_*", "revision_of_model", "type_of_model", "tokens", "xformers_*",
+        "gradient_checkpointing_kwargs*", "fsdp_config.cpu_*", "fsdp_config.fsdp_cpu_*", "fsdp_config.fsdp_version",
+        "fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "ring_attn_func",
+        "fsdp_config.final_state_dict_type", "fsdp_final_state_dict_type", "fsdp_config.version", "heads_k_stride",
+        "fsdp_config.mixed_precision_policy", "excess_length_strategy", "local_rank", "s2_attention", "lora_*",
+        "fsdp_config.fsdp_final_state_dict_type", "profiler_*", "include_*", "streaming*", "pretrain_multipack_*",
+    ),
+    refused={
+        "adapter": "trains adapters instead of all weights: ask plan --tune lora",
+        "load_in_8bit": "holds weights in 8 bits",
+        "load_in_4bit": "holds weights in 4 bits: ask plan --tune qlora",
+        "deepspeed": "shards by DeepSpeed: give that file instead",
+        "fsdp": "shards by FSDP 1, which axolotl no longer has",
+        "rl": "compares or rewards answers",
+        "fp8": "makes products of 8 bits",
+        "torch_compile": "compiles the model, which is faster than is counted",
+        "tensor_parallel_size": "cuts matrices by DeepSpeed",
+        "activation_offloading": "keeps activations in host memory",
+        "layer_offloading": "keeps layers in host memory",
+        "selective_checkpointing": "keeps some operations of a block",
+        "chunked_cross_entropy": "never holds all logits, which needs less memory than is counted",
+        "cut_cross_entropy": "never holds all logits, which needs less memory than is counted",
+        "tiled_mlp": "cuts the MLP along the sequence",
+        "flash_attn_cross_entropy": "takes another kernel",
+        "flash_attn_fuse_mlp": "takes another kernel",
+        "unfrozen_parameters": "trains some parameters only",
+        "qat": "rounds weights in training",
+        "quantize_moe_experts": "holds experts in fewer bits",
+        **{f"liger_{name}": "takes another kernel, which needs less memory than is counted" for name in (
+            "rope", "rms_norm", "layer_norm", "swiglu", "glu_activation", "cross_entropy",
+            "fused_linear_cross_entropy",
+        )},
+    },
+    title="configuration for axolotl train",
+)  # fmt: skip
+
+
+def _stack(facts: Facts) -> Stack:
+    return hf.FSDP
+
+
+def split_refusal(shape: ModelShape, layout: Layout) -> str:
+    """FSDP2 over two ranks or more: without it weights and optimizer states have 16 bits."""
+    if layout.world == 1 or layout.zero == 0:
+        return "without FSDP axolotl keeps weights and optimizer states in 16 bits, which is not counted: take zero=3"
+    return hf.fsdp_refusal(shape, layout)
+
+
+def _facts(plan: Plan) -> Facts:
+    layout = plan.layout
+    return {
+        **hf.trainer_facts(plan, "axolotl"), "checkpointing": layout.recompute == "full",
+        "optimizer": "adamw_torch_fused", "fsdp_version": 2, "resharded": RESHARDED[layout.zero],
+        "wrap": "TRANSFORMER_BASED_WRAP", "offload_params": False, "state_dict": "SHARDED_STATE_DICT",
+    }  # fmt: skip
+
+
+def resolve(facts: Facts) -> Facts:
+    """Degrees and ZeRO stage that its file means."""
+    if str(facts.get("offload_params", False)).lower() == "true":
+        raise PlanError("offload_params keeps parameters in host memory, which is not counted")
+    if str(facts.get("checkpointing", False)).startswith("offload"):
+        raise PlanError(f"gradient_checkpointing={facts['checkpointing']} keeps activations elsewhere: not counted")
+    if str(facts.get("fp16", False)).lower() == "true":
+        raise PlanError("fp16 is counted in no stack of transformers here: take bf16")
+    if not {"fsdp_version", "resharded", "wrap"} & facts.keys():
+        raise PlanError("no fsdp_config: without it weights and optimizer states have 16 bits, which is not counted")
+    found = hf.resolved(facts)
+    kept = str(found.get("resharded")).lower() == "false"
+    copies = found.get("dp_replicate") or (None if found.get("dp_shard") else 1)
+    return {**found, "zero": 2 if kept else 3, "dp_replicate": copies}
+
+
+def _launch(plan: Plan) -> LaunchCommand:
+    return LaunchCommand(
+        command='axolotl train "$HERE/axolotl.yaml" --launcher torchrun -- $TORCHRUN',
+        yours=("DATASET", "learning rate and its schedule"),
+    )
+
+
+AXOLOTL = TrainingSoftware(
+    word="axolotl",
+    title="axolotl 0.21: fine-tuning of all weights with FSDP2",
+    stack=_stack,
+    offered={**hf.OFFERED, "tp": (1,), "sp": (False,), "zero": (2, 3)},
+    reasons={**hf.REASONS, "tp": "its tensor parallelism is DeepSpeed's", "zero": "it has FSDP2"},
+    split_refusal=split_refusal,
+    files=(YAML,),
+    facts=_facts,
+    resolve=resolve,
+    launch=_launch,
+    unknown=(
+        NOT_SCORED,
+        "Packed documents attend within themselves; attention is counted over whole sequences, which is slower.",
+    ),
+    axes={"micro_batch": "micro_batch_size", "zero": "fsdp_config.reshard_after_forward", "cp": "context_parallel_size",
+          "recompute": "gradient_checkpointing", "dp_shard": "dp_shard_size", "dp_replicate": "dp_replicate_size"},
+)  # fmt: skip

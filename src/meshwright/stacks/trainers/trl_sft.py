@@ -1,0 +1,97 @@
+"""TRL: the YAML of `trl sft --config`, and accelerate's file beside it."""
+
+from dataclasses import replace
+
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.plan import Plan
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
+from meshwright.stacks.trainers import accelerate_fsdp as accelerate
+from meshwright.stacks.trainers import hugging_face as hf
+
+FUSED_HEAD = replace(
+    hf.FSDP,
+    name="trl-sft",
+    loss_passes=1 / hf.FSDP.passes,
+    head_chunk_bytes=4096 * 32768 * 4.0,
+    source=f"{hf.FSDP.source} huggingface/trl v1.16 kernels/chunked_logprob.py and trainer/utils.py: the head runs on "
+    "tiles of 4,096 tokens x 32,768 rows of the vocabulary, whose statistics one kernel makes, and keeps no logits; "
+    "gradients of its matrix and its input are summed in fp32",
+)
+"""No published row of it could be scored. Its backward pass makes the logits again, where the count has more passes
+over the gradient of the matrix."""
+FUSED_DEEPSPEED = replace(
+    FUSED_HEAD,
+    name="trl-sft-deepspeed",
+    gradient_bytes=hf.DEEPSPEED.gradient_bytes,
+    sharding=hf.DEEPSPEED.sharding,
+    shard_bytes=hf.DEEPSPEED.shard_bytes,
+    source=f"{FUSED_HEAD.source}; as transformers-deepspeed",
+)
+DEFAULTS = {"bf16": True, "learning_rate": 2e-5}
+TRAINER = tuple(replace(one, default=DEFAULTS.get(one.key, one.default)) for one in hf.TRAINER)
+"""Its defaults differ from the Trainer's: trl/trainer/sft_config.py."""
+SFT = ConfigFile(
+    name="sft.yaml",
+    form="yaml",
+    options=(
+        Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
+        Option(key="max_length", fact="sequence", default=1024, meaning="tokens of a packed sequence"),
+        *TRAINER,
+        Option(key="gradient_checkpointing", fact="checkpointing", default=True, also=("activation_checkpointing",),
+               meaning="the backward pass makes blocks again (with FSDP its own switch does)"),
+        Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
+    ),
+    fixed={
+        "packing": (True, "sequences are full: what the prediction is of"),
+        "attn_implementation": ("flash_attention_2", "a kernel that keeps packed documents apart"),
+        "output_dir": ("runs/out", "where checkpoints go"),
+        "dataset_name": ("DATASET", "yours"),
+    },
+    ignored=(
+        *hf.TRAINER_IGNORED, "padding_free", "shuffle_dataset", "truncation_mode", "loss_type", "eval_packing",
+        "datasets", "env", "router_aux_loss_coef", "resume_from_checkpoint", "log_*", "average_tokens_*", "use_cache",
+    ),
+    refused={
+        **hf.TRAINER_REFUSED,
+        "optim_target_modules": "optimizes some matrices in another way",
+        "model_init_kwargs": "loads the model in another way",
+        "gradient_checkpointing_kwargs.selective": "keeps some operations of a block",
+    },
+    title="configuration for trl sft --config",
+)  # fmt: skip
+
+
+def _stack(facts: Facts) -> Stack:
+    return FUSED_DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else FUSED_HEAD
+
+
+def _facts(plan: Plan) -> Facts:
+    return {**hf.trainer_facts(plan, "trl"), **accelerate.accelerate_facts(plan), "optimizer": "adamw_torch_fused"}
+
+
+def _launch(plan: Plan) -> LaunchCommand:
+    return LaunchCommand(
+        command='trl sft --config "$HERE/sft.yaml" --accelerate_config "$HERE/accelerate.yaml" '
+        "--machine_rank $NODE_RANK --main_process_ip $HEAD --main_process_port $PORT",
+        yours=("DATASET", "learning rate and its schedule"),
+    )
+
+
+TRL_SFT = TrainingSoftware(
+    word="trl",
+    title="TRL 1.16: supervised fine-tuning of all weights, with accelerate's FSDP2",
+    stack=_stack,
+    offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 2, 3)},
+    reasons={**hf.REASONS, "tp": "trl sft loads whole models", "cp": "its packing does not go with it"},
+    split_refusal=hf.fsdp_refusal,
+    files=(accelerate.ACCELERATE_FILE, SFT),
+    facts=_facts,
+    resolve=accelerate.resolve,
+    launch=_launch,
+    unknown=(
+        accelerate.NOT_SCORED,
+        "Packed documents attend within themselves; attention is counted over whole sequences, which is slower.",
+    ),
+    axes=accelerate.ACCELERATE_FSDP.axes,
+)  # fmt: skip
