@@ -14,6 +14,7 @@ from meshwright.stacks.config_writing import texts
 from meshwright.stacks.declaration.plan_facts import hub_name, preset_of_hub
 from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
+from meshwright.stacks.trainers.maxtext import MODELS as MAXTEXT
 from meshwright.stacks.trainers.nemo import RECIPES as NEMO
 from meshwright.stacks.trainers.torchtitan import MODELS as TITAN
 
@@ -23,12 +24,12 @@ TEN = (
 )  # fmt: skip
 
 
-def written(word: str, model: str, folder: Path, **layout: Any) -> Plan:
+def written(word: str, model: str, folder: Path, cluster: str = "h100x8", **layout: Any) -> Plan:
     software = SOFTWARE[word]
     degrees = {"dp_shard": 8, "zero": 3, "micro_batch": 2, "recompute": "full", **layout}
     plan = Plan(
         model=presets.model(model), recipe=Recipe(precision="bf16", sequence=4096, global_batch=64),
-        layout=Layout(**degrees), cluster=presets.cluster("h100x8", 1),
+        layout=Layout(**degrees), cluster=presets.cluster(cluster, 1),
     )  # fmt: skip
     for name, text in texts(software, plan).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -209,3 +210,35 @@ def test_megatron_bridge_has_every_option_and_recipe(model: str, tmp_path: Path)
     sources = "".join(one.read_text(encoding="utf-8") for one in (folder / "recipes" / module).rglob("*.py"))
     hub = str(hub_name(plan.model)).rpartition("/")[2].replace("Llama-3", "").replace("Llama-2-7b-hf", "Llama-2-7b")
     assert hub in sources
+
+
+@pytest.mark.filterwarnings("ignore")  # of JAX and what it loads
+@pytest.mark.parametrize("model", list(MAXTEXT))
+def test_maxtext_parses_its_yaml(model: str, tmp_path: Path) -> None:
+    """Its own loader over its base.yml: other names are an error, and it counts the batch from its mesh."""
+    pyconfig = pytest.importorskip("maxtext.configs.pyconfig")
+    plan = written("maxtext", model, tmp_path, tp=2, sp=True, dp_shard=2, dp_replicate=2)
+    alone = ["internal_compile=true", "internal_compile_num_devices=8", "skip_jax_distributed_system=true"]
+    found = pyconfig.initialize_pydantic(["", str(tmp_path / "maxtext.yml"), *alone])
+    assert (found.ici_tensor_parallelism, found.ici_fsdp_parallelism, found.ici_data_parallelism) == (2, 2, 2)
+    assert found.micro_batch_size_to_train_on == 2 * 4
+    assert found.global_batch_size_to_train_on == plan.recipe.global_batch
+    assert (found.max_target_length, found.remat_policy, found.hardware) == (4096, "full", "gpu")
+    shape = plan.model
+    assert (found.num_decoder_layers, found.emb_dim, found.num_query_heads, found.num_kv_heads, found.head_dim) == (
+        shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim,
+    )  # fmt: skip
+    assert (found.mlp_dim, found.vocab_size, found.logits_via_embedding) == (shape.ffn, shape.vocab, shape.tied)
+
+
+@pytest.mark.filterwarnings("ignore")  # the same
+def test_maxtext_takes_every_axis_and_policy(tmp_path: Path) -> None:
+    pyconfig = pytest.importorskip("maxtext.configs.pyconfig")
+    alone = ["internal_compile=true", "internal_compile_num_devices=8", "skip_jax_distributed_system=true"]
+    on = {"none": "h100x8", "selective": "tpu-v6ex8", "full": "tpu-v5px8"}
+    for recompute, cluster in on.items():
+        written("maxtext", "llama-3.1-8b", tmp_path, cluster, tp=2, sp=True, cp=2, dp_shard=2, recompute=recompute)
+        found = pyconfig.initialize_pydantic(["", str(tmp_path / "maxtext.yml"), *alone])
+        assert (found.ici_context_parallelism, found.per_device_batch_size) == (2, 0.5)
+        assert found.hardware == ("gpu" if cluster == "h100x8" else "tpu")
+        assert found.remat_policy == {"none": None, "selective": "minimal", "full": "full"}[recompute]

@@ -6,6 +6,7 @@ from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FSDP
 from meshwright.stacks.trainers.axolotl import AXOLOTL
 from meshwright.stacks.trainers.deepspeed import DEEPSPEED
+from meshwright.stacks.trainers.maxtext import MAXTEXT
 from meshwright.stacks.trainers.megatron_lm import MEGATRON_LM
 from meshwright.stacks.trainers.nanotron import NANOTRON
 from meshwright.stacks.trainers.nemo import NEMO
@@ -13,7 +14,7 @@ from meshwright.stacks.trainers.torchtitan import TORCHTITAN
 from meshwright.stacks.trainers.trl_sft import TRL_SFT
 
 SOFTWARE = {one.word: one for one in (
-    TORCHTITAN, MEGATRON_LM, ACCELERATE_FSDP, DEEPSPEED, TRL_SFT, AXOLOTL, NANOTRON, NEMO,
+    TORCHTITAN, MEGATRON_LM, ACCELERATE_FSDP, DEEPSPEED, TRL_SFT, AXOLOTL, NANOTRON, NEMO, MAXTEXT,
 )}  # fmt: skip
 
 

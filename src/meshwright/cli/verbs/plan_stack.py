@@ -15,7 +15,7 @@ AskedStack = Annotated[
     typer.Option(
         "--for", metavar="STACK", show_default=False,
         help="Layouts of this training software: torchtitan, megatron-lm, accelerate, "
-        "deepspeed, trl, axolotl, nanotron, nemo.",
+        "deepspeed, trl, axolotl, nanotron, nemo, maxtext.",
     ),
 ]  # fmt: skip
 AskedFrom = Annotated[
