@@ -82,12 +82,12 @@ def _under(layouts: list[dict[str, Any]], asked: Plan) -> list[list[float]]:
 @pytest.mark.long
 def test_every_layout_has_the_losses_of_one_process(files: Path) -> None:
     folder = quantized(files, "awq", "int4-rtn")
-    asked = taught(files, folder)
+    asked = taught(files, folder, "recipe.distillation_temperature=0.02")  # sharp: a wrong teacher is seen
     layouts: list[dict[str, Any]] = [{"dp_shard": 2, "zero": 3}, {"tp": 2}, {"pp": 2}]
     [found, _] = on_ranks(2, _under, layouts, asked)
     alone = losses(asked)
     for layout, one in zip(layouts, found, strict=True):
-        assert one == pytest.approx(alone, rel=1e-5, abs=1e-6), layout
+        assert one == pytest.approx(alone, rel=2e-5), layout
 
 
 def test_plan_and_dry_run_count_its_codes(files: Path) -> None:
