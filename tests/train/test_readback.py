@@ -94,7 +94,7 @@ def waits_of_steps(plan: Plan) -> list[int]:
     found: list[int] = []
     begin = trainer.Trainer._begin
     functions, operations = Functions(), Operations()
-    rows = varlen._rows
+    rows = varlen.rows_of
 
     def read(*given: Any) -> Any:
         """A CPU's kernel looks into the documents; a GPU's is given their borders (tests/kernels/test_varlen.py)."""
@@ -107,7 +107,7 @@ def waits_of_steps(plan: Plan) -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer.Trainer, "_begin", counted)
-        patch.setattr(varlen, "_rows", read)
+        patch.setattr(varlen, "rows_of", read)
         with functions, operations:
             loop.run(plan)
     return [after - before for before, after in pairwise(found)]
