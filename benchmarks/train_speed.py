@@ -6,8 +6,9 @@ Four contestants: ours and transformers' own Llama, each eager and compiled, all
 1, the same shape, batch and number of threads. Each is a process of its own; they take turns step by step, so that
 whatever else the machine does hits all alike; of a large shape the eager pair comes first, then the compiled one.
 tokens/s is of the median step after two warm-up steps; memory is the peak resident size over what the process held
-after its imports. Ratios are of like with like: eager over eager, compiled over compiled. transformers' bf16 is
-autocast over fp32 weights, as its Trainer does it; ours keeps bf16 weights with fp32 masters.
+after its imports, of torch's compiler too, which transformers imports with its Llama. Ratios are of like with like:
+eager over eager, compiled over compiled. transformers' bf16 is autocast over fp32 weights, as its Trainer does it; ours
+keeps bf16 weights with fp32 masters.
 """
 
 import argparse
@@ -116,6 +117,7 @@ def make_theirs(shape_name: str, precision: str, rows: int, sequence: int, compi
 def worker(contestant: str, shape: str, precision: str, rows: int, sequence: int) -> None:
     """Answers each line on stdin with one step: seconds, and peak bytes over the imports."""
     import torch
+    import torch._inductor.compile_fx
 
     from meshwright.training.device import resident_peak_bytes
 

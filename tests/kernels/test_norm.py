@@ -68,8 +68,9 @@ def test_a_row_of_zeros_stays_zero_and_its_gradient_finite() -> None:
     assert not out.any() and x.grad is not None and torch.isfinite(x.grad).all()
 
 
-def test_only_the_input_and_a_number_a_row_are_kept() -> None:
-    x, weight = (tensor.requires_grad_() for tensor in tensors((50, 64), (64,)))
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_only_the_input_and_a_number_a_row_are_kept(dtype: torch.dtype) -> None:
+    x, weight = (tensor.requires_grad_() for tensor in tensors((50, 64), (64,), dtype=dtype))
     _, kept = saved_bytes(lambda: fast().rms_norm(x, weight, EPS), without=[x, weight])
     assert kept == 50 * 4
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.chooser import NARROW, uses_triton
+from meshwright.kernels.chooser import FLOATS, NARROW, uses_triton
 from meshwright.kernels.compiled import library
 from meshwright.kernels.target import acts, kind
 
@@ -34,14 +34,25 @@ def _summed(scales: Tensor, x: Tensor) -> Tensor:
     return blocks.sum((0, 1)) + rest.view(-1)
 
 
+def _inner(x: Tensor) -> torch.dtype:
+    """In which dtype the norm of x is made."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _one_over_rms(x: Tensor, eps: float) -> Tensor:
     """Of rows x (..., D) -> (..., 1)."""
-    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    squares: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_inner(x)).square_()
     return squares.div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
+def _scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+    """x (..., D) times scale (..., 1) and weight (D,), rounded once."""
+    return (x * scale).mul_(weight).to(x.dtype)
+
+
 class _RmsNorm(torch.autograd.Function):
-    """For CPUs, where torch's operation is composed of many passes. Saves x and one number a row.
+    """For CPUs, where torch's operation is composed of many passes and keeps two fp32 copies of 16-bit rows. Saves x
+    and one number per row; inside in fp32.
 
     With r = 1/rms: dx = r (g w) - x r^3 / D sum(g w x), dw = sum over rows of g x r: matrix-vector products.
     """
@@ -50,19 +61,19 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         scale = _one_over_rms(x, eps)
         ctx.save_for_backward(x, weight, scale)
-        out: Tensor = (x * scale).mul_(weight)
-        return out
+        return _scaled(x, scale, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, scale = ctx.saved_tensors
-        width = x.shape[-1]
+        narrow, inner = gradient.dtype, _inner(gradient)
+        x, weight, scale = (saved.to(inner) for saved in ctx.saved_tensors)
+        gradient, width = gradient.to(inner), x.shape[-1]
         product = (gradient * x).reshape(-1, width)
         rows = scale.reshape(-1, 1)
-        weight_gradient = _summed(rows, product)
+        weight_gradient = _summed(rows, product).to(narrow)
         along = torch.mv(product, weight).view_as(rows).mul_(rows.pow(3)).div_(width)
         x_gradient = (gradient * weight).mul_(scale)
-        return x_gradient.addcmul_(x, along.view_as(scale), value=-1), weight_gradient, None
+        return x_gradient.addcmul_(x, along.view_as(scale), value=-1).to(narrow), weight_gradient, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Tensor:
@@ -73,9 +84,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Ten
         from meshwright.kernels.triton import root_norm
 
         return root_norm.rms_norm(x, weight, eps)
-    if kind(x) == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling():
+    if kind(x) == "cpu" and x.dtype == weight.dtype in FLOATS and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
-            return (x * _one_over_rms(x, eps)).mul_(weight)
+            return _scaled(x, _one_over_rms(x, eps), weight)
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
     if acts() == "cuda":

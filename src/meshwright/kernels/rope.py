@@ -25,13 +25,14 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
-    """One buffer, each half written once; the inverse turn (sign = -1) is the gradient."""
+    """One buffer as wide as the tables, each half written once; the inverse turn (sign = -1) is the gradient."""
+    dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, cos.dtype))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     one, two = (out[..., 0::2], out[..., 1::2]) if interleaved else out.chunk(2, dim=-1)
     torch.mul(first, cos, out=one).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=two).addcmul_(first, sin, value=sign)
-    return out
+    return out.to(dtype)
 
 
 class _Rotate(torch.autograd.Function):
@@ -50,8 +51,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """As the reference; other dtypes than fp32 take the plain form, whose products stay as wide as the tables."""
-    if torch.compiler.is_compiling() or x.dtype != torch.float32:
+    """As the reference."""
+    if torch.compiler.is_compiling():
         return rotate_reference(x, cos, sin, interleaved)
     if not torch.is_grad_enabled():
         return _turn(x, cos, sin, interleaved, 1.0)
