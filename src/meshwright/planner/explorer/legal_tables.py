@@ -10,7 +10,7 @@ from meshwright.planner.explorer.decision_tables import Domain, Relation, Tables
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import RULES, batch_refusals, divisors, position_refusals
-from meshwright.spec.schedule import refusal, stage_layers
+from meshwright.spec.schedule import refusal
 from meshwright.spec.schedule_kinds import KINDS, stage_numbers
 
 SEQUENCES = tuple(2**n for n in range(9, 18))
@@ -144,7 +144,7 @@ def stage_runs(of: Estimator, values: dict[str, Any]) -> dict[int, list[tuple[in
     deep = (pp * vp for some in values["vp"].values() for pp, numbers in some.items() for vp in numbers)
     found = {}
     for number in sorted({1, *(stages for stages in deep if stages <= of.shape.layers)}):
-        sizes = map(len, stage_layers(of.shape.layers, number))
+        sizes = map(len, of.split(Layout(pp=number)))
         found[number] = [(len(list(run)), size) for size, run in groupby(sizes)]
     return found
 
