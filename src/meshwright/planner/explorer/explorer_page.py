@@ -51,7 +51,7 @@ def data(half: Half) -> dict[str, Any]:
         "landscape": {**found, "start": _start(found, room)},
         "title": half.title,
         "command": half.command,
-        "price": {"usd_per_hour": half.usd_per_hour, "words": half.price_words},
+        "price": {"usd_per_hour": half.usd_per_hour, "words": half.price_words.replace("https://", "")},
     }
 
 
