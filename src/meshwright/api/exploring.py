@@ -201,7 +201,7 @@ def _half(
     usd, said = (price, "as given") if price is not None else _listed(plan)
     return Half(
         plan=plan, of=of, command=_command(model, plan, cluster, nodes, words, stack),
-        software=_rules(software) if software else None, usd_per_hour=usd, price_words=said,
+        software=rules_of(software) if software else None, usd_per_hour=usd, price_words=said,
     )  # fmt: skip
 
 
@@ -211,7 +211,9 @@ def _listed(plan: Plan) -> tuple[float, str]:
     return (found.usd_per_hour, found.words) if found else (0.0, "")
 
 
-def _rules(software: TrainingSoftware) -> SoftwareRules:
+def rules_of(software: TrainingSoftware) -> SoftwareRules:
+    """What the page is told of a training software."""
+
     def settings(plan: Plan) -> dict[str, dict[str, str]]:
         facts = software.all_facts(plan)
         return {file.name: option_words(file, facts) for file in software.files}

@@ -19,15 +19,23 @@ function zeroStages(half) {
   });
 }
 
+// {rank, stage}: of a half that is legal.
+function barsIn(half) {
+  const {ranks, state} = half;
+  if (!ranks || wrong(half).length) return [];
+  if (ranks.length > 1 || dpOf(half, state.layout) === 1) return ranks.map((rank) => ({rank}));
+  return zeroStages(half).map(({zero, rank}) => ({rank, stage: zero}));
+}
+
 // Without a pipeline all GPUs hold as much: what the ZeRO stages would make of it is shown instead.
 function drawBars(half) {
   const {ranks, state, capacity, data: {cluster}} = half;
   const svg = half.el("bars"), width = Math.max(120, svg.clientWidth), height = Math.max(120, svg.clientHeight);
-  const stages = ranks.length === 1 && dpOf(half, state.layout) > 1 ? zeroStages(half) : [];
-  const bars = stages.length ? stages.map(({zero, rank}) => ({rank, stage: zero})) : ranks.map((rank) => ({rank}));
+  const bars = barsIn(half), stages = bars.filter(({stage}) => stage !== undefined);
   const left = 44, right = 8, top = 30, bottom = 34;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const most = 1.06 * Math.max(...bars.map(({rank}) => rank?.total ?? 0), cluster.memory_bytes);
+  const most = 1.06 * Math.max(...halves.flatMap((one) => [one.data.cluster.memory_bytes,
+    ...barsIn(one).map(({rank}) => rank?.total ?? 0)])); // the same axis in both halves
   const y = (bytes) => height - bottom - bytes / most * (height - top - bottom);
   const parts = ticks(most / GIB).map((n) =>
     `<line class="axis" x1="${left}" x2="${width - right}" y1="${y(n * GIB)}" y2="${y(n * GIB)}"/>` +

@@ -30,8 +30,8 @@ SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 STACK = ("own", "slack", "sharding", "vocab_parallel", "outputs_kept", "step_buffers")
 """Of a stack, what memory.js and peaks.js read under the same name."""
 SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js",
-           "bars.js", "map.js", "timeline.js", "half.js",
-           "differences.js", "page.js")  # fmt: skip
+           "bars.js", "map.js", "timeline.js", "options.js",
+           "half.js", "differences.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 

@@ -1,4 +1,4 @@
-// One half of the page, in words: what its layout needs and takes, the command and the options that state it.
+// One half of the page, in words: what its layout needs and takes, and the command that asks for it.
 
 const byId = (id) => document.getElementById(id);
 const named = (half) => both ? `${half.label} \u00b7 ${half.title}: ` : "";
@@ -56,27 +56,6 @@ function commandWords({data, state: {recipe, layout}}) {
     `--layout ${layoutOption(layout)}`;
 }
 
-// File -> the lines by which another software states the layout of a half.
-function optionLines({data: {software, model}, state: {recipe, layout}}) {
-  const size = microBatchOf(model, layout, recipe), count = microBatches(model, layout, recipe);
-  const values = {...valuesOf(recipe, layout), micro_batch: size, count, local_batch: size * count};
-  return Object.entries(software.files).map(([file, options]) => [file, options
-    .map(([, root]) => look(software, root, values)).filter((text) => text !== null).map((text) => filled(text, values))]);
-}
-
-function showOptions(half) {
-  const {software} = half.data, box = half.el("options");
-  box.hidden = !software;
-  if (!software) return;
-  const errors = software.known_errors.map((one) => `<li>${escaped(one)}</li>`).join("");
-  const opened = [...box.querySelectorAll("details")].map((one) => one.open);
-  box.innerHTML = optionLines(half).map(([file, lines], n) =>
-    `<details${opened[n] ?? n === 0 ? " open" : ""}><summary>${escaped(software.title)}: <b>${escaped(file)}</b> ` +
-    `<span class="small">what this layout sets</span></summary>` +
-    `<pre>${escaped(lines.join("\n"))}</pre><button type="button" data-copy>Copy options</button></details>`).join("") +
-    `<ul class="small">${errors}</ul>`;
-}
-
 function mapWords(half) {
   const {points, land, front, data: {recipe}} = half;
   const shown = points.length < land.legal ?
@@ -96,7 +75,7 @@ function buildHalf(half) {
     copy.setAttribute("aria-labelledby", `${copy.getAttribute("aria-labelledby")}-${half.n + 1}`);
     byId(name).after(copy);
   }
-  if (both) half.el("map-title").textContent = `${named(half)}map of legal layouts`;
+  if (both) half.el("map-title").textContent = `${named(half)}Map of legal layouts`;
   half.el("colour").innerHTML = COLOURED.map((name) => `<option>${name}</option>`).join("");
 }
 

@@ -39,12 +39,12 @@ function scaleOf(width, height) {
   };
 }
 
-// 1, 2, 5, 10, ... inside a range.
-function logTicks([low, high]) {
+// 1, 2, 5, 10, ... inside a range; powers of ten alone where those are more than `most`.
+function logTicks([low, high], most = 9) {
   const found = [];
   for (let unit = 10 ** Math.floor(Math.log10(low)); unit <= high; unit *= 10)
     found.push(...[1, 2, 5].map((n) => n * unit).filter((n) => n >= low && n <= high));
-  return found.length > 9 ? found.filter((n) => /^[1]/.test(n.toExponential())) : found;
+  return found.length > most ? found.filter((n) => /^[1]/.test(n.toExponential())) : found;
 }
 
 function canvasOf(element) {
@@ -93,7 +93,7 @@ function drawAxes(pen, {scale, capacity}) {
   }
   pen.fillStyle = css("faint");
   pen.textAlign = "center";
-  for (const n of logTicks(xs.map((bytes) => bytes / GIB))) {
+  for (const n of logTicks(xs.map((bytes) => bytes / GIB), Math.min(9, width / 40))) {
     line(pen, x(n * GIB), margin.top, x(n * GIB), floor, css("rule"));
     pen.fillText(n, x(n * GIB), floor + 14);
   }
