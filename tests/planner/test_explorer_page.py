@@ -140,9 +140,9 @@ def test_the_illegal_is_said_in_words_and_nothing_else_is_shown(opened: Browser)
 @in_browser
 def test_every_legal_neighbour_has_a_time_near_the_planners(opened: Browser) -> None:
     question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values()).map(
-        (value) => withValue(lead, lead.state, knob.name, value))).filter(({recipe, layout}) => Number.isInteger(dpOf(lead, layout)) &&
-        !violations(lead.data.model, recipe, layout).length).map(({recipe, layout}) => ({recipe, layout,
-        seconds: timeOf(lead, recipe, layout).seconds, shares: mfuOf(lead, recipe, timeOf(lead, recipe, layout).seconds)}))"""
+        (value) => withValue(lead, lead.state, knob.name, value))).filter((one) => !wrong(lead, one).length).map(({recipe, layout}) => ({recipe, layout,
+        seconds: timeOf(lead, recipe, layout).seconds,
+        shares: mfuOf(lead, recipe, timeOf(lead, recipe, layout).seconds)}))"""
     found = opened.evaluate(question)
     assert len(found) > 30
     for one in found:
@@ -244,7 +244,9 @@ def test_a_click_on_the_map_takes_a_layout_and_a_tap_asks_first(opened: Browser)
     assert "per step, MFU" in text(opened, "#map .help") and "compute" in text(opened, "#map .help")
     assert opened.evaluate("layoutOption(lead.state.layout)") == opened.evaluate("layoutOption(lead.pointed.layout)")
     assert opened.evaluate("Math.abs(lead.pointed.peak / lead.front.at(-1).peak - 1)") < 0.1
-    assert text(opened, "#dp") == str(opened.evaluate("String(dpOf(lead, lead.state.layout))")) or "x" in text(opened, "#dp")
+    assert text(opened, "#dp") == str(opened.evaluate("String(dpOf(lead, lead.state.layout))")) or "x" in text(
+        opened, "#dp"
+    )
 
 
 @in_browser

@@ -85,7 +85,11 @@ def test_options_are_those_that_the_files_say(word: str) -> None:
         layout = Layout(**{**given, "sp": bool(given["sp"])})
         even = [one for one in told["controls"]["global_batch"] if one % (layout.dp * layout.micro_batch) == 0]
         batch = dice.choice(even)
-        plans.append(replace(plan, layout=layout, recipe=replace(plan.recipe, sequence=dice.choice((2048, 4096)), global_batch=batch)))
+        plans.append(
+            replace(
+                plan, layout=layout, recipe=replace(plan.recipe, sequence=dice.choice((2048, 4096)), global_batch=batch)
+            )
+        )
     question = "GIVEN.plans.map((state) => optionLines({data: GIVEN.facts, state}))"
     answers = javascript(question, {"facts": told, "plans": [words(one) for one in plans]}, "options.js")
     for file in software.files:

@@ -1,4 +1,4 @@
-"""`explore`: every layout as one HTML page with sliders, for offline; of two clusters or two stacks side by side, too."""
+"""`explore`: every layout as one HTML page with sliders, for offline; of two clusters or stacks side by side, too."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -174,7 +174,7 @@ def _beside(words: Sequence[str]) -> dict[str, str]:
         key, equals, value = (part.strip() for part in word.partition("="))
         key = "stack" if key == "for" else key
         if not equals or not value:
-            raise ArgumentError(f"beside={word!r} is not KEY=VALUE, as cluster=h200x8")
+            raise ArgumentError(f"beside={word!r} is not KEY=VALUE, as 'cluster=h200x8'")
         if key not in BESIDE:
             raise ArgumentError(f"beside={word!r}: {key!r} is not known; nearest: {nearest(key, BESIDE)[0]}")
         if key in found:

@@ -36,7 +36,9 @@ def explore(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.html", help="Where the page goes.")] = Path(
         "explorer.html"
     ),
-    json: Annotated[bool, typer.Option("--json", help="Print what each half begins with as one JSON document.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print what each half begins with as one JSON document.")
+    ] = False,
 ) -> None:
     """Write a page with sliders for memory, a map of all legal layouts, and the pipeline schedules."""
     from meshwright.api.documents import check_page

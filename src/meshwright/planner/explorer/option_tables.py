@@ -5,7 +5,7 @@ table branches on those that changed it. A number that equals one of the page's 
 word stands for all its values. tests/planner/test_explorer_stacks.py holds the words against the files' own writer.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -41,14 +41,11 @@ def option_tables(
     writer = _Writer(of, rules)
     domain = _domain(of, values, counts, rules)
     bases = [_state(layout, n) for n, layout in enumerate(layouts[:: max(1, len(layouts) // BASES)][:BASES])]
-    tables, files = Tables(domain), {}
+    tables = Tables(domain)
+    files: dict[str, list[tuple[str, int]]] = {}
     for (file, option), axes in _turned(writer, domain, bases).items():
-        names = _names(writer, (file, option), bases)
-        always = writer.always((file, option), names)
-        root = tables.add(
-            (lambda given, text=always: text) if always else _question(writer, (file, option), axes, names, bases[0])
-        )
-        files.setdefault(file, []).append([option, root])
+        root = tables.add(_question(writer, (file, option), axes, bases))
+        files.setdefault(file, []).append((option, root))
     return {"files": files, "nodes": tables.nodes}
 
 
@@ -160,20 +157,22 @@ def _named(text: str, name: str) -> str:
     return f"{text.removesuffix(_value(text))}{{{name}}}"
 
 
-def _question(writer: _Writer, option: Option, axes: tuple[str, ...], names: list[str], base: Values) -> Any:
+def _question(writer: _Writer, option: Option, axes: tuple[str, ...], bases: list[Values]) -> Callable[[Values], Any]:
     """The words at values of these axes; None where the option is not written."""
+    names = _names(writer, option, bases)
+    always = writer.always(option, names)
 
     def words(given: Values) -> str | None:
         for axis in axes:
             if axis not in given:
                 raise Unread(axis)
-        state = {**base, **given}
+        state = {**bases[0], **given}
         text, known = writer.said(state).get(option), numbers(state)
         word = _value(text)
         name = next((name for name in names if word == str(known[name]) and (name in axes or _follows(name, axes))), "")
         return text if text is None or not name else _named(text, name)
 
-    return words
+    return (lambda given: always) if always else words
 
 
 def _follows(name: str, axes: tuple[str, ...]) -> bool:
