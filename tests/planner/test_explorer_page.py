@@ -140,7 +140,8 @@ def test_the_illegal_is_said_in_words_and_nothing_else_is_shown(opened: Browser)
 @in_browser
 def test_every_legal_neighbour_has_a_time_near_the_planners(opened: Browser) -> None:
     question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values()).map(
-        (value) => withValue(lead, lead.state, knob.name, value))).filter((one) => !wrong(lead, one).length).map(({recipe, layout}) => ({recipe, layout,
+        (value) => withValue(lead, lead.state, knob.name, value))).filter((one) => !wrong(lead, one).length).map(
+        ({recipe, layout}) => ({recipe, layout,
         seconds: timeOf(lead, recipe, layout).seconds,
         shares: mfuOf(lead, recipe, timeOf(lead, recipe, layout).seconds)}))"""
     found = opened.evaluate(question)

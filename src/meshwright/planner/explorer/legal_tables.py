@@ -74,7 +74,8 @@ def legal_tables(
     of: Estimator, values: dict[str, Any], refusals: Iterable[Callable[[ModelShape, Layout], str]] = ()
 ) -> dict[str, Any]:
     """`rules`: for each of spec/legal.py the table of its sentences, and for each of another software's. `dp`: what tp,
-    cp and pp leave of the devices, 0 where they do not divide them. `size` and `count`: of a rank's micro-batches, 0 where they do not come out even."""
+    cp and pp leave of the devices, 0 where they do not divide them. `size` and `count`: of a rank's micro-batches, 0
+    where they do not come out even."""
     tables = Tables(domain(of, values))
     shape, recipe = of.shape, of.recipe
 
