@@ -38,7 +38,7 @@ def option_tables(
     of: Estimator, values: dict[str, Any], layouts: list[dict[str, Any]], counts: Iterable[int], rules: SoftwareRules
 ) -> dict[str, Any]:
     """`files`: for each file of the software [option, root of its table] of those that a control changes."""
-    writer = _Writer(of, rules)
+    writer = _StatedOptions(of, rules)
     domain = _domain(of, values, counts, rules)
     bases = [_state(layout, n) for n, layout in enumerate(layouts[:: max(1, len(layouts) // BASES)][:BASES])]
     tables = Tables(domain)
@@ -49,7 +49,7 @@ def option_tables(
     return {"files": files, "nodes": tables.nodes}
 
 
-class _Writer:
+class _StatedOptions:
     """What the files say at a state, by option."""
 
     def __init__(self, of: Estimator, rules: SoftwareRules) -> None:
@@ -114,7 +114,7 @@ def _domain(of: Estimator, values: dict[str, Any], counts: Iterable[int], rules:
     ])  # fmt: skip
 
 
-def _turned(writer: _Writer, domain: Domain, bases: list[Values]) -> dict[Option, tuple[str, ...]]:
+def _turned(writer: _StatedOptions, domain: Domain, bases: list[Values]) -> dict[Option, tuple[str, ...]]:
     """Option -> the axes that it follows, in the order of AXES; options that follow none are left out."""
     found: dict[Option, set[str]] = {}
     for n, base in enumerate(bases):
@@ -138,7 +138,7 @@ def _neighbours(domain: Domain, base: Values, seed: int) -> Iterator[tuple[str, 
             yield axis, {**base, axis: value}
 
 
-def _names(writer: _Writer, option: Option, bases: list[Values]) -> list[str]:
+def _names(writer: _StatedOptions, option: Option, bases: list[Values]) -> list[str]:
     """Of the numbers that equal the option's at some bases, those that do so most often first."""
     hits = dict.fromkeys(NAMED, 0)
     for state in bases:
@@ -157,7 +157,9 @@ def _named(text: str, name: str) -> str:
     return f"{text.removesuffix(_value(text))}{{{name}}}"
 
 
-def _question(writer: _Writer, option: Option, axes: tuple[str, ...], bases: list[Values]) -> Callable[[Values], Any]:
+def _question(
+    writer: _StatedOptions, option: Option, axes: tuple[str, ...], bases: list[Values]
+) -> Callable[[Values], Any]:
     """The words at values of these axes; None where the option is not written."""
     names = _names(writer, option, bases)
     always = writer.always(option, names)
