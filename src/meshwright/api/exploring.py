@@ -1,7 +1,8 @@
 """`explore`: every layout as one HTML page with sliders, for offline; of two clusters or stacks side by side, too."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from meshwright.planner.rent.prices import shipped
 from meshwright.planner.search.landscape import FIELDS
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
-from meshwright.spec.errors import ArgumentError, IllegalLayout
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.presets import nearest
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import option_words
@@ -45,7 +46,10 @@ class ExploreAnswer(Answer):
     @cached_property
     def contents(self) -> tuple[dict[str, Any], ...]:
         """All numbers of each half, as the page reads them."""
-        return tuple(map(_data, self.halves))
+        first, *others = self.halves
+        with _of_beside(first.plan):
+            behind = [_data(one) for one in others]
+        return (_data(first), *behind)
 
     @cached_property
     def best(self) -> tuple[Prediction, ...]:
@@ -163,8 +167,22 @@ def explore(
     other = changes.get("cluster", cluster)
     count = int(changes["nodes"]) if "nodes" in changes else nodes
     paid = float(changes["price"]) if "price" in changes else price if other == cluster else None
-    second = _half(model, other, count, words, changes.get("stack", stack), paid, same)
+    with _of_beside(first.plan):
+        second = _half(model, other, count, words, changes.get("stack", stack), paid, same)
     return ExploreAnswer(halves=(first, second))
+
+
+@contextmanager
+def _of_beside(first: Plan) -> Iterator[None]:
+    """What is wrong with the second half, said to be of it. Where it has no layout, its batch may be why."""
+    try:
+        yield
+    except IllegalLayout as error:
+        batch = first.recipe.global_batch
+        hint = f"both halves make steps of {batch} sequences: give a global_batch that suits both"
+        raise IllegalLayout(f"beside: {error}; {hint}") from None
+    except PlanError as error:
+        raise type(error)(f"beside: {error}") from None
 
 
 def _beside(words: Sequence[str]) -> dict[str, str]:
