@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from meshwright.api.distilling import distill
     from meshwright.api.dry_runs import dry_run
     from meshwright.api.evaluation import evaluate
+    from meshwright.api.exploring import explore
     from meshwright.api.model_opening import load
     from meshwright.api.planning import plan
     from meshwright.api.profiling import profile
@@ -44,12 +45,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DoesNotFit", "EngineOptions", "MeshwrightError", "PlanError", "RequestOptions", "ServerLimits", "Speculation",
-    "compare", "compare_serving", "distill", "dry_run", "evaluate", "load", "plan", "plan_from", "plan_serving",
-    "profile", "quantize", "rent", "rent_serving", "report", "sharded_engine", "train", "tune",
+    "compare", "compare_serving", "distill", "dry_run", "evaluate", "explore", "load", "plan", "plan_from",
+    "plan_serving", "profile", "quantize", "rent", "rent_serving", "report", "sharded_engine", "train", "tune",
 ]  # fmt: skip
 
 _MODULES = {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
+    "explore": "api.exploring",
     "load": "api.model_opening", "plan": "api.planning", "plan_from": "api.config_planning",
     "plan_serving": "api.serve_planning",
     "compare_serving": "api.serving_comparison",

@@ -50,9 +50,9 @@ PLANS = 72
 pytestmark = pytest.mark.skipif(not (NODE or CHROMIUM), reason="neither node nor Chromium to run JavaScript with")
 
 
-def javascript(question: str, given: Any) -> Any:
-    """The value of an expression over GIVEN, with the page's formulas in scope."""
-    text = f"{source(*FORMULAS)}\nconst GIVEN = {json.dumps(given)};\n"
+def javascript(question: str, given: Any, *more: str) -> Any:
+    """The value of an expression over GIVEN, with the page's formulas in scope, and `more` of its scripts."""
+    text = f"{source(*FORMULAS, *more)}\nconst GIVEN = {json.dumps(given)};\n"
     if NODE:
         program = f"{text}process.stdout.write(JSON.stringify({question}))"
         return json.loads(subprocess.run([NODE, "-"], input=program, capture_output=True, text=True, check=True).stdout)

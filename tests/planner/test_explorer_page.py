@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from meshwright.cli.commands import app
 from meshwright.planner.explorer.explorer_page import data, page
+from meshwright.planner.explorer.half import Half
 from meshwright.planner.search.bounds import families
 from meshwright.planner.search.landscape import Front, LayoutPoint, counted, landscape, look
 from meshwright.planner.step.predict import estimator, predict
@@ -45,7 +46,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, plan in (("small", SMALL), ("large", LARGE)):
         found[name] = folder / f"{name} page.html"
-        found[name].write_text(page(plan, command=COMMAND), encoding="utf-8")
+        found[name].write_text(page(Half(plan=plan, of=estimator(plan), command=COMMAND)), encoding="utf-8")
     return found
 
 
@@ -65,7 +66,7 @@ def turn(browser: Browser, knob: str, value: object) -> None:
         " const input = knob.box.querySelector('input, select');"
         f" const value = {json.dumps(value)};"
         " if (knob.check) input.checked = value;"
-        " else input.value = knob.options ? value : knob.values(state.layout).indexOf(value);"
+        " else input.value = knob.options ? value : knob.values().indexOf(value);"
         " input.dispatchEvent(new Event('input', {bubbles: true})); })()"
     )
 
@@ -90,7 +91,7 @@ def test_it_opens_offline_and_says_nothing_to_the_console(opened: Browser) -> No
     assert opened.complaints == []
     assert [address for address in opened.requested if not address.startswith(("file:", "data:"))] == []
     assert text(opened, "#verdict").startswith("FITS")
-    assert len(bars(opened)) == opened.evaluate("state.layout.pp")
+    assert len(bars(opened)) == opened.evaluate("lead.state.layout.pp")
     assert "llama-3.2-1b" in str(opened.evaluate("document.title"))
 
 
@@ -102,12 +103,12 @@ def test_sliders_change_the_bars_to_what_python_predicts(opened: Browser) -> Non
         ("dp_shard", 2), ("recompute", "selective"), ("sequence", 8192), ("global_batch", 32),
     ):  # fmt: skip
         turn(opened, knob, value)
-    assert opened.evaluate("wrong()") == []
+    assert opened.evaluate("wrong(lead)") == []
     layout = Layout(
         tp=2, sp=True, pp=2, schedule="interleaved", vp=4, micro_batch=2, zero=1, dp_shard=2, recompute="selective"
     )
     found = predict(replace(SMALL, layout=layout, recipe=replace(SMALL.recipe, sequence=8192, global_batch=32)))
-    assert opened.evaluate("ranks.map((rank) => rank.total)") == pytest.approx(
+    assert opened.evaluate("lead.ranks.map((rank) => rank.total)") == pytest.approx(
         [one.total_bytes for one in found.memory], rel=1e-6
     )
     after = bars(opened)
@@ -133,15 +134,16 @@ def test_the_illegal_is_said_in_words_and_nothing_else_is_shown(opened: Browser)
         )
         assert opened.evaluate(shown) == [not said] * 4, (knob, value)
     opened.evaluate("document.getElementById('undo').click()")
-    assert opened.evaluate("wrong()") == [] and opened.complaints == []
+    assert opened.evaluate("wrong(lead)") == [] and opened.complaints == []
 
 
 @in_browser
 def test_every_legal_neighbour_has_a_time_near_the_planners(opened: Browser) -> None:
-    question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values(state.layout)).map(
-        (value) => withValue(state, knob.name, value))).filter(({recipe, layout}) => Number.isInteger(dpOf(layout)) &&
-        !violations(DATA.model, recipe, layout).length).map(({recipe, layout}) => ({recipe, layout,
-        seconds: timeOf(recipe, layout).seconds, shares: mfuOf(recipe, timeOf(recipe, layout).seconds)}))"""
+    question = """KNOBS.flatMap((knob) => (knob.check ? [true, false] : knob.options ?? knob.values()).map(
+        (value) => withValue(lead, lead.state, knob.name, value))).filter((one) => !wrong(lead, one).length).map(
+        ({recipe, layout}) => ({recipe, layout,
+        seconds: timeOf(lead, recipe, layout).seconds,
+        shares: mfuOf(lead, recipe, timeOf(lead, recipe, layout).seconds)}))"""
     found = opened.evaluate(question)
     assert len(found) > 30
     for one in found:
@@ -154,10 +156,10 @@ def test_every_legal_neighbour_has_a_time_near_the_planners(opened: Browser) -> 
 @in_browser
 def test_tight_is_not_green(opened: Browser) -> None:
     capacity = usable_bytes(SMALL)
-    found = opened.evaluate(f"[0.9, 0.96, 1.01].map((share) => verdictOf(share * {capacity}))")
+    found = opened.evaluate(f"[0.9, 0.96, 1.01].map((share) => verdictOf(lead, share * {capacity}))")
     assert found == [["yes", "FITS"], ["tight", "TIGHT"], ["no", "DOES NOT FIT"]]
     assert opened.evaluate("css('tight')") not in opened.evaluate("[css('good'), css('alarm')]")
-    assert opened.evaluate("POINTS[LAND.start].peak <= DATA.cluster.tight_bytes")
+    assert opened.evaluate("lead.points[lead.land.start].peak <= lead.data.cluster.tight_bytes")
 
 
 @in_browser
@@ -166,14 +168,14 @@ def test_zero_stages_are_bars_without_a_pipeline(opened: Browser) -> None:
     turn(opened, "zero", 3)
     labels = opened.evaluate("[...document.querySelectorAll('#bars [data-stage]')].map((one) => one.ariaLabel)")
     for zero, label in enumerate(labels):
-        layout = Layout(**opened.evaluate(f"withValue(state, 'zero', {zero}).layout"))
+        layout = Layout(**opened.evaluate(f"withValue(lead, lead.state, 'zero', {zero}).layout"))
         found = predict(replace(SMALL, layout=layout))
         assert label.startswith(f"ZeRO {zero}: ")
         assert float(label.split()[2]) == pytest.approx(found.peak_bytes / 2**30, rel=0.02)
     assert len(labels) == 4
     opened.evaluate("document.querySelector('#bars [data-stage=\"1\"]').focus()")
     opened.press("Enter")
-    assert opened.evaluate("state.layout.zero") == 1 and opened.complaints == []
+    assert opened.evaluate("lead.state.layout.zero") == 1 and opened.complaints == []
 
 
 @in_browser
@@ -191,7 +193,7 @@ def test_best_undo_and_links_bring_a_state_back(opened: Browser, pages: dict[str
     opened.ask("Page.navigate", url="about:blank")
     opened.ask("Page.navigate", url=f"{pages['small'].resolve().as_uri()}#{there}")
     for _ in range(500):
-        if opened.evaluate("document.readyState === 'complete' && typeof ranks !== 'undefined' && ranks !== null"):
+        if opened.evaluate("document.readyState === 'complete' && typeof lead !== 'undefined' && lead.ranks !== null"):
             break
     assert opened.evaluate("toFragment()") == there
     for bad in ("tp=x", "sequence=4096&tp=1e9", there.replace("recompute=full", "recompute=<b>")):
@@ -205,7 +207,7 @@ def test_the_command_runs_and_means_the_same(opened: Browser) -> None:
     words = shlex.split(text(opened, "#command code"))
     ran = CliRunner().invoke(app, words[1:])
     assert ran.exit_code == 0, ran.output
-    peak = opened.evaluate("ranks[worstOf(ranks)].total") / 2**30
+    peak = opened.evaluate("lead.ranks[worstOf(lead.ranks)].total") / 2**30
     assert any(f"{peak:.{digits}f}" in ran.output for digits in (1, 2)), ran.output
 
 
@@ -213,7 +215,7 @@ def test_the_command_runs_and_means_the_same(opened: Browser) -> None:
 def test_keys_and_pointer_reach_everything(opened: Browser) -> None:
     opened.evaluate("document.getElementById('knob-sequence').focus()")
     opened.press("ArrowRight")
-    assert opened.evaluate("state.recipe.sequence") == 8192
+    assert opened.evaluate("lead.state.recipe.sequence") == 8192
     assert "not on this map" in text(opened, "#map-words")
     opened.press("Tab")
     assert "Global batch" in text(opened, "#controls .help")
@@ -221,8 +223,8 @@ def test_keys_and_pointer_reach_everything(opened: Browser) -> None:
     opened.press("ArrowLeft")
     assert "none beats it" in text(opened, "#map .help")
     opened.press("Enter")
-    assert opened.evaluate("layoutOption(state.layout) === layoutOption(pointed.layout)")
-    assert opened.evaluate("state.recipe.sequence") == 4096
+    assert opened.evaluate("layoutOption(lead.state.layout) === layoutOption(lead.pointed.layout)")
+    assert opened.evaluate("lead.state.recipe.sequence") == 4096
     assert opened.complaints == []
 
 
@@ -230,8 +232,8 @@ def test_keys_and_pointer_reach_everything(opened: Browser) -> None:
 def test_a_click_on_the_map_takes_a_layout_and_a_tap_asks_first(opened: Browser) -> None:
     opened.evaluate("document.getElementById('points').scrollIntoView({block: 'center'})")
     spot = opened.evaluate(
-        "(() => { const box = document.getElementById('points').getBoundingClientRect(), point = FRONT.at(-1);"
-        " return [box.left + scale.x(point.peak), box.top + scale.y(point.step)]; })()"
+        "(() => { const box = document.getElementById('points').getBoundingClientRect(), point = lead.front.at(-1);"
+        " return [box.left + lead.scale.x(point.peak), box.top + lead.scale.y(point.step)]; })()"
     )
     before = opened.evaluate("toFragment()")
     points = [{"x": spot[0], "y": spot[1]}]
@@ -241,9 +243,11 @@ def test_a_click_on_the_map_takes_a_layout_and_a_tap_asks_first(opened: Browser)
     assert "per step, MFU" in text(opened, "#map .help") and opened.evaluate("toFragment()") == before
     opened.point(*spot, click=True)
     assert "per step, MFU" in text(opened, "#map .help") and "compute" in text(opened, "#map .help")
-    assert opened.evaluate("layoutOption(state.layout)") == opened.evaluate("layoutOption(pointed.layout)")
-    assert opened.evaluate("Math.abs(pointed.peak / FRONT.at(-1).peak - 1)") < 0.1
-    assert text(opened, "#dp") == str(opened.evaluate("String(dpOf(state.layout))")) or "x" in text(opened, "#dp")
+    assert opened.evaluate("layoutOption(lead.state.layout)") == opened.evaluate("layoutOption(lead.pointed.layout)")
+    assert opened.evaluate("Math.abs(lead.pointed.peak / lead.front.at(-1).peak - 1)") < 0.1
+    assert text(opened, "#dp") == str(opened.evaluate("String(dpOf(lead, lead.state.layout))")) or "x" in text(
+        opened, "#dp"
+    )
 
 
 @in_browser
@@ -324,7 +328,7 @@ def test_where_nothing_fits_all_points_are_out_of_memory(browser: Browser, pages
     browser.open(pages["large"])
     assert text(browser, "#verdict").startswith("DOES NOT FIT")
     assert "None of them fits." in text(browser, "#map-words")
-    assert browser.evaluate("POINTS.every((point) => point.peak > capacity) && POINTS.length > 100")
+    assert browser.evaluate("lead.points.every((point) => point.peak > lead.capacity) && lead.points.length > 100")
     assert browser.complaints == []
 
 
@@ -367,5 +371,5 @@ def test_the_start_is_the_fastest_that_fits() -> None:
     room = usable_bytes(SMALL)
     times = [sum(seconds) for _, seconds, peak in found["points"] if peak <= room]
     assert sum(found["points"][found["best"]][1]) <= min(times) * 1.02
-    start = data(SMALL)["landscape"]["start"]
+    start = data(Half(plan=SMALL, of=estimator(SMALL)))["landscape"]["start"]
     assert found["points"][start][2] <= 0.95 * room and start >= found["best"]

@@ -22,9 +22,10 @@ from meshwright.spec import ModelShape, Plan, presets
 from meshwright.spec.errors import ArgumentError, PlanError
 from meshwright.spec.worlds import differences
 from meshwright.stacks.config_reading import ReadConfig, read
+from meshwright.stacks.declaration.option import Form
 from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.file_forms import option_word
 from meshwright.stacks.stack_errors import sentences
-from meshwright.stacks.text.option_text import Called
 
 RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")
 
@@ -125,15 +126,10 @@ def _changed(shell: bool, old: list[Any], new: list[Any]) -> list[str]:
     """`--key value` or `key=value` of each setting that differs; what is gone is said to be."""
     before = {one.key: one.value for one in old}
     after = {one.key: one.value for one in new}
-    found = [_word(shell, key, value) for key, value in after.items() if before.get(key) != value]
+    form: Form = "shell" if shell else "yaml"
+    changed = {key: value for key, value in after.items() if before.get(key) != value}
+    found = [option_word(form, key, value) or f"(without {key})" for key, value in changed.items()]
     return found + [f"(without {key})" for key in before if key not in after]
-
-
-def _word(shell: bool, key: str, value: Any) -> str:
-    shown = value.name if isinstance(value, Called) else str(value).lower() if isinstance(value, bool) else value
-    if shell:
-        return key if value is True else f"(without {key})" if value is False else f"{key} {shown}"
-    return f"{key}={shown}"
 
 
 @checked

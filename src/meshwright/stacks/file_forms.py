@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Form
 from meshwright.stacks.text import json_text, python_text, shell_text, toml_text, yaml_text
-from meshwright.stacks.text.option_text import Entry, Setting
+from meshwright.stacks.text.option_text import Called, Entry, Setting
 
 WRITERS: Mapping[Form, Callable[[Sequence[Setting], Sequence[str]], str]] = {
     "yaml": yaml_text.write, "json": json_text.write, "toml": toml_text.write, "shell": shell_text.write,
@@ -30,6 +31,20 @@ def text_of(file: ConfigFile, facts: Facts, title: Sequence[str]) -> str:
     if file.head is None:
         return body
     return '"""' + " ".join(title) + '"""\n\n' + file.head(facts) + body + file.tail
+
+
+def option_words(file: ConfigFile, facts: Facts) -> dict[str, str]:
+    """Option -> `--key value` or `key=value`, of all that a file for these facts says; a switch that is off is not."""
+    found = {one.key: option_word(file.form, one.key, one.value) for one in file.settings(facts)}
+    return {key: word for key, word in found.items() if word}
+
+
+def option_word(form: Form, key: str, value: Any) -> str:
+    """One option as it is spoken of; empty for a switch of a shell that is off."""
+    shown = value.name if isinstance(value, Called) else str(value).lower() if isinstance(value, bool) else value
+    if form == "shell":
+        return key if value is True else "" if value is False else f"{key} {shown}"
+    return f"{key}={shown}"
 
 
 def form_of(path: Path) -> Form:

@@ -1,6 +1,5 @@
 """`meshwright explore MODEL --cluster NAME`: every layout as one HTML page, for offline. Needs no torch, no GPU."""
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from meshwright.cli.inputs.plan_arguments import (
     AskedNodes,
     AskedRecipe,
 )
+from meshwright.cli.verbs.plan_stack import AskedStack
 
 
 def explore(
@@ -19,27 +19,39 @@ def explore(
     cluster: AskedCluster = None,
     nodes: AskedNodes = None,
     recipe: AskedRecipe = None,
+    stack: AskedStack = "",
+    price: Annotated[
+        float | None,
+        typer.Option("--price", metavar="USD", help="Of a device-hour. [default: the lowest list price that is known]"),
+    ] = None,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--beside",
+            metavar="KEY=VALUE,...",
+            help="A second cluster or stack on the same page, in what differs: cluster=h200x8,nodes=4,for=torchtitan,"
+            "price=2.5.",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.html", help="Where the page goes.")] = Path(
         "explorer.html"
     ),
+    json: Annotated[
+        bool, typer.Option("--json", help="Print what each half begins with as one JSON document.")
+    ] = False,
 ) -> None:
     """Write a page with sliders for memory, a map of all legal layouts, and the pipeline schedules."""
     from meshwright.api.documents import check_page
-    from meshwright.api.plan_request import asked_estimator, asked_plan
-    from meshwright.planner.explorer.explorer_page import page
-    from meshwright.store.durable import one_line, replace_file
+    from meshwright.api.exploring import explore as explored
+    from meshwright.cli.terminal.output import print_json
 
-    asked = asked_plan(model, cluster, nodes, recipe or [])
     check_page(out, "explorer.html")
-    command = _command(model, cluster, nodes, recipe or [])
-    with one_line(out, "--out"):
-        replace_file(out, page(asked, asked_estimator(asked, cluster), command).encode())
-    print(f"{out}: {asked.model.name} on {asked.cluster.devices} {asked.cluster.device.name}; open it in a browser")
-
-
-def _command(model: str, cluster: str | None, nodes: int | None, recipe: list[str]) -> str:
-    """What asks `plan` about the same; the page adds sequence, batch and layout, and later words count."""
-    words = ["meshwright", "plan", model]
-    words += ["--cluster", cluster] if cluster else []
-    words += ["--nodes", str(nodes)] if nodes else []
-    return shlex.join([*words, *(word for one in recipe for word in ("--recipe", one))])
+    answer = explored(
+        model, cluster=cluster, nodes=nodes, recipe=recipe, stack=stack, price=price, beside=beside
+    )  # fmt: skip
+    answer.write(out)
+    if json:
+        print_json({**answer.to_dict(), "page": str(out)})
+        return
+    titles = " beside ".join(half.title for half in answer.halves)
+    print(f"{out}: {answer.halves[0].plan.model.name} on {titles}; open it in a browser")

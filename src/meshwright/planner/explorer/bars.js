@@ -1,6 +1,5 @@
 // Stacked memory bars, one for each pipeline rank, with the device's capacity; beside them the worst rank's kinds.
 
-const capacity = DATA.cluster.usable_bytes; // null: not known
 const worstOf = (ranks) => ranks.reduce((worst, rank, n) => rank.total > ranks[worst].total ? n : worst, 0);
 
 // Round steps for an axis up to `most`.
@@ -11,22 +10,32 @@ function ticks(most, about = 5) {
 }
 
 // The four ZeRO stages of the state: {zero, ranks} where legal.
-function zeroStages() {
+function zeroStages(half) {
+  const {state, data} = half;
   return [0, 1, 2, 3].map((zero) => {
-    const next = zero === state.layout.zero ? state : withValue(state, "zero", zero);
-    const legal = !violations(DATA.model, next.recipe, next.layout).length;
-    return {zero, next, rank: legal ? memoryOf(DATA, next.recipe, next.layout)[0] : null};
+    const next = zero === state.layout.zero ? state : withValue(half, state, "zero", zero);
+    const legal = !violations(data.model, next.recipe, next.layout).length;
+    return {zero, next, rank: legal ? memoryOf(data, next.recipe, next.layout)[0] : null};
   });
 }
 
+// {rank, stage}: of a half that is legal.
+function barsIn(half) {
+  const {ranks, state} = half;
+  if (!ranks || wrong(half).length) return [];
+  if (ranks.length > 1 || dpOf(half, state.layout) === 1) return ranks.map((rank) => ({rank}));
+  return zeroStages(half).map(({zero, rank}) => ({rank, stage: zero}));
+}
+
 // Without a pipeline all GPUs hold as much: what the ZeRO stages would make of it is shown instead.
-function drawBars(ranks) {
-  const svg = document.getElementById("bars"), width = Math.max(120, svg.clientWidth), height = Math.max(120, svg.clientHeight);
-  const stages = ranks.length === 1 && dpOf(state.layout) > 1 ? zeroStages() : [];
-  const bars = stages.length ? stages.map(({zero, rank}) => ({rank, stage: zero})) : ranks.map((rank) => ({rank}));
+function drawBars(half) {
+  const {ranks, state, capacity, data: {cluster}} = half;
+  const svg = half.el("bars"), width = Math.max(120, svg.clientWidth), height = Math.max(120, svg.clientHeight);
+  const bars = barsIn(half), stages = bars.filter(({stage}) => stage !== undefined);
   const left = 44, right = 8, top = 30, bottom = 34;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  const most = 1.06 * Math.max(...bars.map(({rank}) => rank?.total ?? 0), DATA.cluster.memory_bytes);
+  const most = 1.06 * Math.max(...halves.flatMap((one) => [one.data.cluster.memory_bytes,
+    ...barsIn(one).map(({rank}) => rank?.total ?? 0)])); // the same axis in both halves
   const y = (bytes) => height - bottom - bytes / most * (height - top - bottom);
   const parts = ticks(most / GIB).map((n) =>
     `<line class="axis" x1="${left}" x2="${width - right}" y1="${y(n * GIB)}" y2="${y(n * GIB)}"/>` +
@@ -35,8 +44,8 @@ function drawBars(ranks) {
   const slot = (width - left - right) / bars.length, wide = Math.min(90, slot * 0.78), labels = Math.ceil(22 / slot);
   const place = (n) => left + slot * (n + 0.5) - wide / 2;
   bars.forEach(({rank, stage}, n) => {
-    if (rank) parts.push(barOf(rank, stage === undefined ? n : 0, place(n), wide, y, stage));
-    if (stage !== undefined) parts.push(stageLabel(stage, rank, place(n) + wide / 2, y, slot));
+    if (rank) parts.push(barOf(rank, stage === undefined ? n : 0, place(n), wide, y, stage, stage === state.layout.zero));
+    if (stage !== undefined) parts.push(stageLabel(stage, rank, place(n) + wide / 2, y, slot, stage === state.layout.zero));
     else if (n % labels === 0) parts.push(`<text x="${place(n) + wide / 2}" y="${y(0) + 14}" text-anchor="middle">${n}</text>`);
   });
   if (!stages.length) parts.push(`<text x="${width - right}" y="${height - 3}" text-anchor="end">pipeline rank</text>`);
@@ -44,24 +53,24 @@ function drawBars(ranks) {
     const [line, end] = [y(capacity), width - right];
     parts.push(`<line class="limit" x1="${left}" x2="${end}" y1="${line}" y2="${line}"/>` +
       `<g data-explain="capacity" tabindex="0"><line class="limit" x1="${left}" x2="${left + 22}" y1="8" y2="8"/>` +
-      `<text class="limit-words" x="${left + 28}" y="12">${gib(capacity)} usable of ${DATA.cluster.device}</text></g>`);
+      `<text class="limit-words" x="${left + 28}" y="12">${gib(capacity)} usable of ${cluster.device}</text></g>`);
   }
   svg.innerHTML = parts.join("");
   const worst = ranks[worstOf(ranks)];
   svg.setAttribute("aria-label", stages.length ? `Memory under the four ZeRO stages; this one ${gib(worst.total)}` :
     `Memory of ${ranks.length} pipeline ranks; the largest ${gib(worst.total)}`);
-  document.getElementById("memory-title").textContent =
-    stages.length ? "Memory of one GPU, by ZeRO stage" : "Memory of one GPU of each pipeline rank";
+  half.el("memory-title").textContent = named(half) +
+    (stages.length ? "Memory of one GPU, by ZeRO stage" : "Memory of one GPU of each pipeline rank");
 }
 
-function stageLabel(stage, rank, x, y, slot) {
-  const own = stage === state.layout.zero, words = rank ? (rank.total / GIB).toFixed(1) : "not legal";
+function stageLabel(stage, rank, x, y, slot, own) {
+  const words = rank ? (rank.total / GIB).toFixed(1) : "not legal";
   return `<text class="${own ? "own" : ""}" x="${x}" y="${rank ? y(rank.total) - 5 : y(0) - 5}" text-anchor="middle">${words}</text>` +
     `<text class="${own ? "own" : ""}" x="${x}" y="${y(0) + 14}" text-anchor="middle">ZeRO ${stage}</text>` +
     (own ? `<text class="own" x="${x}" y="${y(0) + 27}" text-anchor="middle">${slot > 60 ? "\u25b2 chosen" : "\u25b2"}</text>` : "");
 }
 
-function barOf(rank, n, x, wide, y, stage) {
+function barOf(rank, n, x, wide, y, stage, own) {
   let sum = 0;
   const rects = KINDS.filter((kind) => rank.kinds[kind] > 0).map((kind) => {
     const low = sum;
@@ -71,27 +80,22 @@ function barOf(rank, n, x, wide, y, stage) {
   });
   if (stage === undefined)
     return `<g class="rank" data-rank="${n}" tabindex="0" role="img" aria-label="pipeline rank ${n}: ${gib(sum)}">${rects.join("")}</g>`;
-  const own = stage === state.layout.zero, choice = own ? ` class="rank" data-rank="0"` : ` class="stage"`;
+  const choice = own ? ` class="rank" data-rank="0"` : ` class="stage"`;
   return `<g${choice} data-stage="${stage}" tabindex="0" role="button" aria-pressed="${own}" aria-label="ZeRO ${stage}: ${gib(sum)}">` +
     `${rects.join("")}</g>`;
 }
 
 // What a ZeRO stage's bar says.
-function stageWords(stage, kind) {
-  const {rank, next} = zeroStages()[stage];
+function stageWords(half, stage, kind) {
+  const {rank, next} = zeroStages(half)[stage];
   if (!rank) return "";
-  const {seconds, about} = timeOf(next.recipe, next.layout);
+  const {seconds, about} = timeOf(half, next.recipe, next.layout);
   return `<b>ZeRO ${stage}: ${gib(rank.total)}, ${about ? "about " : ""}${duration(seconds)} per step.</b> ` +
-    (stage === state.layout.zero ? "" : "Click or press Enter to take it. ") + (kind ? explanation(kind) : EXPLAIN.zero[1]);
+    (stage === half.state.layout.zero ? "" : "Click or press Enter to take it. ") + (kind ? explanation(kind) : EXPLAIN.zero[1]);
 }
 
-function drawKinds(ranks) {
-  const table = document.getElementById("kinds");
-  if (!ranks) {
-    table.tBodies[0].innerHTML = "";
-    table.caption.textContent = "";
-    return;
-  }
+function drawKinds({el, ranks}) {
+  const table = el("kinds");
   const n = worstOf(ranks), worst = ranks[n];
   table.caption.textContent = `Pipeline rank ${n}${ranks.length > 1 ? " (worst)" : ""}, ${worst.when}`;
   const rows = KINDS.map((kind) => [kind, worst.kinds[kind] ?? 0]).reverse();

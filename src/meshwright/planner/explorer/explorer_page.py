@@ -12,38 +12,47 @@ from math import inf, isfinite
 from typing import Any
 
 from meshwright.planner.explorer.coefficients import coefficients, legal_degrees
+from meshwright.planner.explorer.half import Half, SoftwareRules
 from meshwright.planner.explorer.legal_tables import controls, counts_of, legal_tables, stage_runs, timeline_tables
 from meshwright.planner.explorer.matrix_tables import matrix_tables
+from meshwright.planner.explorer.option_tables import option_tables
 from meshwright.planner.explorer.time_tables import time_tables
 from meshwright.planner.search.landscape import FIELDS, landscape
 from meshwright.planner.search.recommend import FREE
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import num_parameters
-from meshwright.spec.plan import Plan
 from meshwright.spec.schedule_kinds import KINDS
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "tied")
 """Of a shape, what the page reads under the same name."""
+STACK = ("own", "slack", "sharding", "vocab_parallel", "outputs_kept", "step_buffers")
+"""Of a stack, what memory.js and peaks.js read under the same name."""
 SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js",
-           "bars.js", "map.js", "timeline.js", "page.js")  # fmt: skip
+           "bars.js", "map.js", "timeline.js", "options.js",
+           "half.js", "differences.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 
-def page(plan: Plan, of: Estimator | None = None, command: str = "") -> str:
-    """The HTML page for a plan's model, recipe and cluster; its layout does not matter. `of`: of a measured machine.
-    `command`: what of `meshwright plan` asks about the same model and cluster, for the page to complete."""
-    return _assemble({**data(plan, of), "command": command})
+def page(*halves: Half) -> str:
+    """The HTML page for one cluster, or for two side by side."""
+    return assemble(*(data(one) for one in halves))
 
 
-def data(plan: Plan, of: Estimator | None = None) -> dict[str, Any]:
-    """All numbers of the page. A batch ramp is left aside: a step has the recipe's global batch."""
-    plan = replace(plan, recipe=replace(plan.recipe, batch_ramp=(), noise_scale_every=0))
-    of, room = of or estimator(plan), usable_bytes(plan)
-    found = landscape(of, plan)
+def data(half: Half) -> dict[str, Any]:
+    """All numbers of a half. A batch ramp is left aside: a step has the recipe's global batch."""
+    plan = replace(half.plan, recipe=replace(half.plan.recipe, batch_ramp=(), noise_scale_every=0))
+    room, software = usable_bytes(plan), half.software
+    found = landscape(half.of, plan, fixed=software.fixed if software else None)
     shown = [dict(zip(FIELDS, fields, strict=True)) for fields, *_ in found["points"]]
-    return {**facts(of, room, shown), "landscape": {**found, "start": _start(found, room)}}
+    return {
+        **facts(half.of, room, shown, software),
+        "landscape": {**found, "start": _start(found, room)},
+        "title": half.title,
+        "command": half.command,
+        "price": {"usd_per_hour": half.usd_per_hour, "words": half.price_words.replace("https://", "")},
+    }
 
 
 def _start(found: dict[str, Any], room: float) -> int:
@@ -57,12 +66,15 @@ def schedules() -> dict[str, Any]:
     return {name: asdict(kind) for name, kind in KINDS.items()}
 
 
-def facts(of: Estimator, usable: float = inf, layouts: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+def facts(
+    of: Estimator, usable: float = inf, layouts: Iterable[dict[str, Any]] = (), software: SoftwareRules | None = None
+) -> dict[str, Any]:
     """What the page's formulas read: shape, recipe, cluster, stack and the linear coefficients. `usable`: bytes of a
     device that a program can have. `layouts`: of the map."""
-    shape, recipe, device = of.shape, of.recipe, of.cluster.device
+    shape, recipe, device, seen = of.shape, of.recipe, of.cluster.device, list(layouts)
     degrees = legal_degrees(of, of.cluster.devices)
-    values = controls(of, degrees, layouts)
+    values = controls(of, degrees, seen)
+    counts = counts_of(of, values)
     return {
         "model": {
             "name": shape.name,
@@ -70,7 +82,7 @@ def facts(of: Estimator, usable: float = inf, layouts: Iterable[dict[str, Any]] 
             **{size: getattr(shape, size) for size in SIZES},
             "experts": shape.moe.experts if shape.moe else 0,
             "first_dense": shape.moe.first_dense if shape.moe else 0,
-            "legal": legal_tables(of, values),
+            "legal": legal_tables(of, values, software.refusals if software else ()),
             "stages": stage_runs(of, values),
             "activation_bytes": 4 if recipe.precision == "fp32" else 2,
         },
@@ -89,15 +101,23 @@ def facts(of: Estimator, usable: float = inf, layouts: Iterable[dict[str, Any]] 
             "bucket_bytes": of.stack.update_bucket_bytes,
             "widened_bytes": of.widened_bytes,
             "reserve_bytes": of.stack.reserve_bytes,
-            "slack": of.stack.slack,
+            **{name: getattr(of.stack, name) for name in STACK},
         },
         "controls": values,
         "schedules": schedules(),
-        "timelines": timeline_tables(values, counts_of(of, values)),
+        "timelines": timeline_tables(values, counts),
         "memory": coefficients(of, of.cluster.devices),
         "time": time_tables(of, degrees),
         "muon": matrix_tables(of, degrees),
+        "software": _software(of, values, seen, counts, software) if software else None,
     }
+
+
+def _software(
+    of: Estimator, values: dict[str, Any], layouts: list[dict[str, Any]], counts: Iterable[int], rules: SoftwareRules
+) -> dict[str, Any]:
+    said = {"word": rules.word, "title": rules.title, "known_errors": list(rules.known_errors)}
+    return {**said, **option_tables(of, values, layouts, counts, rules)}
 
 
 def source(*names: str) -> str:
@@ -106,8 +126,9 @@ def source(*names: str) -> str:
     return "\n".join((folder / name).read_text(encoding="utf-8") for name in names)
 
 
-def _assemble(content: dict[str, Any]) -> str:
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+def assemble(*halves: dict[str, Any]) -> str:
+    """The page of what `data` gave."""
+    text = json.dumps({"halves": halves}, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     found = source("page.html")
     for mark, part in (
         ("/*STYLE*/", source("colours.css", "page.css")),

@@ -10,8 +10,9 @@ from meshwright.planner.explorer.decision_tables import Domain, Relation, Tables
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import RULES, batch_refusals, divisors, position_refusals
-from meshwright.spec.schedule import refusal, stage_layers
+from meshwright.spec.schedule import refusal
 from meshwright.spec.schedule_kinds import KINDS, stage_numbers
+from meshwright.spec.shape import ModelShape
 
 SEQUENCES = tuple(2**n for n in range(9, 18))
 """Beside the recipe's own."""
@@ -69,9 +70,12 @@ def _numbers(layouts: list[dict[str, Any]], name: str, pp: int, layers: int) -> 
     return [usual, *sorted({*others, *more})]
 
 
-def legal_tables(of: Estimator, values: dict[str, Any]) -> dict[str, Any]:
-    """`rules`: for each of spec/legal.py the table of its sentences. `dp`: what tp, cp and pp leave of the devices, 0
-    where they do not divide them. `size` and `count`: of a rank's micro-batches, 0 where they do not come out even."""
+def legal_tables(
+    of: Estimator, values: dict[str, Any], refusals: Iterable[Callable[[ModelShape, Layout], str]] = ()
+) -> dict[str, Any]:
+    """`rules`: for each of spec/legal.py the table of its sentences, and for each of another software's. `dp`: what tp,
+    cp and pp leave of the devices, 0 where they do not divide them. `size` and `count`: of a rank's micro-batches, 0
+    where they do not come out even."""
     tables = Tables(domain(of, values))
     shape, recipe = of.shape, of.recipe
 
@@ -79,6 +83,13 @@ def legal_tables(of: Estimator, values: dict[str, Any]) -> dict[str, Any]:
         def sentences(given: Values) -> list[str]:
             asked = refusals(shape, kinds[0](recipe, given, RECIPE), kinds[1](Layout(), given, LAYOUT))
             return [template(one, given, (*LAYOUT, *RECIPE)) for one in asked]
+
+        return tables.add(sentences)
+
+    def of_software(refusal: Callable[[ModelShape, Layout], str]) -> int:
+        def sentences(given: Values) -> list[str]:
+            said = refusal(shape, TracedReads(Layout(), given, LAYOUT))  # type: ignore[arg-type]  # reads as one does
+            return [template(said, given, (*LAYOUT,))] if said else []
 
         return tables.add(sentences)
 
@@ -92,7 +103,8 @@ def legal_tables(of: Estimator, values: dict[str, Any]) -> dict[str, Any]:
 
     return {
         "rules": [rule(one, (_AnyBatch, _Counted)) for one in RULES]
-        + [rule(one, (TracedReads, TracedReads)) for one in (batch_refusals, position_refusals)],
+        + [rule(one, (TracedReads, TracedReads)) for one in (batch_refusals, position_refusals)]
+        + [of_software(one) for one in refusals],
         "size": micro_batches(Layout.micro_batch_of),
         "count": micro_batches(Layout.even_micro_batches),
         "nodes": tables.nodes,
@@ -144,7 +156,7 @@ def stage_runs(of: Estimator, values: dict[str, Any]) -> dict[int, list[tuple[in
     deep = (pp * vp for some in values["vp"].values() for pp, numbers in some.items() for vp in numbers)
     found = {}
     for number in sorted({1, *(stages for stages in deep if stages <= of.shape.layers)}):
-        sizes = map(len, stage_layers(of.shape.layers, number))
+        sizes = map(len, of.split(Layout(pp=number)))
         found[number] = [(len(list(run)), size) for size, run in groupby(sizes)]
     return found
 

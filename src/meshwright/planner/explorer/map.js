@@ -1,29 +1,36 @@
 // The map of layouts: peak memory across, step time up, both in logarithms. Points come from Python.
 
-const LAND = DATA.landscape;
-const COLOURED = ["tp", "pp", "cp", "ep", "dp_shard", "zero", "micro_batch", "vp"].filter((name) => name !== "ep" || DATA.model.experts);
-const POINTS = LAND.points.map(([fields, parts, peak], n) => {
-  const layout = Object.fromEntries(LAND.fields.map((name, place) => [name, fields[place]]));
-  layout.sp = Boolean(layout.sp);
-  return {layout, parts, peak, step: parts.reduce((a, b) => a + b, 0), front: n < LAND.front};
-});
-const FRONT = POINTS.slice(0, LAND.front);
-const byLayout = new Map(POINTS.map((point) => [layoutOption(point.layout), point]));
+// A half's points: {land, points, front, byLayout}.
+function mapOf({landscape: land}) {
+  const points = land.points.map(([fields, parts, peak], n) => {
+    const layout = Object.fromEntries(land.fields.map((name, place) => [name, fields[place]]));
+    layout.sp = Boolean(layout.sp);
+    return {layout, parts, peak, step: parts.reduce((a, b) => a + b, 0), front: n < land.front};
+  });
+  return {
+    land, points, front: points.slice(0, land.front),
+    byLayout: new Map(points.map((point) => [layoutOption(point.layout), point])),
+  };
+}
+
+const COLOURED = ["tp", "pp", "cp", "ep", "dp_shard", "zero", "micro_batch", "vp"].filter(
+  (name) => name !== "ep" || lead.data.model.experts);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const fitsRoom = (bytes) => capacity === null || bytes <= capacity;
-let scale = null, pointed = null;
+const fitsRoom = ({capacity}, bytes) => capacity === null || bytes <= capacity;
 
 // 0 .. 6 of a value: degrees by powers of two, ZeRO stages as they are.
 const shade = (name, value) => Math.min(6, name === "zero" ? value * 2 : Math.floor(Math.log2(value)));
 
+// The same axes in both halves.
 function scaleOf(width, height) {
   const margin = {left: 52, right: 12, top: 24, bottom: 34};
   const range = (values) => {
     const low = Math.min(...values), high = Math.max(...values), room = Math.max(1.08, (high / low) ** 0.03);
     return [low / room, high * room];
   };
-  const xs = range([...POINTS.map((point) => point.peak), ...(capacity ? [capacity] : [])]);
-  const ys = range(POINTS.map((point) => point.step));
+  const points = halves.flatMap((half) => half.points), rooms = halves.map((half) => half.capacity).filter(Boolean);
+  const xs = range([...points.map((point) => point.peak), ...rooms]);
+  const ys = range(points.map((point) => point.step));
   const place = (value, [low, high], from, to) => from + Math.log(value / low) / Math.log(high / low) * (to - from);
   return {
     margin, xs, ys, width, height,
@@ -32,12 +39,12 @@ function scaleOf(width, height) {
   };
 }
 
-// 1, 2, 5, 10, ... inside a range.
-function logTicks([low, high]) {
+// 1, 2, 5, 10, ... inside a range; powers of ten alone where those are more than `most`.
+function logTicks([low, high], most = 9) {
   const found = [];
   for (let unit = 10 ** Math.floor(Math.log10(low)); unit <= high; unit *= 10)
     found.push(...[1, 2, 5].map((n) => n * unit).filter((n) => n >= low && n <= high));
-  return found.length > 9 ? found.filter((n) => /^[1]/.test(n.toExponential())) : found;
+  return found.length > most ? found.filter((n) => /^[1]/.test(n.toExponential())) : found;
 }
 
 function canvasOf(element) {
@@ -50,30 +57,30 @@ function canvasOf(element) {
   return {pen, width, height};
 }
 
-function drawMap(ranks) {
-  const element = document.getElementById("points"), {pen, width, height} = canvasOf(element);
-  scale = scaleOf(width, height);
-  drawAxes(pen);
-  const name = document.getElementById("colour").value;
+function drawMap(half) {
+  const element = half.el("points"), {pen, width, height} = canvasOf(element), {points} = half;
+  const scale = half.scale = scaleOf(width, height);
+  drawAxes(pen, half);
+  const name = half.el("colour").value;
   const colours = [...Array(7).keys()].map((n) => css(`deg${n}`));
-  for (const point of [...POINTS].reverse()) {
-    pen.globalAlpha = fitsRoom(point.peak) ? 1 : 0.55;
+  for (const point of [...points].reverse()) {
+    pen.globalAlpha = fitsRoom(half, point.peak) ? 1 : 0.55;
     pen.fillStyle = colours[shade(name, point.layout[name])];
     pen.beginPath();
     pen.arc(scale.x(point.peak), scale.y(point.step), point.front ? 3.4 : 2, 0, 7);
     pen.fill();
   }
   pen.globalAlpha = 1;
-  drawFront(pen);
-  for (const point of FRONT) ring(pen, point, css("ink"), 3.4, 1);
-  drawHere(pen, ranks);
-  drawRamp(name, colours);
-  const fitting = POINTS.filter((point) => fitsRoom(point.peak)).length;
-  element.setAttribute("aria-label", `${POINTS.length} layouts by memory and step time, ${fitting} of them fit. ` +
+  drawFront(pen, half);
+  for (const point of half.front) ring(pen, scale, point, css("ink"), 3.4, 1);
+  drawHere(pen, half);
+  drawRamp(half, name, colours);
+  const fitting = points.filter((point) => fitsRoom(half, point.peak)).length;
+  element.setAttribute("aria-label", `${named(half)}${points.length} layouts by memory and step time, ${fitting} of them fit. ` +
     "Arrow keys walk along the fastest for their memory, Enter takes a layout.");
 }
 
-function drawAxes(pen) {
+function drawAxes(pen, {scale, capacity}) {
   const {margin, width, height, x, y, xs, ys} = scale, floor = height - margin.bottom;
   if (capacity) {
     pen.fillStyle = css("zone");
@@ -86,7 +93,7 @@ function drawAxes(pen) {
   }
   pen.fillStyle = css("faint");
   pen.textAlign = "center";
-  for (const n of logTicks(xs.map((bytes) => bytes / GIB))) {
+  for (const n of logTicks(xs.map((bytes) => bytes / GIB), Math.min(9, width / 40))) {
     line(pen, x(n * GIB), margin.top, x(n * GIB), floor, css("rule"));
     pen.fillText(n, x(n * GIB), floor + 14);
   }
@@ -110,37 +117,38 @@ function line(pen, x0, y0, x1, y1, colour) {
 }
 
 // Steps: what is above and right of them is beaten.
-function drawFront(pen) {
+function drawFront(pen, {scale, front}) {
   pen.strokeStyle = css("ink");
   pen.lineWidth = 1.2;
   pen.beginPath();
-  FRONT.forEach((point, n) => {
+  front.forEach((point, n) => {
     const [x, y] = [scale.x(point.peak), scale.y(point.step)];
     if (n === 0) return pen.moveTo(x, y);
-    pen.lineTo(scale.x(FRONT[n - 1].peak), y);
+    pen.lineTo(scale.x(front[n - 1].peak), y);
     pen.lineTo(x, y);
   });
   pen.stroke();
 }
 
 // The layout of the controls: a ring at its memory and time, dashed where the time is about; else a line at its memory.
-function drawHere(pen, ranks) {
-  if (ranks && sameRecipe()) {
-    const {seconds, about} = timeOf(state.recipe, state.layout), peak = ranks[worstOf(ranks)].total;
+function drawHere(pen, half) {
+  const {scale, state, ranks, pointed} = half, legal = !wrong(half).length;
+  if (legal && sameRecipe(half)) {
+    const {seconds, about} = timeOf(half, state.recipe, state.layout), peak = ranks[worstOf(ranks)].total;
     const inside = (value, [low, high]) => Math.min(high, Math.max(low, value));
     pen.setLineDash(about ? [3, 2] : []);
-    ring(pen, {peak: inside(peak, scale.xs), step: inside(seconds, scale.ys)}, css("accent"), 7);
+    ring(pen, scale, {peak: inside(peak, scale.xs), step: inside(seconds, scale.ys)}, css("accent"), 7);
     pen.setLineDash([]);
-  } else if (ranks) {
+  } else if (legal) {
     const x = scale.x(ranks[worstOf(ranks)].total);
     pen.setLineDash([4, 3]);
     line(pen, x, scale.margin.top, x, scale.height - scale.margin.bottom, css("accent"));
     pen.setLineDash([]);
   }
-  if (pointed) ring(pen, pointed, css("ink"), 6);
+  if (pointed) ring(pen, scale, pointed, css("ink"), 6);
 }
 
-function ring(pen, point, colour, radius, wide = 2.5) {
+function ring(pen, scale, point, colour, radius, wide = 2.5) {
   pen.strokeStyle = colour;
   pen.lineWidth = wide;
   pen.beginPath();
@@ -148,57 +156,57 @@ function ring(pen, point, colour, radius, wide = 2.5) {
   pen.stroke();
 }
 
-function drawRamp(name, colours) {
-  const values = ascending(POINTS.map((point) => point.layout[name]));
+function drawRamp({el, points}, name, colours) {
+  const values = ascending(points.map((point) => point.layout[name]));
   const shades = ascending(values.map((value) => shade(name, value)));
-  document.getElementById("ramp").innerHTML = shades.map((n) => {
+  el("ramp").innerHTML = shades.map((n) => {
     const own = values.filter((value) => shade(name, value) === n), [low, high] = [own[0], own.at(-1)];
     return `<span><i class="chip" style="background:${colours[n]}"></i>${low === high ? low : `${low}-${high}`}</span>`;
   }).join("");
 }
 
-function nearest(px, py) {
+function nearest({points, scale}, px, py) {
   let best = null, least = 14 ** 2;
-  for (const point of POINTS) {
+  for (const point of points) {
     const away = (scale.x(point.peak) - px) ** 2 + (scale.y(point.step) - py) ** 2 - (point.front ? 6 : 0);
     if (away < least) [best, least] = [point, away];
   }
   return best;
 }
 
-function pointWords(point) {
-  const parts = LAND.parts.map((name, n) => [name.replace(/_s$/, ""), point.parts[n]]).filter(([, s]) => s > 0)
+function pointWords(half, point) {
+  const {data: {recipe}, devices, land} = half;
+  const parts = land.parts.map((name, n) => [name.replace(/_s$/, ""), point.parts[n]]).filter(([, s]) => s > 0)
     .map(([name, s]) => `${name} ${duration(s)} (${percent(s / point.step)})`).join(" \u00b7 ");
-  const recipe = {sequence: DATA.recipe.sequence, global_batch: DATA.recipe.global_batch};
   const rate = recipe.sequence * recipe.global_batch / point.step / devices;
   return `<b>${escaped(layoutWords(point.layout))}</b> <button type="button" data-take>Use this layout</button><br>` +
-    `${duration(point.step)} per step, MFU ${percent(mfuOf(recipe, point.step))}, ${Math.round(rate)} tokens/s per GPU; ` +
-    `${gib(point.peak)}${fitsRoom(point.peak) ? "" : ", out of memory"}${point.front ? "; none beats it in both" : ""}<br>` +
+    `${duration(point.step)} per step, MFU ${percent(mfuOf(half, recipe, point.step))}, ${Math.round(rate)} tokens/s per GPU; ` +
+    `${gib(point.peak)}${fitsRoom(half, point.peak) ? "" : ", out of memory"}${point.front ? "; none beats it in both" : ""}<br>` +
     `<small>${parts}</small>`;
 }
 
 // A pointer shows a layout and a mouse click takes it; a tap shows it, and the button in the panel takes it.
-function watchMap(take, redraw) {
-  const element = document.getElementById("points"), help = panel.of(element);
+function watchMap(half, take) {
+  const element = half.el("points"), help = panel.of(element), {front, land} = half;
   const point = (found) => {
-    if (!found || found === pointed) return;
-    pointed = found;
-    redraw();
-    panel.show(pointWords(found), element);
+    if (!found || found === half.pointed) return;
+    half.pointed = found;
+    drawMap(half);
+    panel.show(pointWords(half, found), element);
   };
-  element.addEventListener("pointermove", (event) => point(nearest(event.offsetX, event.offsetY)));
+  element.addEventListener("pointermove", (event) => point(nearest(half, event.offsetX, event.offsetY)));
   element.addEventListener("click", (event) => {
-    const found = nearest(event.offsetX, event.offsetY);
+    const found = nearest(half, event.offsetX, event.offsetY);
     point(found);
-    if (found && event.pointerType !== "touch") take(found);
+    if (found && event.pointerType !== "touch") take(half, found);
   });
-  help.addEventListener("click", (event) => event.target.matches("[data-take]") && pointed && take(pointed));
+  help.addEventListener("click", (event) => event.target.matches("[data-take]") && half.pointed && take(half, half.pointed));
   element.addEventListener("keydown", (event) => {
     const step = {ArrowRight: -1, ArrowUp: -1, ArrowLeft: 1, ArrowDown: 1}[event.key];
     if (step) {
       event.preventDefault();
-      const place = FRONT.includes(pointed) ? FRONT.indexOf(pointed) : LAND.start - step;
-      point(FRONT[Math.max(0, Math.min(FRONT.length - 1, place + step))]);
-    } else if (event.key === "Enter" && pointed) take(pointed);
+      const place = front.includes(half.pointed) ? front.indexOf(half.pointed) : land.start - step;
+      point(front[Math.max(0, Math.min(front.length - 1, place + step))]);
+    } else if (event.key === "Enter" && half.pointed) take(half, half.pointed);
   });
 }

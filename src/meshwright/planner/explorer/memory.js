@@ -14,8 +14,8 @@ function memoryOf(data, recipe, layout) {
   const sums = m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
   const table = data.memory.states[layout.zero][Number(pp > 1)][Number(sums)];
   const units = unitsOf(data, layout, table);
-  const between = layout.sp ? tokens / layout.tp : tokens;
-  const borders = pp > 1 ? 2 * between * data.model.hidden * data.model.activation_bytes : 0;
+  const between = layout.sp ? tokens / layout.tp : tokens, {own: engine} = data.stack;
+  const border = pp > 1 ? between * data.model.hidden * data.model.activation_bytes : 0;
   return [...Array(pp).keys()].map((rank) => {
     const own = pp === 1 ? [0] : stagesOf(kind, pp, vp, rank);
     const last = own.includes(pp * vp - 1);
@@ -25,12 +25,14 @@ function memoryOf(data, recipe, layout) {
     const sizes = own.map((stage) =>
       countOf(data, {...layout, zero: 0}, [split[stage]], stage === 0, stage === pp * vp - 1).whole);
     const shares = sizes.map((size) => size / sizes.reduce((a, b) => a + b, 0));
-    const one = {layout, costs, state, units, first: own.includes(0), last, table, shares};
-    const worst = peakOf(one, momentsOf(layout, kind, m, rank));
+    const one = {layout, costs, state, units, first: own.includes(0), last, table, shares, stack: data.stack};
+    const moments = momentsOf(layout, kind, m, rank);
+    const worst = engine ? peakOf(one, moments) :
+      otherPeakOf(one, moments, m, border, logitBytes(data, layout, tokens));
     const layers = own.reduce((sum, stage) => sum + split[stage].end - split[stage].start, 0);
     const routed = own.reduce((sum, stage) => sum + routedOf(data.model, split[stage]), 0);
     const matrices = matrixBytes(data, layout, layers - routed, routed);
-    return rankMemory(data, table, count, worst, borders, matrices);
+    return rankMemory(data, table, count, worst, engine ? 2 * border : 0, matrices);
   });
 }
 
@@ -44,6 +46,10 @@ function rankMemory({stack, memory}, table, count, worst, borders, matrices) {
   kinds.reserve = stack.reserve_bytes + (stack.slack - 1) * (kinds.activations ?? 0);
   return {when: inside ? worst.when : "optimizer step", kinds, total: sumOf(kinds)};
 }
+
+// Of a stage's logits for one micro-batch, in 16 bits.
+const logitBytes = ({model, stack}, {tp}, tokens) =>
+  tokens * model.vocab * model.activation_bytes / (stack.vocab_parallel ? tp : 1);
 
 const numel = (shape) => shape.reduce((a, b) => a * b, 1);
 const sumOf = (kinds) => Object.values(kinds).reduce((a, b) => a + b, 0);
@@ -123,7 +129,7 @@ function unitsOf(data, layout, table) {
   };
   return {
     first: unit([], true, tied), block: unit([{start: layers - 1, end: layers}], false, false),
-    last: unit([], tied, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
+    last: unit([], tied, true), ends: unit([], true, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
   };
 }
 
@@ -140,7 +146,7 @@ function stageCosts(data, recipe, layout, tokens, split) {
   for (const [part, one] of Object.entries(bytes)) {
     const made = data.memory.pieces[`${tp},${ep}`][part].filter(([, , , , trained]) => trained);
     one.weights = part === "dense" || part === "routed" ? Math.max(0, ...made.map(([shape]) => numel(shape))) : 0;
-    one.made = one.weights * data.model.activation_bytes;
+    one.made = data.stack.own ? one.weights * data.model.activation_bytes : 0;
     one.split = Math.max(0, one.kept + Math.max(one.mlp, one.attention) - one.queued);
     one.mlp += one.made;
   }

@@ -158,3 +158,31 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
   } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
   return found;
 }
+
+// The same of other software, of which less is known: planner/memory/rank_memory.py. All gradients at every moment, and
+// the worse of two: inside head and loss, or inside the layer behind them.
+function otherPeakOf(rank, found, m, border, logitBytes) {
+  const {layout, costs, state, first, last, stack} = rank;
+  const alive = found.map(([, , one, queued]) => one.map((n, place) => n + queued[place]));
+  const most = (size) => Math.max(...alive.map((moment) => moment.reduce((sum, n, place) => sum + n * size(costs[place]), 0)));
+  const largest = (size) => Math.max(...costs.map(size)), kept = most((one) => one.logits_kept);
+  const head = {logits: kept + largest((one) => Math.max(one.logits_chunk, one.logits_matrix)), temporaries: 0};
+  const layer = {
+    logits: kept - largest((one) => one.logits_kept - one.logits_held),
+    temporaries: largest((one) => Math.max(one.mlp, one.attention)),
+  };
+  const worse = sumOf(head) >= sumOf(layer) ? head : layer, piped = layout.pp > 1;
+  let buffers = gatheredBytes(rank);
+  if (piped) buffers += 2 * border + (stack.outputs_kept ? border * most(() => 1) : 0);
+  if (piped && stack.step_buffers) {
+    buffers += (2 * costs.length - first - last) * m * border;
+    if (last) worse.logits += m * logitBytes;
+  }
+  return {when: WHEN.pass, kinds: {...state, activations: most((one) => one.kept), ...worse, buffers}};
+}
+
+// Two blocks beside both ends, one's gradients and the buffer they are reduced from.
+function gatheredBytes({layout, units: {block, ends, summed}, stack}) {
+  if (!summed || layout.zero < 3 || layout.pp > 1 && stack.sharding !== "flat") return 0;
+  return 2 * block.parameters + 2 * block.gradients + ends.parameters;
+}

@@ -150,7 +150,7 @@ function stepParts(data, recipe, layout) {
   const inside = tp < perNode ? Math.max(1, Math.min(ranks, Math.floor(perNode / tp))) : 1;
   const shared = ranks > 1 && (inside > 1 || tp > perNode) ? 0.5 : 0;
   const backward = own.map((one) => one.input + one.weight - shared * one.exchange);
-  const hidden = stack.hides_gradients * Math.max(0, total(backward)) * (pp > 1 ? 1 - afterPasses(kind, layout, m) : 1);
+  const hidden = stack.hides_gradients * Math.max(0, total(backward)) * (pp > 1 && data.stack.own ? 1 - afterPasses(kind, layout, m) : 1);
   const {weights, gradients, whole} = exposedSeconds(
     data, layout, m, own, sharingSeconds(data, layout, held), hidden, edgesOf(data, layout));
   const slowed = stack.contention * Math.max(0, whole - weights - gradients);

@@ -1,7 +1,7 @@
 // Every schedule as in the lectures: a row for each rank, boxes F, B and W of equal length, BW of two.
 
 const FILL = {F: "forward", B: "input", W: "weight", BW: "both"};
-const MOST_BOXES = DATA.timelines.micro_batches.at(-1); // micro-batches drawn; more are only slower to look at
+const MOST_BOXES = lead.data.timelines.micro_batches.at(-1); // micro-batches drawn; more are only slower to look at
 const shape = {p: 4, m: 8, v: 2, wide: false};
 const WIDE = 11; // pixels of a pass, where boxes are to be read
 const TIMELINE_KNOBS = [
@@ -13,7 +13,7 @@ const TIMELINE_KNOBS = [
 const drawnSpans = new Map();
 let drawnShape = "", waitingTimelines = 0;
 
-const {ranks: drawnRanks, micro_batches: drawnMicroBatches, stages: drawnStages} = DATA.timelines;
+const {ranks: drawnRanks, micro_batches: drawnMicroBatches, stages: drawnStages} = lead.data.timelines;
 
 // Stages of a rank: of those that have more by their nature as many as the control says.
 function virtualOf({stages, deeper}) {
@@ -35,7 +35,7 @@ function buildTimelines() {
     ([kind, words]) => `<span><i class="chip" style="background:var(--${FILL[kind]})"></i>${kind} ${words}</span>`).join("") +
     "<span>paler: further stages of the rank</span>";
   bar.append(legend);
-  for (const name of Object.keys(DATA.schedules)) {
+  for (const name of Object.keys(lead.data.schedules)) {
     const box = document.createElement("div");
     box.dataset.schedule = name;
     list.append(box);
@@ -44,10 +44,10 @@ function buildTimelines() {
 
 // The layout's own pipeline, as far as it can be drawn.
 function followLayout() {
-  const {layout, recipe} = state;
+  const [{data, state: {layout, recipe}}] = moved();
   if (layout.pp === 1) return;
   shape.p = layout.pp;
-  shape.m = Math.max(1, Math.min(MOST_BOXES, microBatches(DATA.model, layout, recipe)));
+  shape.m = Math.max(1, Math.min(MOST_BOXES, microBatches(data.model, layout, recipe)));
   shape.v = Math.max(2, layout.vp);
 }
 
@@ -58,7 +58,9 @@ function drawTimelinesSoon() {
 }
 
 function drawTimelines() {
-  const {layout, recipe} = state, own = wrong().length || layout.pp === 1 ? 0 : microBatches(DATA.model, layout, recipe);
+  const [half] = moved(), {layout, recipe} = half.state;
+  const own = wrong(half).length || layout.pp === 1 ? 0 : microBatches(half.data.model, layout, recipe);
+  document.getElementById("pipelines-title").textContent = `${named(half)}Pipeline schedules: who computes when`;
   document.getElementById("pipeline-words").textContent = own <= MOST_BOXES ? "" :
     `The layout has ${own} micro-batches; ${MOST_BOXES} at most are drawn, and the bubbles are theirs.`;
   for (const knob of TIMELINE_KNOBS) {
@@ -79,8 +81,8 @@ function drawTimelines() {
 }
 
 function drawTimeline(box, name) {
-  const {p, m} = shape, kind = DATA.schedules[name], v = virtualOf(kind), {refused} = DATA.timelines;
-  const values = {schedule: name, pp: p, count: m, vp: v}, no = look(DATA.timelines, refused, values);
+  const {p, m} = shape, [{data}] = moved(), kind = data.schedules[name], v = virtualOf(kind);
+  const values = {schedule: name, pp: p, count: m, vp: v}, no = look(data.timelines, data.timelines.refused, values);
   drawnSpans.delete(name);
   const title = `<b>${explained(name, name)}</b>`;
   if (no) {

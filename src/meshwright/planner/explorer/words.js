@@ -1,6 +1,6 @@
 // How numbers are printed, and what every name means: [title, sentences, formula, source].
 
-const DATA = JSON.parse(document.getElementById("data").textContent);
+const PAGE = JSON.parse(document.getElementById("data").textContent);
 const GIB = 2 ** 30;
 
 function gib(bytes) {
@@ -16,6 +16,7 @@ function duration(seconds) {
   return `${(seconds / 3600).toPrecision(3)} h`;
 }
 
+const dollars = (usd) => `$${usd < 100 ? usd.toPrecision(3) : Math.round(usd).toLocaleString("en")}`;
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
 const escaped = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
 
@@ -96,7 +97,7 @@ const EXPLAIN = {
   recompute: ["Recomputation", "norms repeats what norms make; selective all but matrix products; all-but-attention all but the attention core; full the whole forward pass. This page recomputes all layers; `meshwright plan` takes as few as fit.",
     "full: 2 tokens x hidden bytes a layer, a third more work", "Chen et al. 2016, arXiv:1604.06174; arXiv:2205.05198, section 5"],
 
-  ...Object.fromEntries(Object.entries(DATA.schedules).map(
+  ...Object.fromEntries(Object.entries(PAGE.halves[0].schedules).map(
     ([name, {title, meaning, formula, source}]) => [name, [title, meaning, formula, source]])),
   bubble: ["Bubble", "Waiting, over the work of the busiest rank.", "(total - work) / work", "lectures; spec/replay.py"],
   in_flight: ["In flight", "Most micro-batches whose activations a rank keeps, each as a share of all its stages: 5.5 of interleaved with v=2 are 11 of one stage.", "peak over time / v, largest rank", "spec/replay.py"],
@@ -109,6 +110,9 @@ const EXPLAIN = {
   tight: ["Tight", "Less than 5 % of the usable memory is free. The estimate errs by several percent and fragmentation takes some, so such a run may fail.",
     "free < 0.05 x usable", "planner/search/recommend.py"],
   compute_s: ["Computation", "Forward and backward passes of the busiest rank, repeated ones included.", "", "planner/time/timeline.py"],
+  money: ["Money", "What all devices cost while a billion tokens are trained, without failures, storage and idle time; `meshwright rent` counts those. The price is the lowest public list price that is known, or your --price.",
+    "price of a device-hour x devices x hours", "planner/rent/data/prices.csv"],
+  options: ["Options", "What the files of this software say of the chosen layout. `meshwright plan --for STACK -o DIR` writes them whole, with launch scripts.", "", "src/meshwright/stacks"],
   mfu: ["MFU", "Model FLOP utilization: FLOP that the model needs (attention in full) over what the device could have done.",
     "FLOP a token x tokens/s / peak", "Chowdhery et al. 2022, arXiv:2204.02311, appendix B"],
 };

@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from meshwright.planner.search.bounds import Least, families
-from meshwright.planner.search.regions import Region, RegionFamily, without_own
+from meshwright.planner.search.regions import Fixed, Region, RegionFamily, without_own
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import StepTime
@@ -65,9 +65,10 @@ class Front:
         self.points[place:end] = [point]
 
 
-def landscape(of: Estimator, plan: Plan, *, most: int = MOST) -> dict[str, Any]:
-    """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts."""
-    every = list(families(of, without_own(plan, {"offload": ("off",)}), {}))
+def landscape(of: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: int = MOST) -> dict[str, Any]:
+    """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts. `fixed`:
+    what restricts them."""
+    every = list(families(of, without_own(plan, {"offload": ("off",)}), fixed or {}))
     if not every:
         recipe = plan.recipe
         raise IllegalLayout(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from meshwright.planner.cost.stack import Stack
@@ -102,10 +103,16 @@ class TrainingSoftware:
 
     def refusal(self, shape: ModelShape, layout: Layout) -> str:
         """Why it has no such layout; empty = it has."""
-        for field, values in self.offered.items():
-            value = getattr(layout, field)
-            if value not in values:
-                why = self.reasons.get(field, "")
-                taken = ", ".join(str(one).lower() for one in values)
-                return f"{self.word} has no {field}={str(value).lower()}: take {taken}" + (f" ({why})" if why else "")
-        return self.split_refusal(shape, layout) or self.pipeline_refusal(shape, layout)
+        return next(filter(None, (one(shape, layout) for one in self.refusals())), "")
+
+    def refusals(self) -> tuple[Refusal, ...]:
+        """One for each field that it restricts, one for the split of data parallelism, one for the pipeline."""
+        return (*(partial(self._no_value, field) for field in self.offered), self.split_refusal, self.pipeline_refusal)
+
+    def _no_value(self, field: str, shape: ModelShape, layout: Layout) -> str:
+        value, values = getattr(layout, field), self.offered[field]
+        if value in values:
+            return ""
+        why = self.reasons.get(field, "")
+        taken = ", ".join(str(one).lower() for one in values)
+        return f"{self.word} has no {field}={str(value).lower()}: take {taken}" + (f" ({why})" if why else "")

@@ -1,0 +1,251 @@
+"""`explore`: every layout as one HTML page with sliders, for offline; of two clusters or stacks side by side, too."""
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.answer import Answer
+from meshwright.api.arguments import HasPlan, checked
+from meshwright.api.documents import check_page
+from meshwright.api.markup import table, whole
+from meshwright.api.plan_reading import Section, section_words
+from meshwright.api.plan_request import asked_estimator, asked_plan
+from meshwright.api.stack_choice import checked_model, chosen, none_offered
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.explain import layout_words
+from meshwright.planner.explorer.explorer_page import assemble, data
+from meshwright.planner.explorer.half import Half, SoftwareRules
+from meshwright.planner.rent.prices import shipped
+from meshwright.planner.search.landscape import FIELDS
+from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.spec import Layout, Plan
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
+from meshwright.spec.presets import nearest
+from meshwright.stacks.declaration.software import TrainingSoftware
+from meshwright.stacks.file_forms import option_words
+from meshwright.stacks.stack_errors import sentences
+from meshwright.store.durable import one_line, replace_file
+
+BESIDE = ("cluster", "nodes", "stack", "price")
+"""Keys of `beside`; `for` is `stack`."""
+MOST_USD = 1e6
+"""Dollars of a device-hour."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExploreAnswer(Answer):
+    """The page, and the layout that each half begins with."""
+
+    halves: tuple[Half, ...]
+    """One, or two."""
+
+    @cached_property
+    def contents(self) -> tuple[dict[str, Any], ...]:
+        """All numbers of each half, as the page reads them."""
+        first, *others = self.halves
+        with _of_beside(first.plan):
+            behind = [_data(one) for one in others]
+        return (_data(first), *behind)
+
+    @cached_property
+    def best(self) -> tuple[Prediction, ...]:
+        """Of each half the fastest layout that leaves some memory free; where none does, the map's nearest."""
+        return tuple(map(_start, self.halves, self.contents))
+
+    @property
+    def html(self) -> str:
+        """The page: one file without a network."""
+        return assemble(*self.contents)
+
+    def write(self, file: str | Path = "explorer.html") -> Path:
+        """Write the page. ArgumentError where it cannot be written."""
+        out = Path(file)
+        check_page(out, "explorer.html")
+        with one_line(out, "out"):
+            replace_file(out, self.html.encode())
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that `meshwright explore --json` prints."""
+        rows = self.rows()
+        found: dict[str, Any] = {"kind": "explore", "model": self.halves[0].plan.model.name, "halves": rows}
+        if len(rows) > 1:
+            found["b_over_a"] = {name: _ratio(rows, name) for name in COMPARED}
+        return found
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each half, of the layout that it begins with."""
+        return [_row(*one) for one in zip(self.halves, self.contents, self.best, strict=True)]
+
+    def __repr__(self) -> str:
+        rows = self.rows()
+        said = [f"{row['title']}: {row['tokens_per_second']:,.0f} tokens/s, {row['layout_words']}" for row in rows]
+        return f"{self.halves[0].plan.model.name} on " + "; on ".join(said)
+
+    def _repr_html_(self) -> str:
+        cells = [
+            (row["title"], row["layout_words"], f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / 2**30:.1f}",
+             "-" if row["usd_per_billion_tokens"] is None else f"${row['usd_per_billion_tokens']:,.0f}")
+            for row in self.rows()
+        ]  # fmt: skip
+        return whole(table(("cluster", "layout", "tokens/s", "GiB", "per 1e9 tokens"), cells))
+
+
+COMPARED = ("tokens_per_second", "peak_bytes", "usd_per_billion_tokens")
+
+
+def _ratio(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    one, other = rows[0][name], rows[1][name]
+    return None if one is None or other is None else other / one
+
+
+def _row(half: Half, content: Mapping[str, Any], best: Prediction) -> dict[str, Any]:
+    cluster, tokens_per_s = half.plan.cluster, best.tokens_per_step / best.step_s
+    hourly = half.usd_per_hour * cluster.devices
+    return {
+        "title": half.title, "device": cluster.device.name, "nodes": cluster.nodes, "devices": cluster.devices,
+        "for": half.software.word if half.software else "meshwright",
+        "sequence": half.plan.recipe.sequence, "global_batch": half.plan.recipe.global_batch,
+        "legal_layouts": content["landscape"]["legal"],
+        "layout": {name: getattr(best.plan.layout, name) for name in FIELDS},
+        "layout_words": layout_words(best.plan.layout),
+        "fits": best.peak_bytes <= usable_bytes(half.plan), "step_seconds": best.step_s,
+        "tokens_per_second": tokens_per_s, "mfu_full": best.mfu(causal=False), "peak_bytes": round(best.peak_bytes),
+        "usd_per_device_hour": half.usd_per_hour or None, "price": half.price_words,
+        "usd_per_billion_tokens": hourly * 1e9 / tokens_per_s / 3600 if hourly else None,
+        "known_errors": list(half.software.known_errors) if half.software else [],
+    }  # fmt: skip
+
+
+def _data(half: Half) -> dict[str, Any]:
+    try:
+        return data(half)
+    except IllegalLayout:
+        if half.software is None:
+            raise
+        software = chosen(half.software.word)
+        assert software is not None
+        raise none_offered(software, half.of, half.plan, {}) from None
+
+
+def _start(half: Half, content: Mapping[str, Any]) -> Prediction:
+    land = content["landscape"]
+    fields = dict(zip(FIELDS, land["points"][land["start"]][0], strict=True))
+    layout = Layout(**{**fields, "sp": bool(fields["sp"])})
+    return half.of.predict(replace(half.plan, layout=layout))
+
+
+@checked
+def explore(
+    model: str | Path | Plan | HasPlan,
+    *,
+    cluster: str | None = None,
+    nodes: int | None = None,
+    recipe: Section = None,
+    stack: str = "",
+    price: float | None = None,
+    beside: Section = None,
+) -> ExploreAnswer:
+    """Every layout of a model on a cluster as one HTML page with sliders; `write` writes it.
+
+    `model`, `cluster`, `nodes`, `recipe`, `stack`: as for `plan`. `price`: dollars of a device-hour, in place of the
+    lowest shipped list price. `beside`: a second cluster or stack on the same page, in what differs:
+    {"cluster": "h200x8"}, "nodes=4", {"stack": "torchtitan", "price": 2.5}.
+
+    IllegalLayout where there is no layout at all. PlanError for what makes no sense.
+    """
+    words, changes = section_words(recipe), _beside(section_words(beside))
+    first = _half(model, cluster, nodes, words, stack, price)
+    if not changes:
+        return ExploreAnswer(halves=(first,))
+    batch = first.plan.recipe  # both make the same step
+    same = (f"sequence={batch.sequence}", f"global_batch={batch.global_batch}")
+    other = changes.get("cluster", cluster)
+    count = int(changes["nodes"]) if "nodes" in changes else nodes
+    paid = float(changes["price"]) if "price" in changes else price if other == cluster else None
+    with _of_beside(first.plan):
+        second = _half(model, other, count, words, changes.get("stack", stack), paid, same)
+    return ExploreAnswer(halves=(first, second))
+
+
+@contextmanager
+def _of_beside(first: Plan) -> Iterator[None]:
+    """What is wrong with the second half, said to be of it. Where it has no layout, its batch may be why."""
+    try:
+        yield
+    except IllegalLayout as error:
+        batch = first.recipe.global_batch
+        hint = f"both halves make steps of {batch} sequences: give a global_batch that suits both"
+        raise IllegalLayout(f"beside: {error}; {hint}") from None
+    except PlanError as error:
+        raise type(error)(f"beside: {error}") from None
+
+
+def _beside(words: Sequence[str]) -> dict[str, str]:
+    """`cluster=h200x8,nodes=4` -> what differs; ArgumentError for another key or a value that is no number."""
+    found = {}
+    for word in ",".join(words).split(",") if words else ():
+        key, equals, value = (part.strip() for part in word.partition("="))
+        key = "stack" if key == "for" else key
+        if not equals or not value:
+            raise ArgumentError(f"beside={word!r} is not KEY=VALUE, as 'cluster=h200x8'")
+        if key not in BESIDE:
+            raise ArgumentError(f"beside={word!r}: {key!r} is not known; nearest: {nearest(key, BESIDE)[0]}")
+        if key in found:
+            raise ArgumentError(f"beside= has {key} twice: take one of them")
+        found[key] = value
+    if not found.get("nodes", "1").isdecimal():
+        raise ArgumentError(f"beside='nodes={found['nodes']}' must be a whole number")
+    if not found.get("price", "1").replace(".", "", 1).isdecimal():
+        raise ArgumentError(f"beside='price={found['price']}' must be a number of dollars per device-hour")
+    return found
+
+
+def _half(
+    model: Any, cluster: str | None, nodes: int | None, words: Sequence[str], stack: str, price: float | None,
+    same: Sequence[str] = (),
+) -> Half:  # fmt: skip
+    """`same`: words of the recipe that the other half has."""
+    if price is not None and not 0 < price < MOST_USD:
+        raise ArgumentError(f"price={price} must be above 0 and below {MOST_USD:,.0f} dollars per device-hour")
+    plan, software = asked_plan(model, cluster, nodes, [*words, *same]), chosen(stack)
+    if software is not None:
+        checked_model(software, plan)
+    of = asked_estimator(plan, cluster, software.stack({}) if software else MESHWRIGHT)
+    usd, said = (price, "as given") if price is not None else _listed(plan)
+    return Half(
+        plan=plan, of=of, command=_command(model, plan, cluster, nodes, words, stack),
+        software=rules_of(software) if software else None, usd_per_hour=usd, price_words=said,
+    )  # fmt: skip
+
+
+def _listed(plan: Plan) -> tuple[float, str]:
+    """The lowest shipped list price, and who asks it; 0 where nobody lists the device."""
+    found = shipped().of(plan.cluster.device.name, many=plan.cluster.nodes > 1)
+    return (found.usd_per_hour, found.words) if found else (0.0, "")
+
+
+def rules_of(software: TrainingSoftware) -> SoftwareRules:
+    """What the page is told of a training software."""
+
+    def settings(plan: Plan) -> dict[str, dict[str, str]]:
+        facts = software.all_facts(plan)
+        return {file.name: option_words(file, facts) for file in software.files}
+
+    return SoftwareRules(
+        word=software.word, title=software.title, fixed=software.fixed(), refusals=software.refusals(),
+        settings=settings, known_errors=tuple(sentences(software)),
+    )  # fmt: skip
+
+
+def _command(model: Any, plan: Plan, cluster: str | None, nodes: int | None, recipe: Sequence[str], stack: str) -> str:
+    """What asks `plan` about the same; the page adds sequence, batch and layout, and later words count."""
+    words = ["meshwright", "plan", str(model) if isinstance(model, str | Path) else plan.model.name]
+    words += ["--cluster", cluster] if cluster else []
+    words += ["--nodes", str(nodes)] if nodes else []
+    words += ["--for", stack] if stack else []
+    return shlex.join([*words, *(word for one in recipe for word in ("--recipe", one))])

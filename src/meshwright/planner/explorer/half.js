@@ -1,0 +1,107 @@
+// One half of the page, in words: what its layout needs and takes, and the command that asks for it.
+
+const byId = (id) => document.getElementById(id);
+const named = (half) => both ? `${half.label} \u00b7 ${half.title}: ` : "";
+const sameRecipe = ({state, data}) => ["sequence", "global_batch"].every((name) => state.recipe[name] === data.recipe[name]);
+
+// Seconds of a step of a legal state: as Python predicted where the layout is on the map, else about.
+function timeOf(half, recipe, layout) {
+  const same = sameRecipe({state: {recipe}, data: half.data});
+  const known = same ? half.byLayout.get(layoutOption(layout)) : null;
+  const parts = known ? known.parts : stepParts(half.data, recipe, layout);
+  return {seconds: parts.reduce((a, b) => a + b, 0), parts, about: !known};
+}
+
+// Model FLOP utilization of a step.
+function mfuOf({data, devices}, recipe, seconds) {
+  const perDevice = recipe.sequence * recipe.global_batch / seconds / devices;
+  return data.token_flop[recipe.sequence] * perDevice / data.cluster.flop_per_s;
+}
+
+const verdictOf = (half, bytes) => !fitsRoom(half, bytes) ? ["no", "DOES NOT FIT"] :
+  half.capacity && bytes > half.data.cluster.tight_bytes ? ["tight", "TIGHT"] : ["yes", half.capacity ? "FITS" : "COUNTED"];
+const signed = (value, words) => `${value < 0 ? "\u2212" : "+"}${words(Math.abs(value))}`;
+
+// What a legal half needs and takes, of all its devices; dollars are those of a billion tokens, null where no price is known.
+function figuresOf(half) {
+  const {state: {recipe, layout}, ranks, devices, data: {price}} = half, time = timeOf(half, recipe, layout);
+  const rate = recipe.sequence * recipe.global_batch / time.seconds, hours = devices * 1e9 / rate / 3600;
+  return {
+    key: toFragment(), total: ranks[worstOf(ranks)].total, time, rate, hours,
+    usd: price.usd_per_hour ? price.usd_per_hour * hours : null,
+  };
+}
+
+function verdictWords(half, now) {
+  const {ranks, capacity, state, devices, before, stays, data: {price}} = half;
+  const n = worstOf(ranks), {total, when} = ranks[n], where = ranks.length > 1 ? `pipeline rank ${n}, ` : "";
+  const [mark, word] = verdictOf(half, total), name = mark === "tight" ? explained("tight", word) : word;
+  const room = !capacity ? "" : fitsRoom(half, total) ? ` of ${gib(capacity)} \u00b7 ${gib(capacity - total)} free` :
+    ` of ${gib(capacity)} \u00b7 ${gib(total - capacity)} too much`;
+  const {seconds, about} = now.time, change = before && now.key !== before.key ? before : null;
+  const money = now.usd === null ? "" : `${explained("money", "Money")}: about ${dollars(now.usd)} per billion tokens, at ` +
+    `${dollars(price.usd_per_hour)} per GPU-hour. `;
+  return `<p class="first"><strong class="${mark}">${name}</strong> <b>${gib(total)}</b>${room}</p>` +
+    `<p>${explained("step", about ? "about" : "predicted")} <b${half.n ? "" : ` id="seconds"`}>${duration(seconds)}</b> per step \u00b7 ` +
+    `${explained("mfu", "MFU")} ${percent(mfuOf(half, state.recipe, seconds))} \u00b7 ` +
+    `${Math.round(now.rate / devices).toLocaleString("en")} tokens/s per GPU</p>` +
+    (stays ? `<p class="small tight">Stays as it was, since that is not legal here: ${escaped(stays)}</p>` : "") +
+    `<p class="small">${money}Peak: ${where}${when}. ` + (change ? `Last change: memory ${signed(total - change.total, gib)}, ` +
+    `time ${signed(seconds - change.time.seconds, duration)}.` : "") + "</p>";
+}
+
+function commandWords({data, state: {recipe, layout}}) {
+  if (!data.command) return "";
+  return `${data.command} --recipe sequence=${recipe.sequence},global_batch=${recipe.global_batch} ` +
+    `--layout ${layoutOption(layout)}`;
+}
+
+function mapWords(half) {
+  const {points, land, front, data: {recipe}} = half;
+  const shown = points.length < land.legal ?
+    `${points.length.toLocaleString("en")} of ${land.legal.toLocaleString("en")}: all that nothing beats, and a sample of the others` :
+    `All ${land.legal.toLocaleString("en")}`;
+  const none = front.some((point) => fitsRoom(half, point.peak)) ? "" : " None of them fits.";
+  const other = sameRecipe(half) ? "" : " The controls have another recipe, which is not on this map; the dashed line is its memory.";
+  return `${shown}, at sequence ${recipe.sequence.toLocaleString("en")} and ${recipe.global_batch.toLocaleString("en")} ` +
+    `sequences per step.${none} The line joins layouts that no other beats in both time and memory.${other}`;
+}
+
+// The sections of the second half are those of the first, under other names.
+function buildHalf(half) {
+  if (half.n) for (const name of ["memory", "map"]) {
+    const copy = byId(name).cloneNode(true);
+    for (const one of [copy, ...copy.querySelectorAll("[id]")]) one.id += `-${half.n + 1}`;
+    copy.setAttribute("aria-labelledby", `${copy.getAttribute("aria-labelledby")}-${half.n + 1}`);
+    byId(name).after(copy);
+  }
+  if (both) half.el("map-title").textContent = `${named(half)}Map of legal layouts`;
+  half.el("colour").innerHTML = COLOURED.map((name) => `<option>${name}</option>`).join("");
+}
+
+// After a change of its state.
+function showHalf(half) {
+  const sentences = wrong(half), legal = !sentences.length, {el, state, data} = half;
+  el("refused").hidden = legal;
+  el("verdict").hidden = el("command").hidden = el("memory").querySelector(".split").hidden = !legal;
+  el("options").hidden = true;
+  if (legal) {
+    half.ranks = memoryOf(data, state.recipe, state.layout);
+    const now = figuresOf(half);
+    el("verdict").innerHTML = verdictWords(half, now);
+    el("command").hidden = !data.command;
+    el("command").firstElementChild.textContent = commandWords(half);
+    showOptions(half);
+    half.before = now;
+  } else el("refused").innerHTML = `<p class="first"><strong class="no">NOT LEGAL</strong></p>` +
+    `<ul>${sentences.map((one) => `<li>${escaped(one)}</li>`).join("")}</ul><p class="small">Change a control, or Undo.</p>`;
+}
+
+function drawHalf(half) {
+  if (!wrong(half).length) {
+    drawBars(half);
+    drawKinds(half);
+  }
+  drawMap(half);
+  half.el("map-words").textContent = mapWords(half);
+}

@@ -1,0 +1,101 @@
+"""The explorer's formulas for other training software, run as JavaScript, against the planner's."""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from meshwright.api.exploring import rules_of
+from meshwright.planner.explorer.explorer_page import facts
+from meshwright.planner.search.landscape import FIELDS, landscape
+from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.spec import Layout, Plan
+from meshwright.stacks.file_forms import option_words
+from meshwright.stacks.trainer_table import SOFTWARE
+from tests.planner.browser import CHROMIUM
+from tests.planner.test_explorer_formulas import NODE, asked, drawn, javascript, words
+
+pytestmark = pytest.mark.skipif(not (NODE or CHROMIUM), reason="neither node nor Chromium to run JavaScript with")
+PLANS = 60
+"""Legal ones of each software."""
+
+
+def of_software(word: str) -> Estimator:
+    return estimator(asked("llama-3.1-8b", "h100x8", 2, "bf16"), SOFTWARE[word].stack({}))
+
+
+@cache
+def found(word: str) -> tuple[dict[str, Any], list[Plan]]:
+    """What the page is told of a software, and legal plans."""
+    of, rules = of_software(word), rules_of(SOFTWARE[word])
+    land = landscape(of, asked("llama-3.1-8b", "h100x8", 2, "bf16"), fixed=rules.fixed)
+    points = [dict(zip(FIELDS, fields, strict=True)) for fields, *_ in land["points"]]
+    told, dice, plans = facts(of, layouts=points, software=rules), random.Random(word), []
+    while len(plans) < PLANS:
+        one = drawn(asked("llama-3.1-8b", "h100x8", 2, "bf16"), told["controls"], dice)
+        if not one.violations():
+            plans.append(one)
+    return told, plans
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("word", SOFTWARE)
+def test_memory_and_time_are_the_planners(word: str) -> None:
+    told, plans = found(word)
+    question = (
+        "GIVEN.plans.map(({recipe, layout}) => ({ranks: memoryOf(GIVEN.facts, recipe, layout),"
+        " parts: stepParts(GIVEN.facts, recipe, layout)}))"
+    )
+    answers = javascript(question, {"facts": told, "plans": [words(one) for one in plans]})
+    errors = []
+    for plan, one in zip(plans, answers, strict=True):
+        expected = replace(of_software(word), recipe=plan.recipe).predict(plan)
+        for memory, rank in zip(expected.memory, one["ranks"], strict=True):
+            kinds = {kind: size for kind, size in rank["kinds"].items() if size}
+            assert rank["when"] == memory.when, plan.layout
+            assert kinds == pytest.approx({k: v for k, v in memory.kinds.items() if v}, rel=1e-6), plan.layout
+        errors.append(abs(sum(one["parts"]) / expected.step_s - 1))
+    errors.sort()
+    assert errors[PLANS // 2] < 0.01 and errors[int(0.95 * PLANS)] < 0.2, errors[-5:]
+
+
+@pytest.mark.parametrize("word", SOFTWARE)
+def test_layouts_are_refused_in_the_softwares_words(word: str) -> None:
+    told, plans = found(word)
+    question = "GIVEN.plans.map(({recipe, layout}) => violations(GIVEN.facts.model, recipe, layout))"
+    answers = javascript(question, {"facts": told, "plans": [words(one) for one in plans]})
+    for plan, sentences in zip(plans, answers, strict=True):
+        expected = [said for one in SOFTWARE[word].refusals() if (said := one(plan.model, plan.layout))]
+        assert sentences == expected, plan.layout
+        assert bool(sentences) == bool(SOFTWARE[word].refusal(plan.model, plan.layout))
+    assert any(answers)
+
+
+@pytest.mark.parametrize("word", SOFTWARE)
+def test_options_are_those_that_the_files_say(word: str) -> None:
+    """Of layouts of the map, with other sequences and batches; and every option that differs between them is shown."""
+    plan, software, dice = asked("llama-3.1-8b", "h100x8", 2, "bf16"), SOFTWARE[word], random.Random(7)
+    land = landscape(of_software(word), plan, fixed=rules_of(software).fixed)
+    told, _ = found(word)
+    plans = []
+    for fields, *_ in dice.sample(land["points"], min(150, len(land["points"]))):
+        given = dict(zip(FIELDS, fields, strict=True))
+        layout = Layout(**{**given, "sp": bool(given["sp"])})
+        even = [one for one in told["controls"]["global_batch"] if one % (layout.dp * layout.micro_batch) == 0]
+        batch = dice.choice(even)
+        plans.append(
+            replace(
+                plan, layout=layout, recipe=replace(plan.recipe, sequence=dice.choice((2048, 4096)), global_batch=batch)
+            )
+        )
+    question = "GIVEN.plans.map((state) => optionLines({data: GIVEN.facts, state}))"
+    answers = javascript(question, {"facts": told, "plans": [words(one) for one in plans]}, "options.js")
+    for file in software.files:
+        said = [option_words(file, software.all_facts(one)) for one in plans]
+        tables = [option for option, _ in told["software"]["files"].get(file.name, ())]
+        every = {option for one in said for option in one}
+        assert {option for option in every if len({one.get(option) for one in said}) > 1} <= {*tables}
+        for one, shown in zip(said, answers, strict=True):
+            assert dict(shown).get(file.name, []) == [one[option] for option in tables if option in one]
