@@ -102,14 +102,10 @@ def _peak(found: Any) -> str:
 
 
 def _fits(found: Any) -> str:
-    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - _driver_bytes()
-    return "yes" if found["peak_bytes"] <= usable else "**no**"
-
-
-def _driver_bytes() -> int:
     from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 
-    return DRIVER_BYTES
+    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - DRIVER_BYTES
+    return "yes" if found["peak_bytes"] <= usable else "**no**"
 
 
 def _sent(*axes: str) -> Callable[[Any], str]:
@@ -161,7 +157,7 @@ def _values(of: dict[str, Any]) -> str:
     if "anyOf" in of:
         return " or ".join(dict.fromkeys(_values(one) for one in of["anyOf"]))
     if "$ref" in of:
-        return of["$ref"].rpartition("/")[2]
+        return str(of["$ref"]).rpartition("/")[2]
     names = {
         "integer": "whole number",
         "number": "number",

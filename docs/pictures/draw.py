@@ -24,8 +24,8 @@ from docs.generate import run
 from docs.tables import TABLES
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.context import places
-from meshwright.planner.search.ranking import usable_bytes
 from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.layout import Layout
@@ -233,7 +233,9 @@ def context() -> Figure:
     for axes, zigzag in zip(panels[:2], (False, True), strict=True):
         owner = np.zeros(sequence, dtype=int)
         for rank in range(ranks):
-            owner[places(sequence, ranks, rank, zigzag).positions(0, sequence // ranks).numpy()] = rank
+            owner[
+                places(sequence, ranks, rank, "zigzag" if zigzag else "chunks").positions(0, sequence // ranks).numpy()
+            ] = rank
         work[zigzag] = [sum(int(q) + 1 for q in np.flatnonzero(owner == rank)) for rank in range(ranks)]
         for query in range(sequence):
             axes.add_patch(Rectangle((0, query), query + 1, 1, facecolor=RANKS[owner[query]], linewidth=0))
