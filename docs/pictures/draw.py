@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -434,12 +435,12 @@ def draw(name: str, found: Any) -> None:
     PICTURES[name](found).savefig(HERE / f"{name}.png", dpi=130, metadata={DIGEST: digest(found)})
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Draw those that are named, or that are stale; or only name these."""
     reader = argparse.ArgumentParser(prog="python -m docs.pictures.draw", description="Draw the Learn pages' pictures.")
     reader.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(PICTURES)}; none: the stale ones")
     reader.add_argument("--check", action="store_true", help="only name the stale ones; exit code 1 if there are any")
-    given = reader.parse_args()
+    given = reader.parse_args(words)
     before = kept()
     found = {name: figures(name) for name in given.names or PICTURES}
     old = [name for name in found if name in given.names or stale(name, before, found[name])]
