@@ -16,13 +16,14 @@ A part stands between two comments, and the first says what fills it:
 Everything here is predicted or declared, nothing is measured: the same commit gives the same text on every machine.
 """
 
+import argparse
 import io
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
@@ -102,14 +103,10 @@ def _peak(found: Any) -> str:
 
 
 def _fits(found: Any) -> str:
-    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - _driver_bytes()
-    return "yes" if found["peak_bytes"] <= usable else "**no**"
-
-
-def _driver_bytes() -> int:
     from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 
-    return DRIVER_BYTES
+    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - DRIVER_BYTES
+    return "yes" if found["peak_bytes"] <= usable else "**no**"
 
 
 def _sent(*axes: str) -> Callable[[Any], str]:
@@ -161,7 +158,7 @@ def _values(of: dict[str, Any]) -> str:
     if "anyOf" in of:
         return " or ".join(dict.fromkeys(_values(one) for one in of["anyOf"]))
     if "$ref" in of:
-        return of["$ref"].rpartition("/")[2]
+        return str(of["$ref"]).rpartition("/")[2]
     names = {
         "integer": "whole number",
         "number": "number",
@@ -269,18 +266,21 @@ def filled(text: str) -> str:
     return PART.sub(fill, text)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Write all pages, or with --check only compare them."""
+    reader = argparse.ArgumentParser(prog="python -m docs.generate", description="Write the pages' generated parts.")
+    reader.add_argument("--check", action="store_true", help="only name the stale pages; exit code 1 if there are any")
+    given = reader.parse_args(words)
     stale = []
     for page in pages():
         text = page.read_text(encoding="utf-8")
         wanted = filled(text)
         if wanted != text:
             stale.append(page.relative_to(ROOT).as_posix())
-            if "--check" not in sys.argv:
+            if not given.check:
                 page.write_text(wanted, encoding="utf-8")
     print("\n".join(stale) or "every generated part is up to date")
-    return int("--check" in sys.argv and bool(stale))
+    return int(given.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ README, CONTRIBUTING and CHANGELOG, which are outside docs. Links to files of th
 becomes the page that `meshwright explore` writes, embedded.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -86,10 +87,13 @@ def gather() -> None:
         file.write_text(embedded(gathered(source, to), place.parent), encoding="utf-8")
 
 
-def main(options: Sequence[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Gather and build; the exit code of the generator."""
+    reader = argparse.ArgumentParser(prog="python -m docs.site", description="Build the pages as a site in build/site.")
+    reader.add_argument("--gather", action="store_true", help="only gather the pages in build/docs")
+    given = reader.parse_args(words)
     gather()
-    if "--gather" in options:
+    if given.gather:
         return 0
     shutil.rmtree(SITE, ignore_errors=True)
     built = subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT, check=False)
@@ -98,4 +102,4 @@ def main(options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
