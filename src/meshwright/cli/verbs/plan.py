@@ -1,5 +1,6 @@
 """`meshwright plan MODEL --cluster NAME`: which layout, what it costs, why not the others. Needs no torch, no GPU."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -179,21 +180,25 @@ def _check_place(save: Path, model: str) -> None:
 
 def _command(best: "Plan", file: Path) -> Iterator[str]:
     """How the saved plan is run, and what of it nobody has chosen."""
-    cluster, recipe, words = best.cluster, best.recipe, f"train {file}"
+    from meshwright.cli.terminal.screen_text import continued, width
+
+    cluster, recipe, words = best.cluster, best.recipe, f"train {shlex.quote(str(file))}"
     if best.data.form == SAMPLES:
-        words = f"tune {file}" + " model.init=HF_FOLDER" * (best.init == RANDOM)
+        words = f"tune {shlex.quote(str(file))}" + " model.init=HF_FOLDER" * (best.init == RANDOM)
         words += " data=CHAT.jsonl" * (best.data.path == STDLIB)
         yield f"Written to {file}, with fine-tuning's learning rate ({recipe.learning_rate:g}); capitals are yours."
     else:
         kept = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
         yield f"Written to {file}; {kept} are as in the plan."
     if cluster.devices == 1:
-        yield f"Command: meshwright {words}"
+        command, where = f"meshwright {words}", ""
     elif cluster.nodes == 1:
-        yield f"Command: torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}"
+        command, where = f"torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}", ""
     else:
-        yield (
-            f"Command, on each of the {cluster.nodes} nodes, HOST being one of them: torchrun --nnodes {cluster.nodes} "
-            f"--nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d --rdzv_endpoint HOST:29400 "
-            f"--rdzv_id {file.stem} -m meshwright {words}"
+        where = f", on each of the {cluster.nodes} nodes, HOST being one of them"
+        command = (
+            f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d "
+            f"--rdzv_endpoint HOST:29400 --rdzv_id {shlex.quote(file.stem)} -m meshwright {words}"
         )
+    yield f"Command{where}:"
+    yield from continued(command, width(), "  ")
