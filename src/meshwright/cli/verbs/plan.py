@@ -61,11 +61,18 @@ def plan(
     ] = None,
     price: Annotated[
         float,
-        typer.Option("--price", metavar="NUMBER", help="Price per device-hour; with --tokens, prints the total cost."),
+        typer.Option(
+            "--price",
+            metavar="USD",
+            help="Dollars per device-hour; with --tokens, prints the total cost.",
+            show_default=False,
+        ),
     ] = 0.0,
     memory: Annotated[
         float | None,
-        typer.Option("--memory", metavar="GIB", help="So much of each device may be taken. [default: all of it]"),
+        typer.Option(
+            "--memory", metavar="GIB", help="Most memory of each device that a layout may take. [default: all of it]"
+        ),
     ] = None,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
@@ -76,7 +83,9 @@ def plan(
     details: Annotated[
         bool, typer.Option("--details", help="Also memory and time by part, what was rejected, half the machine.")
     ] = False,
-    top: Annotated[int | None, typer.Option("--top", metavar="INT", help="So many alternatives. [default: 4]")] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", metavar="INT", help="How many alternatives to list. [default: 4]")
+    ] = None,
     serve: AskedServe = False,
     input_length: AskedInput = None,
     output_length: AskedOutput = None,
@@ -100,7 +109,7 @@ def plan(
 
     if source:
         _refuse_beside({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
-                        "save": save, "top": top, "serve": serve, "output": output})  # fmt: skip
+                        "save": save, "top": top, "serve": serve, "out": output})  # fmt: skip
         print_config(
             plan_from(
                 source, model=model or "", cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, stack=stack
