@@ -62,7 +62,7 @@ def test_words_say_what_fits_and_how_fast(capsys: pytest.CaptureFixture[str], mo
         "Also possible",
         "Limit of this layout: sequence ",
         "1T tokens",
-        "at 2 per device-hour",
+        "at $2 per device-hour",
         "layouts searched",
         "--save plan.yaml",
     ):

@@ -7,15 +7,17 @@ from typing import TypeVar
 from meshwright.api.renting import RentAnswer
 from meshwright.api.renting_serving import ServeRentAnswer
 from meshwright.cli.terminal.screen_text import continued, dot, width, wrapped
+from meshwright.planner.explain import probability
 from meshwright.planner.rent.clusters import Offer
 from meshwright.planner.rent.run_on import RunOn
 from meshwright.planner.rent.served_on import ServedOn
-from meshwright.planner.rent.uncertainty import days, digits, dollars, likely, plain
+from meshwright.planner.rent.uncertainty import days, digits, dollars, plain
 from meshwright.spec.units import count, duration, many, short_gib, step_time
 
 Row = TypeVar("Row", RunOn, ServedOn)
 
 FEW = 0.01
+"""Failures, and a probability, below which no figure is given."""
 LIMITS = 2
 """What stops going further, named in a row."""
 ROWS = 8
@@ -55,7 +57,7 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
         first = min(answer.front, key=lambda one: one.wall_s)
         yield f"NONE{asked}: the fastest takes {first.days} ({first.title})."
     else:
-        chance = f", in time with {likely(best.ends_within(limit_s))}" if asked else ""
+        chance = f", in time with {probability(best.ends_within(limit_s), FEW)}" if asked else ""
         yield f"CHEAPEST{asked}: {_run(best)}{chance}."
     asked = f" within ${budget:,.0f}" if budget < float("inf") else ""
     best = answer.fastest
@@ -63,7 +65,7 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
         first = answer.front[0]
         yield f"NONE{asked}: the cheapest costs {first.dollars} ({first.title})."
     else:
-        chance = f", in budget with {likely(best.costs_at_most(budget))}" if asked else ""
+        chance = f", in budget with {probability(best.costs_at_most(budget), FEW)}" if asked else ""
         yield f"FASTEST{asked}: {_run(best)}{chance}."
 
 

@@ -31,6 +31,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError
 from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
 
+PLANS = (".yaml", ".yml")
 MOST_SHOWN = 1000
 """Alternatives that --top may ask for."""
 
@@ -161,6 +162,7 @@ def plan(
         details=details,
         top=top,
         saved=str(save or ""),
+        own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
     )
     show(in_words(answer.estimator, answer.found, asked))

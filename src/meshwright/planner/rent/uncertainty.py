@@ -60,8 +60,3 @@ def dollars(usd: float, error: float) -> str:
     """A bill to what is known of it."""
     value = rounded(usd, error)
     return f"${plain(value / 1e6, error)}M" if value >= 1e6 else f"${plain(value, error)}"
-
-
-def likely(share: float) -> str:
-    """`a probability of 58%`; what is simulated says no more than `above 99%` and `below 1%`."""
-    return f"a probability {'below 1%' if share < 0.01 else 'above 99%' if share > 0.99 else f'of {share:.0%}'}"
