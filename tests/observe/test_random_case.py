@@ -178,7 +178,7 @@ def test_the_text_is_short_and_written_by_hand() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("kv_hads=1", "'kv_hads' is unknown: did you mean kv_heads?"),
+        ("kv_hads=1", "'kv_hads' is not known; nearest: kv_heads"),
         ("tp", "'tp' is not KEY=VALUE"),
         ("tp=2 tp=2", "'tp' is given twice"),
         ("tp=two", "tp=two must be a number"),

@@ -31,7 +31,7 @@ def serve(
     port: Annotated[int, typer.Option("--port", help="0 = any that is free.")] = 8000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option("--api-key-file", help=f"Keys, one a line. A single one may come in ${KEY_VARIABLE}."),
+        typer.Option("--api-key-file", help=f"Keys, one per line. A single one may come in ${KEY_VARIABLE}."),
     ] = None,
     without_key: Annotated[
         bool, typer.Option("--without-key", help="Listen beyond this machine although there is no key.")
