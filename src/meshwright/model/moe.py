@@ -16,8 +16,9 @@ from meshwright.kernels.dropout import dropout
 from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
 from meshwright.kernels.quantized_linear import quantized_expert_linear
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.model.linear import Weight
 from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
-from meshwright.model.seams import Seams
+from meshwright.model.seams import Seams, same
 from meshwright.spec.shape import ModelShape, MoEShape
 
 
@@ -71,6 +72,8 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels, self.seams = kernels, seams
+        self.rounding: dict[str, Weight] = {}
+        """Of stacks that are rounded in each product, by name."""
 
     def forward(self, *sent: Any) -> Any:
         """What Dispatch.send has made of rows -> what Dispatch.receive takes."""
@@ -91,19 +94,22 @@ class Experts(nn.Module):
         lora = getattr(self, f"{name}_lora", None)
         low = () if lora is None else (lora.a, lora.b)
         quantized = getattr(self, f"{name}_quantized", None)
+        rounding, held = self.rounding.get(name), getattr(self, name)
+        if rounding is not None:
+            (matrices,) = rounding.matrices(held)
+            return ExpertStack(matrices, read=rounding.read)
         return ExpertStack(
-            getattr(self, name) if quantized is None else quantized.matrix,
-            low,
-            *((lora.scale, lora.dropout) if lora else ()),
+            held if quantized is None else quantized.matrix, low, *((lora.scale, lora.dropout) if lora else ())
         )
 
     def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
         """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
         (R, D)."""
         *first, down = stacks or self.stacks()[0]
+        rows = first[0].read(rows)
         read = [self._product(rows, stack, counts) for stack in first]
         inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
-        return self._product(inner, down, counts)
+        return self._product(down.read(inner), down, counts)
 
     def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
         product = self.kernels.expert_linear
@@ -128,6 +134,8 @@ class ExpertStack:
     low: tuple[Tensor, ...] = ()
     scale: float = 1.0
     dropout: float = 0.0
+    read: Callable[[Tensor], Tensor] = same
+    """What is multiplied of rows; stacks of the same rows agree on it."""
 
     def parts(self, number: int) -> "list[ExpertStack]":
         """Equal parts of the experts."""

@@ -122,6 +122,10 @@ class BesideRows:
         """As Weight: the layer's own."""
         return (weight,)
 
+    def alone(self, weight: Tensor) -> Tensor | None:
+        """As Weight: never."""
+        return None
+
     def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """As Weight."""
         return self.added(x, products[0])

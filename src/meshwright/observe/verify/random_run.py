@@ -11,14 +11,13 @@ from time import monotonic
 
 from meshwright.kernels.linear import SAME
 from meshwright.observe.ranks import RankError
+from meshwright.observe.verify.bands import BANDS, Band
 from meshwright.observe.verify.case_text import Drawn
 from meshwright.observe.verify.feature_matrix import BATCH, on_ranks_of
 from meshwright.observe.verify.one_device import (
-    BANDS,
     GROWTH_STEPS,
     OVERFLOWING_SCALE,
     SCALE,
-    Band,
     Case,
     RankOutcome,
     begins_large,
