@@ -10,7 +10,8 @@ from meshwright.api.arguments import Place, folder_of
 from meshwright.model import Transformer
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import is_adapter, load_adapter
-from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
+from meshwright.serve.loaded_adapters import LoadedAdapters
+from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.lora import SAME
 from meshwright.spec.plan import RANDOM
@@ -25,8 +26,6 @@ def opened_adapters(given: Mapping[str, Place] | None, model: Transformer, sourc
     where one cannot be had."""
     found = {name: opened_adapter(name, folder_of(place), model, source) for name, place in (given or {}).items()}
     for name, adapter in found.items():
-        if not name:
-            raise ArgumentError("adapter= must have a name, which requests say")
         adapter.check(name, model)
     return found
 
@@ -43,9 +42,10 @@ def named(place: Place | None) -> dict[str, Path]:
 def beside(place: Place, model: Transformer, source: Path) -> Iterator[None]:
     """While it lasts, all rows of a model that was read from `source` have an adapter. As `opened_adapters`."""
     given = named(place)
-    with torch.no_grad():
-        adapters = RequestAdapters(model, opened_adapters(given, model, source), exact=False)
-    with adapters.over(dict.fromkeys(given, slice(None))):
+    adapters = LoadedAdapters(model, exact=False)
+    for name, adapter in opened_adapters(given, model, source).items():
+        adapters.load(name, adapter)
+    with adapters.beside.over({adapters.number(name): slice(None) for name in given}):
         yield
 
 

@@ -95,7 +95,6 @@ def serve(
     from meshwright.kernels.kept_numbers import CacheForm
     from meshwright.serve.engine_options import EngineOptions, Graphs
     from meshwright.serve.prepared_layers import HeadForm
-    from meshwright.serve.request_adapters import needs_one_rank
 
     engine = EngineOptions(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
@@ -119,8 +118,6 @@ def serve(
         )
 
     if tp > 1:
-        if adapters:
-            raise needs_one_rank(adapters)
         from meshwright.observe.ranks import start_server
 
         start_server()  # here, where Ctrl-C can be kept from it
@@ -135,7 +132,7 @@ def serve(
                 return load(model, dtype, checkpoint=checkpoint).hosted(called, draft=guesses, adapters=adapters)
             found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
             assert found is not None, "no launcher has started this process"
-            return found.hosted(called, draft=guesses)
+            return found.hosted(called, draft=guesses, adapters=adapters)
 
         server = server_of(called, opened, options, engine, ready)
         shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
