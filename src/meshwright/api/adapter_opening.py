@@ -52,15 +52,20 @@ def beside(place: Place, model: Transformer, source: Path) -> Iterator[None]:
 def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
     """One adapter of a model that was read from `source`. ArgumentError, HubError or CheckpointError."""
     if is_adapter(path):
-        shape, tensors = load_adapter(path, model.shape.base)
-        assert shape.lora is not None
-        return ServedAdapter(shape.lora, tensors)
+        return peft_adapter(model, path)
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
         return _of_run(name, path, source)
     raise ArgumentError(
         f"adapter={name}: {path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
         "`meshwright export --adapter` has written, or a run with model.lora"
     )
+
+
+def peft_adapter(model: Transformer, path: Path, most_rank: int = 0) -> ServedAdapter:
+    """One in PEFT's format, of any rank or at most one. HubError."""
+    shape, tensors = load_adapter(path, model.shape.base, most_rank)
+    assert shape.lora is not None
+    return ServedAdapter(shape.lora, tensors)
 
 
 def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
