@@ -22,19 +22,19 @@ MEGATRON_DEEPSPEED = Stack(
     passes=1.5,
     host_s=7e-5,
     stalls=0.5,
+    skew=0.3,
     hides_gradients=0.0,
     hides_sends=0.0,
     source="VIA-Research/vTrain: src/model (fused softmax up to 2048 keys, bias-GELU, bias-dropout-add), src/predictor",
 )
 ALEPH = Stack(
     name="aleph-alpha-scaling",
-    passes=1.75,
+    passes=2.5,
     norm_passes=10.0,
     rope_passes=5.0,
     turns=4.0,
     column_inputs=(1, 2),
     skew=1.0,
-    send_s=0.01,
     accumulates=True,
     host_s=1e-5,
     norm_kept=10.0,
@@ -97,6 +97,7 @@ FSDP1 = Stack(
 )  # fmt: skip
 TORCHTITAN = Stack(
     name="torchtitan",
+    merges="eager",
     shares_sequence=True,
     regather=False,
     selective="alternate",
@@ -111,7 +112,7 @@ TORCHTITAN = Stack(
     outputs_kept=True,
     step_buffers=True,
     source="pytorch/torchtitan benchmarks/, torchtitan/parallelisms/parallelize_llama.py of December 2024; "
-    "torch/distributed/pipelining/stage.py",
+    "torch/distributed/pipelining/stage.py; torch/distributed/tensor/experimental/_attention.py",
 )
 TORCHTITAN_2025 = replace(
     TORCHTITAN, logit_kept=2.0, logit_peak=6.0, source="pytorch/torchtitan benchmarks/ of 2025: the loss is compiled"

@@ -23,6 +23,9 @@ class Stack:
     """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
     flash: Literal[1, 2, 3] = 2
     """Generation of that kernel; 3 stands for all that were written for Hopper and later, cuDNN's too."""
+    merges: Literal["fused", "eager"] = "fused"
+    """Context parallelism, results of an attention core's parts: merged inside the kernel that follows, or step by step
+    in fp32, with keys and values that travel once for each head of the queries."""
     dropout: bool = False
     """Keeps and draws the masks of the lectures' 34 S B D + 5 H S^2 B."""
     norm_kept: float = 2.0
