@@ -127,6 +127,7 @@ MEGATRON_CORE = Stack(
     logit_kept=4.0,
     logit_peak=8.0,
     routes_once=True,
+    adds_expert_biases=True,
     expert_launch_s=6e-5,
     source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, docs on communication overlap; expert_launch_s "
     "(some six launches of 10 us) fitted to its rows, and the same for 4 to 32 experts a rank",

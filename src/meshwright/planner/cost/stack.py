@@ -137,6 +137,8 @@ class Stack:
     """Share of a layer's computation behind which tokens of another micro-batch travel to experts and back."""
     fused_experts: bool = False
     """Activation and rounding of experts run inside their products' kernels."""
+    adds_expert_biases: bool = False
+    """Biases of experts' last matrices are weighed and added expert by expert, by kernels of their own in fp32."""
     counts_s: float = 0.0
     """Of a pass through a layer of experts: the host waits for the counts of tokens before it launches the experts."""
     expert_launch_s: float = 0.0
