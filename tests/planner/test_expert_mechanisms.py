@@ -1,11 +1,13 @@
 """Experts of other software: what waits for the host, what runs behind what, and recipes that say which."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from meshwright.planner.accuracy.megatron_bridge import COUNTS_S, as_run
 from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE, TORCHTITAN
+from meshwright.planner.cost.links import nodes_reached
 from meshwright.planner.cost.speeds import FP8_SHARE, speeds_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import mean_window
@@ -153,3 +155,23 @@ def test_ring_attention_of_torch_pays_for_each_part_and_each_head() -> None:
     slower = times[8, "eager"].compute_s - times[8, "fused"].compute_s
     least = 32 * elements * moved / (speeds.memory_bytes_per_s * speeds.memory_share)
     assert least < slower < 2 * least, "shorter parts also take the kernel longer"
+
+
+@pytest.mark.parametrize(("routes", "nodes", "groups", "top"), [(8, 8, 1, 1), (8, 8, 8, 4), (4, 2, 1, 1), (8, 4, 8, 4)])
+def test_a_token_reaches_as_many_nodes_as_drawn_ones_do(routes: int, nodes: int, groups: int, top: int) -> None:
+    """Drawn: groups without repeats, then experts among them, many to a node."""
+    dice, drawn = random.Random(7), 0
+    for _ in range(4000):
+        within = dice.sample(range(groups), top) if groups > 1 else [0]
+        each = nodes / groups
+        places = [dice.choice(within) * each + dice.random() * each for _ in range(routes)]
+        drawn += len({int(place) for place in places})
+    found = nodes_reached(routes, nodes, groups, top)
+    assert found == pytest.approx(drawn / 4000, rel=0.02)
+
+
+def test_tokens_that_travel_in_fewer_bytes_take_less_of_the_network_one_way() -> None:
+    """Two of the four exchanges of a layer carry half the bytes."""
+    far = replace(plan(), cluster=replace(presets.cluster("b200x8", 1), devices_per_node=1, nodes=8))
+    wide, narrow = (predict(far, replace(MXFP8, dispatch_bytes=each)).time.exchange_s for each in (0.0, 1.0))
+    assert narrow == pytest.approx(0.75 * wide, rel=0.02)

@@ -134,6 +134,17 @@ MEGATRON_CORE = Stack(
 )
 MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)
 """Before cuDNN and Transformer Engine had an attention kernel made for Hopper's asynchrony."""
+HAI_LLM = replace(
+    MEGATRON_CORE,
+    name="hai-llm",
+    expert_launch_s=0.0,
+    hides_experts=1.0,
+    dispatch_bytes=1.0,
+    contention=20 / 112,
+    source="DeepSeek-V3 report, arXiv:2412.19437, sections 3.2 and 3.3: exchanges behind another micro-batch, on "
+    "20 of 132 multiprocessors; tokens to four nodes at most, in fp8 on the way there",
+)
+"""One published run; its schedule is counted as DualPipe's V with the same ranks."""
 
 BY_FRAMEWORK = (
     ("megatron-deepspeed", MEGATRON_DEEPSPEED),
@@ -144,6 +155,8 @@ BY_FRAMEWORK = (
     ("torchtitan", TORCHTITAN),
     ("megatron-lm 202", MEGATRON_2022),
     ("megatron-bridge", MEGATRON_CORE),
+    ("nemo 25", MEGATRON_CORE),
+    ("hai-llm", HAI_LLM),
     ("megatron", MEGATRON_CORE_2024),
     ("meta in-house", MEGATRON_CORE_2024),
     ("nemo", MEGATRON_CORE_2024),
@@ -195,6 +208,8 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, product_bytes=0.5)
     if found.name == MEGATRON_CORE.name:
         found = as_run(found, columns)
+    if "TP_COMM_OVERLAP=False" in (columns.get("notes") or ""):
+        found = replace(found, hides_tensor=0.0)
     if "rms" in kernel:
         found = replace(found, norm_passes=1.0, norm_kept=2.0)
     if columns.get("compile") == "0" and found.name == "torchtitan":

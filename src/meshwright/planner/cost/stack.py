@@ -133,6 +133,9 @@ class Stack:
     """Share of tensor-parallel exchanges that runs behind products."""
     routes_once: bool = False
     """Experts: a token goes to another node once, however many of its experts are there (DeepEP)."""
+    dispatch_bytes: float = 0.0
+    """Of an element on its way to experts, and of its gradient on the way back from where they were summed; 0 = as any
+    activation."""
     hides_experts: float = 0.0
     """Share of a layer's computation behind which tokens of another micro-batch travel to experts and back."""
     fused_experts: bool = False

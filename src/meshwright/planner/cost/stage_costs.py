@@ -181,7 +181,10 @@ class PassSeconds:
         ranks, stride = ranks_of(self.layout, exchange.axis)
         moe = self.of.shape.moe
         routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
-        return exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
+        groups = (moe.groups, moe.top_groups) if moe else (1, 1)
+        return exchange.times * self.links.seconds(
+            exchange.collective, exchange.size_bytes, ranks, stride, routes, groups
+        )
 
     def _seconds(self, works: tuple[Work, ...]) -> float:
         return sum(map(self.speeds.seconds, works))
