@@ -100,7 +100,7 @@ class Experts(nn.Module):
             (matrices,) = rounding.matrices(held)
             return ExpertStack(matrices, name=name, read=rounding.read)
         scale, drops = (1.0, 0.0) if lora is None else (lora.scale, lora.dropout)
-        return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name)
+        return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name=name)
 
     def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
         """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
