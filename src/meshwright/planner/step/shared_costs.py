@@ -101,6 +101,7 @@ class SharedCosts:
                 self._gpu,
                 recipe.products,
                 recipe.traits.pairs,
+                recipe.fake_quantize,
             )
             self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
         return self._known.parts[key]
@@ -128,8 +129,9 @@ class SharedCosts:
                 cost = cost.followed_by(found["none"].stage(rest[0])) if rest else cost
                 if layout.offload != "off":
                     cost = self._offloaded(layout, cost, (first, *rest))
-                policies = [(layout.recompute, first.layers), *(("none", one.layers) for one in rest)]
-                each.append(with_rounded(cost, self.shape, self.recipe, policies))
+                kinds_by_policy = ((layout.recompute, first), *(("none", one) for one in rest))
+                policies = [(policy, one.layers - one.routed, one.routed) for policy, one in kinds_by_policy]
+                each.append(with_rounded(cost, self.parts(layout)[0], policies))
             stages = [each[place] for place in places]
             if self.teacher is not None:
                 stages[-1] = stages[-1].plus(self._taught(layout))
