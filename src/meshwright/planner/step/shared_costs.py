@@ -21,7 +21,7 @@ from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe import NO_SCHEME, Recipe
 from meshwright.spec.schedule import stages_of_ranks
 from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
 from meshwright.spec.shape import ModelShape
@@ -61,7 +61,8 @@ class SharedCosts:
 
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
-        stack = eager(self.stack) if layout.compile == "off" else self.stack
+        compiles = layout.compile != "off" and self.recipe.fake_quantize == NO_SCHEME
+        stack = self.stack if compiles else eager(self.stack)
         if stack.own and not self.cluster.device.is_gpu:
             stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
