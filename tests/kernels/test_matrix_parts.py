@@ -72,7 +72,7 @@ def drawn(random: Random, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def parts(weight: Tensor, one: Parameter, shape: ModelShape, scheme: Scheme, tp: int) -> list[tuple[Box, Tensor]]:
     """What each rank makes of its part."""
     boxes = [boxes_of((one,), shape, Layout(tp=tp), rank)[one.name] for rank in range(tp)]
-    shared = shared_scales(one, shape, scheme, Layout(tp=tp))
+    shared = shared_scales(one, shape, scheme, tp)
     ranks, found = Ranks(tp), dict[int, Tensor]()
 
     def run(rank: int) -> None:
@@ -177,10 +177,10 @@ def test_groups_round_as_rows_of_torch_do(name: str, seed: int) -> None:
 
 def test_usual_models_have_their_groups_whole() -> None:
     """What is asked of ranks: of rows of W_o and W_down by int8, nothing by groups that fit, all by doubled scales."""
-    shape, layout = presets.model("llama-3.1-8b"), Layout(tp=8)
+    shape = presets.model("llama-3.1-8b")
     found = {
         name: {
-            one.name.rpartition("layers.0.")[2]: shared_scales(one, shape, SCHEMES[name], layout)
+            one.name.rpartition("layers.0.")[2]: shared_scales(one, shape, SCHEMES[name], 8)
             for one in rounded_matrices(shape)
         }
         for name in ("int8", "int4-rtn", "nf4-double")

@@ -50,6 +50,19 @@ def test_a_small_draw_is_equal() -> None:
     assert found == dict.fromkeys(range(NUMBER))
 
 
+@pytest.mark.long
+def test_where_one_device_differs_from_itself_with_every_seed_a_layout_may_as_much() -> None:
+    """One target per sequence, whose gradients have few directions: Muon enlarges the rounding of all others."""
+    drawn = drawn_of(
+        "vocab=53 layers=2 hidden=31 heads=2 head_dim=32 positions=learned qk_norm=true tp=2 sequence=6 "
+        "optimizer=muon last_target=1"
+    )
+    found = outcome(drawn.case, ALONE)
+    band = random_run.unsettled_band(drawn.case, found)
+    assert BANDS["fp32"].weight <= band.weight <= random_run.WIDEST_FP32
+    assert verdict(drawn).difference is None
+
+
 TP = (
     "heads=2 tp=2 qkv_bias=true out_bias=true qk_norm=true micro_batch=4 clip=0.05",
     "heads=2 tp=2 sp=true norm=layernorm recompute=full clip=0.05",

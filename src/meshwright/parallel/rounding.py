@@ -19,7 +19,9 @@ def round_weights(engine: Engine, scheme: str) -> None:
         return
     shape, layout = engine.model.shape, engine.mesh.layout
     found = {
-        one: shared_scales(one, shape, SCHEMES[scheme], layout) for one in parameters(shape) if one.matrices is not None
+        one: shared_scales(one, shape, SCHEMES[scheme], layout.tp, layout.ep)
+        for one in parameters(shape)
+        if one.matrices is not None
     }
     cut = {one.name: _rounding(engine, one, shared, scheme) for one, shared in found.items() if any(shared)}
     put_fake_quantization(engine.stages, shape, scheme, cut)

@@ -45,7 +45,7 @@ def _cut_groups(shape: ModelShape, name: str, layout: Layout, said: str) -> Iter
     if scheme.zeros != "real" or layout.tp == 1:
         return
     for one in rounded_matrices(shape):
-        if shared_scales(one, shape, scheme, layout).within_groups:
+        if shared_scales(one, shape, scheme, layout.tp, layout.ep).within_groups:
             inputs = one.shape[-1]
             yield (
                 f"{said} finds zeros of {scheme.group} inputs together, and layout.tp={layout.tp} cuts the {inputs} "

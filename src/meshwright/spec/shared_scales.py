@@ -33,15 +33,11 @@ class SharedScales(NamedTuple):
 NOTHING = SharedScales()
 
 
-def shared_scales(parameter: Parameter, shape: ModelShape, scheme: Scheme, layout: Layout) -> SharedScales:
-    """Of a matrix in a layout."""
-    return _shared(parameter, shape, scheme, layout.tp, layout.ep > 1)
-
-
-@lru_cache(maxsize=1024)
-def _shared(parameter: Parameter, shape: ModelShape, scheme: Scheme, tp: int, spread: bool) -> SharedScales:
-    """All ranks must say the same: what one of them reads of its own box may be whole."""
-    if tp == 1 or "tp" not in parameter.axes or (spread and "ep" in parameter.axes):
+@lru_cache(maxsize=4096)
+def shared_scales(parameter: Parameter, shape: ModelShape, scheme: Scheme, tp: int, ep: int = 1) -> SharedScales:
+    """Of a matrix on so many ranks. All of them must say the same: what one of them reads of its own box may be
+    whole."""
+    if tp == 1 or "tp" not in parameter.axes or (ep > 1 and "ep" in parameter.axes):
         return NOTHING
     boxes = [boxes_of((parameter,), shape, Layout(tp=tp), rank)[parameter.name] for rank in range(tp)]
     *stack, rows, columns = parameter.shape
