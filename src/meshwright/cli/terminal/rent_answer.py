@@ -81,7 +81,7 @@ def _where(one: RunOn) -> str:
 def _run(one: RunOn) -> str:
     low, high = (dollars(usd, one.error) for usd in one.range_usd)
     return (
-        f"{_where(one)}, {days(one.wall_s, one.error)}, {dollars(one.usd, one.error)} (90 % range {low} to {high}), "
+        f"{_where(one)}, {days(one.wall_s, one.error)}, {dollars(one.usd, one.error)} (90% range {low} to {high}), "
         f"goodput {one.weeks.goodput:.1%}"
     )
 
