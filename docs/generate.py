@@ -10,6 +10,7 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: keys recipe -->
     <!-- generated: schemes -->
     <!-- generated: presets devices -->
+    <!-- generated: packages -->
     <!-- generated: source src/meshwright/training/orpo.py -->
     <!-- /generated -->
 
@@ -30,6 +31,7 @@ from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
+from docs.packages import packages
 from docs.tables import TABLES, Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,7 +44,7 @@ COMMAND = TextWrapper(COLUMNS - 4, subsequent_indent="    ", break_long_words=Fa
 
 def pages() -> list[Path]:
     """Every page that may have generated parts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 @cache
@@ -256,7 +258,7 @@ def source(path: str) -> str:
 
 FILLED_BY: dict[str, Callable[[str], str]] = {
     "output": output, "table": table, "keys": keys, "verbs": verbs, "schemes": schemes,
-    "source": source, "presets": preset_table,
+    "source": source, "presets": preset_table, "packages": packages,
 }  # fmt: skip
 
 

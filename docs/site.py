@@ -3,8 +3,9 @@
     python -m docs.site            # build/site/index.html; needs the extra `docs` (Zensical)
     python -m docs.site --gather   # only build/docs
 
-The pages in the repository stay plain Markdown. Gathering does three things that plain Markdown cannot. It brings in
-README, CONTRIBUTING and CHANGELOG, which are outside docs. Links to files of the checkout become plain text. And each
+The pages in the repository stay plain Markdown. Gathering does four things that plain Markdown cannot. It brings in
+README, CONTRIBUTING and CHANGELOG, which are outside docs. Links to files of the checkout become plain text, and
+pictures links to themselves in full size. And each
 
     <!-- explorer: MODEL --cluster NAME --nodes N -->
 
@@ -25,8 +26,10 @@ from docs.generate import run
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, GATHERED, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 ROOT_PAGES = {"README.md": "project.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-SHIPPED = {".md", ".png", ".json", ".css"}
+SHIPPED = {".md", ".png", ".json", ".css", ".js"}
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
+IMAGE = re.compile(r"(?<!\[)!\[[^\]]*\]\((?P<file>[^)\s]*)\)")
+"""A picture that is not inside a link: a narrow window shows it too small to read, so it links to itself."""
 EXPLORER = re.compile(r"<!-- explorer: (?P<words>.+?) -->")
 
 
@@ -50,7 +53,7 @@ def gathered(source: Path, to: dict[Path, Path]) -> str:
             return match["text"]
         return f"{match['image']}[{match['text']}]({os.path.relpath(place, here).replace(os.sep, '/')}{anchor})"
 
-    return LINK.sub(link, source.read_text(encoding="utf-8"))
+    return IMAGE.sub(r"[\g<0>](\g<file>)", LINK.sub(link, source.read_text(encoding="utf-8")))
 
 
 def explorer(words: str, here: Path) -> str:

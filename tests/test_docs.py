@@ -202,6 +202,14 @@ def test_the_site_has_every_page_once_and_links_within_itself() -> None:
                 assert (site.GATHERED / there).resolve().relative_to(site.GATHERED.resolve()) in places.values(), target
 
 
+def test_a_picture_of_the_site_links_to_itself_once() -> None:
+    page = ROOT / "docs" / "learn" / "memory.md"
+    text = site.gathered(page, site.places())
+    assert text.count("](../pictures/memory.png)](../pictures/memory.png)") == 1
+    assert len(site.IMAGE.findall(page.read_text(encoding="utf-8"))) == text.count("[![") == 3
+    assert not site.IMAGE.search("[![told](a.png)](b.html)")
+
+
 def test_make_targets_in_the_pages_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
