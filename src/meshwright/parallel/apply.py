@@ -19,7 +19,7 @@ from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import agreed, compiled_call, experts_stay_apart, is_compiled, prepare
+from meshwright.parallel.compiling import agreed, compiled_call, experts_stay_apart, is_compiled, kept_by_all, prepare
 from meshwright.parallel.context import mask_maker, whole_sums
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
@@ -251,7 +251,8 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
         prepare()
         make = partial(compiled_call, apart=experts_stay_apart(layout))
     first = model.blocks[: layout.recomputed(len(model.blocks))]
-    call = make(layout.recompute)
-    model.seams.call = on_some(first, call, make("none")) if 0 < len(first) < len(model.blocks) else call
+    rest = kept_by_all(layout, model.shape)
+    call = make(rest if layout.recompute == "none" else layout.recompute)
+    model.seams.call = on_some(first, call, make(rest)) if 0 < len(first) < len(model.blocks) else call
     if layout.offload == "activations":
         model.seams.call = Offload(model, model.seams.call, device)

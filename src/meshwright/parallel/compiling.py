@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.compat import torch_compile
+from meshwright.kernels.target import acts
 from meshwright.kernels.weight_gradients import splits, traced
 from meshwright.model.attention import AttentionMetadata
 from meshwright.model.kv_cache import Past
@@ -18,9 +19,10 @@ from meshwright.model.transformer import Block
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.group import Group
 from meshwright.parallel.recompute import block_call
+from meshwright.spec.compiled_blocks import keeps_no_norms
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.shape import ModelShape
 
 VARIANTS = 64
@@ -34,16 +36,23 @@ _log = logging.getLogger("meshwright")
 
 
 def is_compiled(layout: Layout, device: torch.device) -> bool:
-    """Whether blocks are compiled on a device: by default on a GPU, where it pays, if the machine has what it takes.
+    """Whether blocks are compiled on a device: by default on a GPU, where it pays, if the machine has what it takes. In
+    a dry run nothing is.
 
     PlanError where layout.compile=on and it has not.
     """
-    if layout.compile == "off" or (layout.compile == "auto" and device.type != "cuda"):
+    if acts() or not layout.compiles(device.type):
         return False
     missing = torch_compile.compile_tool_missing(device.type)
     if missing and layout.compile == "on":
         raise PlanError(f"layout.compile=on lacks {missing} here: install it, or take layout.compile=off")
     return not missing
+
+
+def kept_by_all(layout: Layout, shape: ModelShape) -> Recompute:
+    """The policy of blocks that recompute nothing: none, but in a dry run of compiled ones, which make norms again by
+    themselves (compat.torch_compile.keeping_less), norms."""
+    return "norms" if acts() and keeps_no_norms(layout, shape, acts()) else "none"
 
 
 def agreed(layout: Layout, device: torch.device, world: Group) -> Layout:

@@ -131,6 +131,10 @@ class Layout:
             return 0
         return min(layers, self.recompute_layers or layers)
 
+    def compiles(self, device: str) -> bool:
+        """Whether it asks for compiled blocks on a kind of device (cpu, cuda)."""
+        return self.compile == "on" or (self.compile == "auto" and device == "cuda")
+
     def saves_behind(self, device: str) -> bool:
         """Whether a thread writes the checkpoints of a program on a kind of device (cpu, cuda). On a CPU the copy would
         take the memory and the write the cores that training has, so there only where it is asked for."""

@@ -23,6 +23,7 @@ from meshwright.observe.subprocesses import apart
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
+from meshwright.spec.compiled_blocks import compiles_blocks
 from meshwright.spec.errors import PlanError
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training.device import resident_peak_bytes
@@ -90,7 +91,9 @@ def dry_run(
     as it takes until nothing new comes. `told` of ranks done and of all. PlanError: a plan that cannot run; a model
     whose sizes depend on values. apart.TooLong after `limit_s`.
     """
-    plan = replace(plan, layout=replace(plan.layout, compile="off"))
+    device = device or device_of(plan)
+    if not compiles_blocks(plan.layout, plan.model, device, plan.recipe.fake_quantize):
+        plan = replace(plan, layout=replace(plan.layout, compile="off"))
     plan.check()
     ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
@@ -99,7 +102,6 @@ def dry_run(
             raise PlanError(
                 f"rank {rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})"
             )
-    device = device or device_of(plan)
     counts = {rank: _counts(plan, rank, whole) for rank in ranks}
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]

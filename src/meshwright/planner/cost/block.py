@@ -46,6 +46,8 @@ class LayerWork:
     logits: Logits = NONE
     tail: int = 0
     """Last operations that nothing is kept behind, so that recomputation ends before them."""
+    keeps_norms: bool = True
+    """Where nothing is recomputed, what norms make is kept; compiled code makes it again (spec/compiled_blocks.py)."""
 
     @property
     def keeps_core(self) -> bool:
@@ -58,7 +60,8 @@ class LayerWork:
         if recompute == "selective":
             return sum(kept.selective for kept in self.kept)
         if recompute in ("none", "norms"):
-            return sum(kept.none for kept in self.kept if recompute == "none" or kept.of != "norm")
+            norms = recompute == "none" and self.keeps_norms
+            return sum(kept.none for kept in self.kept if norms or kept.of != "norm")
         core = sum(kept.none for kept in self.kept if kept.of == "core") if recompute == "all-but-attention" else 0.0
         return self.boundary_bytes + core
 
@@ -66,9 +69,9 @@ class LayerWork:
         """What recomputation brings back for a layer's backward pass, beside what was kept; norms one at a time."""
         if recompute == "selective":
             return sum(max(0.0, kept.none - kept.selective) for kept in self.kept)
-        if recompute == "norms":
+        if recompute == "norms" or (recompute == "none" and not self.keeps_norms):
             return max((kept.none for kept in self.kept if kept.of == "norm"), default=0.0)
-        return max(0.0, self.kept_bytes("none") - self.kept_bytes(recompute))
+        return max(0.0, sum(kept.none for kept in self.kept) - self.kept_bytes(recompute))
 
 
 COLUMNS = ("qkv", "q", "q_down", "kv_down")
@@ -99,6 +102,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
         transient_bytes=activations.layer_transient(of, sizes),
         backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,
         tail=(2 if routed else 3) if of.stack.own else 0,  # the product, its sum over ranks, the residual
+        keeps_norms=of.keeps_norms,
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.planner.cost.stack import Stack
-from meshwright.spec.frozen_code_rules import holds_codes
+from meshwright.spec.compiled_blocks import compiles_blocks, keeps_no_norms
 from meshwright.spec.layout import Layout
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.recipe import NO_SCHEME
@@ -46,7 +46,8 @@ class Local:
     """The schedule splits backward passes: gradients of weights come later."""
     compiled: bool = False
     """Blocks are compiled."""
-
+    keeps_norms: bool = True
+    """Blocks that recompute nothing keep what norms make."""
     gpu: bool = False
     """Of a device whose kernels are those of a GPU."""
     pieces: int = 1
@@ -126,7 +127,8 @@ def local(
         documents=documents and stack.own,
         compares=compares and stack.own,
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
-        compiled=stack.own and layout.compile != "off" and not holds_codes(shape) and fake_quantize == NO_SCHEME,
+        compiled=stack.own and compiles_blocks(layout, shape, kind, fake_quantize),
+        keeps_norms=not (stack.own and keeps_no_norms(layout, shape, kind, fake_quantize)),
         gpu=gpu,
         rounded=SCHEMES.get(fake_quantize) if stack.own else None,
         pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,
