@@ -185,12 +185,16 @@ def verbs(_: str = "") -> str:
 
 
 def _verbs(group: Any, level: str) -> Iterator[str]:
+    from meshwright.cli.commands import FORMER
+
     for name, verb in sorted(group.commands.items()):
         yield f"{level} {name}\n\n{_cell(verb.help or '')}\n"
         options = [one for one in verb.params if one.param_type_name == "option" and "--help" not in one.opts]
         if options:
             yield "| option | meaning |\n|---|---|"
-            yield from (f"| `{', '.join(one.opts)}` | {_cell(one.help or '')} |" for one in options)
+            for one in options:
+                names = [name for name in one.opts if name not in FORMER]
+                yield f"| `{', '.join(names)}` | {_cell(one.help or '')} |"
             yield ""
         if hasattr(verb, "commands"):
             yield from _verbs(verb, level + "#")

@@ -30,7 +30,7 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
     if found.note:
         yield f"tokenizer   {found.note}"
     if found.outlier_share:
-        yield f"outliers    {100 * found.outlier_share:.2f} % of inputs stay in 16 bit"
+        yield f"outliers    {100 * found.outlier_share:.2f}% of inputs stay in 16 bit"
     if found.budget_bytes is not None:
         each = ", ".join(f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in found.bits.items())
         yield f"budget      {found.budget_bytes:,} bytes: {each}"
