@@ -94,7 +94,8 @@ def code_lines(page: Path) -> Iterator[str]:
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
         yield from block.replace("\\\n", " ").splitlines()
-    yield from re.findall(r"^(?:    |\t)(.*)$", text, flags=re.MULTILINE)
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    yield from re.findall(r"^(?:    |\t)(.*)$", outside.replace("\\\n", " "), flags=re.MULTILINE)
     yield from CODE.findall(text)
 
 
