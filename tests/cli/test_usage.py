@@ -107,6 +107,13 @@ WRONG = {
     "distill --teacher run --student no": "--student 'no' is not known; known: ",
     "distill --teacher run --sequences no/out.jsonl --prompts text.txt": "--sequences no/out.jsonl: there is no folder",
     "distill --teacher run --sequences text.txt --prompts text.txt": "--sequences text.txt is there already: name",
+    "generate run --prompt a --top-p 2": "--top-p 2.0 must be above 0 and at most 1",
+    "generate run --prompt a --samples 0": "--samples 0 must be at least 1",
+    "generate run --prompts no": "--prompts no cannot be read as lines of prompts: No such file or directory",
+    "verify --processes 0": "--processes 0 must be at least 1",
+    "verify --seed 3": "--seed 3 says which random cases: add --random N",
+    "verify --only tp --page no/page.md": "--page no/page.md: there is no folder no; make it first",
+    "dryrun model=llama-tiny --rank 5": "--rank 5 is not one of the 1 ranks of the plan",
     "serve hf --guess-tokens 0": "--guess-tokens 0 must be at least 1",
     "generate text.txt --prompt a": "text.txt is a file of another kind: give a run folder, one of its checkpoints, ",
 }
