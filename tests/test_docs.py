@@ -89,9 +89,9 @@ def test_an_index_names_every_page_of_its_folder(index: str, folder: str) -> Non
 
 def code_lines(page: Path) -> Iterator[str]:
     """Lines of a page's code blocks and its inline code, one command each."""
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        yield from block.replace("\\\n", " ").splitlines()
+        yield from block.splitlines()
     yield from re.findall(r"^(?:    |\t)(.*)$", text, flags=re.MULTILINE)
     yield from CODE.findall(text)
 
