@@ -34,6 +34,8 @@ PAGE = ROOT / "docs" / "accuracy.md"
 CALIBRATION = ROOT / "benchmarks" / "calibration.json"
 RANGES = ROOT / "src" / "meshwright" / "planner" / "step" / FILE
 TABLES = ("training_throughput.csv", "peak_memory.csv")
+OWN = ROOT / "benchmarks" / "published_runs.csv"
+"""Rows of sources that may be redistributed, in this repository."""
 CLAIMS = "planner_accuracy_claims.csv"
 HOW = f"""The published tables are not here: give their folder, or set MESHWRIGHT_PUBLISHED to it.
 It holds {", ".join(TABLES)} and {CLAIMS}, with the columns that docs/accuracy.md names; the sources of
@@ -193,7 +195,7 @@ def choice_table(lines: Sequence[dict[str, object]]) -> list[str]:
 def ranges_table(verdicts: Verdicts) -> list[str]:
     """Rows within the printed ranges, each row's range made without its model."""
     found = [
-        f"| software, kind of model | rows timed | within the {LEVEL:.0%} range | typical range, high over low "
+        f"| software, kind of model | rows timed | within the {100 * LEVEL:.0f} % range | typical range, high over low "
         "| peaks | within | high over low |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
@@ -285,7 +287,8 @@ def main() -> int:
         print(HOW, file=sys.stderr)
         return 2
     today, python = time.strftime("%Y-%m-%d", time.gmtime()), sys.version.split()[0]
-    rows = [row for name in TABLES if (place / name).is_file() for row in read(place / name)]
+    files = [*(place / name for name in TABLES if (place / name).is_file()), OWN]
+    rows = [row for file in files for row in read(file)]
     if options.fit or not options.calibration.is_file():
         holdout.calibrate([row for row in rows if isinstance(row, PublishedRow)], today).save(options.calibration)
     calibration = fit.load(options.calibration)

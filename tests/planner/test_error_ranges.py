@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.accuracy.error_table import STEPS, RowError, distributions, quantiles
+from meshwright.planner.accuracy.error_table import EDGE, STEPS, RowError, distributions, quantiles
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.step.error_ranges import (
     POOL,
@@ -113,3 +113,40 @@ def test_a_model_with_many_rows_counts_as_one_with_few() -> None:
     spread = distributions(rows)[POOL]
     assert sum(weight for error, weight in spread if exp(error) > 1) == pytest.approx(0.5)
     assert sum(weight for _, weight in spread) == pytest.approx(1)
+
+
+def of_software(name: str, model: str, errors: list[float], nodes: int = 2) -> list[RowError]:
+    return [RowError(groups_of(name, routed=False, nodes=nodes), (model,), error) for error in errors]
+
+
+def test_software_with_many_models_counts_as_one_with_few_for_software_without_rows() -> None:
+    rows = of_software("one", "a", [log(2)] * 3)
+    rows += [row for model in "bcdefg" for row in of_software("other", model, [log(0.5)])]
+    spread = distributions(rows)[POOL]
+    assert sum(weight for error, weight in spread if exp(error) > 1) == pytest.approx(0.5)
+
+
+def test_software_without_rows_has_no_narrower_a_range_than_any_that_has() -> None:
+    dice = random.Random(3)
+    rows = [row for name, sigma in (("sure", 0.01), ("surer", 0.005), ("wild", 0.2)) for model in "abcdefghijklmnop"
+            for row in of_software(name, f"{name} {model}", [dice.gauss(0, sigma) for _ in range(9)])]  # fmt: skip
+
+    def width(group: str) -> float:
+        found = quantiles(spreads[group])
+        return found[STEPS - EDGE] - found[EDGE]
+
+    spreads = distributions(rows)
+    for size in ("", ", to 8 nodes"):
+        scored = [width(f"{name}, dense{size}") for name in ("sure", "surer", "wild")]
+        assert width(f"{POOL}, dense{size}") >= max(scored) * 0.999
+    assert width(POOL) >= width("wild, dense") * 0.999
+
+
+def test_shipped_ranges_of_software_without_rows_are_the_widest_of_their_kind() -> None:
+    """Of all that --for offers and that was scored, on one node, on a few and on many."""
+    for nodes in (1, 4, 32):
+        plan = plan_on("a100x8", nodes)
+        unknown = relative_range(plan, replace(MESHWRIGHT, name="nobody's", own=False))
+        for name in ("torchtitan", "megatron-core", "megatron-core-2024", "fsdp1"):
+            known = relative_range(plan, replace(MESHWRIGHT, name=name, own=False))
+            assert known.high / known.low <= unknown.high / unknown.low * 1.001, (name, nodes)

@@ -1,13 +1,16 @@
 """Experts of other software: what waits for the host, what runs behind what, and recipes that say which."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from meshwright.planner.accuracy.megatron_bridge import COUNTS_S, as_run
-from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE
+from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE, TORCHTITAN
+from meshwright.planner.cost.links import nodes_reached
 from meshwright.planner.cost.speeds import FP8_SHARE, speeds_of
 from meshwright.planner.cost.stack import Stack
+from meshwright.planner.cost.stage_costs import mean_window
 from meshwright.planner.step.predict import predict
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec import presets
@@ -106,3 +109,69 @@ def test_fp8_without_a_measured_product_reaches_a_little_less_than_bf16_does() -
         guessed = speeds_of(replace(device, fp8_matmul_flop_per_s=0.0)).low_flop_per_s
         assert guessed == pytest.approx(FP8_SHARE * share * device.fp8_flop_per_s)
         assert guessed == pytest.approx(device.fp8_matmul_flop_per_s, rel=0.1)
+
+
+def test_biases_of_experts_are_paid_for_each_row() -> None:
+    """72 bytes of each element of the experts' results, at the share of the memory's rate, and launches."""
+    oss = replace(plan(), model=presets.model("gpt-oss-120b"))
+    without, added = (predict(oss, replace(MXFP8, adds_expert_biases=on)).time.compute_s for on in (False, True))
+    speeds = speeds_of(oss.cluster.device, MXFP8.flash)
+    rows = 4 * 4 * 4096 * 4
+    moved_s = 36 * rows * 2880 * 72 / (speeds.memory_bytes_per_s * speeds.memory_share)
+    launches_s = 36 * 4 * 10 * 16 * speeds.launch_s
+    assert added - without == pytest.approx(moved_s + launches_s, rel=0.02)
+    qwen = [predict(plan(), replace(MXFP8, adds_expert_biases=on)).time.compute_s for on in (False, True)]
+    assert qwen[0] == qwen[1], "its experts have none"
+
+
+@pytest.mark.parametrize(
+    ("window", "sequence", "every"), [(128, 4096, 2), (512, 2048, 4), (4096, 4096, 2), (64, 512, 1)]
+)
+def test_layers_of_two_kinds_see_the_mean_of_both(window: int, sequence: int, every: int) -> None:
+    def seen(span: int) -> float:
+        return sum(min(query + 0.5, span) for query in range(sequence)) / sequence
+
+    mean = (seen(sequence) + (every - 1) * seen(window)) / every
+    assert seen(mean_window(window, sequence, every)) == pytest.approx(mean, rel=2e-3)
+
+
+def test_ring_attention_of_torch_pays_for_each_part_and_each_head() -> None:
+    """Merging is by bytes: of the rank that is busiest, cp parts. Without context parallelism nothing is merged."""
+    long = replace(
+        plan(1), model=presets.model("llama-3.1-8b"),
+        recipe=Recipe(sequence=131072, global_batch=1, precision="bf16"),
+    )  # fmt: skip
+    alone, over = Layout(zero=0), Layout(cp=8, zero=0)
+    eager, fused = TORCHTITAN, replace(TORCHTITAN, merges="fused")
+    times = {
+        (layout.cp, stack.merges): predict(replace(long, layout=layout), stack).time
+        for layout in (alone, over)
+        for stack in (eager, fused)
+    }
+    assert times[1, "eager"] == times[1, "fused"]
+    speeds = speeds_of(long.cluster.device)
+    elements = 131072 / 8 * 4096
+    moved = 28 + 7 * 38 + 46 + 8 * (10 + 2 * 21)
+    slower = times[8, "eager"].compute_s - times[8, "fused"].compute_s
+    least = 32 * elements * moved / (speeds.memory_bytes_per_s * speeds.memory_share)
+    assert least < slower < 2 * least, "shorter parts also take the kernel longer"
+
+
+@pytest.mark.parametrize(("routes", "nodes", "groups", "top"), [(8, 8, 1, 1), (8, 8, 8, 4), (4, 2, 1, 1), (8, 4, 8, 4)])
+def test_a_token_reaches_as_many_nodes_as_drawn_ones_do(routes: int, nodes: int, groups: int, top: int) -> None:
+    """Drawn: groups without repeats, then experts among them, many to a node."""
+    dice, drawn = random.Random(7), 0
+    for _ in range(4000):
+        within = dice.sample(range(groups), top) if groups > 1 else [0]
+        each = nodes / groups
+        places = [dice.choice(within) * each + dice.random() * each for _ in range(routes)]
+        drawn += len({int(place) for place in places})
+    found = nodes_reached(routes, nodes, groups, top)
+    assert found == pytest.approx(drawn / 4000, rel=0.02)
+
+
+def test_tokens_that_travel_in_fewer_bytes_take_less_of_the_network_one_way() -> None:
+    """Two of the four exchanges of a layer carry half the bytes."""
+    far = replace(plan(), cluster=replace(presets.cluster("b200x8", 1), devices_per_node=1, nodes=8))
+    wide, narrow = (predict(far, replace(MXFP8, dispatch_bytes=each)).time.exchange_s for each in (0.0, 1.0))
+    assert narrow == pytest.approx(0.75 * wide, rel=0.02)

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
+from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
+from meshwright.stacks.config_reading import read
+from meshwright.stacks.config_writing import texts
+from meshwright.stacks.trainer_table import SOFTWARE
 
 EIGHT = """
 [model]
@@ -127,3 +131,40 @@ def test_an_optimizer_with_other_states_is_refused(tmp_path: Path) -> None:
     text = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 4096\noptim: adamw_bnb_8bit\npacking: true\n"
     with pytest.raises(PlanError, match="adamw_bnb_8bit is not counted: take one of adamw_torch_fused"):
         mw.plan_from(write(tmp_path, "a.yaml", text), cluster="h100x8")
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments", "precision"),
+    [
+        ("mixed_precision: 'no'", None, "fp32"), ("mixed_precision: no", None, "fp32"), ("", None, "fp32"),
+        ("mixed_precision: bf16", None, "bf16"), ("mixed_precision: fp16", None, "fp16"),
+        ("mixed_precision: bf16", "{}", "bf16"), ("mixed_precision: 'no'", '{"bf16": true}', "bf16"),
+        ("mixed_precision: bf16", '{"fp16": true}', "fp16"), ("mixed_precision: fp16", '{"bf16": false}', "fp16"),
+        ("", '{"bf16": false}', "fp32"),
+    ],
+)  # fmt: skip
+def test_accelerate_decides_the_precision_and_the_trainers_switches_come_first(
+    file: str, arguments: str | None, precision: str, tmp_path: Path
+) -> None:
+    """TrainingArguments put their own word over that of accelerate's file, where a switch is on."""
+    write(tmp_path, "accelerate.yaml", f"distributed_type: FSDP\nnum_processes: 8\n{file}\n")
+    if arguments is not None:
+        write(tmp_path, "run_clm.json", arguments)
+    assert read(str(tmp_path), "accelerate").facts["precision"] == precision
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("word", ["accelerate", "trl"])
+def test_what_is_written_for_accelerate_says_the_precision(word: str, precision: str, tmp_path: Path) -> None:
+    plan = Plan(
+        model=presets.model("llama-3.1-8b"), cluster=presets.cluster("h100x8"),
+        recipe=Recipe(precision=precision, sequence=4096, global_batch=64),  # type: ignore[arg-type]  # one of its words
+        layout=Layout(dp_shard=8, zero=3, micro_batch=1),
+    )  # fmt: skip
+    for name, text in texts(SOFTWARE[word], plan).items():
+        write(tmp_path, name, text)
+    again = read(str(tmp_path), word)
+    assert again.shape is not None
+    assert again.plan(again.shape, plan.cluster, {}).recipe.precision == precision
+    alone = read(str(tmp_path / "accelerate.yaml"), word)
+    assert alone.facts["precision"] == precision, "its own file alone is enough"

@@ -31,7 +31,7 @@ def _counted(shape: ModelShape) -> Iterator[str]:
     if parts is None:
         return
     if parts.full_every and shape.routed_layers:
-        yield "Attention is counted without the window in all routed layers: more than it takes."
+        yield "Routed layers with a window and without are counted as equal ones that see as many keys in the mean."
     if parts.chunk:
         yield f"Attention is counted over the whole sequence, not over chunks of {parts.chunk:,} tokens."
     if parts.activation in ("gelu", "clamped"):

@@ -231,7 +231,7 @@ def probability(share: float, least: float = 0.02) -> str:
 def range_words(found: Prediction) -> str:
     """What nine of ten published runs lie within, in one sentence."""
     said = ranges(found)
-    whose = "other software, since this has none" if said.pooled else "this software"
+    whose = "other software, the widest of it, since this has none" if said.pooled else "this software"
     return (
         f"Ranges hold nine of ten published runs of {whose}: {between(said.step_seconds)} s per step, MFU "
         f"{between(said.mfu_full, 0.01)}%, {between(said.peak_bytes, GIB)} GiB; fits with "

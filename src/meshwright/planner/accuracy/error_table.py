@@ -5,9 +5,12 @@ nobody has run yet counts as one, too. Of that one the errors are those of the n
 further out than those seen, since where they lie is known from few: errors are moved away from the median by
 sqrt(1 + 1 / k) for k models. So a range narrows as more models were seen, and coverage on a model that is left out
 whole is what is claimed.
+
+Software that nobody has scored has the errors of all scored software, each of which counts as one. Its range is no
+narrower than that of any scored software with the same kind of model and number of nodes.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import exp, log, sqrt
 from typing import Literal, NamedTuple
@@ -19,6 +22,8 @@ from meshwright.planner.step.error_ranges import LEVEL, POOL, groups_of
 What = Literal["time", "memory"]
 STEPS = 40
 """Quantiles are kept at so many even steps."""
+EDGE = round((1 - LEVEL) / 2 * STEPS)
+"""The step at which a range begins, and before the last at which it ends."""
 BUSY = "nanotron"
 """Runs on several nodes of the Ultra-Scale grid measure a busy cluster (docs/accuracy.md): they speak of no other
 software."""
@@ -55,7 +60,7 @@ def errors(judged: Iterable[object], what: What) -> list[RowError]:
 
 def distributions(rows: Sequence[RowError], wanted: Collection[str] = ()) -> dict[str, Weighted]:
     """Of every group that has rows, or of those wanted."""
-    members: dict[str, dict[object, list[float]]] = {}
+    members: dict[str, dict[tuple[object, ...], list[float]]] = {}
     parents: dict[str, tuple[str, ...]] = {}
     for row in rows:
         for place, group in enumerate(row.groups):
@@ -66,19 +71,47 @@ def distributions(rows: Sequence[RowError], wanted: Collection[str] = ()) -> dic
 
     def of(group: str) -> Weighted:
         if group not in found:
-            models = list(members[group].values())
+            sets = _sets(group, members[group])
             parent = next((one for one in parents[group] if one in members and one != group), None)
-            share = 1 / (len(models) + (parent is not None))
-            own = [(error, share / len(errors)) for errors in models for error in errors]
+            share = 1 / (len(sets) + (parent is not None))
+            own = [
+                (error, share / len(models) / len(errors)) for models in sets for errors in models for error in errors
+            ]
             beyond = [(error, weight * share) for error, weight in of(parent)] if parent else []
             found[group] = sorted(own + beyond)
         return found[group]
 
-    return {
-        group: _widened(of(group), sqrt(1 + 1 / len(members[group])))
-        for group in sorted(members)
-        if group in wanted or not wanted
-    }
+    def widened(group: str) -> Weighted:
+        return _widened(of(group), sqrt(1 + 1 / len(_sets(group, members[group]))))
+
+    def stretched(group: str) -> Weighted:
+        beside = (_width(widened(one)) for one in members if _scored_beside(one, group))
+        own = widened(group)
+        return _widened(own, max(1.0, max(beside, default=0.0) / (_width(own) or 1.0)))
+
+    return {group: stretched(group) for group in sorted(members) if group in wanted or not wanted}
+
+
+def _scored_beside(group: str, pool: str) -> bool:
+    """Whether a group is of scored software, and of the same kind and number of nodes as one that stands for software
+    without rows: of that one less is known, so its range is no narrower. A busy cluster says nothing of others."""
+    software, _, kind = group.partition(", ")
+    if not pool.startswith(POOL) or software in (POOL, BUSY):
+        return False
+    return kind == pool.partition(", ")[2] if pool != POOL else "," not in kind
+
+
+def _width(weighted: Weighted) -> float:
+    found = quantiles(weighted)
+    return found[STEPS - EDGE] - found[EDGE]
+
+
+def _sets(group: str, errors: dict[tuple[object, ...], list[float]]) -> list[list[list[float]]]:
+    """What counts as one: a model; of rows that stand for software nobody has scored, a software with its models."""
+    found: dict[object, list[list[float]]] = {}
+    for model, own in errors.items():
+        found.setdefault(model[0] if group.startswith(POOL) else model, []).append(own)
+    return list(found.values())
 
 
 def _pool(row: RowError) -> tuple[str, ...]:
@@ -118,6 +151,10 @@ def table(judged: Sequence[object]) -> dict[str, object]:
     return found
 
 
+LEFT_OUT = "software left out"
+"""The line of rows whose ranges were made without any row of their software."""
+
+
 class Coverage(NamedTuple):
     """Rows of models that the range was made without, and the share of them that lies within it."""
 
@@ -128,23 +165,45 @@ class Coverage(NamedTuple):
 
 
 def coverage(judged: Sequence[object], what: What) -> dict[str, Coverage]:
-    """By the narrowest group but for nodes, and of all ("")."""
+    """By the narrowest group but for nodes, of all (""), and of all with ranges made without any row of their software
+    (LEFT_OUT)."""
     rows = errors(judged, what)
-    inside: dict[str, list[tuple[bool, float]]] = {}
-    wide = round((1 - LEVEL) / 2 * STEPS)
+    inside: dict[str, list[Mark]] = {}
     for model in sorted({row.model for row in rows}, key=str):
-        others, left = ([row for row in rows if (row.model == model) is out] for out in (False, True))
-        have = {group for row in others for group in row.groups}
-        used = {row: next(one for one in (*row.groups, *_pool(row)) if one in have) for row in left}
-        edges = {group: quantiles(one) for group, one in distributions(others, set(used.values())).items()}
-        for row in left:
-            group = used[row]
-            low, high = edges[group][wide], edges[group][STEPS - wide]
+        left = [row for row in rows if row.model == model]
+        for row, mark in _marks(left, [row for row in rows if row.model != model]):
             for name in ("", row.groups[1]):
-                inside.setdefault(name, []).append((low <= row.error <= high, high - low))
-    found = {}
-    for name, marks in sorted(inside.items()):
-        widths = sorted(width for _, width in marks)
-        share = sum(hit for hit, _ in marks) / len(marks)
-        found[name] = Coverage(len(marks), share, exp(widths[len(widths) // 2]))
-    return found
+                inside.setdefault(name, []).append(mark)
+    for software in sorted({_software(row) for row in rows}):
+        left, others = ([row for row in rows if (_software(row) == software) is own] for own in (True, False))
+        if others:
+            inside.setdefault(LEFT_OUT, []).extend(mark for row, mark in _marks(left, others) if _pooled(row))
+    return {name: _coverage(marks) for name, marks in sorted(inside.items()) if marks}
+
+
+Mark = tuple[bool, float]
+"""Whether a row lies within its range; the logarithm of high over low."""
+
+
+def _software(row: RowError) -> str:
+    return row.groups[0].partition(",")[0]
+
+
+def _pooled(row: RowError) -> bool:
+    """Whether a row speaks of other software."""
+    return any(group.startswith(POOL) for group in row.groups)
+
+
+def _marks(left: Sequence[RowError], others: Sequence[RowError]) -> Iterator[tuple[RowError, Mark]]:
+    """Rows with ranges made of others."""
+    have = {group for row in others for group in row.groups}
+    used = {row: next(one for one in (*row.groups, *_pool(row)) if one in have) for row in left}
+    edges = {group: quantiles(one) for group, one in distributions(others, set(used.values())).items()}
+    for row in left:
+        low, high = edges[used[row]][EDGE], edges[used[row]][STEPS - EDGE]
+        yield row, (low <= row.error <= high, high - low)
+
+
+def _coverage(marks: Sequence[Mark]) -> Coverage:
+    widths = sorted(width for _, width in marks)
+    return Coverage(len(marks), sum(hit for hit, _ in marks) / len(marks), exp(widths[len(widths) // 2]))

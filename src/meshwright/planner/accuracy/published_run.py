@@ -18,7 +18,7 @@ from meshwright.spec.shape import ModelShape
 
 DEVICES = (
     (r"a100.?(sxm.?)?-?40", "a100-40"), (r"a100", "a100-80"), (r"h100-sxm-96", "h100-96"), (r"gb200", "gb200"),
-    (r"gb300", "gb300"), (r"b200", "b200"), (r"b300", "b300"), (r"h100", "h100"), (r"h200", "h200"),
+    (r"gb300", "gb300"), (r"b200", "b200"), (r"b300", "b300"), (r"h100", "h100"), (r"h200", "h200"), (r"h800", "h800"),
     (r"mi300x", "mi300x"), (r"mi325x", "mi325x"), (r"mi355x", "mi355x"),
 )  # fmt: skip
 """Pattern of a row's hardware -> device preset; the first that is found."""
@@ -115,7 +115,8 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
         devices // (tp * cp * pp * cluster.devices_per_node) if "hsdp" in columns.get("zero_stage", "").lower() else 1
     )
     copies = copies if copies > 1 and dp % copies == 0 else 1
-    vp = _virtual(columns, shape, pp, described)
+    dual = pp > 1 and "dualpipe" in columns.get("schedule", "").lower()
+    vp = 2 if dual else _virtual(columns, shape, pp, described)
     shard = dp // copies if sharded and zero else 1
     recompute = columns.get("recompute", "")
     if "primus" in columns["framework"].lower() and not recompute and "70b" in columns["model"].lower():
@@ -133,7 +134,7 @@ def _layout(columns: dict[str, str], shape: ModelShape, devices: int, cluster: C
         vp=vp,
         zero=zero if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
         sp=tp > 1 and _sequence_parallel(columns.get("sp", ""), recompute),
-        schedule="interleaved" if vp > 1 else "1f1b",
+        schedule="dualpipe-v" if dual else "interleaved" if vp > 1 else "1f1b",
         micro_batch=micro,
         recompute=_recompute(recompute, devices),  # type: ignore[arg-type]  # one of the words that Layout allows
     )

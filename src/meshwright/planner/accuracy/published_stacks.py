@@ -22,19 +22,19 @@ MEGATRON_DEEPSPEED = Stack(
     passes=1.5,
     host_s=7e-5,
     stalls=0.5,
+    skew=0.3,
     hides_gradients=0.0,
     hides_sends=0.0,
     source="VIA-Research/vTrain: src/model (fused softmax up to 2048 keys, bias-GELU, bias-dropout-add), src/predictor",
 )
 ALEPH = Stack(
     name="aleph-alpha-scaling",
-    passes=1.75,
+    passes=2.5,
     norm_passes=10.0,
     rope_passes=5.0,
     turns=4.0,
     column_inputs=(1, 2),
     skew=1.0,
-    send_s=0.01,
     accumulates=True,
     host_s=1e-5,
     norm_kept=10.0,
@@ -97,6 +97,7 @@ FSDP1 = Stack(
 )  # fmt: skip
 TORCHTITAN = Stack(
     name="torchtitan",
+    merges="eager",
     shares_sequence=True,
     regather=False,
     selective="alternate",
@@ -111,7 +112,7 @@ TORCHTITAN = Stack(
     outputs_kept=True,
     step_buffers=True,
     source="pytorch/torchtitan benchmarks/, torchtitan/parallelisms/parallelize_llama.py of December 2024; "
-    "torch/distributed/pipelining/stage.py",
+    "torch/distributed/pipelining/stage.py; torch/distributed/tensor/experimental/_attention.py",
 )
 TORCHTITAN_2025 = replace(
     TORCHTITAN, logit_kept=2.0, logit_peak=6.0, source="pytorch/torchtitan benchmarks/ of 2025: the loss is compiled"
@@ -126,12 +127,24 @@ MEGATRON_CORE = Stack(
     logit_kept=4.0,
     logit_peak=8.0,
     routes_once=True,
+    adds_expert_biases=True,
     expert_launch_s=6e-5,
     source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, docs on communication overlap; expert_launch_s "
     "(some six launches of 10 us) fitted to its rows, and the same for 4 to 32 experts a rank",
 )
 MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)
 """Before cuDNN and Transformer Engine had an attention kernel made for Hopper's asynchrony."""
+HAI_LLM = replace(
+    MEGATRON_CORE,
+    name="hai-llm",
+    expert_launch_s=0.0,
+    hides_experts=1.0,
+    dispatch_bytes=1.0,
+    contention=20 / 112,
+    source="DeepSeek-V3 report, arXiv:2412.19437, sections 3.2 and 3.3: exchanges behind another micro-batch, on "
+    "20 of 132 multiprocessors; tokens to four nodes at most, in fp8 on the way there",
+)
+"""One published run; its schedule is counted as DualPipe's V with the same ranks."""
 
 BY_FRAMEWORK = (
     ("megatron-deepspeed", MEGATRON_DEEPSPEED),
@@ -142,6 +155,8 @@ BY_FRAMEWORK = (
     ("torchtitan", TORCHTITAN),
     ("megatron-lm 202", MEGATRON_2022),
     ("megatron-bridge", MEGATRON_CORE),
+    ("nemo 25", MEGATRON_CORE),
+    ("hai-llm", HAI_LLM),
     ("megatron", MEGATRON_CORE_2024),
     ("meta in-house", MEGATRON_CORE_2024),
     ("nemo", MEGATRON_CORE_2024),
@@ -193,6 +208,8 @@ def stack_of(columns: dict[str, str]) -> tuple[Stack, dict[str, object]]:
         found = replace(found, product_bytes=0.5)
     if found.name == MEGATRON_CORE.name:
         found = as_run(found, columns)
+    if "TP_COMM_OVERLAP=False" in (columns.get("notes") or ""):
+        found = replace(found, hides_tensor=0.0)
     if "rms" in kernel:
         found = replace(found, norm_passes=1.0, norm_kept=2.0)
     if columns.get("compile") == "0" and found.name == "torchtitan":

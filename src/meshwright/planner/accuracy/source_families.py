@@ -15,6 +15,7 @@ FAMILIES = (
     (r"Narayanan", "Megatron 2021 table 1"), (r"Korthikanti.*Fig", "Korthikanti 2022 figures"),
     (r"Korthikanti", "Korthikanti 2022 table 5"), (r"Llama 3 Herd", "Llama 3 table 4"), (r"torchtitan", "torchtitan"),
     (r"fms-fsdp", "fms-fsdp"), (r"Primus", "Primus"), (r"maxtext", "MaxText"), (r"DeepSeek-V3", "DeepSeek-V3 report"),
+    (r"mlcommons/training_results", "MLPerf"),
     (r"PaLM", "PaLM"), (r"litgpt", "litgpt"), (r"torchtune", "torchtune"), (r"Liger", "Liger kernels"),
 )  # fmt: skip
 """Pattern in the column `source` -> family; the first that is found. What has none stands for itself."""

@@ -19,6 +19,14 @@ MERGED_BYTES = 18
 """Of an element of a part's result as it is merged: the fp32 sum read and written twice, the part read."""
 ADDED_BYTES = 10
 """Of an element of a gradient that is added to an fp32 sum."""
+EAGER_MERGED, EAGER_ONCE = 38, 28
+"""The same where each step of a merge is a kernel of its own: a part's result widened (6 bytes), its difference to the
+sum, the difference weighed, the new sum (32); and once, copies of keys and values before they are sent and the result
+rounded. torch/distributed/tensor/experimental/_attention.py, _SDPAMerger and _templated_ring_attention."""
+EAGER_ADDED, EAGER_TURNED, EAGER_ZEROED = 10, 21, 46
+"""There, _templated_ring_attention_backward: of a gradient of queries that is added to an fp32 sum; of one of keys or
+values that is added to a half of what arrives, put together with the other half and copied to be sent; and once, of a
+query: sums set to zero, copies, results rounded."""
 
 
 class Core(NamedTuple):
@@ -87,6 +95,17 @@ def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Cor
     travel = 12 if of.ring else 8
     added = MemoryPass(parts * (of.tokens * queries * ADDED_BYTES + keys * (4 + ADDED_BYTES + travel)), 6 * tiles)
     return Core((*kernels.forward, pack, merge), (*kernels.backward, pack, added))
+
+
+def eager_parts(of: "Local", queries: float, value: float) -> Core:
+    """One part for each rank's keys, with as many heads as queries have, merged and added up by torch's own kernels:
+    of the rank whose parts are of all its queries."""
+    if of.cp == 1:
+        return fused(of, queries, value, 1)
+    kernels, elements = fused(of, queries, value, of.cp), of.tokens * queries
+    merge = MemoryPass(elements * (EAGER_ONCE + (of.cp - 1) * EAGER_MERGED), 8.0 * of.cp)
+    added = MemoryPass(elements * (EAGER_ZEROED + of.cp * (EAGER_ADDED + 2 * EAGER_TURNED)), 12.0 * of.cp)
+    return Core((*kernels.forward, merge), (*kernels.backward, added))
 
 
 def _plain(of: "Local", queries: float, keys_values: float, value: float) -> Core:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from meshwright.planner.cost import activations, adapters, exchanges, operands
+from meshwright.planner.cost import activations, adapters, exchanges, operands, rounded_weights
 from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
-from meshwright.planner.cost.attention_core import core, fused
+from meshwright.planner.cost.attention_core import core, eager_parts, fused
 from meshwright.planner.cost.backward import NONE as NOTHING
 from meshwright.planner.cost.backward import Backward, backward
 from meshwright.planner.cost.grouped_products import grouped
@@ -85,10 +85,15 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
         operations += [_norm(of, "attention_norm"), _norm(of, "mlp_norm")]
     sizes = _routed(of) if routed else None
     return LayerWork(
-        operations=tuple(operations),
+        operations=rounded_weights.exchanging(of, operations),
         kept=tuple(
             one._replace(of="") if of.compiled and routed and of.ep > 1 else one
-            for one in adapters.kept(of, _widths(of), sizes, activations.layer_kept(of, _widths(of), sizes))
+            for one in rounded_weights.kept(
+                of,
+                _widths(of),
+                routed,
+                adapters.kept(of, _widths(of), sizes, activations.layer_kept(of, _widths(of), sizes)),
+            )
         ),
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
@@ -232,9 +237,12 @@ def _core(of: Local, queries: float, keys_values: float) -> LayerOperation:
     shape, sequence = of.shape, of.sequence
     heads = shape.heads / of.tp
     value = keys_values - queries if shape.mla else queries
-    ring = exchanges.ring(of, keys_values)
+    ring = exchanges.ring(of, queries + value if of.stack.merges == "eager" else keys_values)
     if of.stack.own or of.stack.attention == "flash":
-        found = core(of, queries, keys_values, value) if of.stack.own else fused(of, queries, value, 1)
+        if of.stack.own:
+            found = core(of, queries, keys_values, value)
+        else:
+            found = eager_parts(of, queries, value) if of.stack.merges == "eager" else fused(of, queries, value, 1)
         turns = of.stack.turns
         turned = (MemoryPass(2 * turns * of.tokens * queries * of.width, turns),) if turns else ()
         forward, inputs = (*found.forward, *turned), (*found.backward, *turned)
@@ -292,6 +300,13 @@ def _routed(of: Local) -> Routed:
     return Routed(own, own * moe.top_k, moe.ffn if of.ep > 1 else moe.ffn / of.tp)
 
 
+EXPERT_BIAS = (28, 44)
+"""Bytes of an element of the experts' results that passes over memory move beside it, forward and backward. For each
+expert a bias times probabilities in fp32 (4), the sum (10); all parts put together (8) and rounded (6). Back: widened
+(6), the sum's gradient rounded (6) and cut (8), its products with probabilities and with the bias summed (12 each).
+NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias."""
+
+
 def _experts(of: Local) -> Iterator[LayerOperation]:
     """Router, dispatch, experts as grouped products, combine; shared experts as an MLP. Even routing."""
     shape, moe = of.shape, of.shape.moe
@@ -316,6 +331,10 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     sorting = (MemoryPass(2 * moved, 3),)
     yield LayerOperation(name="dispatch", forward=(MemoryPass(2 * moved, 6),), inputs=sorting, exchanges=there)
     yield from (up, down, inner)
+    if of.stack.adds_expert_biases and shape.unbuilt is not None and shape.unbuilt.expert_bias:
+        experts, sums = moe.experts / of.ep, copies * shape.hidden
+        biases = (MemoryPass(EXPERT_BIAS[0] * sums, 3 * experts),), (MemoryPass(EXPERT_BIAS[1] * sums, 7 * experts),)
+        yield LayerOperation(name="experts bias", forward=biases[0], inputs=biases[1])
     yield LayerOperation(name="combine", forward=sorting, inputs=sorting, exchanges=back)
     yield from shared
     yield LayerOperation(name="leave experts", exchanges=leave)

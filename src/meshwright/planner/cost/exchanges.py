@@ -87,8 +87,12 @@ def exchange_passes(
     assert of.shape.moe is not None
     tell = Exchange("ep", "all-to-all", 8.0 * of.shape.moe.experts)
     parts = (shared[:2], shared[2:]) if of.stack.own else ((), ())  # the border in front and the product; the rest
+    narrow = (of.stack.dispatch_bytes or of.width) / of.width
     there, back = (
-        Exchanges(*(_exchange_pass(of, size_bytes, experts, part, back) for back in (0, 1))) for part in parts
+        Exchanges(
+            *(_exchange_pass(of, size_bytes * (narrow if side == out else 1), experts, part, side) for side in (0, 1))
+        )
+        for out, part in enumerate(parts)
     )
     return there._replace(forward=(tell, *there.forward)), back
 

@@ -9,7 +9,7 @@ Latencies: NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc). Bandwidths: nccl-test
 """
 
 from dataclasses import dataclass
-from math import log2
+from math import comb, log2
 
 from meshwright.planner.cost.curves import LinkCurves
 from meshwright.spec.cluster import Cluster
@@ -43,9 +43,13 @@ class Links:
     """Measured inside this very node: they stand in place of latency and bandwidth there, divided by curve_share."""
     curve_share: float = 1.0
 
-    def seconds(self, collective: str, size_bytes: float, ranks: int, stride: int = 1, routes: int = 0) -> float:
+    def seconds(
+        self, collective: str, size_bytes: float, ranks: int, stride: int = 1, routes: int = 0,
+        groups: tuple[int, int] = (1, 1),
+    ) -> float:  # fmt: skip
         """Of one collective over `ranks` ranks that lie `stride` ranks apart; `size_bytes` as in work.Exchange.
-        `routes`: of so many equal rows each node gets one at most, and hands it on (all-to-all)."""
+        `routes`: of so many equal rows each node gets one at most, and hands it on (all-to-all); `groups`: experts lie
+        in so many groups, of which a token goes to so many."""
         if ranks <= 1 or not size_bytes:
             return 0.0
         inside, nodes = self.span(ranks, stride)
@@ -55,7 +59,7 @@ class Links:
                 return measured / self.curve_share
         bandwidth = self.bandwidth(inside, nodes)
         if collective == "all-to-all" and nodes > 1:
-            once = min(1.0, nodes / routes) if routes else 1.0
+            once = nodes_reached(routes, nodes, *groups) / routes if routes else 1.0
             away = once * size_bytes * (nodes - 1) / nodes / (self.network_bytes_per_s * self.network_share)
             near = size_bytes * (inside - 1) / inside / (self.link_bytes_per_s * self.link_share)
             return self.base_s + self.network_base_s + (nodes - 1) * self.network_step_s + max(away, near)
@@ -98,6 +102,21 @@ class Links:
             return measured / self.curve_share
         rate = self.link_bytes_per_s * self.link_share if near else self.network_bytes_per_s * self.network_share
         return self.base_s / 2 + size_bytes / rate
+
+
+def nodes_reached(routes: int, nodes: int, groups: int = 1, top_groups: int = 1) -> float:
+    """Nodes that a token's experts lie on, on average, where all are equally likely. Of experts in groups it reaches
+    those of a few (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); a node has some of the groups, or a group some
+    nodes."""
+    if groups <= nodes or groups % nodes:
+        within = nodes * top_groups / groups
+        return within * (1 - (1 - 1 / within) ** routes)
+    held = groups // nodes
+    missed = sum(
+        comb(held, one) * comb(groups - held, top_groups - one) * (1 - one / top_groups) ** routes
+        for one in range(min(held, top_groups) + 1)
+    )
+    return nodes * (1 - missed / comb(groups, top_groups))
 
 
 SWITCHES: dict[str, dict[str, float]] = {

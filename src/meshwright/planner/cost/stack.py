@@ -23,6 +23,9 @@ class Stack:
     """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
     flash: Literal[1, 2, 3] = 2
     """Generation of that kernel; 3 stands for all that were written for Hopper and later, cuDNN's too."""
+    merges: Literal["fused", "eager"] = "fused"
+    """Context parallelism, results of an attention core's parts: merged inside the kernel that follows, or step by step
+    in fp32, with keys and values that travel once for each head of the queries."""
     dropout: bool = False
     """Keeps and draws the masks of the lectures' 34 S B D + 5 H S^2 B."""
     norm_kept: float = 2.0
@@ -130,10 +133,15 @@ class Stack:
     """Share of tensor-parallel exchanges that runs behind products."""
     routes_once: bool = False
     """Experts: a token goes to another node once, however many of its experts are there (DeepEP)."""
+    dispatch_bytes: float = 0.0
+    """Of an element on its way to experts, and of its gradient on the way back from where they were summed; 0 = as any
+    activation."""
     hides_experts: float = 0.0
     """Share of a layer's computation behind which tokens of another micro-batch travel to experts and back."""
     fused_experts: bool = False
     """Activation and rounding of experts run inside their products' kernels."""
+    adds_expert_biases: bool = False
+    """Biases of experts' last matrices are weighed and added expert by expert, by kernels of their own in fp32."""
     counts_s: float = 0.0
     """Of a pass through a layer of experts: the host waits for the counts of tokens before it launches the experts."""
     expert_launch_s: float = 0.0

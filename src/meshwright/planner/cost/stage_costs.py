@@ -1,6 +1,7 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
 from dataclasses import dataclass, field
+from math import sqrt
 from typing import Literal, NamedTuple
 
 from meshwright.planner.cost.block import LayerWork, embedding, head, layer
@@ -180,7 +181,10 @@ class PassSeconds:
         ranks, stride = ranks_of(self.layout, exchange.axis)
         moe = self.of.shape.moe
         routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
-        return exchange.times * self.links.seconds(exchange.collective, exchange.size_bytes, ranks, stride, routes)
+        groups = (moe.groups, moe.top_groups) if moe else (1, 1)
+        return exchange.times * self.links.seconds(
+            exchange.collective, exchange.size_bytes, ranks, stride, routes, groups
+        )
 
     def _seconds(self, works: tuple[Work, ...]) -> float:
         return sum(map(self.speeds.seconds, works))
@@ -260,10 +264,18 @@ def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links
     mixed = of.shape.mixed_windows
     window = 0 if mixed and part == "dense" else of.shape.window
     if part == "routed" and of.shape.unbuilt is not None and of.shape.unbuilt.full_every:
-        window = 0  # routed layers of both kinds are counted as one: all see all, the dearer
+        window = mean_window(of.shape.window, of.sequence, of.shape.unbuilt.full_every)
     block = layer(of, window=window, routed=part == "routed")
     time = block_time(block, of, layout, speeds, links)
     return {policy: block_cost(block, time, of, policy) for policy in RECOMPUTE}
+
+
+def mean_window(window: int, sequence: int, full_every: int) -> int:
+    """Routed layers with a window and every so many-th without are counted as one kind: with the window by which a
+    query sees as many keys as in the mean of both."""
+    windowed, whole = (span - span * span / (2 * sequence) for span in (min(window, sequence), sequence))
+    seen = (whole + (full_every - 1) * windowed) / full_every
+    return round(sequence - sqrt(max(0.0, sequence * (sequence - 2 * seen))))
 
 
 def split_by_cost(shape: ModelShape, stages: int) -> list[range]:

@@ -21,7 +21,7 @@ STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SH
 """fsdp_sharding_strategy of FSDP 1 -> ZeRO stage: torch.distributed.fsdp.ShardingStrategy."""
 ACCELERATE = (
     Option(key="distributed_type", fact="distributed", meaning="FSDP shards, MULTI_GPU replicates"),
-    Option(key="mixed_precision", fact="mixed_precision", default="no", meaning="products in bfloat16, shards in fp32"),
+    Option(key="mixed_precision", fact="mixed_precision", default="no", meaning="of products; shards are fp32"),
     Option(key="num_machines", fact="nodes", meaning="nodes"),
     Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
     Option(key="fsdp_config.fsdp_version", fact="fsdp_version", meaning="fully_shard, by tensors"),
@@ -131,7 +131,7 @@ def accelerate_facts(plan: Plan) -> Facts:
     mesh = {"replicas": layout.dp_replicate, "shards": layout.dp_shard, "cp_size": layout.cp, "tp_size": layout.tp}
     return {
         "distributed": "FSDP" if sharded else "MULTI_GPU" if layout.world > 1 else "NO",
-        "mixed_precision": "bf16" if plan.recipe.precision == "bf16" else "no",
+        "mixed_precision": next(word for word, name in hf.MIXED.items() if name == plan.recipe.precision),
         "checkpointing": layout.recompute == "full" and not sharded, **only, **(mesh if sharded and piece else {}),
     }  # fmt: skip
 

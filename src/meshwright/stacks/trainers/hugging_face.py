@@ -41,6 +41,7 @@ TRAINER = (
     Option(key="per_device_train_batch_size", fact="micro_batch", default=8, meaning="sequences of a micro-batch"),
     Option(key="gradient_accumulation_steps", fact="accumulation", default=1, meaning="micro-batches of a step"),
     Option(key="bf16", fact="bf16", default=False, meaning="products in bfloat16"),
+    Option(key="fp16", fact="fp16", default=False, meaning="in float16, with loss scaling", quiet=True),
     Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
     Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
 )  # fmt: skip
@@ -101,7 +102,8 @@ def trainer_facts(plan: Plan, word: str) -> Facts:
     """Facts that the Trainer's arguments state beside the common ones."""
     if plan.model.lora is not None:
         raise PlanError(f"--for {word} writes full training: leave --tune lora out")
-    return {"bf16": plan.recipe.precision == "bf16", "hub": needs_hub_name(plan, word)}
+    precision = plan.recipe.precision
+    return {"bf16": precision == "bf16", "fp16": precision == "fp16", "hub": needs_hub_name(plan, word)}
 
 
 def resolved(facts: Facts) -> Facts:
@@ -111,10 +113,33 @@ def resolved(facts: Facts) -> Facts:
         raise PlanError(f"optimizer {found['optimizer']} is not counted: take one of {', '.join(ADAMW)}")
     if found.get("mixed_precision") == "fp8":
         raise PlanError("mixed_precision=fp8 makes products of 8 bits, which are not counted here: take bf16")
-    found["precision"] = "bf16" if found.get("bf16", True) or found.get("mixed_precision") == "bf16" else "fp32"
+    found["precision"] = _precision(found)
     checkpoints = found.get("checkpointing") or found.get("fsdp_checkpointing")
     found["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
     return found
+
+
+def _precision(facts: Facts) -> str:
+    """The Trainer's switches, and where none is on the word of accelerate's file, as accelerate decides
+    (transformers, TrainingArguments.__post_init__; accelerate, Accelerator.__init__); without both, bf16."""
+    word = facts.get("mixed_precision")
+    for name in ("fp16", "bf16"):
+        if str(facts.get(name, False)).lower() in ("true", "auto"):
+            return name
+    if word is None:
+        return "fp32" if "bf16" in facts else "bf16"
+    if _said(word) not in MIXED:
+        raise PlanError(f"mixed_precision={word} is not understood: take {', '.join(MIXED)}")
+    return MIXED[_said(word)]
+
+
+def _said(word: object) -> str:
+    """YAML 1.1 reads a bare `no` as false, and so does accelerate's own reader."""
+    return "no" if word is False else str(word).lower()
+
+
+MIXED = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+"""mixed_precision of accelerate -> recipe.precision: utils/dataclasses.py, PrecisionType."""
 
 
 def fsdp_refusal(shape: ModelShape, layout: Layout) -> str:
