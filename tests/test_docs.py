@@ -91,11 +91,11 @@ def test_an_index_names_every_page_of_its_folder(index: str, folder: str) -> Non
 
 def code_lines(page: Path) -> Iterator[str]:
     """Lines of a page's code blocks and its inline code, one command each."""
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL):
-        yield from block.replace("\\\n", " ").splitlines()
+        yield from block.splitlines()
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    yield from re.findall(r"^(?:    |\t)(.*)$", outside.replace("\\\n", " "), flags=re.MULTILINE)
+    yield from re.findall(r"^(?:    |\t)(.*)$", outside, flags=re.MULTILINE)
     yield from CODE.findall(text)
 
 

@@ -320,6 +320,7 @@ def test_light_verbs_load_no_torch_and_the_help_not_even_pydantic() -> None:
         (["train", "--help"], {"torch", "numpy", "rich", "yaml", "tokenizers"}),
         (["init"], {"torch", "numpy", "rich", "tokenizers"}),
         (["schema"], {"torch", "numpy", "rich", "tokenizers"}),
+        (["plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"], {"torch", "rich", "tokenizers"}),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code.format(words=words)], capture_output=True, text=True, check=True, timeout=60

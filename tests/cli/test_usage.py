@@ -76,6 +76,62 @@ def test_refusals_name_the_option_and_a_remedy(words: list[str], said: str, caps
     assert len(told.err) < 300 and "pydantic" not in told.err and "?:" not in told.err
 
 
+def play(folder: Path) -> None:
+    """What a user may name by mistake."""
+    (folder / "text.txt").write_text("words\n" * 100)
+    (folder / "run").mkdir()
+    (folder / "run" / "plan.yaml").write_text("model: llama-tiny\n")
+    (folder / "hf").mkdir()
+
+
+WRONG = {
+    "plan": "MODEL is missing: give a preset, a folder or a plan file, or --from FILE",
+    "plan llama-3.2-1b --cluster h100x99999999": "--cluster 'h100x99999999': a node has 1 to 65,536 devices, as h100x8",
+    "plan llama-3.2-1b --cluster no.toml": "--cluster 'no.toml' cannot be read, no such file or directory: `",
+    "plan llama-3.2-1b --cluster text.txt": "--cluster 'text.txt' is no cluster: name a device, as h100x8, or ",
+    "plan llama-3.2-1b --cluster run": "--cluster 'run' is no cluster: name a device, as h100x8, or ",
+    "plan llama-3.2-1b --cluster h100x8 --tune lora:0": "--tune 'lora:0': the rank must be at least 1 and ",
+    "plan llama-3.2-1b --cluster h100x8 --teacher no": "--teacher 'no' is not known; known: ",
+    "plan llama-3.2-1b --cluster h100x8 --teacher text.txt": "--teacher 'text.txt' is a file: give a preset, a folder ",
+    "plan llama-3.2-1b --cluster h100x8 --serve --concurrency 0": "--concurrency 0 must be at least 1",
+    "plan llama-3.2-1b --cluster h100x8 --concurrency 0": "--concurrency is for serving: add --serve",
+    "plan llama-3.2-1b --cluster h100x8 --serve --measure": "--measure runs the load on this machine: name it with ",
+    "plan text.txt --cluster h100x8": "MODEL 'text.txt' is a file: give a preset, a folder with config.json, or a plan",
+    "plan --from nothing": "--from 'nothing' is no file and no folder: give a configuration of torchtitan, ",
+    "rent llama-3.2-1b --tokens 1B --devices ,": "--devices ',' names none: give some, as --devices h100,mi300x",
+    "rent llama-3.2-1b --tokens 1B --nodes ,": "--nodes ',' names none: give some, as --nodes 1,2,4",
+    "rent llama-3.2-1b --tokens 1B --mtbf -1": "--mtbf -1 must be at least 1 and at most 1,000,000,000",
+    "train run": "run: cannot be read, is a directory: give run/plan.yaml",
+    "train hf": "hf: cannot be read, is a directory: give a plan file, or model=hf/ for a model's folder",
+    "train teacher=no": "teacher='no' is not known; known: ",
+    "distill --teacher run --student no": "--student 'no' is not known; known: ",
+    "distill --teacher run --sequences no/out.jsonl --prompts text.txt": "--sequences no/out.jsonl: there is no folder",
+    "distill --teacher run --sequences text.txt --prompts text.txt": "--sequences text.txt is there already: name",
+    "generate run --prompt a --top-p 2": "--top-p 2.0 must be above 0 and at most 1",
+    "generate run --prompt a --samples 0": "--samples 0 must be at least 1",
+    "generate run --prompts no": "--prompts no cannot be read as lines of prompts: No such file or directory",
+    "verify --processes 0": "--processes 0 must be at least 1",
+    "verify --seed 3": "--seed 3 says which random cases: add --random N",
+    "verify --only tp --page no/page.md": "--page no/page.md: there is no folder no; make it first",
+    "dryrun model=llama-tiny --rank 5": "--rank 5 is not one of the 1 ranks of the plan",
+    "serve hf --guess-tokens 0": "--guess-tokens 0 must be at least 1",
+    "generate text.txt --prompt a": "text.txt is a file of another kind: give a run folder, one of its checkpoints, ",
+}
+
+
+@pytest.mark.parametrize("asked", WRONG)
+def test_wrong_inputs_are_refused_before_anything_is_written(
+    asked: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    assert main(asked.split()) == 2
+    told = capsys.readouterr()
+    assert WRONG[asked] in told.err and told.err.count("\n") == 1 and not told.out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_python_still_names_its_arguments() -> None:
     with pytest.raises(mw.PlanError, match=r"^stack='torchtitann' is not known; nearest: torchtitan$"):
         mw.plan("llama-3.2-1b", cluster="h100x8", stack="torchtitann")

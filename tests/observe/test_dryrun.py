@@ -225,7 +225,7 @@ def test_sizes_that_depend_on_values_are_told_of() -> None:
 
 
 def test_bad_plans() -> None:
-    with pytest.raises(PlanError, match="rank 7 is not one of the 2 ranks"):
+    with pytest.raises(PlanError, match="rank=7 is not one of the 2 ranks"):
         dry_run(plan(TINY, 4, dp_replicate=2), ranks=[7])
     with pytest.raises(IllegalLayout):
         dry_run(plan(TINY, 4, tp=3))

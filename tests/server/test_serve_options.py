@@ -131,7 +131,7 @@ def test_prefixes_in_host_memory(serve: Serve) -> None:
         (["--block", "0"], "--block 0 must be at least 1"),
         (["--cache-mib", "0"], "see meshwright serve --help"),
         (["--most-tokens", "8"], "--most-tokens 8 must be more than --most-sequences 64"),
-        (["--guess-tokens", "0"], "tokens=0"),
+        (["--guess-tokens", "0"], "--guess-tokens 0 must be at least 1"),
         (["--guess-ngram", "3"], "--guess-ngram 3 says how guesses are looked up, and there are none: add --guess-"),
         (["--guess-ngram", "3", "--draft", "RUN"], "leave one out"),
         (["--draft", "nowhere"], "--draft nowhere does not exist"),

@@ -273,7 +273,7 @@ def test_cluster_names_that_are_none(name: str) -> None:
 
 
 def test_empty_nodes_are_refused() -> None:
-    with pytest.raises(PlanError, match="at least 1"):
+    with pytest.raises(PlanError, match="a node has 1 to 65,536 devices"):
         presets.cluster("h100x0")
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.arguments import HasPlan, checked
+from meshwright.api.documents import check_new_file
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
-from meshwright.spec import Plan
+from meshwright.spec import Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.objective_traits import DISTILL
 from meshwright.spec.plan import RANDOM
@@ -78,6 +79,7 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
     if layers is None:
         if student.startswith("teacher:"):
             raise ArgumentError(f"student={student!r} is not known: write teacher:layers=N, as teacher:layers=6")
+        _check_student(student)
         return [*added, f"model={student}"]
     folder = Path(theirs).expanduser()
     if not theirs or not folder.is_dir():
@@ -88,6 +90,15 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
     from meshwright.compress.distill_student import student_of_layers
 
     return [*added, f"model={student_of_layers(folder, int(layers[1]))}"]
+
+
+def _check_student(student: str) -> None:
+    """ArgumentError for a name that is neither a preset nor a folder."""
+    if not Path(student).expanduser().exists():
+        try:
+            presets.published(student, f"student={student[: presets.LONGEST]!r}")
+        except PlanError as error:
+            raise ArgumentError(f"{error}; or take layers of the teacher, as teacher:layers=6") from None
 
 
 def write_answers(
@@ -109,8 +120,7 @@ def write_answers(
         beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens, seed=seed
     )  # fmt: skip
     asked = questions(Path(prompts))
-    if Path(out).exists():
-        raise ArgumentError(f"{out} is there already: name another file")
+    check_new_file(Path(out))
     opened = load(teacher, dtype)
     tokenizer, template = opened.chat_template()
     serving = opened.engine()

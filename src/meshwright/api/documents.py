@@ -23,6 +23,14 @@ def plain(value: Any) -> Any:
     return value
 
 
+def check_new_file(out: Path, *, option: str = "out=") -> None:
+    """ArgumentError where a file is there already, or has no folder to be in. `option`: what it was given as."""
+    if out.exists():
+        raise ArgumentError(f"{option}{out} is there already: name another file")
+    if not out.absolute().parent.is_dir():
+        raise ArgumentError(f"{option}{out}: there is no folder {out.parent}; make it first")
+
+
 def check_page(out: Path, name: str, *, option: str = "out=") -> None:
     """ArgumentError where no page can be written, said before anything is counted. `name`: of a page in a folder;
     `option`: what the file was given as."""

@@ -20,13 +20,13 @@ from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_formats.quantized_folder import is_quantized, open_quantized, quant_method
 from meshwright.model.quantized_model import build_quantized
 from meshwright.model.transformer import skeleton
-from meshwright.spec.errors import ArgumentError, RunError
+from meshwright.spec.errors import ArgumentError
 from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import open_base
 from meshwright.store.model_weights import LAST, final_weights, locate
-from meshwright.store.run_folder import RunFolder, ids_of
+from meshwright.store.run_folder import RunFolder, ids_of, no_model
 from meshwright.training.device import pick_device
 from meshwright.training.precision import DTYPES
 
@@ -65,10 +65,7 @@ def opened(path: Path, dtype: str | None, checkpoint: str, place: Placing) -> Tr
         return _open_gguf(path, dtype, place)
     if is_adapter(path):
         return _open_hub(base_folder(path), dtype, place, adapter=path)
-    what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
-    raise RunError(
-        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
-    )
+    raise no_model(path)
 
 
 def _whole(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:

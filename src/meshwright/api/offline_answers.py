@@ -25,7 +25,8 @@ def read_prompts(path: Path, *, chat: bool = False) -> list[Question]:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{path} cannot be read as lines of prompts: {error}") from error
+            why = getattr(error, "strerror", "") or "it is not UTF-8"
+            raise DataError(f"prompts={path} cannot be read as lines of prompts: {why}") from error
         found = [Question(text=line) for line in lines if line.strip()]
     if not found:
         raise DataError(f"{path} has no prompts: give one a line, or rows with prompt or messages")

@@ -32,6 +32,7 @@ BATCH_TOKENS = 4_000_000
 MOST_NODES = 2**17
 
 
+LARGEST_RANK = 2**16 - 1
 FULL, LORA, QLORA = "full", "lora", "qlora"
 RATE = "recipe.learning_rate"
 
@@ -87,7 +88,7 @@ def within(plan: Plan, memory_gib: float) -> Plan:
     room = usable_bytes(plan) / GIB
     if not 0 < memory_gib <= room:
         raise ArgumentError(
-            f"memory={memory_gib:g} must be above 0 and at most {room:.1f}, the GiB that a {device.name} has"
+            f"memory={memory_gib:g} must be above 0 and at most {room:.1f}, the GiB of one {device.name}"
         )
     source = f"{device.source}; of its memory {memory_gib:g} GiB, as asked".removeprefix("; ")
     smaller = replace(device, memory_bytes=int(memory_gib * GIB + DRIVER_BYTES), source=source)
@@ -127,7 +128,17 @@ def as_typed(argument: str, words: Sequence[str]) -> Iterator[None]:
 
 
 def _cluster(name: str, nodes: int) -> Cluster:
-    return asked(name, nodes)[1] if is_file(name) else presets.cluster(name, nodes)
+    """A device and how many of it a node has, or what a file of calibrate says."""
+    if is_file(name):
+        return asked(name, nodes)[1]
+    try:
+        return presets.cluster(name, nodes)
+    except PlanError:
+        if not Path(name).exists():
+            raise
+        raise ArgumentError(
+            f"cluster={name!r} is no cluster: name a device, as h100x8, or calibrate's FILE.toml"
+        ) from None
 
 
 def _words(recipe: Sequence[str]) -> list[str]:
@@ -169,6 +180,8 @@ def _adapters(tune: str, *, coded: bool) -> list[str]:
     with_rank = kind in (LORA, QLORA)
     if kind not in ("", FULL, LORA, QLORA) or (rank and not (with_rank and rank.isdecimal())):
         raise ArgumentError(f"tune={tune!r} is not known: take full, lora, qlora, or with a rank as lora:64")
+    if rank and not 1 <= int(rank) <= LARGEST_RANK:
+        raise ArgumentError(f"tune={tune!r}: the rank must be at least 1 and at most {LARGEST_RANK:,}, as lora:64")
     base = [f"model.lora.base={CODED_BASE}"] if kind == QLORA and not coded else []
     return [f"model.lora={rank or TUNED_RANK}", *base] if with_rank else []
 

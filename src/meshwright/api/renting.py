@@ -294,7 +294,7 @@ def _conditions(
 
 def _within(name: str, value: float | None, least: float, most: float) -> None:
     if value is not None and not least <= value <= most:
-        raise ArgumentError(f"{name}={value:g} must be at least {least:g} and at most {most:g}")
+        raise ArgumentError(f"{name}={value:g} must be at least {least:g} and at most {most:,.10g}")
 
 
 def _nothing(asked: RentAsked, swept: Swept) -> DoesNotFit:

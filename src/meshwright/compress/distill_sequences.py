@@ -51,8 +51,9 @@ class AnswerSearch:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.beams, self.samples, self.max_new_tokens) < 1:
-            raise DataError("beams, samples and max_new_tokens must be at least 1")
+        for name in ("beams", "samples", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise DataError(f"{name}={getattr(self, name)} must be at least 1")
         if self.beams > 1 and (self.temperature or self.samples > 1):
             raise DataError(
                 f"beams={self.beams} searches for one answer: leave temperature and samples out, or beams=1"

@@ -14,10 +14,11 @@ from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import is_adapter
 from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
 from meshwright.model.hub.weights import stored_weights
-from meshwright.spec.errors import PlanError, RunError
+from meshwright.spec.errors import PlanError
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint_folder
 from meshwright.store.model_weights import final_weights, locate
+from meshwright.store.run_folder import no_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +46,7 @@ def open_original(path: Path, which: str) -> OriginalModel:
         return _of_gguf(path)
     if is_adapter(path):
         raise PlanError(f"{path} is an adapter: quantize the run that trained it, or its merged model")
-    what = "has neither plan.yaml nor config.json" if path.is_dir() else "does not exist"
-    raise RunError(
-        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
-    )
+    raise no_model(path)
 
 
 def _of_run(path: Path, which: str) -> OriginalModel:

@@ -29,8 +29,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise PlanError(f"temperature={self.temperature} must be 0 (greedy) or above")
-        if self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise PlanError(f"top_k={self.top_k} must be 0 or more and top_p={self.top_p} lie in (0, 1]")
+        if self.top_k < 0:
+            raise PlanError(f"top_k={self.top_k} must be 0 (all) or more")
+        if not 0 < self.top_p <= 1:
+            raise PlanError(f"top_p={self.top_p} must be above 0 and at most 1")
         if not 0 <= self.seed < 2**63:
             raise PlanError(f"seed={self.seed} must lie between 0 and 2**63 - 1")
 

@@ -239,17 +239,17 @@ class _Reader:
         `weights`: those of a folder are taken. `fields`: what is put on top."""
         try:
             folder = Path(name).expanduser()
-            exists = folder.is_dir()
+            exists, file = folder.is_dir(), folder.is_file()
         except (OSError, ValueError, RuntimeError):
-            folder, exists = Path(name), False
+            folder, exists, file = Path(name), False, False
         if not (name.startswith((".", "/", "~")) or (exists and "/" in name)):
             try:
-                return dict(presets.published(name).fields)
+                return dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
             except PlanError:
-                if not exists:
+                if not (exists or file):
                     raise
         if not exists:
-            if folder.exists():
+            if file:
                 raise PlanError(
                     f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )

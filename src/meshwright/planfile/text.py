@@ -32,14 +32,24 @@ class Given:
     """`plan.yaml:7`, OVERRIDE, or empty for what nobody wrote."""
 
 
+def _hint(error: OSError, path: Path) -> str:
+    if isinstance(error, FileNotFoundError):
+        return ": make one with `meshwright init > plan.yaml`"
+    if not isinstance(error, IsADirectoryError):
+        return ""
+    inside = path / "plan.yaml"
+    return f": give {inside}" if inside.is_file() else f": give a plan file, or model={path}/ for a model's folder"
+
+
 def parse_file(path: Path) -> Given:
     """The mapping in a YAML file; PlanError where there is none, or none that can be read."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
-        hint = ": make one with `meshwright init > plan.yaml`" if isinstance(error, FileNotFoundError) else ""
-        raise PlanError(f"{path}: cannot be read, {(error.strerror or str(error)).lower()}{hint}") from error
+        raise PlanError(
+            f"{path}: cannot be read, {(error.strerror or str(error)).lower()}{_hint(error, path)}"
+        ) from error
     except ValueError as error:
         raise PlanError(f"{str(path)!r} is no path: {error}") from error
     if len(data) > LARGEST_FILE_BYTES:

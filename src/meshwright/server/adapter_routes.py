@@ -22,7 +22,7 @@ from meshwright.server.routes import Call, Service
 from meshwright.server.server_options import ServerLimits
 from meshwright.spec.errors import MeshwrightError, RunError
 
-Name = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*\Z")]
+Name = Annotated[str, Field(max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
 MOST_CONFIG_BYTES = 2**20
 
 

@@ -61,7 +61,7 @@ def read(
         whose, files = _of_folder(path, word)
         return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, folder_shape, given)
     if not path.is_file():
-        raise PlanError(f"{path} is no file and no folder: give a configuration of {', '.join(SOFTWARE)}")
+        raise PlanError(f"source={str(path)!r} is no file and no folder: give a configuration of {', '.join(SOFTWARE)}")
     entries = entries_of(path, function)
     whose, file = _whose(path, entries, word)
     return _read(whose, [(file, entries)], path, folder_shape, given)

@@ -20,6 +20,15 @@ from meshwright.store.lock import RunLock
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+def no_model(path: Path) -> RunError:
+    """Of a place that holds no model of any kind."""
+    exists = "is a file of another kind" if path.exists() else "does not exist"
+    what = "has neither plan.yaml nor config.json" if path.is_dir() else exists
+    return RunError(
+        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
     """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, samples.jsonl, dryrun.json, ledger.json, loss.png,

@@ -174,7 +174,10 @@ def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
 
 
 def check_guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> None:
-    """ArgumentError where options of guesses contradict each other."""
+    """ArgumentError where options of guesses contradict each other, or make no sense."""
+    for name, value, least in (("guess_tokens", tokens, 1), ("guess_ngram", ngram, 2)):
+        if value is not None and value < least:
+            raise ArgumentError(f"{name}={value} must be at least {least}")
     if draft is not None and ngram is not None:
         raise ArgumentError(
             f"guess_ngram={ngram} is of the look-up, and draft={draft} guesses in its place: leave one out"

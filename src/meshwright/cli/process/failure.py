@@ -7,6 +7,8 @@ from meshwright.cli.process.usage import usage
 from meshwright.cli.terminal.help import VERBS
 from meshwright.spec.errors import MeshwrightError
 
+FULL = ("can't allocate memory", "Unable to allocate")
+"""What torch's and numpy's allocators say, also of another process."""
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 
 
@@ -36,10 +38,10 @@ def _one_line(text: str) -> str:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """torch's own class is known by name, so that this file needs no torch; its CPU allocator only has a message."""
+    """torch's own class is known by name, so that this file needs no torch; CPU allocators have a message alone."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
 
 def _system(error: OSError) -> str:

@@ -4,14 +4,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.api.serve_planning import ServingAnswer
-from meshwright.cli.terminal.compare_answer import heads, row_line
 from meshwright.cli.terminal.screen_text import dot, marked, width, wrapped
-from meshwright.observe.compare.judge import ComparedRow
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
 from meshwright.spec.units import GIB, short_gib
 
 if TYPE_CHECKING:
     from meshwright.api.serving_comparison import ServingComparison
+    from meshwright.observe.compare.judge import ComparedRow
 
 ALTERNATIVES = 6
 """Layouts that are shown besides the recommended one."""
@@ -78,8 +77,10 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
         )
 
 
-def served_rows(rows: Iterable[ComparedRow]) -> Iterator[str]:
+def served_rows(rows: "Iterable[ComparedRow]") -> Iterator[str]:
     """Planned, dry run and measured of a load that was run here."""
+    from meshwright.cli.terminal.compare_answer import heads, row_line  # loads torch, which a plan does without
+
     yield heads(NAMES)
     for row in rows:
         yield from row_line(row, row.what, NAMES)

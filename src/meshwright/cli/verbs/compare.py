@@ -42,9 +42,9 @@ def compare(
     """
     load = {"input_length": input_length, "output_length": output_length, "concurrency": concurrency}
     if serve:
-        _served(run, cluster, {name: value for name, value in load.items() if value}, tolerance, json=json)
+        _served(run, cluster, {name: value for name, value in load.items() if value is not None}, tolerance, json=json)
         return
-    refuse_load({name: value or 0 for name, value in load.items()})
+    refuse_load(load)
     from meshwright.api import comparing
     from meshwright.cli.terminal.compare_answer import answer as in_words
     from meshwright.cli.terminal.output import console, print_json

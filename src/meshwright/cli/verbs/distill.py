@@ -57,6 +57,7 @@ def distill(
     All else is as for train.
     """
     from meshwright.api.distilling import distillation_plan, distillation_words, write_answers
+    from meshwright.api.documents import check_new_file
 
     if sequences is not None:
         if prompts is None or not teacher or words or student:
@@ -64,6 +65,7 @@ def distill(
                 "--sequences writes what a teacher answers: give --teacher DIR --prompts FILE, and neither --student "
                 "nor keys of a plan"
             )
+        check_new_file(sequences, option="--sequences ")
         found = write_answers(
             teacher, prompts, sequences, beams=beams, temperature=temperature, samples=samples,
             max_new_tokens=max_new_tokens,

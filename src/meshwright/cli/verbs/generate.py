@@ -49,7 +49,7 @@ def generate(
     """Continue a prompt with a trained model; on a terminal the text appears while it is made."""
     given = _ids(prompt_ids) if prompt_ids is not None else None
     heat = chosen_temperature(greedy, temperature)
-    _check(prompt, given, prompts, max_new_tokens)
+    _check(prompt, given, prompts, max_new_tokens, samples)
     check_adapter(adapter)
     if chat and given is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template writes text, give it as --prompt")
@@ -144,9 +144,13 @@ def _rows(
         print_json(row)
 
 
-def _check(prompt: str | None, ids: Sequence[int] | None, prompts: Path | None, max_new_tokens: int) -> None:
+def _check(
+    prompt: str | None, ids: Sequence[int] | None, prompts: Path | None, max_new_tokens: int, samples: int
+) -> None:
     """What can be refused before torch is loaded."""
     if [prompt is None, ids is None, prompts is None].count(False) != 1:
         raise PlanError("give a prompt: either --prompt TEXT, --prompt-ids 1,2,3, or --prompts FILE")
+    if samples < 1:
+        raise PlanError(f"--samples {samples} must be at least 1")
     if max_new_tokens < 0:
         raise PlanError(f"--max-new-tokens {max_new_tokens} must be 0 or more")

@@ -28,7 +28,7 @@ from meshwright.cli.verbs.plan_stack import (
     print_config,
 )
 from meshwright.spec import Plan
-from meshwright.spec.errors import DoesNotFit, PlanError
+from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
 from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
 
 PLANS = (".yaml", ".yml")
@@ -119,10 +119,10 @@ def plan(
         )  # fmt: skip
         return
     if model is None:
-        raise typer.BadParameter("missing: give a preset, a folder or a plan file, or --from FILE", param_hint="MODEL")
+        raise ArgumentError("MODEL is missing: give a preset, a folder or a plan file, or --from FILE")
     check_folder(output, stack)
-    load: dict[str, str | int] = {
-        "input_length": input_length or 0, "output_length": output_length or 0, "concurrency": concurrency or 0,
+    load: dict[str, str | int | None] = {
+        "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
     }  # fmt: skip
     if serve:
@@ -132,7 +132,7 @@ def plan(
             model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
         )
         return
-    refuse_load({**load, "measure": measure})
+    refuse_load({**load, "measure": measure or None})
     if save is not None:
         _check_place(save, model)
     if top is not None and not 1 <= top <= MOST_SHOWN:

@@ -13,20 +13,23 @@ if TYPE_CHECKING:
 
 def print_serving(
     model: str, cluster: str | None, nodes: int | None, layout: Sequence[str] | None,
-    load: Mapping[str, str | int], training: Mapping[str, object],
+    load: Mapping[str, str | int | None], training: Mapping[str, object],
     *, details: bool, top: int | None, json: bool, measure: bool = False,
 ) -> None:  # fmt: skip
-    """Plan and print. `load`: options of the load, those not given empty or 0; `training`: options that only a plan of
-    training has, which are refused."""
+    """Plan and print. `load`: options of the load, empty or None where not given; `training`: options that only a plan
+    of training has, which are refused."""
     from meshwright.api.serve_planning import plan_serving
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.terminal.screen_text import show
     from meshwright.cli.terminal.serving_answer import served_rows, serving_answer
+    from meshwright.planner.machine.clusterfile import is_file
 
     given = next((name for name, value in training.items() if value), None)
     if given:
         raise ArgumentError(f"--{given} is for training, and --serve plans serving: leave one out")
-    asked: dict[str, Any] = {name: value for name, value in load.items() if value}
+    asked: dict[str, Any] = {name: value for name, value in load.items() if value not in ("", None)}
+    if measure and not (cluster and is_file(cluster)):
+        raise ArgumentError("--measure runs the load on this machine: name it with --cluster FILE.toml of calibrate")
     try:
         answer = plan_serving(model, cluster=cluster, nodes=nodes, tp=_tp(layout), **asked)
     except DoesNotFit as error:
@@ -51,9 +54,9 @@ def _measured(answer: "ServingAnswer") -> "ServingComparison":
     return ServingComparison(plan=answer, columns=columns, tolerance=float("inf"), title=answer.asked.model.shape.name)
 
 
-def refuse_load(load: Mapping[str, str | int]) -> None:
+def refuse_load(load: Mapping[str, str | int | None]) -> None:
     """PlanError where a load is given, and serving was not asked for."""
-    given = next((name for name, value in load.items() if value), None)
+    given = next((name for name, value in load.items() if value not in ("", None)), None)
     if given:
         raise PlanError(f"--{given.replace('_', '-')} is for serving: add --serve")
 

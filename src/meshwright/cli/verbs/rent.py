@@ -101,7 +101,7 @@ def rent(
         why = "is for training: leave out --serve" if serve else "is for serving: add --serve"
         raise ArgumentError(f"--{wrong.replace('_', '-')} {why}")
     asked = {name: value for name, value in wanted.items() if _given(value)}
-    asked |= {"prices": prices, "devices": _names(devices), "nodes": _numbers(nodes)}
+    asked |= {"prices": prices, "devices": _names(devices, "--devices", "h100,mi300x"), "nodes": _numbers(nodes)}
     _answer(model, asked, serve=serve, html=html, every=every, json=json)
 
 
@@ -150,12 +150,16 @@ def _given(value: object) -> bool:
     return value is not None and value is not False and value != "" and value != []
 
 
-def _names(given: list[str] | None) -> list[str] | None:
-    return [name for one in given for name in one.split(",") if name] if given else None
+def _names(given: list[str] | None, option: str, example: str) -> list[str] | None:
+    """The parts of `a,b`; ArgumentError for commas alone."""
+    names = [name for one in given for name in one.split(",") if name.strip()] if given else None
+    if names == []:
+        raise ArgumentError(f"{option} {','.join(given or ())!r} names none: give some, as {option} {example}")
+    return names
 
 
 def _numbers(given: list[str] | None) -> list[int] | None:
-    names = _names(given)
+    names = _names(given, "--nodes", "1,2,4")
     for name in names or ():
         if not name.strip().isdecimal():
             raise ArgumentError(f"--nodes {name!r} must be whole numbers, as 1,2,4")

@@ -23,7 +23,7 @@ def verify(
     random: Annotated[
         int | None, typer.Option(help="Random shapes, layouts and recipes instead: so many.", metavar="N")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Which random ones.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Which random ones.  [default: 0]")] = None,
     case: Annotated[
         str | None, typer.Option(help="One case again, as --random prints it.", metavar="'KEY=VALUE ...'")
     ] = None,
@@ -40,13 +40,19 @@ def verify(
     unknown = wanted - FEATURES.keys()
     if unknown:
         raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(FEATURES)}")
+    if processes < 1:
+        raise PlanError(f"--processes {processes} must be at least 1")
+    if seed is not None and random is None:
+        raise PlanError(f"--seed {seed} says which random cases: add --random N")
+    if page is not None and not page.absolute().parent.is_dir():
+        raise PlanError(f"--page {page}: there is no folder {page.parent}; make it first")
     allowed = _devices(device)
     processes = min(processes, allowed)
     if random is not None or case is not None:
         if (random is not None and case is not None) or wanted or page:
             raise PlanError("--random and --case go with --seed, --processes, --device and --json only, one of them")
         if random is not None:
-            return verify_random(random, seed, processes=processes, device=device, json=json, compiled=compiled)
+            return verify_random(random, seed or 0, processes=processes, device=device, json=json, compiled=compiled)
         if compiled:
             raise PlanError("--case says itself whether blocks are compiled: give it compile=on")
         if not (case or "").strip():

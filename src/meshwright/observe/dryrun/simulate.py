@@ -100,7 +100,7 @@ def dry_run(
     for rank in ranks:
         if not 0 <= rank < plan.layout.world:
             raise PlanError(
-                f"rank {rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})"
+                f"rank={rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})"
             )
     counts = {rank: _counts(plan, rank, whole) for rank in ranks}
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))

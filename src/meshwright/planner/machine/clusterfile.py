@@ -126,7 +126,10 @@ def load(path: Path) -> ClusterFile:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise PlanError(f"cluster file {path} cannot be read: {error.strerror}") from None
+        raise PlanError(
+            f"cluster='{path}' cannot be read, {str(error.strerror).lower()}: `meshwright calibrate -o FILE.toml` "
+            "makes one"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"cluster file {path} is no TOML ({' '.join(str(error).split())}): {MENDING}") from None
     try:

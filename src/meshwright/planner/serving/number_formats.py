@@ -55,7 +55,9 @@ def formats_of(name: str, *, experts: bool) -> WeightFormats:
 def _of_scheme(name: str) -> NumberFormat:
     scheme = SCHEMES.get(name)
     if scheme is None:
-        raise PlanError(f"quantization={name!r} is not known: take one of {', '.join((*FORMATS, *SCHEMES))}")
+        raise PlanError(
+            f"quantization={name!r} is not known: take one of {', '.join(dict.fromkeys((*FORMATS, *SCHEMES)))}"
+        )
     return NumberFormat(name, bytes_per_weight(scheme), 2.0 if scheme.activations == "same" else 1.0)
 
 

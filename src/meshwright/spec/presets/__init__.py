@@ -26,6 +26,7 @@ PARTS: dict[str, type] = {
 """Fields of a shape that are shapes themselves."""
 CLOSE = 0.6
 """Likeness (difflib's ratio) from which on a name is taken for a slip of another."""
+MOST_IN_NODE = 2**16
 LISTED = 12
 """Names that are listed where none is like the one that was given."""
 LONGEST = 80
@@ -80,9 +81,10 @@ def model_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(known.name for known in _models().values()))
 
 
-def published(name: str) -> Published:
-    """The model called `name` with its published count and sources; errors as `model`."""
-    return _models()[_find(name, _models(), "model")]
+def published(name: str, given: str = "") -> Published:
+    """The model called `name` with its published count and sources; errors as `model`, about what was `given`:
+    teacher='gpt2'."""
+    return _models()[_find(name, _models(), "model", given)]
 
 
 def device(name: str, given: str = "") -> Device:
@@ -109,15 +111,15 @@ def devices_in_node(name: str) -> tuple[Device, int]:
     """The device and how many of it a node has; errors as `model`."""
     known, per_node = split_cluster(name)
     found = device(known, f"cluster={name[:LONGEST]!r}")
-    if not per_node:
-        raise PlanError(f"cluster={name!r}: a node has at least 1 device, as {known}x8")
+    if not 1 <= per_node <= MOST_IN_NODE:
+        raise PlanError(f"cluster={name[:LONGEST]!r}: a node has 1 to {MOST_IN_NODE:,} devices, as {known}x8")
     return found, per_node
 
 
 def split_cluster(name: str) -> tuple[str, int]:
     """`h100x8` -> (`h100`, 8). Device names may hold an x themselves (mi300x, rtx4090), so a known name wins."""
     head, x, tail = name.rpartition("x")
-    if _plain(name) in _devices() or not x or not head or not tail.isdecimal() or len(tail) > 6:
+    if _plain(name) in _devices() or not x or not head or not tail.isdecimal() or len(tail) > LONGEST:
         return name, 1
     return head, int(tail)
 
