@@ -150,6 +150,7 @@ def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> Traine
 def _open_hub(path: Path, dtype: str | None, place: Placing, adapter: Path | None = None) -> TrainedModel:
     """`adapter`: a folder in PEFT's format, which is merged into the weights as they come."""
     base = open_base(path)
+    base.check()
     folder = base.hub
     shape, low = (folder.shape, dict[str, Tensor]()) if adapter is None else load_adapter(adapter, folder.shape)
     model, put = place(folder.shape, DTYPES[dtype] if dtype else folder.dtype)

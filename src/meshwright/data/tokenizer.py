@@ -271,7 +271,7 @@ def _marks_beside(file: Path) -> tuple[str | None, str | None] | None:
         try:
             config = json.loads(neighbour.read_text(encoding="utf-8"))
             bos, eos = (_spelling(config.get(key)) for key in ("bos_token", "eos_token"))
-        except (ValueError, AttributeError, OSError) as error:
+        except (ValueError, AttributeError, OSError, RecursionError) as error:
             raise DataError(f"{neighbour} is not readable JSON: {error}") from error
         if bos or eos:
             return bos, eos

@@ -11,7 +11,7 @@ from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
 from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.hub.weights import stored_weights
+from meshwright.model.hub.weights import check_weights, stored_weights
 from meshwright.model.init import fill_initial
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, every
 from meshwright.model.quantized_formats.quantized_folder import (
@@ -40,6 +40,12 @@ class BaseFolder:
     """As which model.lora.base."""
     refusal: HubError | None = None
     """Why nothing can be trained beside its codes."""
+
+    def check(self) -> None:
+        """Before there is room for a model: HubError where files do not hold what the config says. Codes were checked
+        when they were opened."""
+        if self.codes is None:
+            check_weights(self.hub.path, self.hub.shape)
 
     def weights(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
         """By our names, as files have them, a tensor or a matrix at a time; of what is not wanted nothing is read."""
@@ -76,6 +82,7 @@ def folder_of_weights(plan: Plan) -> BaseFolder:
     if not path.is_dir():
         raise PlanError(f"model.init={plan.init}: there is no such folder; give the one with the weights, {OTHERWISE}")
     found = open_base(path)
+    found.check()
     asked = "" if plan.model.lora is None else plan.model.lora.base
     if found.base not in ("", asked):
         there = f"take model.lora.base={found.base}" if asked else "take model.lora.rank=16, for an adapter beside them"

@@ -315,7 +315,7 @@ def _pattern(pattern: object, module: str, otherwise: Any) -> Any:
 def _read(folder: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HubError(f"{folder}/{CONFIG} cannot be read ({error}): give a folder that PEFT has written") from error
     if config.get("peft_type") != "LORA":
         raise HubError(f"{folder}/{CONFIG}: peft_type {config.get('peft_type')!r} is not supported (supported: LORA)")

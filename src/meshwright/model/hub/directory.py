@@ -22,6 +22,8 @@ from meshwright.spec.units import GB
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 QUANTIZATION = "quantization_config"
 """The key of a config that says how weights are quantized."""
+MOST_JSON_BYTES = 2**28
+"""Of a file beside the weights; a tokenizer of 262,144 words has 2**25."""
 ENDS_BYTES = 2**20
 """Read of each end of a file to tell it from another."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -210,10 +212,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no file."""
     if not path.is_file():
         return None
+    if path.stat().st_size > MOST_JSON_BYTES:
+        raise HubError(f"{path} has {path.stat().st_size} bytes, and at most {MOST_JSON_BYTES} are read")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise HubError(f"{path} is not JSON ({error}): copy or download it again") from error
+    except (ValueError, RecursionError) as error:
+        raise HubError(f"{path} is not JSON, or nested too deep ({error}): copy or download it again") from error
     if not isinstance(found, dict):
         raise HubError(f"{path} must hold a JSON object")
     return found

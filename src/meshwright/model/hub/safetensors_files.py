@@ -106,7 +106,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         plain = all(isinstance(name, str) and Path(file).name == file for name, file in found.items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HubError(f"{path} is not an index of shards ({error}): copy or download it again") from error
     if not plain or not found:
         raise HubError(f"{path}: weight_map must pair names of tensors with names of files beside it")
@@ -124,7 +124,8 @@ def read_header(path: Path) -> dict[str, Stored]:
     try:
         entries = json.loads(raw)
         found = {name: _stored(path, 8 + size, entry) for name, entry in entries.items() if name != "__metadata__"}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _check_order(found, 8 + size)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HubError(f"{path} has a damaged header ({error}): copy or download it again") from error
     end = max((stored.start + stored.num_bytes for stored in found.values()), default=8 + size)
     if end != length:
@@ -134,12 +135,23 @@ def read_header(path: Path) -> dict[str, Stored]:
     return found
 
 
+def _check_order(found: Mapping[str, Stored], base: int) -> None:
+    """ValueError where tensors overlap, or leave bytes between them: none has what is another's."""
+    end = base
+    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if one.start != end:
+            raise ValueError(f"{name[:64]} begins at {one.start}, and what is before it ends at {end}")
+        end += one.num_bytes
+
+
 def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> Stored:
     code, size, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if code not in DTYPES:
         raise ValueError(f"dtype {code} is not supported")
-    start, end = (int(offset) for offset in offsets)
-    stored = Stored(file=path, start=base + start, size=tuple(map(int, size)), dtype=DTYPES[str(code)])
+    if not all(type(number) is int for number in (*size, *offsets)):
+        raise ValueError("shapes and offsets must be whole numbers")
+    start, end = offsets
+    stored = Stored(file=path, start=base + start, size=tuple(size), dtype=DTYPES[str(code)])
     if start < 0 or min(stored.size, default=0) < 0 or end - start != stored.num_bytes:
         raise ValueError(f"offsets {start}..{end} do not fit the shape {list(stored.size)}")
     return stored

@@ -1,6 +1,7 @@
 """Weights of a Hugging Face directory in and out, streaming: one tensor in memory, never the model twice."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor
 from meshwright.model.hub.safetensors_files import Planned, ShardWriter, Stored, stored_tensors
 from meshwright.model.hub.weight_names import IGNORED, PREFIX, Binding, bindings
 from meshwright.spec.errors import HubError
+from meshwright.spec.inventory import num_parameters
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
@@ -39,10 +41,7 @@ def stored_weights(
     HubError: missing shard, truncated file, missing, unexpected or misshapen tensor, an untied head where the config
     ties it.
     """
-    bound = bindings(shape)
-    stored = _named_as_ours(stored_tensors(folder), shape)
-    scales = {name: stored.pop(name) for name in list(stored) if name.endswith(_SCALE)}
-    _check(folder, shape, bound, stored)
+    bound, stored, scales = check_weights(folder, shape)
     block = _block(folder) if scales else (0, 0)
 
     def read(name: str) -> Tensor:
@@ -59,6 +58,35 @@ def stored_weights(
         rows = [size[0] for size in binding.ours.values()]
         tensors = binding.transform.restore([read(name) for name in binding.theirs], rows, shape)
         yield from zip(binding.ours, tensors, strict=True)
+
+
+def check_weights(
+    folder: Path, shape: ModelShape
+) -> tuple[list[Binding], dict[str, Stored], dict[str, Stored]]:  # fmt: skip
+    """What a directory holds, by the headers of its files: tensors that the shape has, each in its size, and scales of
+    fp8 ones. HubError as stored_weights. For who makes room for a model, before he does."""
+    every = stored_tensors(folder)
+    check_numbers(folder, shape, sum(math.prod(one.size) for one in every.values()))
+    bound = bindings(shape)
+    stored = _named_as_ours(every, shape)
+    scales = {name: stored.pop(name) for name in list(stored) if name.endswith(_SCALE)}
+    _check(folder, shape, bound, stored)
+    return bound, stored, scales
+
+
+def check_numbers(folder: Path, shape: ModelShape, held: int) -> None:
+    """HubError where a config describes many times as much as files hold: nothing of that size is then made, not even
+    a list of names."""
+    described = num_parameters(shape.base)
+    if described > TOO_MANY * held:
+        raise HubError(
+            f"{folder}/config.json describes {described:,} numbers, and the files beside it hold {held:,}: they do not "
+            "belong together; copy or download them again"
+        )
+
+
+TOO_MANY = 8
+"""Times what is there: less is said by names of tensors that are missing."""
 
 
 def save_weights(
@@ -152,7 +180,7 @@ def _block(folder: Path) -> tuple[int, int]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         rows, columns = config["quantization_config"]["weight_block_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise HubError(
             f"{folder}/config.json lacks quantization_config.weight_block_size for its fp8 weights"
         ) from error

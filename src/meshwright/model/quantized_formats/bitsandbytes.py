@@ -259,7 +259,7 @@ def _read_state(stored: Mapping[str, Stored], name: str) -> dict[str, Any]:
     try:
         found = json.loads(bytes(state.read().tolist()))
         return {str(key): value for key, value in found.items()}
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise HubError(f"{state.file}: {name}.{STATE} is damaged ({error})") from error
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.directory import CONFIG, QUANTIZATION, HubFolder, import_folder, read_json
+from meshwright.model.hub.weights import check_numbers
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, every
 from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_weights import quantizable
@@ -16,6 +17,8 @@ from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.scheme_names import base_name, layout
 
+CODES_OF_A_BYTE = 4
+"""At most: none has fewer than 2 bits."""
 WHOLE = "take the folder that it was quantized from, with model.lora.base=nf4"
 
 
@@ -41,6 +44,8 @@ def open_quantized(folder: HubFolder) -> QuantizedModel:
     form = FORMATS.get(quant_method(folder.path))
     if form is None:
         raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(FORMATS)})")
+    files = folder.path.glob("*.safetensors")
+    check_numbers(folder.path, folder.shape, CODES_OF_A_BYTE * sum(file.stat().st_size for file in files))
     return form.described(folder.path, folder.shape, folder.dtype, config)
 
 

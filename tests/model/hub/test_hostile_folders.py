@@ -1,0 +1,150 @@
+"""Directories that claim what is not so: each is refused in one line, before room is made for what it claims."""
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+
+import meshwright as mw
+from meshwright.cli.verbs.import_ import import_hf
+from meshwright.model.hub.safetensors_files import read_header
+from meshwright.spec.errors import HubError
+from tests.model.hub.test_folder import exported
+
+WEIGHTS = "model.safetensors"
+DEEP = 200_000
+Change = Callable[[Path], object]
+Header = dict[str, Any]
+
+
+def config(**keys: Any) -> Change:
+    """More keys of config.json."""
+
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    return change
+
+
+def nested(name: str, start: str = "[", end: str = "") -> Change:
+    return lambda folder: (folder / name).write_text('{"a": ' + start * DEEP + end * DEEP)
+
+
+def header(make: Callable[[Header, int], Header | bytes], more: int = 0) -> Change:
+    """Another header of the weights; `make` is given theirs, and how many bytes of data there are. `more`: bytes behind
+    the data."""
+
+    def change(folder: Path) -> None:
+        raw = (folder / WEIGHTS).read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        data = raw[8 + size :] + bytes(more)
+        found = make(json.loads(raw[8 : 8 + size]), len(data))
+        text = found if isinstance(found, bytes) else json.dumps(found).encode()
+        (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+    return change
+
+
+def first(key: str, value: Any) -> Change:
+    """Of the first tensor."""
+
+    def make(found: Header, _: int) -> Header:
+        next(one for name, one in found.items() if name != "__metadata__")[key] = value
+        return found
+
+    return header(make)
+
+
+def overlapping(found: Header, _: int) -> Header:
+    """Two tensors at one place: the file is as long as its header says."""
+    one, other = (name for name in found if name.endswith("layernorm.weight"))
+    found[other]["data_offsets"] = found[one]["data_offsets"]
+    return found
+
+
+def tensor(size: list[int], start: int, stop: int) -> Header:
+    return {"dtype": "F32", "shape": size, "data_offsets": [start, stop]}
+
+
+CASES: dict[str, tuple[Change, str]] = {
+    "a deep config": (nested("config.json"), r"config\.json is not JSON, or nested too deep"),
+    "a deep config that ends": (nested("config.json", '{"a": ', "}"), "nested too deep"),
+    "a deep generation config": (nested("generation_config.json"), r"generation_config\.json is not JSON, or nested"),
+    "a deep tokenizer config": (nested("tokenizer_config.json"), r"tokenizer_config\.json is not JSON, or nested"),
+    "a deep quantization": (
+        config(quantization_config={"quant_method": "gptq", "bits": [[[[[4]]]]]}),
+        "quantization_config",
+    ),
+    "a deep header": (header(lambda found, _: b'{"a": ' + b"[" * DEEP), "damaged header .maximum recursion"),
+    "an infinite dim": (first("shape", [float("inf"), 1]), "must be whole numbers"),
+    "a dim that is text": (first("shape", ["2048", "8"]), "must be whole numbers"),
+    "half a row": (first("shape", [2048.5, 8]), "must be whole numbers"),
+    "dims that overflow": (first("shape", [2**62, 2**62]), "do not fit the shape"),
+    "offsets that overflow": (first("data_offsets", [2**63, 2**63 + 65536]), "begins at"),
+    "offsets below": (first("data_offsets", [-65536, 0]), "do not fit the shape"),
+    "tensors in one place": (header(overlapping), "begins at .* and what is before it ends at"),
+    "bytes between tensors": (
+        header(lambda found, size: found | {"x": tensor([4], size - 16, size)}, more=400),
+        "x begins at",
+    ),
+    "a tensor outside": (header(lambda found, size: found | {"x": tensor([2**40], size, size + 2**42)}), "truncated"),
+    "a header of a list": (header(lambda found, _: b"[1, 2]"), "damaged header"),
+    "wide": (config(hidden_size=10**9), "describes .* numbers, and the files beside it hold 33,336"),
+    "many words": (config(vocab_size=10**9), "describes 16,000,000,568 numbers"),
+    "many heads": (config(num_attention_heads=2**30), "describes .* numbers"),
+    "many layers": (config(num_hidden_layers=9999), "describes 5,632,216 numbers"),
+    "too many layers": (config(num_hidden_layers=10**9), "must be at most 10000"),
+    "a milliard experts": (
+        config(
+            model_type="mixtral",
+            architectures=["MixtralForCausalLM"],
+            num_local_experts=10**9,
+            num_experts_per_tok=2,
+        ),
+        "describes 296,000,033,048 numbers",
+    ),
+    "another width": (config(hidden_size=16, head_dim=8), "is .* where config.json says"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_claimed_is_checked_before_it_is_believed(name: str, tmp_path: Path) -> None:
+    change, said = CASES[name]
+    folder = tmp_path / "hostile"
+    exported(folder)
+    change(folder)
+    tracemalloc.start()
+    begun = perf_counter()
+    try:
+        for take in (lambda: mw.load(folder), lambda: import_hf(folder, tmp_path / "run")):
+            with pytest.raises(HubError, match=said) as caught:
+                take()
+            assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**28 and perf_counter() - begun < 60
+    assert [path.name for path in tmp_path.iterdir()] == ["hostile"]
+
+
+def test_a_codes_folder_that_claims_more_is_refused_alike(tmp_path: Path) -> None:
+    exported(tmp_path / "hf")
+    mw.quantize(tmp_path / "hf", "int4-rtn", tmp_path / "codes", quality=False)
+    mw.load(tmp_path / "codes")
+    config(intermediate_size=2**31 - 1)(tmp_path / "codes")
+    with pytest.raises(HubError, match=r"describes 51,539,\d{3},\d{3} numbers"):
+        mw.load(tmp_path / "codes")
+
+
+def test_files_of_the_library_are_read(tmp_path: Path) -> None:
+    """Its tensors lie one behind the other, those without an element too."""
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3, 5), "b": torch.zeros(0, 4), "c": torch.ones((), dtype=torch.int8)}, tmp_path / "a")
+    assert {name: one.size for name, one in read_header(tmp_path / "a").items()} == {"a": (3, 5), "b": (0, 4), "c": ()}
