@@ -199,7 +199,7 @@ def load_adapter(folder: Path, shape: ModelShape, most_rank: int = 0) -> tuple[M
                 f"{next(iter(binding.theirs))}, or for only some of its experts: save the adapter again"
             )
         if any(read):
-            _check_sizes(folder, binding, read, shape)
+            _check_sizes(folder, binding, read, shape, lora.rank)
             found |= _ours(binding, read, shape, config, lora)
     if stored:
         raise HubError(f"{folder}: {_unknown(next(iter(stored)), shape)}")
@@ -212,8 +212,16 @@ def load_adapter(folder: Path, shape: ModelShape, most_rank: int = 0) -> tuple[M
     return replace(shape.base, lora=replace(lora, targets=",".join(targets))), found
 
 
-def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape) -> None:
-    """HubError where the parts of a module have other sizes than its matrix, or those of an expert another rank."""
+def _check_sizes(
+    folder: Path, binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape, most_rank: int
+) -> None:  # fmt: skip
+    """HubError where the parts of a module have other sizes than its matrix, a rank above the config's, or those of an
+    expert another rank."""
+    if len(read[0]["a"]) > most_rank:
+        raise HubError(
+            f"{folder}: {next(iter(binding.theirs))} has rank {len(read[0]['a'])}, and {CONFIG} says at most "
+            f"{most_rank}: save the adapter again"
+        )
     for (name, size), one in zip(binding.theirs.items(), read, strict=True):
         rank, (size_out, size_in) = len(read[0]["a"]), reversed(size) if binding.transform is CONV1D else size
         wanted = {"a": (rank, size_in), "b": (size_out, rank), "magnitude": (size_out,)}
