@@ -30,7 +30,8 @@ class StackProducts:
 
     def __init__(self, a: Tensor, b: Tensor, *, exact: bool) -> None:
         """`a` (X, rank, in), `b` (X, out, rank) with s. `exact`: as LowRankProduct."""
-        self.a, self.b = a, b
+        self.a, self.b = (a, b) if not a.is_cpu else (a[:0], b[:0])
+        """On a GPU; on a CPU each expert's are apart."""
         self._of = [LowRankProduct(*pair, exact=exact) for pair in zip(a, b, strict=True)] if a.is_cpu else []
 
     def __getitem__(self, expert: int) -> LowRankProduct:

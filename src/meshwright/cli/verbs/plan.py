@@ -8,6 +8,9 @@ import typer
 
 from meshwright.cli.inputs.plan_arguments import AskedCluster, AskedNodes, AskedRecipe, ModelOrNone
 from meshwright.cli.inputs.serve_arguments import (
+    AskedAdapterRank,
+    AskedAdapters,
+    AskedAdapterTargets,
     AskedConcurrency,
     AskedFramework,
     AskedInput,
@@ -83,6 +86,9 @@ def plan(
     quantization: AskedQuantization = "",
     kv_dtype: AskedKv = "",
     framework: AskedFramework = "",
+    adapters: AskedAdapters = None,
+    adapter_rank: AskedAdapterRank = None,
+    adapter_targets: AskedAdapterTargets = "",
     measure: AskedMeasure = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
@@ -113,6 +119,7 @@ def plan(
     load: dict[str, str | int] = {
         "input_length": input_length or 0, "output_length": output_length or 0, "concurrency": concurrency or 0,
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
+        "adapters": adapters or 0, "adapter_rank": adapter_rank or 0, "adapter_targets": adapter_targets,
     }  # fmt: skip
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
