@@ -50,7 +50,7 @@ AskedAdapters = Annotated[
     typer.Option("--adapters", metavar="INT", help="With --serve: LoRA adapters beside the model. [default: 0]"),
 ]
 AskedAdapterRank = Annotated[
-    int | None, typer.Option("--adapter-rank", metavar="INT", help="With --adapters: of each. [default: 16]")
+    int | None, typer.Option("--adapter-rank", metavar="INT", help="With --adapters: rank of each. [default: 16]")
 ]
 AskedAdapterTargets = Annotated[
     str,
