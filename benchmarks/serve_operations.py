@@ -73,7 +73,7 @@ class Simulation:
         return (self.size if not self.window else 4 * self.size) * self.block
 
     def add(
-        self, prompt: list[int], more: int, priority: int = 0, salt: bytes = b"", copies: int = 1, adapter: str = ""
+        self, prompt: list[int], more: int, priority: int = 0, salt: bytes = b"", copies: int = 1, adapter: int = 0
     ) -> CachedSequence:
         """A new sequence, in voice 0; the copies have the next ones."""
         limit = len(prompt) + more
@@ -184,7 +184,7 @@ class Simulation:
             assert kept == self._content(sequence, position), f"position {position} is not what it should be"
 
     def _content(self, sequence: CachedSequence, position: int) -> tuple[bytes | None, ...]:
-        beside = self.salts[sequence] + b"/" + sequence.adapter.encode()
+        beside = self.salts[sequence] + b"/%d" % sequence.adapter
         return beside, bytes(sequence.tokens[: position + 1])
 
     def _continue(self, sequence: CachedSequence) -> None:
@@ -215,7 +215,7 @@ def random_operation(simulation: Simulation, chance: random.Random) -> None:
         more = chance.randint(1, simulation.longest + 1 - len(prompt))
         salt, copies = chance.choice([b"", b"", b"other"]), chance.choice([1, 1, 1, 2, 3])
         if (len(prompt) + more) * copies <= 255:
-            adapter = chance.choice(["", "", "other"])
+            adapter = chance.choice([0, 0, 1])
             simulation.add(prompt, more, chance.choice([0, 0, 0, 1, -1]), salt, copies, adapter)
     elif what < 0.18 and simulation.open:
         simulation.cancel(chance.choice(list(simulation.open)))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright.model import build
 from meshwright.planner.serving import serving_memory as serving_memory_module
 from meshwright.planner.serving.cached_layers import (
@@ -17,13 +18,24 @@ from meshwright.planner.serving.cached_layers import (
 from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.frameworks import MESHWRIGHT, VLLM
 from meshwright.planner.serving.number_formats import BF16, formats_of
-from meshwright.planner.serving.serving_memory import BLOCK, GRAPH_ROWS, graphs_bytes, serving_memory, weights_bytes
+from meshwright.planner.serving.serving_memory import (
+    BLOCK,
+    GRAPH_ROWS,
+    adapters_bytes,
+    graphs_bytes,
+    serving_memory,
+    weights_bytes,
+)
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.paged_cache import PagedCache
+from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.step_graphs import StepMemory
-from meshwright.spec import presets
-from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.inventory import num_parameters
+from meshwright.spec import Layout, presets
+from meshwright.spec.boxes import boxes_of
+from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
+from meshwright.spec.inventory import num_parameters, parameters
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
 
 
@@ -155,6 +167,13 @@ def test_cuda_graphs_of_our_engine_are_counted(monkeypatch: pytest.MonkeyPatch) 
     assert [graphs_bytes(one, 2048) for one in none] == [0.0] * 4
 
 
+def on_this_machine(shape: ModelShape) -> Deployment:
+    return Deployment(
+        model=served(shape), device=presets.device("local"), degrees=EngineDegrees(), framework=MESHWRIGHT,
+        formats=formats_of("fp32", experts=True), cache_width=4.0,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny"])
 def test_the_engine_holds_what_is_planned(name: str) -> None:
     shape = presets.model(name)
@@ -162,11 +181,53 @@ def test_the_engine_holds_what_is_planned(name: str) -> None:
     cache = PagedCache(model, 20, 16)
     planned = sequence_bytes(served(shape), (20 + 2) * 16, 4.0)
     assert cache.bytes == planned
-    of = Deployment(
-        model=served(shape), device=presets.device("local"), degrees=EngineDegrees(), framework=MESHWRIGHT,
-        formats=formats_of("fp32", experts=True), cache_width=4.0,
-    )  # fmt: skip
-    assert weights_bytes(of) == sum(one.nbytes for one in model.parameters())
+    assert weights_bytes(on_this_machine(shape)) == sum(one.nbytes for one in model.parameters())
+
+
+LORA = LoRAShape(rank=12, targets="all")
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "moe-tiny"])
+def test_adapters_take_what_the_engine_says(name: str) -> None:
+    """A and B, and once more for compiled loops."""
+    shape = presets.model(name)
+    low = [one for one in parameters(replace(shape, lora=LORA)) if one.adapts]
+    given = {called: ServedAdapter(LORA, {one.name: torch.randn(one.shape) for one in low}) for called in "abc"}
+    engine = ServingEngine(build(shape), EngineOptions(most_sequences=2), adapters=given)
+    of = replace(on_this_machine(shape), adapters=3, adapter=LORA)
+    assert adapters_bytes(of) == engine.adapters.bytes > 0
+    without = serving_memory(replace(of, adapter=None), 64)
+    assert serving_memory(of, 64).held_bytes - without.held_bytes == engine.adapters.bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "degrees"),
+    [
+        ("llama-3.1-8b", Layout(tp=4), {"tp": 4}),
+        ("qwen2.5-0.5b", Layout(tp=2), {"tp": 2}),
+        ("deepseek-v3", Layout(tp=8), {"tp": 8, "expert_tp": 8}),
+        ("mixtral-8x7b", Layout(tp=4, ep=4, sp=True), {"tp": 4, "expert_ep": 4}),
+    ],
+)
+def test_ranks_share_adapters_as_the_engine_cuts_them(name: str, layout: Layout, degrees: dict[str, int]) -> None:
+    """A of what reads the hidden states is whole on each."""
+    of = replace(deployment(name, **degrees), adapters=2, adapter=LORA)
+    shape = replace(of.model.shape, lora=LORA)
+    low = [one for one in parameters(shape) if one.adapts]
+    each = [sum(box.numel for box in boxes_of(low, shape, layout, rank).values()) for rank in range(layout.tp)]
+    assert adapters_bytes(of) == 2 * 2.0 * each[0] and len(set(each)) == 1
+    one = EngineDegrees()
+    assert adapters_bytes(of) * layout.tp > adapters_bytes(replace(of, degrees=one)) > adapters_bytes(of)
+
+
+def test_adapters_make_room_for_fewer_sequences() -> None:
+    plain, many = (mw.plan_serving("llama-3.1-8b", cluster="h100x1", adapters=number) for number in (0, 64))
+    assert many.best.memory.cache_bytes == plain.best.memory.cache_bytes - many.best.memory.adapters_bytes
+    assert many.best.most_requests < plain.best.most_requests
+    assert many.to_dict()["best"]["adapters_bytes"] == round(many.best.memory.adapters_bytes)
+    for words, said in (({"adapter_targets": "head"}, "adapter_targets=head"), ({"adapter_rank": 0}, "adapter_rank=0")):
+        with pytest.raises(ArgumentError, match=said):
+            mw.plan_serving("llama-3.1-8b", cluster="h100x1", adapters=1, **words)  # type: ignore[arg-type]  # of each
 
 
 def test_degrees_that_cannot_be_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.observe.ranks import on_ranks
-from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner_setup import follow
 from meshwright.serve.serving_engine import ServingEngine
@@ -48,7 +48,7 @@ def ask(engine: ServingEngine, called: Sequence[str | None] = CALLED) -> list[An
     ]
 
 
-def mixed(engine: ServingEngine, name: str) -> dict[str, Any]:
+def mixed(engine: ServingEngine) -> dict[str, Any]:
     """A batch of all; and again in another order."""
     asked = ask(engine)
     engine.run(asked)
@@ -60,6 +60,29 @@ def mixed(engine: ServingEngine, name: str) -> dict[str, Any]:
         "again": [one.answers[0].ids for one in again[::-1]],
         "again bits": [one.answers[0].logprobs for one in again[::-1]],
         "bytes": engine.adapters.bytes,
+    }
+
+
+def changing(engine: ServingEngine, name: str) -> dict[str, Any]:
+    """Adapters go while requests have them, and others come under their names."""
+    before = ask(engine)
+    engine.step()
+    for called, adapter in adapters(name, seed=1).items():
+        engine.adapters.unload(called)
+        engine.adapters.load(called, adapter)
+    held = engine.adapters.held
+    after = ask(engine)
+    engine.run([*before, *after])
+    left = engine.adapters.bytes
+    for called in engine.adapters.names:
+        engine.adapters.unload(called)
+    plain = ask(engine, [None] * len(LOAD))
+    engine.run(plain)
+    return {
+        "ids": [one.answers[0].ids for one in (*before, *after, *plain)],
+        "cached": [one.cached for one in after],
+        "held": (held, engine.adapters.held),
+        "bytes": (left, engine.adapters.bytes),
     }
 
 
@@ -81,7 +104,7 @@ def serve_parts(cases: Sequence[Case]) -> list[Any]:
     for name, layout, way in cases:
         own, ranks = part(name, layout, made)
         if ranks.leads:
-            found.append(mixed(engine_of(name, way, own, ranks), name))
+            found.append(mixed(engine_of(name, way, own, ranks)))
             ranks.say(Said.END)
         else:
             follow(own, ranks)
@@ -91,7 +114,7 @@ def serve_parts(cases: Sequence[Case]) -> list[Any]:
 def check(cases: Sequence[Case]) -> None:
     layout = cases[0][1]
     for (name, _, way), found in zip(cases, on_ranks(layout.tp, serve_parts, cases)[0], strict=True):
-        alone = mixed(engine_of(name, way, whole(name)), name)
+        alone = mixed(engine_of(name, way, whole(name)))
         assert found["ids"] == alone["ids"] == found["again"], (name, way)
         plain = ask(base := ServingEngine(whole(name), options(**WAYS[way])), [None] * len(LOAD))
         base.run(plain)
@@ -113,3 +136,31 @@ def test_two_ranks_answer_as_one_process() -> None:
         *((name, TENSOR, "exact") for name in (KINDS[4], MIXTURE)),
         (KINDS[2], TENSOR, "exact torch"),
     ])  # fmt: skip
+
+
+def followed() -> Any:
+    """What the first rank answers while adapters change; of another one its adapters' bytes when it drops each."""
+    own, ranks = part(KINDS[2], TENSOR, {})
+    if ranks.leads:
+        found = changing(engine_of(KINDS[2], "plain", own, ranks), KINDS[2])
+        ranks.say(Said.END)
+        return found
+    dropped, drop = list[tuple[int, int]](), RequestAdapters.drop
+
+    def told(self: RequestAdapters, number: int) -> None:
+        drop(self, number)
+        dropped.append((number, self.bytes))
+
+    RequestAdapters.drop = told  # type: ignore[method-assign]  # in this process, which ends with the test
+    follow(own, ranks)
+    return dropped
+
+
+@pytest.mark.long
+def test_adapters_come_and_go_on_all_ranks() -> None:
+    found, dropped = on_ranks(2, followed)
+    alone = changing(engine_of(KINDS[2], "plain", whole(KINDS[2])), KINDS[2])
+    assert found["ids"] == alone["ids"] and found["ids"][: len(LOAD)] != found["ids"][len(LOAD) : 2 * len(LOAD)]
+    assert found["cached"] == alone["cached"]
+    assert found["held"] == alone["held"] == (6, 0) and found["bytes"][1] == alone["bytes"][1] == 0 < found["bytes"][0]
+    assert sorted(number for number, _ in dropped) == [1, 2, 3, 4, 5, 6] and dropped[-1][1] == 0 < dropped[0][1]

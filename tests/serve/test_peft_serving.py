@@ -1,6 +1,7 @@
 """Adapters that PEFT has written, served beside each other: its own greedy tokens, alone and mixed in one batch."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,10 @@ import torch
 
 import meshwright as mw
 from meshwright.model.hub import export_folder
+from meshwright.model.hub.adapter import save_adapter
 from meshwright.spec.errors import ArgumentError, HubError
+from meshwright.spec.inventory import parameters
+from meshwright.spec.lora import LoRAShape
 from tests.model.shrunk import model
 
 PROMPTS = [[3, 5, 7, 9, 11], [8, 1, 8, 2], [3, 5, 7, 9, 11], [40, 41, 42, 43, 44, 45, 46], [9] * 9, [3, 5, 7, 9, 11]]
@@ -69,12 +73,52 @@ def test_answers_are_those_of_peft(tmp_path: Path, name: str, forms: dict[str, d
             right = behind.log_softmax(-1).gather(1, torch.tensor(own.ids)[:, None])[:, 0].tolist()
             assert own.logprobs == pytest.approx(right, abs=2e-3)
     assert len({tuple(one) for one in (found[0][0], found[0][2], found[0][5])}) == 3, "one prompt, three answers"
+    if name == "llama-3.1-8b":
+        assert over_ranks(folder, folders, asked, ep=1, exact=True) == found[1]
     for one in forms:
         whole = theirs[one].merge_and_unload()
         with torch.no_grad():
             place = called.index(one)
             logits = whole(torch.tensor([[*PROMPTS[place], *found[0][place]]])).logits[0]
         assert logits[len(PROMPTS[place]) - 1 : -1].argmax(-1).tolist() == found[0][place]
+
+
+def over_ranks(folder: Path, folders: dict[str, Path], asked: list[Any], *, ep: int, exact: bool) -> list[list[int]]:
+    """What two ranks answer."""
+    options = mw.EngineOptions(exact=exact, block=4)
+    with mw.sharded_engine(folder, options, tp=2, ep=ep, adapters=folders) as engine:
+        assert engine is not None
+        requests = [engine.add(prompt, one) for prompt, one in zip(PROMPTS, asked, strict=True)]
+        engine.run(requests)
+    return [one.answers[0].ids for one in requests]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_experts_are_those_of_peft(tmp_path: Path) -> None:
+    """On one device, and with experts spread over two ranks. PEFT makes stacks of what it reads."""
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    folder, shape = base(tmp_path, "mixtral-8x7b"), model("mixtral-8x7b").shape
+    theirs: dict[str | None, Any] = {None: transformers.AutoModelForCausalLM.from_pretrained(folder).float().eval()}
+    for seed, (called, targets) in enumerate({"thin": "down", "wide": "all"}.items()):
+        lora = LoRAShape(rank=2 + 3 * seed, alpha=8.0, targets=targets)
+        low = [one for one in parameters(replace(shape, lora=lora)) if one.adapts]
+        chance = torch.Generator().manual_seed(seed)
+        tensors = {one.name: torch.randn(one.shape, generator=chance) * 0.3 for one in low}
+        (tmp_path / called).mkdir()
+        save_adapter(tmp_path / called, tensors, replace(shape, lora=lora), base=str(folder), dtype=torch.float32)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(folder).float()
+        theirs[called] = peft.PeftModel.from_pretrained(plain, tmp_path / called).eval()
+    folders = {called: tmp_path / called for called in ("thin", "wide")}
+    called = [one if one in (*folders, None) else "wide" for one in CALLED]
+    asked = [mw.RequestOptions(adapter=one, max_new_tokens=NEW, ignore_end=True) for one in called]
+    mixed = mw.load(folder).generate_many(PROMPTS, asked, engine=mw.EngineOptions(block=4), adapters=folders)
+    for prompt, one, own in zip(PROMPTS, called, mixed, strict=True):
+        with torch.no_grad():
+            logits = theirs[one](torch.tensor([[*prompt, *own.ids]])).logits[0].float()
+        assert list(own.ids) == logits[len(prompt) - 1 : -1].argmax(-1).tolist(), (one, prompt)
+    assert len({one.ids for one in (mixed[0], mixed[2], mixed[5])}) == 3, "one prompt, three answers"
+    assert over_ranks(folder, folders, asked, ep=2, exact=False) == [list(one.ids) for one in mixed]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,6 +1,7 @@
 """Adapters of requests: answers are those of models with the adapter merged in, alone and mixed in one batch."""
 
 import copy
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from benchmarks.serve_quantized import quantized
+from meshwright.kernels.experts import expert_linear_reference
 from meshwright.model import Transformer, generate
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA, merged
+from meshwright.model.moe import ExpertStack
 from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.expert_adapters import StackProducts, TaggedRows, tagged_runs
 from meshwright.serve.low_rank_product import LowRankProduct
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
@@ -204,6 +208,30 @@ def test_a_product(rank: int, inputs: int, outputs: int) -> None:
         torch.testing.assert_close(product(rows), right, rtol=1e-4, atol=1e-4)
         if exact:
             assert all(torch.equal(product(rows[:some]), product(rows)[:some]) for some in (1, 5, 16, 17, 36))
+
+
+def test_products_of_experts_in_one_call_are_those_one_by_one() -> None:
+    """Where a device alone knows counts, and where they are known; of all experts, and of a part that begins later."""
+    chance, size, width = torch.Generator().manual_seed(0), 5, 12
+    counts, tags = [3, 0, 4, 1, 6], torch.randint(3, (14,), generator=chance)
+    rows, plain = torch.randn(14, width, generator=chance), torch.randn(14, 9, generator=chance)
+    pairs = [(torch.randn(size, rank, width, generator=chance), torch.randn(size, 9, rank, generator=chance))
+             for rank in (2, 7)]  # fmt: skip
+    right = plain.clone()
+    owners = torch.repeat_interleave(torch.arange(size), torch.tensor(counts))
+    for row, (owner, tag) in enumerate(zip(owners.tolist(), tags.tolist(), strict=True)):
+        if tag:
+            a, b = pairs[tag - 1]
+            right[row] += b[owner] @ (a[owner] @ rows[row])
+    for first, apart in itertools.product((0, 2), (True, False)):
+        kept = owners >= first
+        given = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in pairs]
+        own: Any = counts[first:] if apart else torch.tensor(counts[first:])
+        runs = [list(tagged_runs(tags[kept], counts[first:], tag)) for tag in (1, 2)] if apart else []
+        found = TaggedRows(given, tags[kept], own, expert_linear_reference, runs).added(
+            ExpertStack(torch.empty(0), name="up", first=first), rows[kept], plain[kept].clone()
+        )
+        torch.testing.assert_close(found, right[kept])
 
 
 @pytest.mark.parametrize(

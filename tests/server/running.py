@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -90,11 +91,13 @@ class Running:
 @contextmanager
 def running(
     *, hosted: HostedModel | None = None, engine: EngineOptions = EXACT, limits: ServerLimits | None = None,
-    keys: tuple[str, ...] = KEYS, open_model: Any = None,
+    keys: tuple[str, ...] = KEYS, open_model: Any = None, adapter_folder: Path | None = None,
 ) -> Iterator[Running]:  # fmt: skip
     """Inside, a server answers."""
     ready, lines = threading.Event(), list[str]()
-    options = ServerOptions(port=0, keys=keys, limits=limits or ServerLimits(drain_seconds=0.2))
+    options = ServerOptions(
+        port=0, keys=keys, limits=limits or ServerLimits(drain_seconds=0.2), adapter_folder=adapter_folder
+    )  # fmt: skip
     server = HttpServer(
         NAME, open_model or (lambda: hosted or small()), options, engine, on_ready=lambda _: ready.set(),
         write=lines.append,

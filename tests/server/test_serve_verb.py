@@ -11,14 +11,19 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.cli.main import main
+from meshwright.model.hub.adapter import save_adapter
+from meshwright.spec.inventory import parameters
+from meshwright.spec.lora import LoRAShape
 from tests.cli import toy
 from tests.cli.toy import refused
 
@@ -146,6 +151,36 @@ def test_two_ranks_behind_one_address(run: Path) -> None:
         assert status == 400 and "leave out echo" in found["error"]["message"]
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 130
+
+
+@pytest.mark.long
+def test_adapters_of_two_ranks_come_and_go(run: Path, tmp_path: Path) -> None:
+    base = mw.load(run)
+    for seed, name in enumerate(("one", "two")):
+        shape = replace(base.model.shape, lora=LoRAShape(rank=3 + seed, targets="all"))
+        chance = torch.Generator().manual_seed(seed)
+        low = {one.name: torch.randn(one.shape, generator=chance) * 0.1 for one in parameters(shape) if one.adapts}
+        (tmp_path / name).mkdir()
+        save_adapter(tmp_path / name, low, shape, base=str(run), dtype=torch.float32)
+    folders = {name: tmp_path / name for name in ("one", "two")}
+    asked = [mw.RequestOptions(adapter=name, max_new_tokens=12) for name in (*folders, None)]
+    right = [list(one.ids) for one in base.generate_many(["def "] * 3, asked, adapters=folders)]
+    assert right[0] != right[1] != right[2]
+    body = {"prompt": "def ", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    given = ("--adapter", f"mine={tmp_path / 'one'}", "--adapter-dir", str(tmp_path), "--exact")
+    with started(run, "--tp", "2", *given) as server:
+
+        def answered(name: str) -> list[int]:
+            status, found = server.ask("/v1/completions", {**body, "model": name})
+            assert status == 200, found
+            return list(found["choices"][0]["token_ids"])
+
+        assert answered("mine") == right[0]
+        assert server.ask("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "two"})[0] == 200
+        assert (answered("other"), answered("mine"), answered(run.name)) == (right[1], right[0], right[2])
+        assert server.ask("/v1/unload_lora_adapter", {"lora_name": "mine"})[0] == 200
+        assert server.ask("/v1/load_lora_adapter", {"lora_name": "mine", "lora_path": "two"})[0] == 200
+        assert answered("mine") == right[1]
 
 
 @pytest.mark.slow

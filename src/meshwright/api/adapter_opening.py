@@ -61,9 +61,9 @@ def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> S
     )
 
 
-def peft_adapter(model: Transformer, path: Path, most_rank: int = 0) -> ServedAdapter:
+def peft_adapter(model: Transformer, path: Path, widest: int = 0) -> ServedAdapter:
     """One in PEFT's format, of any rank or at most one. HubError."""
-    shape, tensors = load_adapter(path, model.shape.base, most_rank)
+    shape, tensors = load_adapter(path, model.shape.base, widest)
     assert shape.lora is not None
     return ServedAdapter(shape.lora, tensors)
 

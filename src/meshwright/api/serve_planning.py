@@ -34,8 +34,9 @@ from meshwright.planner.serving.serving_plan import (
 )
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec import Cluster, Plan
-from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
 from meshwright.spec.inventory import num_parameters
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.units import gib
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ class ServingAnswer(Answer):
             "input_length": asked.input_tokens,
             "output_length": asked.output_tokens,
             "concurrency": asked.concurrency,
+            "adapters": asked.adapters,
             "cache_elements_per_layer_and_token": elements_per_position(asked.model.shape),
             "bytes_per_parameter": self.bytes_per_parameter,
             "best": row_of(self.best),
@@ -166,7 +168,8 @@ def row_of(one: ServingLayout) -> dict[str, Any]:
         "per_token_seconds": served_.per_token_s if served_ else None,
         "tokens_per_second": one.tokens_per_s if served_ else None,
         "tokens_per_second_per_gpu": one.tokens_per_s_per_gpu if served_ else None,
-        "weights_bytes": round(memory.weights_bytes), "activations_bytes": round(memory.activations_bytes),
+        "weights_bytes": round(memory.weights_bytes), "adapters_bytes": round(memory.adapters_bytes),
+        "activations_bytes": round(memory.activations_bytes),
         "graphs_bytes": round(memory.graphs_bytes),
         "cache_bytes": _whole(memory.cache_bytes), "cache_bytes_per_token": round(memory.position_bytes),
         "cache_bytes_per_sequence": round(memory.sequence_bytes), "most_requests": _whole(one.most_requests),
@@ -191,13 +194,17 @@ def plan_serving(
     kv_dtype: str = "",
     framework: str = "",
     tp: int = 0,
+    adapters: int = 0,
+    adapter_rank: int = 16,
+    adapter_targets: str = "all",
 ) -> ServingAnswer:
     """Memory, concurrency and speed of a served model, for layouts by tensor parallel.
 
     `model`, `cluster`, `nodes`: as for `plan`. `input_length`, `output_length`: tokens of a request; `concurrency`:
     requests in flight on the whole cluster. `quantization`: bf16, fp8, nvfp4, int4_wo or a scheme of `quantize`;
     `kv_dtype`: of keys and values. By default both are bf16, and fp32 on a measured machine. `framework`: vllm, sglang,
-    trtllm or meshwright. `tp`: this degree alone.
+    trtllm or meshwright. `tp`: this degree alone. `adapters`: so many of `adapter_rank` on `adapter_targets` (as
+    model.lora) are held beside the model; they take memory, and their time is not planned.
 
     DoesNotFit where no layout holds one sequence. PlanError for what makes no sense.
     """
@@ -209,6 +216,9 @@ def plan_serving(
         plan, own, input_length=input_length, output_length=output_length, concurrency=concurrency,
         quantization=quantization, kv_dtype=kv_dtype, framework=framework,
     )  # fmt: skip
+    if adapters:
+        lora = _adapter(asked, adapters, adapter_rank, adapter_targets)
+        asked = replace(asked, adapters=adapters, adapter=lora)
     found = layouts(asked, timed, tp)
     if not found:
         raise ArgumentError(
@@ -298,6 +308,17 @@ def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[
     return timed
 
 
+def _adapter(asked: ServingAsked, number: int, rank: int, targets: str) -> LoRAShape:
+    """ArgumentError where it makes no sense."""
+    _check_range("adapters", number, MOST_REQUESTS)
+    try:
+        lora = LoRAShape(rank=rank, targets=targets)
+        replace(asked.model.shape.base, lora=lora)
+    except PlanError as error:
+        raise ArgumentError(str(error).replace("model.lora.", "adapter_")) from None
+    return lora
+
+
 def _check_range(name: str, value: int, most: int) -> None:
     if not 1 <= value <= most:
         raise ArgumentError(f"{name}={value} must be at least 1 and at most {most:,}")
@@ -307,7 +328,7 @@ def _does_not_fit(answer: ServingAnswer) -> DoesNotFit:
     """With the nearest layout, and what would fit."""
     one, asked = answer.best, answer.asked
     memory = one.memory
-    needed = memory.weights_bytes + memory.activations_bytes + memory.graphs_bytes + memory.sequence_bytes
+    needed = memory.held_bytes + memory.sequence_bytes
     others = [
         (f"quantization={name}", formats_of(name, experts=asked.model.shape.moe is not None))
         for name in NARROWER if FORMATS[name].width < asked.formats.experts.width

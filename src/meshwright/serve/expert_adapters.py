@@ -28,10 +28,12 @@ DIGIT = 256
 class StackProducts:
     """One adapter of one stack of experts: rows of each expert times its A, then times its s B."""
 
-    def __init__(self, a: Tensor, b: Tensor, *, exact: bool) -> None:
-        """`a` (X, rank, in), `b` (X, out, rank) with s. `exact`: as LowRankProduct."""
-        self.a, self.b = a, b
-        self._of = [LowRankProduct(*pair, exact=exact) for pair in zip(a, b, strict=True)] if a.is_cpu else []
+    def __init__(self, a: Tensor, b: Tensor, *, exact: bool, apart: bool) -> None:
+        """`a` (X, rank, in), `b` (X, out, rank) with s. `exact`: as LowRankProduct. `apart`: experts are multiplied one
+        by one, where the host knows counts; else all in one call."""
+        pairs = zip(a, b, strict=True) if apart else ()
+        self._of = [LowRankProduct(*pair, exact=exact) for pair in pairs]
+        self.a, self.b = (a.new_empty(0), b.new_empty(0)) if apart else (a, b)
 
     def __getitem__(self, expert: int) -> LowRankProduct:
         return self._of[expert]
@@ -75,7 +77,7 @@ class TaggedRows:
         found.add_(self.linear(narrow * mine, products.b[here], self.counts))
 
 
-def _runs(tags: Tensor, counts: Sequence[int], tag: int) -> Iterator[tuple[int, Tensor]]:
+def tagged_runs(tags: Tensor, counts: Sequence[int], tag: int) -> Iterator[tuple[int, Tensor]]:
     """Each expert that has rows with a tag, and their numbers."""
     begin = 0
     for expert, some in enumerate(tags.split(list(counts))):
@@ -101,7 +103,7 @@ class BesideExperts:
         tags = (digits[:, 0] * DIGIT + digits[:, 1]).long()
         runs = list[list[tuple[int, Tensor]]]()
         if isinstance(counts, list) and rows.is_cpu:
-            runs = [list(_runs(tags, counts, 1 + place)) for place in range(len(self.now))]
+            runs = [list(tagged_runs(tags, counts, 1 + place)) for place in range(len(self.now))]
         return rows, TaggedRows(self.now, tags, counts, experts.kernels.expert_linear, runs)
 
 
@@ -123,7 +125,8 @@ class ExpertAdapters:
                 path, _, stack = where.rpartition(".")
                 experts = self._model.get_submodule(path)
                 assert isinstance(experts, Experts)
-                products = StackProducts(a.to(like), tensors[f"{where}{STACK}b"].to(like), exact=self._exact)
+                pair = a.to(like), tensors[f"{where}{STACK}b"].to(like)
+                products = StackProducts(*pair, exact=self._exact, apart=like.is_cpu)
                 self._beside.setdefault(experts, BesideExperts()).adapters.setdefault(number, {})[stack] = products
 
     def drop(self, number: int) -> None:

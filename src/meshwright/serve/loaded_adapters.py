@@ -64,8 +64,13 @@ class LoadedAdapters:
         number, tensors = self._last + 1, adapter.scaled(self._model.embed.weight.dtype)
         if self._ranks is not None:
             number, tensors = self._ranks.share_adapter(number, tensors, adapter.lora)
-        self.beside.put(number, tensors)
-        self._last = self._numbers[name] = number
+        self._last = number
+        try:
+            self.beside.put(number, tensors)
+        except BaseException:  # no memory for all of it: what is there goes
+            self._leaving.add(number)
+            raise
+        self._numbers[name] = number
         self.names = tuple(self._numbers)
 
     def unload(self, name: str) -> None:

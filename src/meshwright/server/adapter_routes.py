@@ -49,8 +49,7 @@ async def load_adapter(call: Call) -> JSONResponse:
         if fields.lora_name in service.names:
             raise refused(f"{fields.lora_name} is here already: unload it first", "lora_name", "adapter_exists")
         _check_room(service)
-        place = _inside(folder, fields.lora_path, service.limits)
-        adapter = await asyncio.to_thread(_opened, hosted, place, fields, service.limits)
+        adapter = await asyncio.to_thread(_opened, hosted, folder, fields, service.limits)
         await _changed(service, lambda engine: engine.adapters.load(fields.lora_name, adapter))
     return JSONResponse({"id": fields.lora_name, "object": "model", "parent": hosted.name, "loaded": True})
 
@@ -88,8 +87,6 @@ def _inside(folder: Path, given: str, limits: ServerLimits) -> Path:
     """The adapter's own folder. ApiError where the path, or a link, leads out of the server's folder of adapters, or to
     no adapter, or to one that is too large."""
     root = folder.resolve()
-    if "\0" in given:
-        raise refused("lora_path holds a character that no path has", "lora_path")
     place = (root / given).resolve()
     files = {place / CONFIG: MOST_CONFIG_BYTES, place / WEIGHTS: limits.max_adapter_bytes}
     if not all(one.resolve().is_relative_to(root) for one in (place, *files)):
@@ -104,10 +101,14 @@ def _inside(folder: Path, given: str, limits: ServerLimits) -> Path:
     return place
 
 
-def _opened(hosted: HostedModel, place: Path, fields: LoadFields, limits: ServerLimits) -> ServedAdapter:
+def _opened(hosted: HostedModel, folder: Path, fields: LoadFields, limits: ServerLimits) -> ServedAdapter:
     """In a thread. ApiError where it is damaged, for another model, or cannot be served."""
     if hosted.open_adapter is None:
         raise refused("this model was opened without its folder, and takes no more adapters")
+    try:
+        place = _inside(folder, fields.lora_path, limits)
+    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a character that no path has
+        raise refused("lora_path is no path of this machine", "lora_path", "no_adapter") from None
     try:
         adapter = hosted.open_adapter(place, int(limits.max_adapter_rank))
         adapter.check(fields.lora_name, hosted.model)

@@ -45,6 +45,20 @@ AskedFramework = Annotated[
         show_default=False,
     ),
 ]  # fmt: skip
+AskedAdapters = Annotated[
+    int | None,
+    typer.Option("--adapters", metavar="INT", help="With --serve: LoRA adapters beside the model. [default: 0]"),
+]
+AskedAdapterRank = Annotated[
+    int | None, typer.Option("--adapter-rank", metavar="INT", help="With --adapters: rank of each. [default: 16]")
+]
+AskedAdapterTargets = Annotated[
+    str,
+    typer.Option(
+        "--adapter-targets", metavar="NAMES", help="With --adapters: as model.lora.targets. [default: all]",
+        show_default=False,
+    ),
+]  # fmt: skip
 AskedMeasure = Annotated[
     bool,
     typer.Option(

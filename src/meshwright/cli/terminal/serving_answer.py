@@ -65,6 +65,12 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
             f"{short_gib(memory.activations_bytes)}   {graphs}cache {short_gib(memory.cache_bytes)} of "
             f"{short_gib(memory.usable_bytes)}"
         )
+    adapter = answer.asked.adapter
+    if adapter is not None:
+        yield (
+            f"    adapters {answer.asked.adapters:,} of rank {adapter.rank} on {adapter.targets}: "
+            f"{short_gib(memory.adapters_bytes)}"
+        )
     device = "GPU" if best.deployment.device.is_gpu else "device"
     yield (
         f"    cache    {memory.position_bytes / 1024:,.0f} KiB per token and {device}, "

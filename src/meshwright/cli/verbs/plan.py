@@ -9,6 +9,9 @@ import typer
 
 from meshwright.cli.inputs.plan_arguments import AskedCluster, AskedNodes, AskedRecipe, ModelOrNone
 from meshwright.cli.inputs.serve_arguments import (
+    AskedAdapterRank,
+    AskedAdapters,
+    AskedAdapterTargets,
     AskedConcurrency,
     AskedFramework,
     AskedInput,
@@ -94,6 +97,9 @@ def plan(
     quantization: AskedQuantization = "",
     kv_dtype: AskedKv = "",
     framework: AskedFramework = "",
+    adapters: AskedAdapters = None,
+    adapter_rank: AskedAdapterRank = None,
+    adapter_targets: AskedAdapterTargets = "",
     measure: AskedMeasure = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
@@ -124,6 +130,7 @@ def plan(
     load: dict[str, str | int | None] = {
         "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
+        "adapters": adapters or 0, "adapter_rank": adapter_rank or 0, "adapter_targets": adapter_targets,
     }  # fmt: skip
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,

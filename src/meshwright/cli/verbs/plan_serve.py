@@ -27,6 +27,8 @@ def print_serving(
     given = next((name for name, value in training.items() if value), None)
     if given:
         raise ArgumentError(f"--{given} is for training, and --serve plans serving: leave one out")
+    if not load["adapters"] and (load["adapter_rank"] or load["adapter_targets"]):
+        raise ArgumentError("--adapter-rank and --adapter-targets say how adapters are: add --adapters N")
     asked: dict[str, Any] = {name: value for name, value in load.items() if value not in ("", None)}
     if measure and not (cluster and is_file(cluster)):
         raise ArgumentError("--measure runs the load on this machine: name it with --cluster FILE.toml of calibrate")

@@ -174,13 +174,13 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def load_adapter(folder: Path, shape: ModelShape, most_rank: int = 0) -> tuple[ModelShape, dict[str, Tensor]]:
+def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[ModelShape, dict[str, Tensor]]:
     """(the shape with the adapter, its tensors by our names, fp32). HubError where the folder holds none, where it is
-    for a model of another shape, asks for what is not supported, or has a rank above `most_rank` (0 = any)."""
+    for a model of another shape, asks for what is not supported, or its rank is above `widest` (0 = any)."""
     config = _read(folder)
     lora = _lora_of(config, folder)
-    if 0 < most_rank < lora.rank:
-        raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} is more than the {most_rank} that are taken here")
+    if 0 < widest < lora.rank:
+        raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} is more than the {widest} that are taken here")
     stored = {name.removeprefix(PREFIX): one for name, one in read_header(folder / WEIGHTS).items()}
     found: dict[str, Tensor] = {}
     adaptable = {one.adapts for one in parameters(replace(shape.base, lora=LoRAShape(rank=1)))}
@@ -199,7 +199,7 @@ def load_adapter(folder: Path, shape: ModelShape, most_rank: int = 0) -> tuple[M
                 f"{next(iter(binding.theirs))}, or for only some of its experts: save the adapter again"
             )
         if any(read):
-            _check_sizes(folder, binding, read, shape)
+            _check_sizes(folder, binding, read, shape, lora.rank)
             found |= _ours(binding, read, shape, config, lora)
     if stored:
         raise HubError(f"{folder}: {_unknown(next(iter(stored)), shape)}")
@@ -212,8 +212,10 @@ def load_adapter(folder: Path, shape: ModelShape, most_rank: int = 0) -> tuple[M
     return replace(shape.base, lora=replace(lora, targets=",".join(targets))), found
 
 
-def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape) -> None:
-    """HubError where the parts of a module have other sizes than its matrix, or those of an expert another rank."""
+def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape, widest: int) -> None:
+    """HubError: a module's parts have other sizes than its matrix, an expert's another rank, or a rank is too large."""
+    if (found := len(read[0]["a"])) > widest:
+        raise HubError(f"{folder}: {next(iter(binding.theirs))} has rank {found}, and {CONFIG} at most {widest}")
     for (name, size), one in zip(binding.theirs.items(), read, strict=True):
         rank, (size_out, size_in) = len(read[0]["a"]), reversed(size) if binding.transform is CONV1D else size
         wanted = {"a": (rank, size_in), "b": (size_out, rank), "magnitude": (size_out,)}

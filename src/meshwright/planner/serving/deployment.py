@@ -7,6 +7,7 @@ from meshwright.planner.serving.frameworks import Framework
 from meshwright.planner.serving.number_formats import WeightFormats
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.lora import LoRAShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,9 @@ class Deployment:
     """Bytes of a number of keys and values."""
     drafted: int = 0
     """Tokens that are guessed in each step by layers for it (multi-token prediction); 0 = none."""
+    adapters: int = 0
+    """So many are held beside the model, each as `adapter`."""
+    adapter: LoRAShape | None = None
     per_node: int = 8
     """Devices that fast links join."""
     _checked: bool = field(default=False, init=False, repr=False, compare=False)

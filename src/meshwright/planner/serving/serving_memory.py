@@ -1,6 +1,6 @@
 """Bytes of a served model on one GPU: weights, activations, what the framework leaves, and room for sequences."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
@@ -10,6 +10,8 @@ from meshwright.planner.serving.frameworks import MESHWRIGHT
 from meshwright.spec.graph_sizes import SPLIT, WIDEST, position_numbers
 from meshwright.spec.inventory import Parameter, parameters
 
+LANES = 16
+"""Columns of a panel of Meshwright's compiled loops."""
 GRAPHS_BYTES = 1.5e9
 """CUDA graphs and workspaces of kernels on a GPU (vLLM reports 0.5 to 2 GB as it starts)."""
 WORKSPACE_BYTES = 0.5e9
@@ -27,6 +29,8 @@ class ServingMemory:
     weights_bytes: float
     activations_bytes: float
     """Of the largest step."""
+    adapters_bytes: float
+    """Of all that are held beside the model."""
     graphs_bytes: float
     """Of the CUDA graphs of Meshwright's engine; those of others are in what is not usable."""
     usable_bytes: float
@@ -37,9 +41,14 @@ class ServingMemory:
     """Of the cache, for one more token of a sequence."""
 
     @property
+    def held_bytes(self) -> float:
+        """Of all but the cache."""
+        return self.weights_bytes + self.adapters_bytes + self.activations_bytes + self.graphs_bytes
+
+    @property
     def cache_bytes(self) -> float:
         """Room for keys and values; negative where weights alone are too large."""
-        return self.usable_bytes - self.weights_bytes - self.activations_bytes - self.graphs_bytes
+        return self.usable_bytes - self.held_bytes
 
     @property
     def most_sequences(self) -> float:
@@ -61,6 +70,7 @@ def serving_memory(of: Deployment, length: float) -> ServingMemory:
     return ServingMemory(
         weights_bytes=weights_bytes(of),
         activations_bytes=activations_bytes(of),
+        adapters_bytes=adapters_bytes(of),
         graphs_bytes=graphs_bytes(of, length),
         usable_bytes=usable,
         sequence_bytes=one,
@@ -71,6 +81,21 @@ def serving_memory(of: Deployment, length: float) -> ServingMemory:
 def weights_bytes(of: Deployment) -> float:
     """On one GPU."""
     return sum(part.numel / _ranks(of, part) * _width(of, part) for part in parameters(of.model.shape))
+
+
+def adapters_bytes(of: Deployment) -> float:
+    """Of all adapters on one GPU: A and B as their matrices are split. On a CPU Meshwright's engine keeps them once
+    more for compiled loops, with a rank of whole lanes, where these take the matrix."""
+    if of.adapter is None:
+        return 0.0
+    low = [one for one in parameters(replace(of.model.shape.base, lora=of.adapter)) if one.adapts]
+    numbers = sum(part.numel / _ranks(of, part) for part in low)
+    if of.framework.name == MESHWRIGHT.name and not of.device.is_gpu:
+        lanes = -of.adapter.rank % LANES + of.adapter.rank
+        for a, b in zip(low[::2], low[1::2], strict=True):
+            taken = not b.shape[-2] / (_ranks(of, b) if b.axes[-2] == "tp" else 1) % LANES
+            numbers += taken * lanes * (a.numel / _ranks(of, a) + b.numel / _ranks(of, b)) / of.adapter.rank
+    return of.adapters * numbers * of.formats.other
 
 
 def copies_bytes(of: Deployment) -> float:

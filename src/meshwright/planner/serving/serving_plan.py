@@ -12,6 +12,7 @@ from meshwright.planner.serving.serving_memory import ServingMemory, serving_mem
 from meshwright.planner.serving.step_times import StepTimes
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.lora import LoRAShape
 
 SHARED: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 """GPUs of an engine that are tried."""
@@ -32,6 +33,9 @@ class ServingAsked:
     output_tokens: int
     concurrency: int
     """Requests in flight on the whole cluster."""
+    adapters: int = 0
+    """As Deployment, which `adapter` is of, too."""
+    adapter: LoRAShape | None = None
 
     @property
     def length(self) -> int:
@@ -125,6 +129,7 @@ def _deployments(asked: ServingAsked, tp: int) -> Iterator[Deployment]:
             yield Deployment(
                 model=asked.model, device=asked.cluster.device, degrees=degrees, formats=asked.formats,
                 framework=asked.framework, cache_width=asked.cache_width, per_node=asked.cluster.devices_per_node,
+                adapters=asked.adapters, adapter=asked.adapter,
             )  # fmt: skip
         except IllegalLayout:
             continue
