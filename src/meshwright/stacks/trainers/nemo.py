@@ -183,7 +183,7 @@ NEMO = TrainingSoftware(
     noticed=noticed,
     preset=preset_of,
     launch=_launch,
-    measured=("Megatron-Bridge", "NeMo 24.07", "NeMo long sequence"),
+    measured=("Megatron-Bridge", "MLPerf", "NeMo 24.07", "NeMo long sequence"),
     unknown=("Embedding rows that make_vocab_size_divisible_by adds are not counted, nor are CUDA graphs.",),
     axes={
         "tp": "model.tensor_model_parallel_size", "pp": "model.pipeline_model_parallel_size",
