@@ -27,7 +27,7 @@ help:
 	@echo "make bench-serve  the serving engine beside transformers, llama.cpp and vLLM: what is installed takes part (ARGS=--full)"
 	@echo "make leaderboard  score the planner on every published run and kernel at hand, and write docs/accuracy.md (ARGS=FOLDER)"
 	@echo "make claims       measure every figure the documentation states (SLOW=1: also the long ones; ONLY=id: one row)"
-	@echo "make pages        write the generated parts of the pages anew: keys, verbs, tables and outputs of plan"
+	@echo "make pages        write the generated parts of the pages anew: keys, verbs, tables, outputs of plan, pictures"
 	@echo "make docs         build the pages as a site in build/site; no network is needed to read it"
 	@echo "make clean        remove caches and build products; runs and $(VENV) stay"
 
@@ -106,6 +106,7 @@ claims: $(VENV)/.installed-dev
 
 pages: $(VENV)/.installed
 	$(RUN) -m docs.generate
+	$(RUN) -m docs.pictures.draw
 
 docs: $(VENV)/.installed-docs
 	$(RUN) -m docs.site

@@ -221,8 +221,8 @@ def main() -> None:
         return
     print("| class | published rows | median error | largest | within 25 % | used |\n|---|---|---|---|---|---|")
     for kind, one in judged.items():
-        print(f"| {kind} | {one['rows']} | {one['median']:.0%} | {one['largest']:.0%} | {one['within']} | "
-              f"{'yes' if one['used'] else '**no**: a lower bound'} |")  # fmt: skip
+        print(f"| {kind} | {one['rows']} | {100 * one['median']:.0f} % | {100 * one['largest']:.0f} % "
+              f"| {one['within']} | {'yes' if one['used'] else '**no**: a lower bound'} |")  # fmt: skip
     print("\n| kernel | pass | size | GPU | Liger, published | ours, predicted | ratio |\n" + "|---" * 7 + "|")
     for one in ours:
         mark = "" if judged[one["kind"]]["used"] else " (bound)"

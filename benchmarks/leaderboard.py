@@ -195,7 +195,7 @@ def choice_table(lines: Sequence[dict[str, object]]) -> list[str]:
 def ranges_table(verdicts: Verdicts) -> list[str]:
     """Rows within the printed ranges, each row's range made without its model."""
     found = [
-        f"| software, kind of model | rows timed | within the {LEVEL:.0%} range | typical range, high over low "
+        f"| software, kind of model | rows timed | within the {100 * LEVEL:.0f} % range | typical range, high over low "
         "| peaks | within | high over low |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]

@@ -185,7 +185,7 @@ def tables(groups: dict[str, dict[str, Any]]) -> Iterator[str]:
         for schedule_name, one in found.get("pipelines", {}).items():
             yield (
                 f"| {name} | {schedule_name} | {one['wall_s'] * 1e3:.0f} ms | {one['simulated_s'] * 1e3:.0f} ms "
-                f"| {one['bubble']:.0%} | {one['simulated_bubble']:.0%} | {one['over_1f1b']:.3f} "
+                f"| {100 * one['bubble']:.0f} % | {100 * one['simulated_bubble']:.0f} % | {one['over_1f1b']:.3f} "
                 f"| {one['simulated_over_1f1b']:.3f} |"
             )
 

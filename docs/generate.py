@@ -10,25 +10,28 @@ A part stands between two comments, and the first says what fills it:
     <!-- generated: keys recipe -->
     <!-- generated: schemes -->
     <!-- generated: presets devices -->
+    <!-- generated: packages -->
     <!-- generated: source src/meshwright/training/orpo.py -->
     <!-- /generated -->
 
 Everything here is predicted or declared, nothing is measured: the same commit gives the same text on every machine.
 """
 
+import argparse
 import io
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
 
+from docs.packages import packages
 from docs.tables import TABLES, Table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +44,7 @@ COMMAND = TextWrapper(COLUMNS - 4, subsequent_indent="    ", break_long_words=Fa
 
 def pages() -> list[Path]:
     """Every page that may have generated parts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
 @cache
@@ -102,14 +105,10 @@ def _peak(found: Any) -> str:
 
 
 def _fits(found: Any) -> str:
-    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - _driver_bytes()
-    return "yes" if found["peak_bytes"] <= usable else "**no**"
-
-
-def _driver_bytes() -> int:
     from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 
-    return DRIVER_BYTES
+    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - DRIVER_BYTES
+    return "yes" if found["peak_bytes"] <= usable else "**no**"
 
 
 def _sent(*axes: str) -> Callable[[Any], str]:
@@ -161,7 +160,7 @@ def _values(of: dict[str, Any]) -> str:
     if "anyOf" in of:
         return " or ".join(dict.fromkeys(_values(one) for one in of["anyOf"]))
     if "$ref" in of:
-        return of["$ref"].rpartition("/")[2]
+        return str(of["$ref"]).rpartition("/")[2]
     names = {
         "integer": "whole number",
         "number": "number",
@@ -186,12 +185,16 @@ def verbs(_: str = "") -> str:
 
 
 def _verbs(group: Any, level: str) -> Iterator[str]:
+    from meshwright.cli.commands import FORMER
+
     for name, verb in sorted(group.commands.items()):
         yield f"{level} {name}\n\n{_cell(verb.help or '')}\n"
         options = [one for one in verb.params if one.param_type_name == "option" and "--help" not in one.opts]
         if options:
             yield "| option | meaning |\n|---|---|"
-            yield from (f"| `{', '.join(one.opts)}` | {_cell(one.help or '')} |" for one in options)
+            for one in options:
+                names = [name for name in one.opts if name not in FORMER]
+                yield f"| `{', '.join(names)}` | {_cell(one.help or '')} |"
             yield ""
         if hasattr(verb, "commands"):
             yield from _verbs(verb, level + "#")
@@ -255,7 +258,7 @@ def source(path: str) -> str:
 
 FILLED_BY: dict[str, Callable[[str], str]] = {
     "output": output, "table": table, "keys": keys, "verbs": verbs, "schemes": schemes,
-    "source": source, "presets": preset_table,
+    "source": source, "presets": preset_table, "packages": packages,
 }  # fmt: skip
 
 
@@ -269,18 +272,21 @@ def filled(text: str) -> str:
     return PART.sub(fill, text)
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Write all pages, or with --check only compare them."""
+    reader = argparse.ArgumentParser(prog="python -m docs.generate", description="Write the pages' generated parts.")
+    reader.add_argument("--check", action="store_true", help="only name the stale pages; exit code 1 if there are any")
+    given = reader.parse_args(words)
     stale = []
     for page in pages():
         text = page.read_text(encoding="utf-8")
         wanted = filled(text)
         if wanted != text:
             stale.append(page.relative_to(ROOT).as_posix())
-            if "--check" not in sys.argv:
+            if not given.check:
                 page.write_text(wanted, encoding="utf-8")
     print("\n".join(stale) or "every generated part is up to date")
-    return int("--check" in sys.argv and bool(stale))
+    return int(given.check and bool(stale))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
     python -m docs.site            # build/site/index.html; needs the extra `docs` (Zensical)
     python -m docs.site --gather   # only build/docs
 
-The pages in the repository stay plain Markdown. Gathering does three things that plain Markdown cannot. It brings in
-README, CONTRIBUTING and CHANGELOG, which are outside docs. Links to files of the checkout become plain text. And each
+The pages in the repository stay plain Markdown. Gathering does four things that plain Markdown cannot. It brings in
+README, CONTRIBUTING and CHANGELOG, which are outside docs. Links to files of the checkout become plain text, and
+pictures links to themselves in full size. And each
 
     <!-- explorer: MODEL --cluster NAME --nodes N -->
 
 becomes the page that `meshwright explore` writes, embedded.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -24,8 +26,10 @@ from docs.generate import run
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, GATHERED, SITE = ROOT / "docs", ROOT / "build" / "docs", ROOT / "build" / "site"
 ROOT_PAGES = {"README.md": "project.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-SHIPPED = {".md", ".png", ".json", ".css"}
+SHIPPED = {".md", ".png", ".json", ".css", ".js"}
 LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s#]*)(?P<anchor>#[^)\s]*)?\)")
+IMAGE = re.compile(r"(?<!\[)!\[[^\]]*\]\((?P<file>[^)\s]*)\)")
+"""A picture that is not inside a link: a narrow window shows it too small to read, so it links to itself."""
 EXPLORER = re.compile(r"<!-- explorer: (?P<words>.+?) -->")
 
 
@@ -49,7 +53,7 @@ def gathered(source: Path, to: dict[Path, Path]) -> str:
             return match["text"]
         return f"{match['image']}[{match['text']}]({os.path.relpath(place, here).replace(os.sep, '/')}{anchor})"
 
-    return LINK.sub(link, source.read_text(encoding="utf-8"))
+    return IMAGE.sub(r"[\g<0>](\g<file>)", LINK.sub(link, source.read_text(encoding="utf-8")))
 
 
 def explorer(words: str, here: Path) -> str:
@@ -86,10 +90,13 @@ def gather() -> None:
         file.write_text(embedded(gathered(source, to), place.parent), encoding="utf-8")
 
 
-def main(options: Sequence[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Gather and build; the exit code of the generator."""
+    reader = argparse.ArgumentParser(prog="python -m docs.site", description="Build the pages as a site in build/site.")
+    reader.add_argument("--gather", action="store_true", help="only gather the pages in build/docs")
+    given = reader.parse_args(words)
     gather()
-    if "--gather" in options:
+    if given.gather:
         return 0
     shutil.rmtree(SITE, ignore_errors=True)
     built = subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT, check=False)
@@ -98,4 +105,4 @@ def main(options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,5 +1,7 @@
 """The errors of docs/accuracy.md as data for `plan --for`: python -m docs.stack_errors writes them anew."""
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 PAGE = Path(__file__).parent / "accuracy.md"
@@ -27,5 +29,12 @@ def document(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str] | None = None) -> None:
+    """Write the table."""
+    about = "Write the errors of docs/accuracy.md anew as the table that `plan --for` reads."
+    argparse.ArgumentParser(prog="python -m docs.stack_errors", description=about).parse_args(words)
     TABLE.write_text(document(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,12 +5,14 @@ import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from claims import record, table
-from docs import generate, site
+from docs import generate, site, stack_errors
+from docs.pictures import draw
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
@@ -166,6 +168,22 @@ def test_generated_parts_are_what_the_program_says(page: Path) -> None:
     assert generate.filled(text) == text, f"{shown(page)}: run `make pages`"
 
 
+@pytest.mark.parametrize("program", [generate, site, stack_errors, draw], ids=lambda one: one.__name__)
+@pytest.mark.parametrize(("words", "status"), [(["--help"], 0), (["--chek"], 2)], ids=["help", "a misspelt option"])
+def test_a_program_of_the_pages_writes_nothing_when_it_is_asked_for_help(
+    program: Any, words: list[str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(*_: object, **__: object) -> None:
+        raise AssertionError("it writes")
+
+    for name in ("write_text", "write_bytes", "mkdir"):
+        monkeypatch.setattr(Path, name, written)
+    monkeypatch.setattr("shutil.rmtree", written)
+    with pytest.raises(SystemExit) as ended:
+        program.main(words)
+    assert ended.value.code == status
+
+
 def test_the_site_has_every_page_once_and_links_within_itself() -> None:
     def listed(entry: object) -> Iterator[str]:
         for one in entry if isinstance(entry, list) else entry.values() if isinstance(entry, dict) else [entry]:
@@ -182,6 +200,14 @@ def test_the_site_has_every_page_once_and_links_within_itself() -> None:
             if target and not re.match(r"[a-z]+:", target):
                 there = Path(*(place.parent / target).parts)
                 assert (site.GATHERED / there).resolve().relative_to(site.GATHERED.resolve()) in places.values(), target
+
+
+def test_a_picture_of_the_site_links_to_itself_once() -> None:
+    page = ROOT / "docs" / "learn" / "memory.md"
+    text = site.gathered(page, site.places())
+    assert text.count("](../pictures/memory.png)](../pictures/memory.png)") == 1
+    assert len(site.IMAGE.findall(page.read_text(encoding="utf-8"))) == text.count("[![") == 3
+    assert not site.IMAGE.search("[![told](a.png)](b.html)")
 
 
 def test_make_targets_in_the_pages_exist() -> None:

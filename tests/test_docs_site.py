@@ -78,3 +78,36 @@ def test_search_finds_zero_2(browser: Browser, address: str) -> None:
     until(browser, f"!!{SHADOW}.shadowRoot.querySelector('a[href*=html]')")
     first = browser.evaluate(f"{SHADOW}.shadowRoot.querySelector('a[href*=html]').href")
     assert "/learn/data-and-zero.html" in first
+
+
+EXPLORER = "document.querySelector('iframe.explorer')"
+ROOT = f"{EXPLORER}.contentDocument.documentElement"
+PAPER = f"{EXPLORER}.contentWindow.getComputedStyle({ROOT}).getPropertyValue('--paper')"
+"""The background of an embedded explorer."""
+
+
+def test_an_embedded_explorer_follows_the_switch_of_the_site(browser: Browser, address: str) -> None:
+    """Whatever the reader's system prefers: the page begins with that, and the switch turns both."""
+    papers = []
+    for dark in (False, True):
+        browser.look(1200, 900, dark=dark)
+        opened(browser, f"{address}/learn/memory.html")
+        browser.evaluate(f"{EXPLORER}.scrollIntoView()")
+        until(
+            browser, f"{EXPLORER}.contentDocument.readyState === 'complete' && !!{EXPLORER}.contentWindow.followTheme"
+        )
+        before = browser.evaluate(PAPER)
+        browser.evaluate("document.querySelector('label[for^=__palette]:not([hidden])').click()")
+        until(browser, f"{PAPER} !== '{before}'")
+        papers.append((before, browser.evaluate(PAPER)))
+        browser.evaluate("localStorage.clear()")
+    assert papers[0] == papers[1][::-1]
+
+
+def test_a_picture_links_to_itself_in_full_size(browser: Browser, address: str) -> None:
+    browser.look(400, 900)
+    opened(browser, f"{address}/learn/memory.html")
+    links = browser.evaluate(
+        "[...document.querySelectorAll('article img')].map((one) => [one.src, one.parentElement.href])"
+    )
+    assert links and all(picture == link for picture, link in links)

@@ -91,6 +91,17 @@ def test_a_page_keeps_the_guide(page: Path) -> None:
     assert not found, "\n".join([shown(page), *found])
 
 
+def close_percents(text: str) -> list[str]:
+    """Percent signs without a space in prose and tables; what a program prints has none."""
+    text = re.sub(r"^(    |\t).*$", "", FENCED.sub("", text), flags=re.MULTILINE)
+    return re.findall(r"\S*\d%(?![0-9A-F]{2})", re.sub(r"`[^`\n]+`", "CODE", text))
+
+
+@pytest.mark.parametrize("page", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=shown)
+def test_a_page_writes_5_percent_in_one_way(page: Path) -> None:
+    assert not close_percents(page.read_text(encoding="utf-8")), "write 5 %, not 5%"
+
+
 def test_the_readme_fits_a_terminal() -> None:
     assert not wide_lines((ROOT / "README.md").read_text(encoding="utf-8"))
 
@@ -118,6 +129,7 @@ def test_the_checks_find_what_they_look_for() -> None:
     long = " ".join(["word"] * (MOST_WORDS + 1))
     assert long_sentences(f"# Title\n\nShort. {long.capitalize()}.") and not long_sentences(f"```\n{long}\n```")
     assert not long_sentences("One and two. " * 20) and not long_sentences(f"| {long} |")
+    assert close_percents("It is 5% off. 5 % is not, nor `5%`.\n\n    MFU 50%\n") == ["5%"]
     assert wide_lines("x" * (WIDEST + 1)) and not wide_lines("| " + "x" * WIDEST)
     assert banned_words("It costs 4 bytes a parameter, which is dear.") and not banned_words(
         "`dear`, 4 bytes per token"

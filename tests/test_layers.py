@@ -1,6 +1,6 @@
 """The shape of the house: imports point down, torch is loaded only where it computes, and nothing unsafe is read.
 
-The table is that of docs/decisions/0001-ground-floor.md. Most tests read the source, and name every offender at once;
+The table of packages is in docs/packages.py. Most tests read the source, and name every offender at once;
 the last ones start a fresh process and look at what it loaded.
 """
 
@@ -16,34 +16,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "meshwright"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+from docs.packages import BELOW, PACKAGE, PLANNER, packages
 
-TENSORS = {"spec", "compat"}
-MODEL = TENSORS | {"kernels", "model", "parallel"}
-STORE = MODEL | {"data", "planfile", "store"}
-TRAINING = STORE | {"training"}
-BELOW: dict[str, set[str]] = {
-    "spec": set(),
-    "compat": set(),
-    "planfile": {"spec"},
-    "data": {"spec"},
-    "planner": {"spec"},
-    "stacks": {"spec", "planner"},
-    "kernels": TENSORS,
-    "model": TENSORS | {"kernels"},
-    "parallel": MODEL - {"parallel"},
-    "store": STORE - {"store"},
-    "training": TRAINING - {"training"},
-    "compress": TRAINING,
-    "serve": MODEL | {"data"},
-    "server": TENSORS | {"kernels", "model", "data", "serve"},
-    "observe": TRAINING | {"planner", "serve"},
-    "api": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server"},
-    "cli": TRAINING | {"planner", "stacks", "observe", "compress", "serve", "server", "api"},
-}
-"""What each part may import of the package. `compat` holds private torch names and imports torch alone."""
+ROOT = PACKAGE.parent.parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
 
 LIBRARIES: dict[str, set[str]] = {
     "spec": set(),
@@ -119,7 +95,14 @@ def of(*parts: str) -> Iterator[Path]:
 
 
 def test_every_part_has_its_place_in_the_table() -> None:
-    assert {part(path) for path in MODULES} - {""} <= set(BELOW)
+    assert {part(path) for path in MODULES} - {""} == set(BELOW)
+
+
+def test_the_tour_passes_every_package() -> None:
+    tour = source(ROOT / "CONTRIBUTING.md").partition("## A tour")[2].partition("\n## ")[0]
+    steps = tour.partition("<!-- generated: packages -->")[0]
+    assert not [name for name in BELOW if f"{name}/" not in steps], "say when to read it"
+    assert packages() in tour, "run `make pages`"
 
 
 def test_the_table_has_no_circle() -> None:
@@ -175,6 +158,14 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
     """Also between the folders of one package: planner.cost knows nothing of planner.search."""
     between = {(folder(one), folder(other)) for one, other in arrows()}
     assert not circle({(one, other) for one, other in between if one != other})
+
+
+def test_folders_of_the_planner_keep_their_order() -> None:
+    place = {f"planner.{name}": number for number, names in enumerate(PLANNER) for name in names}
+    assert set(place) == {f"planner.{path.parent.name}" for path in PACKAGE.glob("planner/*/__init__.py")}
+    between = {(folder(one), folder(other)) for one, other in arrows()}
+    inside = {(one, other) for one, other in between if {one, other} <= set(place) and one != other}
+    assert not [f"{one} imports {other}" for one, other in inside if place[other] >= place[one]]
 
 
 def test_circles_are_found() -> None:
@@ -290,7 +281,7 @@ def test_the_model_is_arithmetic() -> None:
     for path in of("model", "kernels"):
         tokens = tokenize.generate_tokens(io.StringIO(source(path)).readline)
         names = {token.string for token in tokens if token.type == tokenize.NAME} - LOW_RANK
-        names -= {"rank", "ranks"} if shown(path).endswith(ADAPTERS) else set()
+        names -= {"rank", "ranks", "most_rank"} if shown(path).endswith(ADAPTERS) else set()
         found += [f"{shown(path)} speaks of {name}" for name in sorted(names) if MANY_DEVICES.match(name)]
     assert not found
 

@@ -103,7 +103,7 @@ def test_it_says_itself_in_one_line(answer: Any) -> None:
 
 def test_why_names_what_the_layout_has() -> None:
     answer = mw.plan("llama-3.1-8b", cluster="h100x8", nodes=4)
-    assert answer.why and answer.why[0].startswith(("without zero=", "without tp=", "without recompute="))
+    assert answer.why and answer.why[0].startswith(("with zero=0 ", "with tp=1 ", "with recompute=none "))
 
 
 def test_the_saved_plan_is_read_by_train(answer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,3 +197,37 @@ def test_the_list_of_verbs_and_long_lines_keep_to_the_width(
     assert " ".join(lines[1:]).split() == long.split() and all(line.startswith("    ") for line in lines[2:])
     monkeypatch.delenv("COLUMNS")
     assert list(text.folded([long])) == [long], "a pipe's lines are not broken"
+
+
+def test_the_recommended_is_explained_where_others_are_faster(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    cases = {"h100x8 --nodes 4": "recommended: fastest with 5% free)", "h100x9": "recommended)"}
+    for cluster, told in cases.items():
+        asked = words(f"llama-3.1-8b {cluster}")
+        found = document(asked, capsys)
+        faster = [one for one in found["layouts"] if one["step_seconds"] < found["step_seconds"]]
+        assert bool(faster) == ("fastest" in told)
+        assert all(one["peak_bytes"] > found["peak_bytes"] for one in faster)
+        assert main(asked) == 0
+        assert capsys.readouterr().out.splitlines()[2].partition(" (")[2] == told
+
+
+def test_of_equal_layouts_the_lower_stage_of_zero_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """One micro-batch: gradients are reduced once, so that stages 1 and 2 are one."""
+    asked = words("llama-3.1-8b h100x8 --nodes 64")
+    found = document(asked, capsys)["layouts"]
+    assert found[0]["layout"]["zero"] == 1
+    alike = [one for one in found if one["layout"] == {**found[0]["layout"], "zero": 2}]
+    assert alike and alike[0]["step_seconds"] == found[0]["step_seconds"]
+    assert main(asked) == 0
+    assert "Why: with zero=0 it " in capsys.readouterr().out
+
+
+def test_a_batch_that_no_power_of_2_can_be_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = "A step takes 576 sequences: 9 devices cannot share a power of 2 evenly."
+    layout = ["--layout", "zero=3,micro_batch=1,recompute=none,cp=1,tp=1,pp=1"]
+    for asked, told in (("h100x9", True), ("h100x8", False), ("h100x9 --recipe global_batch=576", False)):
+        assert main([*words(f"llama-3.1-8b {asked}"), *layout]) == 0
+        assert (sentence in " ".join(capsys.readouterr().out.split())) == told

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 import meshwright as mw
+from meshwright.api.amounts import tokens_of, tokens_word
 from meshwright.cli.main import main
+from meshwright.cli.terminal.rent_answer import ROWS
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 
 ASKED = ["rent", "llama-3.2-1b", "--tokens", "20B", "--nodes", "1,2", "--quick"]
+SERVING = ["rent", "llama-3.1-8b", "--serve", "--concurrency", "16", "--devices", "h100,a100", "--nodes", "1"]
 Capture = pytest.CaptureFixture[str]
 
 
@@ -28,8 +31,36 @@ def test_the_verdict_comes_first(capsys: Capture) -> None:
     assert lines[0].startswith("llama-3.2-1b") and "on every cluster" in " ".join(lines[:2])
     assert any(line.startswith("  CHEAPEST that ends within 30 d: ") for line in lines[:5])
     assert "FASTEST within $1,000,000: " in said and "probability" in said
-    assert "No price, so not tried: " in said and "Again: meshwright plan" in said
+    assert "without a price: not tried (--all names them)" in said
     assert max(map(len, lines)) <= 100
+
+
+def pasted(said: str) -> list[str]:
+    """The command below `Again:`, as a shell reads the lines that were printed."""
+    return shlex.split(said[said.index("Again:\n") + len("Again:") :].replace("\\\n", ""))
+
+
+@pytest.mark.parametrize("columns", ["60", "100", "200"])
+def test_the_command_can_be_pasted(columns: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for asked in (ASKED, SERVING):
+        capsys.readouterr()
+        assert main(asked) == 0
+        words = pasted(capsys.readouterr().out)
+        command = document([*asked, "--json"], capsys)["cheapest"]["command"]
+        assert words == shlex.split(command)
+        assert asked is SERVING or words[words.index("--tokens") + 1] == "20B"
+
+
+@pytest.mark.parametrize(
+    "tokens", ["1T", "15T", "1.5B", "999", "1000", "1234567", "0.1K", "7.25M", "123456789123456789", "3333333333.5"]
+)
+def test_amounts_are_written_as_they_are_read(tokens: str) -> None:
+    assert tokens_of(tokens_word(tokens_of(tokens))) == tokens_of(tokens)
+
+
+def test_amounts_are_written_short() -> None:
+    assert [tokens_word(number) for number in (1e12, 1.5e9, 999, 1e3, 2e4)] == ["1T", "1.5B", "999", "1K", "20K"]
 
 
 @pytest.mark.parametrize("more", [[], ["--tune", "lora"], ["--tune", "qlora"], ["--recipe", "sequence=4096"]])
@@ -77,7 +108,41 @@ def test_what_cannot_be_met_is_said_and_has_an_exit_code(capsys: Capture) -> Non
     said = capsys.readouterr().out
     assert "NONE that ends within 1 min: the fastest takes " in said and "NONE within $1: the cheapest costs " in said
     assert main([*ASKED, "--deadline", "1min", "--json"]) == 3
-    assert json.loads(capsys.readouterr().out)["cheapest"] is None
+    told = capsys.readouterr()
+    assert json.loads(told.out)["cheapest"] is None
+    assert told.err.startswith("meshwright: --deadline 1 min cannot be met: the fastest possible takes ")
+    assert main([*ASKED, "--budget", "1"]) == 3
+    assert "meshwright: --budget 1 cannot be met: the cheapest possible costs $" in capsys.readouterr().err
+
+
+def test_without_one_in_time_the_fastest_is_made_again(capsys: Capture) -> None:
+    assert main([*ASKED, "--deadline", "1min"]) == 3
+    words = pasted(capsys.readouterr().out)
+    assert main([*ASKED, "--deadline", "1min", "--json"]) == 3
+    front = json.loads(capsys.readouterr().out)["front"]
+    assert words == shlex.split(min(front, key=lambda row: row["wall_seconds"])["command"])
+
+
+def test_a_deadline_and_a_budget_that_no_run_meets_together(capsys: Capture) -> None:
+    front = document([*ASKED, "--json"], capsys)["front"]
+    hours = front[0]["wall_seconds"] / 3600 - 0.01
+    assert main([*ASKED, "--deadline", f"{hours}h", "--budget", str(front[0]["usd"] + 0.01)]) == 3
+    assert "no cluster meets --deadline and --budget together" in capsys.readouterr().err
+
+
+def test_a_long_front_is_thinned(capsys: Capture) -> None:
+    words = ["rent", "llama-3.2-1b", "--tokens", "200B", "--quick"]
+    found = document([*words, "--deadline", "20d", "--json"], capsys)
+    assert len(found["front"]) > ROWS
+
+    def rows(*more: str) -> list[str]:
+        assert main([*words, "--deadline", "20d", *more]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if " x " in line and line.startswith("    ") and "$" in line]
+
+    assert len(rows("--all")) == len(found["front"]) and len(rows()) == ROWS
+    assert set(rows()) < set(rows("--all"))
+    assert {rows()[0], rows()[-1]} == {rows("--all")[0], rows("--all")[-1]}
 
 
 def test_a_users_prices_and_what_nobody_lists(tmp_path: Path, capsys: Capture) -> None:
@@ -146,9 +211,6 @@ def test_what_is_too_large_for_every_cluster(capsys: Capture) -> None:
         mw.rent_serving("llama-3.2-1b", latency=-1.0)
 
 
-SERVING = ["rent", "llama-3.1-8b", "--serve", "--concurrency", "16", "--devices", "h100,a100", "--nodes", "1"]
-
-
 def test_serving_is_made_again_by_the_plan_that_it_prints(capsys: Capture) -> None:
     found = document([*SERVING, "--latency", "12", "--json"], capsys)
     assert found["cheapest"]["per_token_seconds"] <= 0.012
@@ -167,5 +229,7 @@ def test_serving_in_words(capsys: Capture) -> None:
     said = " ".join(capsys.readouterr().out.split())
     assert "CHEAPEST within 12 ms per token: " in said and "per million tokens" in said
     assert main([*SERVING, "--latency", "0.001"]) == 3
-    assert "NONE within 0.001 ms per token: the fastest takes " in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "NONE within 0.001 ms per token: the fastest takes " in told.out
+    assert "meshwright: --latency 0.001 cannot be met: the fastest possible takes " in told.err
     assert main(["rent", "llama-3.1-405b", "--serve", "--devices", "a100-40", "--nodes", "1"]) == 3

@@ -148,20 +148,24 @@ def losses(
     return found
 
 
+def beside(ours: list[float], plain: list[float]) -> bool:
+    """Whether each five steps' mean is within 3 %: one step's loss swings by 6 % with the roundings of a router."""
+    means = [[sum(curve[at : at + 5]) / 5 for at in range(0, 40, 5)] for curve in (ours, plain)]
+    return ours != plain and all(abs(a - b) < 0.03 * b for a, b in zip(*means, strict=True))
+
+
 def test_a_curve_of_40_steps_stays_beside_that_of_16_bit() -> None:
     ours, plain, twin = losses("fp8"), losses("same"), losses("fp8", kernels="reference")
     assert plain[-1] < 0.6 * plain[0]
-    assert ours != plain and all(abs(a - b) < 0.06 * b for a, b in zip(ours, plain, strict=True))
-    assert all(abs(a - b) < 0.06 * b for a, b in zip(ours, twin, strict=True))
+    assert beside(ours, plain) and beside(ours, twin)
 
 
 @pytest.mark.parametrize("shape", [SMALL, ROUTED], ids=["dense", "routed"])
 def test_a_curve_of_40_steps_with_all_products_rounded(shape: ModelShape) -> None:
     ours, plain = losses("fp8-all", shape=shape), losses("same", shape=shape)
-    assert plain[-1] < 0.6 * plain[0]
-    assert ours != plain and all(abs(a - b) < 0.06 * b for a, b in zip(ours, plain, strict=True))
     twin = losses("fp8-all", kernels="reference", shape=shape)
-    assert all(abs(a - b) < 0.06 * b for a, b in zip(ours, twin, strict=True))
+    assert plain[-1] < 0.6 * plain[0]
+    assert beside(ours, plain) and beside(ours, twin)
 
 
 @pytest.mark.slow

@@ -54,16 +54,21 @@ def test_the_fused_form_equals_the_plain_one(
     assert found.shape == (rows, heads, value_width) and not found[12:].any()
 
 
-def test_a_query_of_one_row_has_the_same_bits_beside_any_others() -> None:
+@pytest.mark.parametrize("width", [16, 6])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_a_query_of_one_row_has_the_same_bits_beside_any_others(width: int, key_heads: int) -> None:
+    """Also with heads so narrow that rows begin anywhere in a line of memory, as part of a wider row does."""
     torch.manual_seed(1)
-    keys, values = torch.randn(2, BLOCKS, BLOCK, 2, 16).unbind()
-    q, k = torch.randn(5, 4, 16), torch.randn(5, 2, 16)
+    keys, values = torch.randn(2, BLOCKS, BLOCK, key_heads, width).unbind()
+    q, k = torch.randn(5, 5, width)[:, 1:], torch.randn(5, key_heads, width)
     blocks, positions = torch.randint(BLOCKS, (5, 4)), [3, 15, 8, 0, 11]
 
     def attended(rows: tuple[int, ...]) -> torch.Tensor:
         some = list(rows)
         call = PagedCall(0, len(some), 1, blocks[some], bias([positions[row] for row in some], 16)[:, None, None])
-        return attend_paged(q[some], k[some], k[some], stored(keys), stored(values), [call], scale=0.25)
+        is_run = some == list(range(some[0], some[-1] + 1))
+        own = q[some[0] : some[-1] + 1] if is_run else q[some]  # a run is not copied
+        return attend_paged(own, k[some], k[some], stored(keys), stored(values), [call], scale=0.25)
 
     alone = torch.cat([attended((row,)) for row in range(5)])
     for rows in itertools.chain(itertools.permutations(range(5), 3), [(0, 1, 2, 3, 4)]):

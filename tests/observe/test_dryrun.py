@@ -49,6 +49,10 @@ def by_muon(one: Plan) -> Plan:
     return replace(one, recipe=replace(one.recipe, optimizer="muon"))
 
 
+def rounding(one: Plan, scheme: str) -> Plan:
+    return replace(one, recipe=replace(one.recipe, fake_quantize=scheme))
+
+
 CODED = replace(SMALL, hidden=512, ffn=1408, vocab=1024, lora=LoRAShape(rank=8, base="nf4-double"))
 """Matrices whose restored copies are larger than all else that a short pass takes."""
 REAL = {
@@ -81,6 +85,10 @@ REAL = {
     "ep-codes": plan(
         replace(MIXED, lora=LoRAShape(rank=8, base="int4-hqq")), 32, dp_shard=2, ep=2, zero=1, micro_batch=8
     ),
+    "rounding": rounding(plan(SMALL, 4, micro_batch=2), "int3"),
+    "tp-rounding": rounding(plan(SMALL, 8, tp=2, sp=True, micro_batch=4, recompute="full"), "int8"),
+    "ep-rounding": rounding(plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8), "int4-rtn"),
+    "zb-rounding": rounding(plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"), "nf4-double"),
     "ep-muon": by_muon(plan(MIXED, 4, dp_shard=2, ep=2, zero=1, micro_batch=2)),
 }
 

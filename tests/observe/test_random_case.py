@@ -17,6 +17,7 @@ from meshwright.observe.verify.router_ties import margin
 from meshwright.observe.verify.shrinking import shrunk
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes, shares_codes
+from meshwright.spec.recipe import NO_SCHEME
 from meshwright.spec.schedule_kinds import NAMES
 from meshwright.spec.shape import ModelShape, MoEShape
 
@@ -44,6 +45,10 @@ def _micro_batch_without_target(one: Drawn) -> bool:
 def _experts_of_a_piece(one: Drawn) -> int:
     assert one.case.shape.moe is not None
     return one.case.shape.moe.experts // one.layout.ep // one.layout.ep_chunks
+
+
+def rounds(one: Drawn) -> bool:
+    return one.case.fake_quantize != NO_SCHEME
 
 
 FEATURES: dict[str, Asks] = {
@@ -127,6 +132,20 @@ FEATURES: dict[str, Asks] = {
     "codes that ranks share, cut by tp": lambda one: (
         holds_codes(one.case.shape) and shares_codes(one.layout) and one.layout.tp > 1
     ),
+    "rounded weights": rounds,
+    "rounded weights under tp": lambda one: rounds(one) and one.layout.tp > 1,
+    "rounded weights under tp with real zeros": lambda one: (
+        one.case.fake_quantize in ("int3", "int4-hqq") and one.layout.tp > 1
+    ),
+    "rounded experts": lambda one: rounds(one) and one.case.shape.moe is not None,
+    "rounded experts on several ranks": lambda one: rounds(one) and one.layout.ep > 1,
+    "rounded weights in split passes": lambda one: rounds(one) and one.layout.splits_backward,
+    "rounded weights under ZeRO-3": lambda one: rounds(one) and one.layout.zero == 3,
+    "rounded rows under tp": lambda one: one.case.fake_quantize == "int8" and one.layout.tp > 1,
+    "LLM.int8() beside adapters": lambda one: (
+        one.case.shape.lora is not None and one.case.shape.lora.base == "llm-int8"
+    ),
+    "a teacher of codes": lambda one: one.case.teacher is not None and one.case.teacher.base != "same",
     "a teacher": lambda one: one.case.teacher is not None,
     "a teacher under tp": lambda one: one.case.teacher is not None and one.layout.tp > 1,
     "a teacher under cp": lambda one: one.case.teacher is not None and one.layout.cp > 1,
@@ -178,7 +197,7 @@ def test_the_text_is_short_and_written_by_hand() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("kv_hads=1", "'kv_hads' is unknown: did you mean kv_heads?"),
+        ("kv_hads=1", "'kv_hads' is not known; nearest: kv_heads"),
         ("tp", "'tp' is not KEY=VALUE"),
         ("tp=2 tp=2", "'tp' is given twice"),
         ("tp=two", "tp=two must be a number"),

@@ -74,6 +74,8 @@ def test_what_cannot_be_cut_is_refused_with_a_sentence() -> None:
     with pytest.raises(IllegalLayout, match=r"recipe.sequence=21 .* layout.cp=4 chunks: take recipe.sequence=20"):
         local_positions(21, 4, 0, "chunks")
     assert local_positions(20, 4, 0, "chunks").tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(IllegalLayout, match=r"context_split=True is unknown: take one of zigzag, striped, chunks"):
+        places(16, 4, 0, True)  # type: ignore[arg-type]  # what an untyped caller may give
 
 
 def test_past_keys_are_refused() -> None:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
-from meshwright.observe.verify.one_device import BANDS, Case, first_difference, outcome
+from meshwright.observe.verify.bands import BANDS
+from meshwright.observe.verify.one_device import Case, first_difference, outcome
 from meshwright.parallel.agree import gathered
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout

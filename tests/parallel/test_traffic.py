@@ -13,6 +13,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import Engine, build_engine, make_mesh
 from meshwright.parallel.mesh import Made
+from meshwright.parallel.rounding import round_weights
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout, ModelShape, MoEShape, num_parameters, parameters
 from meshwright.training.batches import Batch, Share, select, split
@@ -72,6 +73,7 @@ class Run:
             reduce_dtype=torch.float32,
             micro_batches=layout.micro_batches(case.global_batch),
         )
+        round_weights(self.engine, case.fake_quantize)
         self.engine.train()
         self.optimizer = Optimizer.of(self.engine, case.recipe)
 

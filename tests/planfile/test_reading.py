@@ -227,7 +227,10 @@ def test_without_a_list_of_notes_they_are_warnings() -> None:
         ("recipe:\n  seed: 1\n  warmup_steps: 900\n", "plan.yaml:3: recipe.warmup_steps=900 exceeds recipe.steps=500"),
         ("layout:\n  sp: true\n  tp: 0\n", "plan.yaml:3: layout.tp=0 must be at least 1"),
         ("model: {preset: llama-tiny, heads: 5}\n", "model.hidden=192 is not divisible by model.heads=5"),
-        ("recipe: {steps: x, clip: y}\nfoo: 1\nrun: []\n", "foo is not known: the nearest known key is"),
+        (
+            "recipe: {steps: x, clip: y}\nfoo: 1\nrun: []\n",
+            "foo is not known: no key is like it; `meshwright init` prints",
+        ),
         ("recipe: {steps: x, clip: y}\nfoo: 1\nrun: []\n", "(and 3 more)"),
     ],
 )
@@ -255,7 +258,7 @@ def test_mistakes_are_answered(plan_file: Path, text: str, line: str) -> None:
         ("resume=auto", "resume is not known: it belongs to `meshwright train`"),
         ("recipe.steps=" + "9" * 5000, "must be a whole number"),
         ("model.layers=100000000000", "model.layers=100000000000 must be"),
-        ("model=a/b", "model='a/b' is not known; nearest: "),
+        ("model=a/b", "model='a/b' is not known; known: "),
     ],
 )
 def test_mistaken_overrides_are_answered(override: str, line: str) -> None:

@@ -373,3 +373,16 @@ def test_the_start_is_the_fastest_that_fits() -> None:
     assert sum(found["points"][found["best"]][1]) <= min(times) * 1.02
     start = data(Half(plan=SMALL, of=estimator(SMALL)))["landscape"]["start"]
     assert found["points"][start][2] <= 0.95 * room and start >= found["best"]
+
+
+@in_browser
+def test_alone_the_page_has_the_colours_of_the_readers_system(opened: Browser) -> None:
+    """Only the page that embeds it says otherwise: a message of another window changes nothing."""
+    light = opened.evaluate("css('paper')")
+    opened.look(1200, 900, dark=True)
+    dark = opened.evaluate("css('paper')")
+    assert light != dark
+    opened.evaluate("postMessage({theme: 'light'}, '*'); new Promise((done) => setTimeout(done, 50))")
+    assert opened.evaluate("css('paper')") == dark
+    opened.look(1200, 900)
+    assert opened.evaluate("css('paper')") == light

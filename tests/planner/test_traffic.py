@@ -170,6 +170,18 @@ SHARED_EXPERTS: list[dict[str, Any]] = [
     {"dp_shard": 4, "ep": 4, "zero": 3},
 ]
 """Frozen matrices are codes, which ZeRO-3 shares."""
+ROUNDED: list[dict[str, Any]] = [
+    *({"tp": 4, "sp": sp, "recompute": again} for sp in (False, True) for again in ("none", *RECOMPUTE)),
+    {"tp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 1},
+    {"pp": 2, "tp": 2, "sp": True, "micro_batch": 1, "schedule": "zb-h1"},
+    {"pp": 2, "tp": 2, "micro_batch": 2, "recompute": "full", "recompute_layers": 1},
+]
+"""Ranks find scales together, each time a matrix or a row of activations is rounded."""
+ROUNDED_EXPERTS: list[dict[str, Any]] = [
+    {"tp": 4, "recompute": "full"},
+    {"tp": 2, "sp": True, "dp_shard": 2, "recompute": "selective"},
+    {"tp": 2, "sp": True, "dp_shard": 2, "ep": 4, "zero": 2},
+]
 MLA = shrink("deepseek-v3")
 TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2, top_k=2, ffn=16, first_dense=1))
 
@@ -186,6 +198,9 @@ TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2
         (replace(CASE, shape=TWO_EXPERTS, precision="bf16", optimizer="muon"), 4, FEW),
         (replace(CASE, shape=CODED), 4, SHARED),
         (replace(CASE, shape=replace(MIXTRAL, lora=CODED.lora)), 4, SHARED_EXPERTS),
+        *((replace(CASE, fake_quantize=scheme), 4, ROUNDED) for scheme in ("int8", "nf4-double")),
+        *((replace(CASE, shape=MIXTRAL, fake_quantize=scheme), 4, ROUNDED_EXPERTS) for scheme in ("int8", "int4-rtn")),
+        (replace(CASE, shape=MLA, fake_quantize="int8"), 4, ROUNDED_EXPERTS[:2]),
         *(
             (replace(CASE, shape=replace(shape, lora=LoRAShape(rank=2, targets=targets))), 4, ADAPTED)
             for shape, targets in ((SHAPE, "all"), (SHAPE, "mlp"), (SHAPE, "o"), (MLA, "attention"))
@@ -200,6 +215,11 @@ TWO_EXPERTS = replace(SHAPE, layers=3, family="deepseek", moe=MoEShape(experts=2
         "muon, few experts in bf16",
         "codes",
         "codes of experts",
+        "rounded, with rows",
+        "rounded, with doubled scales",
+        "rounded experts, with rows",
+        "rounded experts, cut within groups",
+        "rounded latent attention",
         "adapters",
         "adapters of the MLP",
         "adapters of o",

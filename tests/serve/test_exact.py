@@ -2,13 +2,15 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright.model import Transformer, generate
+from meshwright.model import Transformer, build, generate
+from meshwright.observe.tiny_models import shrink
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.exact_rows import ExactRows
 from meshwright.serve.request_options import RequestOptions
@@ -66,6 +68,21 @@ def test_bits_do_not_depend_on_batch_chunks_hits_or_preemption(name: str) -> Non
     tight, engine = served(found, PROMPTS, exact=True, cache_bytes=12 * block // _blocks(found), most_tokens=17)
     assert bits(tight) == right
     assert engine.scheduler.preemptions or engine.cache.widest, "a window leaves blocks enough"
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "plain"])
+def test_bits_with_one_key_head_and_without_compiled_loops(packed: bool) -> None:
+    """A block of one narrow head begins in the middle of a line of memory, where MKL sums in another order."""
+    found = build(replace(shrink("llama-3.1-8b"), kv_heads=1), seed=1).eval()
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    ways: dict[str, Any] = {"exact": True, "compiled": False, "packed": packed}
+    right = bits(served(found, PROMPTS, **ways)[0])
+    assert bits(served(found, PROMPTS[::-1], **ways)[0]) == right[::-1]
+    for place, chunk in enumerate((3, 7, 64, 5)):
+        alone, _ = served(found, [PROMPTS[place]], most_tokens=chunk, most_sequences=1, **ways)
+        assert bits(alone) == [right[place]]
 
 
 def _blocks(found: Transformer) -> int:

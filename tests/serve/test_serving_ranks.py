@@ -21,7 +21,6 @@ from meshwright.serve.cached_sequence import CachedSequence, Phase
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.host_tier import MOVES, Move
 from meshwright.serve.paged_cache import bytes_per_block
-from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner_setup import follow
 from meshwright.serve.scheduler import StepPlan
@@ -31,7 +30,6 @@ from meshwright.serve.speculation import Speculation
 from meshwright.serve.step_words import StepReader, StepWriter
 from meshwright.spec import Layout
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.lora import LoRAShape
 from tests.model.shrunk import KINDS, VOCAB, model
 
 CHANCE = random.Random(0)
@@ -63,7 +61,7 @@ def part(name: str, layout: Layout, made: dict[Any, Any]) -> tuple[Transformer, 
         places = engine.model.state_dict()
         for key, tensor in whole(name).state_dict().items():
             places[key].copy_(tensor[engine.boxes[key].slices] if key in engine.boxes else tensor)
-    return engine.model, ServingRanks(mesh["tp"], engine.model)
+    return engine.model, ServingRanks(mesh, engine.model)
 
 
 def options(**changed: Any) -> EngineOptions:
@@ -234,12 +232,6 @@ class Sharing:
 def test_exact_mode_is_refused_where_experts_are_spread() -> None:
     with pytest.raises(ArgumentError, match="take ep=1"):
         ServingEngine(whole(KINDS[6]), EngineOptions(exact=True), ranks=Sharing())  # type: ignore[arg-type]  # it is not used
-
-
-def test_adapters_are_refused_over_ranks() -> None:
-    adapters = {"sql": ServedAdapter(LoRAShape(rank=2), {})}
-    with pytest.raises(ArgumentError, match="adapter=sql is served by one rank alone: take tp=1, or merge it"):
-        ServingEngine(whole(KINDS[2]), adapters=adapters, ranks=Sharing())  # type: ignore[arg-type]  # it is not used
 
 
 def test_who_reads_a_step_has_what_was_written() -> None:

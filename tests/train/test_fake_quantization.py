@@ -1,5 +1,6 @@
 """Weights that are rounded in every product: what is trained is what is written, and a quantized model recovers."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import meshwright as mw
 from meshwright.cli.verbs.export import write_directory
 from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.model.fake_quantized import put_fake_quantization, straight_through
 from meshwright.model.linear import Linear
@@ -20,9 +22,11 @@ from meshwright.model.quantized_model import build_quantized
 from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.observe.ranks import on_ranks
+from meshwright.observe.verify.bands import BANDS
+from meshwright.observe.verify.one_device import Case, first_difference, outcome
 from meshwright.parallel import on_one_device
 from meshwright.planner.step.predict import predict
-from meshwright.spec import Layout, Plan
+from meshwright.spec import Layout, ModelShape, Plan
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.fake_quantization_rules import learnable
 from meshwright.spec.lora import LoRAShape
@@ -83,8 +87,9 @@ def _losses(asked: Plan) -> list[tuple[float, float]]:
     return [(one.loss, one.grad_norm) for one in watcher.steps]
 
 
-def _plan(folder: Path, run: str, **recipe: Any) -> Plan:
-    found = plain_plan(folder / "texts", folder / run, shape=WIDE, steps=3, fake_quantize="int4-rtn", **recipe)
+def _plan(folder: Path, run: str, shape: ModelShape = WIDE, scheme: str = "int4-rtn", **recipe: Any) -> Plan:
+    recipe |= {"eval_every": 0, "checkpoint_every": 0}
+    found = plain_plan(folder / "texts", folder / run, shape=shape, steps=3, fake_quantize=scheme, **recipe)
     return replace(found, layout=Layout(compile="off", micro_batch=2))
 
 
@@ -92,22 +97,87 @@ def _under(plans: list[Plan]) -> list[list[tuple[float, float]]]:
     return [_losses(one) for one in plans]
 
 
-def test_layouts_train_the_same(tmp_path: Path) -> None:
-    write_texts(tmp_path / "texts")
-    asked = _plan(tmp_path, "one", eval_every=0, checkpoint_every=0)
-    layouts = [
-        {"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "zero": 1, "recompute": "full"}, {"cp": 2, "zero": 0}, {"pp": 2},
-    ]  # fmt: skip
-    plans = [
-        replace(asked, run=str(tmp_path / f"two-{n}"), layout=replace(asked.layout, **layout))  # type: ignore[arg-type]
+def _laid(asked: Plan, layouts: list[dict[str, Any]]) -> list[Plan]:
+    return [
+        replace(asked, run=f"{asked.run}-{n}", layout=replace(asked.layout, **layout))
         for n, layout in enumerate(layouts)
     ]
+
+
+def _are_those_of_one_process(asked: Plan, world: int, layouts: list[dict[str, Any]]) -> None:
     right = _losses(asked)
-    [found, _] = on_ranks(2, _under, plans)
+    found = on_ranks(world, _under, _laid(asked, layouts))[0]
     for layout, one in zip(layouts, found, strict=True):
         for (loss, norm), (expected, also) in zip(one, right, strict=True):
             assert loss == pytest.approx(expected, rel=1e-6), layout
             assert norm == pytest.approx(also, rel=1e-5), layout
+
+
+TWO: list[dict[str, Any]] = [
+    {"dp_shard": 2, "zero": 3}, {"dp_shard": 2, "zero": 1, "recompute": "full"}, {"cp": 2, "zero": 0}, {"pp": 2},
+    {"tp": 2}, {"tp": 2, "sp": True, "recompute": "selective"},
+    {"pp": 2, "schedule": "zb-h1", "micro_batch": 1},
+]  # fmt: skip
+FOUR: list[dict[str, Any]] = [
+    {"tp": 2, "pp": 2, "schedule": "zb-h1", "micro_batch": 1},
+    {"tp": 2, "sp": True, "dp_shard": 2, "zero": 3, "recompute": "full"},
+]
+EXPERTS: list[dict[str, Any]] = [
+    {"dp_shard": 2, "ep": 2},
+    {"dp_shard": 2, "ep": 2, "zero": 3, "ep_chunks": 2, "recompute": "full"},
+    {"tp": 2},
+    {"tp": 2, "sp": True, "ep": 2},
+    {"pp": 2, "schedule": "zb-h1", "micro_batch": 1},
+]
+
+
+def test_layouts_train_the_same(tmp_path: Path) -> None:
+    write_texts(tmp_path / "texts")
+    _are_those_of_one_process(_plan(tmp_path, "one"), 2, TWO)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["int4-rtn", "nf4-double"])
+def test_four_ranks_train_the_same(tmp_path: Path, scheme: str) -> None:
+    write_texts(tmp_path / "texts")
+    _are_those_of_one_process(_plan(tmp_path, "one", scheme=scheme), 4, FOUR)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scheme", ["nf4", "nf4-double", "int4-rtn"])
+def test_experts_are_rounded_each_by_itself_under_every_layout(tmp_path: Path, scheme: str) -> None:
+    write_texts(tmp_path / "texts")
+    _are_those_of_one_process(_plan(tmp_path, "one", replace(ROUTED, hidden=48), scheme), 2, EXPERTS)
+
+
+def test_rounded_rows_are_those_of_one_process_under_tensor_parallelism() -> None:
+    """The first forward pass, where nothing has been near a tie: its loss is that of whole rows."""
+    case = Case(shape=WIDE, sequence=12, global_batch=4, fake_quantize="int8", steps=1)
+    ranks = on_ranks(2, outcome, case, Layout(compile="off", tp=2))
+    plain = replace(case, fake_quantize="none")
+    [right, without] = [outcome(one, Layout(compile="off")) for one in (case, plain)]
+    assert first_difference(right, ranks, BANDS["fp32"]) is None
+    assert abs(without.losses[0] - right.losses[0]) > 1e-5
+
+
+def test_a_split_pass_leaves_the_gradients_of_what_is_rounded() -> None:
+    """Of every matrix, experts too; and they are those of a whole pass."""
+    shape, found = replace(ROUTED, hidden=48), []
+    tokens = torch.arange(24).view(2, 12)
+    for splits in (False, True):
+        model = build(shape, seed=3)
+        put_fake_quantization([model], shape, "int4-rtn")
+        with splitting() if splits else nullcontext():
+            loss = model(tokens).square().mean()
+            with WeightGradients() if splits else nullcontext(WeightGradients()) as queue:
+                loss.backward()
+            rounded = [dict(model.named_parameters())[name] for name in quantizable(shape)]
+            assert all((one.grad is None) == splits for one in rounded)
+            assert len(queue) >= len(rounded) * splits
+            queue.run()
+        found.append({name: one.grad for name, one in model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
 
 
 def _kl(before: nn.Module, after: nn.Module, rows: Tensor) -> float:
@@ -149,11 +219,13 @@ def test_what_cannot_be_rounded_so_is_refused(tmp_path: Path) -> None:
         "is no scheme that weights are trained for: take one of int8, int4-rtn": {
             "recipe": replace(asked.recipe, fake_quantize="int4-gptq")
         },
-        "layout.tp=2 cuts them: take layout.tp=1": {"layout": Layout(tp=2)},
-        "experts are stacks": {"model": ROUTED},
+        "int3 finds zeros of 32 inputs together, and layout.tp=4 cuts the 64 inputs of layers.0.mlp.down": {
+            "recipe": replace(asked.recipe, fake_quantize="int3"),
+            "layout": Layout(tp=4),
+            "model": replace(WIDE, head_dim=32),
+        },
         "take model.lora.base=int4-rtn": {"model": replace(WIDE, lora=LoRAShape(rank=2))},
         "which is not compiled: take layout.compile=off": {"layout": Layout(compile="on")},
-        "makes those later: take layout.schedule=1f1b": {"layout": Layout(pp=2, schedule="zb-h1", micro_batch=1)},
     }
     for sentence, changes in cases.items():
         with pytest.raises(IllegalLayout, match=sentence):

@@ -19,7 +19,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.planner.time.collectives import traffic
 from meshwright.spec import Recipe
 from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.objective_traits import FIGURES, most_answers
+from meshwright.spec.objective_traits import FIGURES, PREFERENCES, most_answers
 from meshwright.store import checkpoint
 from meshwright.training import loop
 from meshwright.training import reference as reference_pass
@@ -120,6 +120,10 @@ def test_packed_pairs_are_those_of_the_written_out_loss(name: str, size: int) ->
     named = dict(zip(FIGURES, result.figures.tolist(), strict=True))
     assert named["reward_margin"] == pytest.approx(named["chosen_reward"] - named["rejected_reward"], abs=1e-5)
     assert named["accuracy"] * len(singles) == pytest.approx(round(named["accuracy"] * len(singles)), abs=1e-5)
+
+
+def test_every_objective_over_pairs_is_written_out() -> None:
+    assert set(PREFERENCES) <= set(WRITTEN), "write its formula in plain code"
 
 
 def test_a_row_without_pairs_changes_nothing() -> None:

@@ -10,7 +10,8 @@ from meshwright.api.arguments import Place, folder_of
 from meshwright.model import Transformer
 from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import is_adapter, load_adapter
-from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
+from meshwright.serve.loaded_adapters import LoadedAdapters
+from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.lora import SAME
 from meshwright.spec.plan import RANDOM
@@ -25,8 +26,6 @@ def opened_adapters(given: Mapping[str, Place] | None, model: Transformer, sourc
     where one cannot be had."""
     found = {name: opened_adapter(name, folder_of(place), model, source) for name, place in (given or {}).items()}
     for name, adapter in found.items():
-        if not name:
-            raise ArgumentError("adapter= must have a name, which requests say")
         adapter.check(name, model)
     return found
 
@@ -43,24 +42,30 @@ def named(place: Place | None) -> dict[str, Path]:
 def beside(place: Place, model: Transformer, source: Path) -> Iterator[None]:
     """While it lasts, all rows of a model that was read from `source` have an adapter. As `opened_adapters`."""
     given = named(place)
-    with torch.no_grad():
-        adapters = RequestAdapters(model, opened_adapters(given, model, source), exact=False)
-    with adapters.over(dict.fromkeys(given, slice(None))):
+    adapters = LoadedAdapters(model, exact=False)
+    for name, adapter in opened_adapters(given, model, source).items():
+        adapters.load(name, adapter)
+    with adapters.beside.over({adapters.number(name): slice(None) for name in given}):
         yield
 
 
 def opened_adapter(name: str, path: Path, model: Transformer, source: Path) -> ServedAdapter:
     """One adapter of a model that was read from `source`. ArgumentError, HubError or CheckpointError."""
     if is_adapter(path):
-        shape, tensors = load_adapter(path, model.shape.base)
-        assert shape.lora is not None
-        return ServedAdapter(shape.lora, tensors)
+        return peft_adapter(model, path)
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
         return _of_run(name, path, source)
     raise ArgumentError(
         f"adapter={name}: {path} has neither adapter_config.json nor plan.yaml: give a folder that PEFT or "
         "`meshwright export --adapter` has written, or a run with model.lora"
     )
+
+
+def peft_adapter(model: Transformer, path: Path, most_rank: int = 0) -> ServedAdapter:
+    """One in PEFT's format, of any rank or at most one. HubError."""
+    shape, tensors = load_adapter(path, model.shape.base, most_rank)
+    assert shape.lora is not None
+    return ServedAdapter(shape.lora, tensors)
 
 
 def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:

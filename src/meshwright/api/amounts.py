@@ -22,6 +22,12 @@ def tokens_of(given: str | float | None, name: str = "tokens") -> float:
     return number
 
 
+def tokens_word(tokens: float) -> str:
+    """The shortest word that `tokens_of` reads as this number: 1T, 1.5B, 1234567."""
+    words = [f"{tokens:.17g}", *(f"{tokens / scale:.9g}{letter}" for letter, scale in SCALES.items())]
+    return min((word for word in words if float(word.rstrip("KMBT")) >= 0.1 and tokens_of(word) == tokens), key=len)
+
+
 def seconds_of(given: str | float | None, name: str = "deadline") -> float:
     """30d, 2w, 12h, 90min, or a number of days; infinite where nothing is given. ArgumentError for anything else."""
     if given is None:

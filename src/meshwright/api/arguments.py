@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, ParamSpec, Protocol, TypeVar, get_args, get_origin, runtime_checkable
 
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.presets import nearest
+from meshwright.spec.presets import suggested
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -78,7 +78,8 @@ def _misnamed(function: str, error: str, known: list[str], given: list[str]) -> 
     """About a keyword that is not known; else what is wrong with the call in Python's own words."""
     for name in given:
         if name not in known:
-            return ArgumentError(f"{name}= is not known to {function}; nearest: {nearest(name, known, 1)[0]}=")
+            near = suggested(name, [f"{one}=" for one in known], 1)
+            return ArgumentError(f"{name}= is not known to {function}; {near}")
     return ArgumentError(f"{function}: {error}; it takes {', '.join(known)}")
 
 

@@ -41,8 +41,8 @@ def config_folder(name: str) -> Path:
     except GatedRepoError:
         raise ArgumentError(f"model={name!r}: its files are given to who accepts its terms; {INSTEAD}") from None
     except RepositoryNotFoundError:
-        near = ", ".join(presets.nearest(name.rpartition("/")[2].lower(), presets.model_names()))
-        raise ArgumentError(f"model={name!r} is not on the Hugging Face Hub; presets nearest to it: {near}") from None
+        near = presets.suggested(name.rpartition("/")[2].lower(), presets.model_names())
+        raise ArgumentError(f"model={name!r} is not on the Hugging Face Hub; presets {near}") from None
     except (LocalEntryNotFoundError, OSError, ValueError):
         raise ArgumentError(
             f"model={name!r} is no preset and no folder, and the Hugging Face Hub cannot be reached: {INSTEAD}"

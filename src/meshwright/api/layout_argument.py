@@ -9,6 +9,7 @@ from meshwright.spec import Layout, Plan
 from meshwright.spec.capturing_rules import CAPTURED, policies
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.presets import suggested
 from meshwright.spec.schedule_kinds import NAMES
 from meshwright.spec.units import many
 
@@ -60,8 +61,6 @@ def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
 
 
 def _value(part: str, key: str, value: str) -> Any:
-    from difflib import get_close_matches
-
     words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
              "zero": ("0", "1", "2", "3"), "offload": ("off", "activations"), "cuda_graphs": ("off", "on")}  # fmt: skip
     if key in words and value in words[key]:
@@ -75,8 +74,7 @@ def _value(part: str, key: str, value: str) -> Any:
         raise ArgumentError(f"layout={part!r}: {key} takes a whole number of {least} or more")
     if key in {field.name for field in fields(Layout)}:
         raise ArgumentError(f"layout={part!r}: plan does not search {key}; write layout.{key} into a plan file")
-    near = get_close_matches(key, [*DEGREES, *WORDS], 1, 0.0)
-    raise ArgumentError(f"layout={part!r}: {key!r} is no field of a layout; nearest: {near[0]}")
+    raise ArgumentError(f"layout={part!r}: {key!r} is no field of a layout; {suggested(key, [*DEGREES, *WORDS], 1)}")
 
 
 def _made_for(asked: Plan) -> None:

@@ -19,9 +19,8 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
     """The scheme of a name, with what else was asked of it; ArgumentError for what it has not."""
     if name not in SCHEMES:
         known = [*SCHEMES, *GGUF_SCHEMES]
-        raise ArgumentError(
-            f"scheme={name} is not known: take one of {', '.join(known)}; nearest: {nearest(name, known, 1)[0]}"
-        )
+        close = "".join(f"; nearest: {one}" for one in nearest(name, known, 1))
+        raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(known)}{close}")
     found = SCHEMES[name]
     if group is not None:
         if not found.group:

@@ -126,7 +126,7 @@ class QuantizeAnswer(Answer):
         found = self.quality
         return (
             f"{self.scheme}: {size}, KL {found.kl:.4g} nats per token, the same likeliest token for "
-            f"{100 * found.top1:.1f} %, perplexity {found.perplexity_before:.4g} to {found.perplexity_after:.4g}"
+            f"{100 * found.top1:.1f}%, perplexity {found.perplexity_before:.4g} to {found.perplexity_after:.4g}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class QuantizeAnswer(Answer):
 
     def _repr_html_(self) -> str:
         rows = [
-            (one.name, f"{one.output_error:.2e}", f"{one.weight_error:.2e}", f"{100 * one.outliers:.2f} %")
+            (one.name, f"{one.output_error:.2e}", f"{one.weight_error:.2e}", f"{100 * one.outliers:.2f}%")
             for one in self.blamed
         ]
         return whole(

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.amounts import seconds_of, tokens_of
+from meshwright.api.amounts import seconds_of, tokens_of, tokens_word
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.markup import line, table, whole
@@ -19,7 +19,7 @@ from meshwright.planner.rent.failures import LLAMA_3, Conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RunOn
 from meshwright.planner.rent.sweep import LONGEST_S, RentAsked, Swept, sweep
-from meshwright.planner.rent.uncertainty import rounded
+from meshwright.planner.rent.uncertainty import days, rounded
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 from meshwright.spec.units import count
@@ -59,6 +59,31 @@ class RentAnswer(Answer):
     def meets(self) -> bool:
         """Whether one run meets both the deadline and the budget, on average."""
         return any(one.wall_s <= self.deadline_s and one.usd <= self.budget_usd for one in self.front)
+
+    @property
+    def recommended(self) -> RunOn:
+        """The cheapest before the deadline; the fastest of all where none is."""
+        return self.cheapest or self.front[-1]
+
+    def check(self) -> None:
+        """DoesNotFit where no run meets both the deadline and the budget: what is possible, and what to change."""
+        if self.meets:
+            return
+        fast, cheap, timely, paid = self.front[-1], self.front[0], self.cheapest, self.fastest
+        if timely is None:
+            raise DoesNotFit(
+                f'deadline="{days(self.deadline_s)}" cannot be met: the fastest possible takes {fast.days} '
+                f"({fast.title}, {fast.dollars}): give it more time, or fewer tokens="
+            )
+        if paid is None:
+            raise DoesNotFit(
+                f'budget="{self.budget_usd:,.0f}" cannot be met: the cheapest possible costs {cheap.dollars} '
+                f"({cheap.title}, {cheap.days}): raise it, or take fewer tokens="
+            )
+        raise DoesNotFit(
+            f"no cluster meets deadline= and budget= together: what ends in time costs {timely.dollars} or more, and "
+            f"what the budget pays takes {paid.days} or longer: raise one of them"
+        )
 
     @property
     def unpriced(self) -> tuple[str, ...]:
@@ -104,15 +129,15 @@ class RentAnswer(Answer):
         return None if one is None else {**row_of(one, self.deadline_s, self.budget_usd), "command": self.command(one)}
 
     def __repr__(self) -> str:
-        best = self.cheapest or self.front[-1]
+        best = self.recommended
         return (
-            f"{self.asked.plan.model.name}, {count(self.asked.tokens)} tokens: {best.offer.nodes} x {best.offer.name}, "
+            f"{self.asked.plan.model.name}, {count(self.asked.tokens)} tokens: {best.offer.title}, "
             f"{best.wall_s / DAY_S:.2g} days, ${rounded(best.usd, best.error):,.0f} ({len(self.front)} on the front)"
         )
 
     def _repr_html_(self) -> str:
         cells = [
-            (f"{one.offer.nodes} x {one.offer.name}", f"{one.wall_s / DAY_S:.2g} d",
+            (one.offer.title, f"{one.wall_s / DAY_S:.2g} d",
              f"${rounded(one.usd, one.error):,.0f}", f"{one.weeks.goodput:.1%}", words_of(one.found.plan))
             for one in self.front
         ]  # fmt: skip
@@ -203,7 +228,7 @@ def _words(model: Any, plan: Plan, recipe: Sequence[str], tune: str, tokens: flo
     batch = [] if any("batch" in word for word in recipe) else [f"global_batch={plan.recipe.global_batch}"]
     for word in (*recipe, *batch):
         words += ["--recipe", word]
-    return (*words, "--tokens", f"{tokens:.17g}")
+    return (*words, "--tokens", tokens_word(tokens))
 
 
 def _total(tokens: str | float | None, size: str | float | None, epochs: float) -> float:

@@ -41,9 +41,24 @@ class ServeRentAnswer(Answer):
         return next((one for one in self.front if one.per_token_s <= self.latency_s), None)
 
     @property
+    def recommended(self) -> ServedOn:
+        """The cheapest that is fast enough; the fastest of all where none is."""
+        return self.cheapest or self.front[-1]
+
+    @property
     def meets(self) -> bool:
         """Whether there is one."""
         return self.cheapest is not None
+
+    def check(self) -> None:
+        """DoesNotFit where none answers fast enough: what is possible, and what to change."""
+        if not self.meets:
+            first = self.front[-1]
+            raise DoesNotFit(
+                f'latency="{self.latency_s * 1e3:g}" cannot be met: the fastest possible takes '
+                f"{first.per_token_s * 1e3:.3g} ms per token "
+                f"({first.offer.title}): allow more, or take narrower weights (quantization=fp8)"
+            )
 
     def command(self, one: ServedOn) -> str:
         """The `plan --serve` that gives the figures of a row again."""
@@ -81,15 +96,15 @@ class ServeRentAnswer(Answer):
         }  # fmt: skip
 
     def __repr__(self) -> str:
-        best = self.cheapest or self.front[0]
+        best = self.recommended
         return (
-            f"{self.asked.model.shape.name} served on {best.offer.nodes} x {best.offer.name}: ${best.usd_per_hour:.3g} "
+            f"{self.asked.model.shape.name} served on {best.offer.title}: ${best.usd_per_hour:.3g} "
             f"per hour, {best.per_token_s * 1e3:.3g} ms per token ({len(self.front)} on the front)"
         )
 
     def _repr_html_(self) -> str:
         cells = [
-            (f"{one.offer.nodes} x {one.offer.name}", one.layout.words, f"${one.usd_per_hour:.3g}",
+            (one.offer.title, one.layout.words, f"${one.usd_per_hour:.3g}",
              f"{one.per_token_s * 1e3:.3g} ms")
             for one in self.front
         ]  # fmt: skip

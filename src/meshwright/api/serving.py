@@ -84,6 +84,7 @@ def configuration(
     return {
         "keys": len(options.keys),
         "adapters": ",".join(adapters) or "none",
+        "adapter_dir": options.adapter_folder or "none",
         **own,
         **_guesses(engine.speculation, draft),
         **{name: getattr(options.limits, name) for name in type(options.limits).__slots__},

@@ -8,7 +8,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -66,16 +66,16 @@ class _Task:
 @contextmanager
 def sharded_engine(
     path: Place, options: EngineOptions | None = None, *, tp: int, ep: int = 1, dtype: str | None = "fp32",
-    checkpoint: str = LAST,
+    checkpoint: str = LAST, adapters: Mapping[str, str | Path] | None = None,
 ) -> Iterator[ServingEngine | None]:  # fmt: skip
     """An engine of a trained model over `tp` ranks; `ep`: over how many of them experts are spread, each whole.
 
     Without a process group tp - 1 processes of this machine are started, which end with the context. In one of tp
     ranks (torchrun) every rank enters: the first is given the engine, and others None, when the first has left.
-    `path`, `dtype`, `checkpoint`: as `load`. `options`: bytes are those of each rank. ArgumentError, IllegalLayout,
-    RunError, and what `load` raises."""
+    `path`, `dtype`, `checkpoint`: as `load`. `options`: bytes are those of each rank. `adapters`: as
+    TrainedModel.engine; the first rank reads them. ArgumentError, IllegalLayout, RunError, and what `load` raises."""
     with sharded_model(path, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint) as found:
-        yield None if found is None else found.engine(options)
+        yield None if found is None else found.engine(options, adapters=adapters)
 
 
 @contextmanager
@@ -157,7 +157,7 @@ def _joined(task: _Task) -> Iterator[TrainedModel | None]:
     """This rank's part, and what it is for: the first rank says at the end that it is one."""
     mesh = make_mesh(task.layout)
     found = opened(task.path, task.dtype, task.checkpoint, _placing(mesh))
-    ranks = ServingRanks(mesh["tp"], found.model)
+    ranks = ServingRanks(mesh, found.model)
     if not ranks.leads:
         follow(found.model, ranks)
         yield None

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api.adapter_opening import beside, opened_adapters
+from meshwright.api.adapter_opening import beside, opened_adapter, opened_adapters, peft_adapter
 from meshwright.api.arguments import checked
 from meshwright.api.markup import whole
 from meshwright.data import Corpus, Tokenizer, prepare
@@ -19,6 +20,7 @@ from meshwright.data.preparation import form_of
 from meshwright.model import Sampling, Transformer, generate
 from meshwright.parallel import on_one_device
 from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedAnswer
 from meshwright.serve.serving_engine import ServingEngine
@@ -153,6 +155,11 @@ class TrainedModel:
         )  # fmt: skip
 
     @checked
+    def open_adapter(self, path: str | Path) -> ServedAdapter:
+        """One as those of `engine`, for `ServingEngine.adapters.load` while it runs. As `engine`."""
+        return opened_adapter(Path(path).name, Path(path), self.model, self.path)
+
+    @checked
     def serve(
         self,
         *,
@@ -164,18 +171,20 @@ class TrainedModel:
         engine: EngineOptions | None = None,
         limits: ServerLimits | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        adapter_dir: str | Path | None = None,
     ) -> None:
         """Answer HTTP requests until SIGTERM or Ctrl-C; what is being answered then is finished first.
 
         `keys`: any of them opens the server; without one it listens on this machine alone, unless `without_key`.
         `name`: what requests call the model; None = the name of its folder. `adapters`: as `engine`, each a model of
-        its own for requests. ArgumentError."""
+        its own for requests. `adapter_dir`: in which others lie that requests may load. ArgumentError."""
         from meshwright.api.serving import run, served_name, server_of
 
         called = name or served_name(self.path)
         options = ServerOptions(
-            host=host, port=port, keys=tuple(keys), without_key=without_key, limits=limits or ServerLimits()
-        )
+            host=host, port=port, keys=tuple(keys), without_key=without_key, limits=limits or ServerLimits(),
+            adapter_folder=None if adapter_dir is None else Path(adapter_dir),
+        )  # fmt: skip
         hosted = self.hosted(called, adapters=adapters)
         run(server_of(called, lambda: hosted, options, engine or EngineOptions()))
 
@@ -187,6 +196,7 @@ class TrainedModel:
         return HostedModel(
             name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),
             draft=draft, adapters=opened_adapters(adapters, self.model, self.path), ranks=self.ranks,
+            open_adapter=partial(peft_adapter, self.model),
         )  # fmt: skip
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:

@@ -10,6 +10,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.terminal import help
+from meshwright.cli.terminal.screen_text import WIDEST
 from meshwright.cli.verbs.accuracy import accuracy
 from meshwright.cli.verbs.calibrate import calibrate
 from meshwright.cli.verbs.chat import chat
@@ -58,7 +59,7 @@ class Verb(TyperCommand):
             argument = parameter.param_type_name == "argument"
             if record is not None:
                 title = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or "Options"
-                found.setdefault(title, []).append((_named(record[0], argument=argument), record[1]))
+                found.setdefault(title, []).append((_named(record[0], argument=argument), _ranged(record[1])))
         for title, rows in found.items():
             if rows:
                 with formatter.section(title):
@@ -69,10 +70,20 @@ TYPES = {"int": "INT", "float": "NUMBER", "str": "NAME", "path": "FILE"}
 """What typer calls a type, and what the help calls it."""
 
 
+FORMER = ("--output",)
+"""Names of options that are still read, and no longer shown."""
+
+
 def _named(name: str, *, argument: bool) -> str:
     if argument:  # its name says what it is
         return re.sub(r" <[^<>]*>$", "", name)
+    name = re.sub(rf", (?:{'|'.join(FORMER)})\b", "", name)
     return re.sub(r"<(?:list\[)?(\w+)\]?>", lambda kind: TYPES.get(kind[1].lower(), kind[1].upper()), name)
+
+
+def _ranged(what: str) -> str:
+    """What an option does; its least value in words."""
+    return re.sub(r"x>=(\S+?)(?=])", r"at least \1", what)
 
 
 class Verbs(TyperGroup):
@@ -96,7 +107,7 @@ app = typer.Typer(
     help=help.ABOUT,
     rich_markup_mode=None,
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
 )
 FUNCTIONS: dict[str, Callable[..., None]] = {
     "quickstart": quickstart, "init": init, "train": train, "tune": tune, "distill": distill, "generate": generate,
@@ -142,13 +153,16 @@ def run(words: Sequence[str]) -> None:
 
 def in_options(line: str, words: Sequence[str]) -> str:
     """A sentence that names arguments of Python functions, with the options of this verb: tokens=15T is --tokens 15T,
-    dry_run=False is --no-dry-run, another run= is another RUN where that is an argument."""
+    dry_run=False is --no-dry-run, model='x' is MODEL 'x' and another run= another RUN where those are arguments."""
     verb: Any = getattr(typer.main.get_command(app), "commands", {}).get(next(iter(words), ""))
-    arguments = (one for one in verb.params if one.param_type_name == "argument") if verb else ()
-    places = {one.name: one.metavar.strip("[].") for one in arguments}
+    places = {one.name: re.split(r"\W", one.metavar.strip("[]"))[0] for one in _parameters(verb, "argument")}
     line = re.sub(r"another (\w+)=", lambda found: f"another {places.get(found[1], found[1] + '=')}", line)
-    every = (option for one in verb.params for option in (*one.opts, *one.secondary_opts)) if verb else ()
-    options = {option[2:].replace("-", "_"): option for option in every if option.startswith("--")}
+    line = re.sub(r"^(\w+)=(?=')", lambda found: f"{places.get(found[1], found[1] + '=')} ".replace("= ", "="), line)
+    options: dict[str, str] = {}
+    for one in _parameters(verb, "option"):
+        long = [option for option in (*one.opts, *one.secondary_opts) if option.startswith("--")]
+        options |= {name[2:].replace("-", "_"): name for name in long}
+        options.setdefault(one.name, next(iter(long), ""))
 
     def option(found: re.Match[str]) -> str:
         name, truth, quoted, follows = found.groups()
@@ -158,8 +172,5 @@ def in_options(line: str, words: Sequence[str]) -> str:
     return re.sub(r"""(?<![\w.'"-])(?<!\d: )(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
 
 
-def usage(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
-    """What the parser refused, and where the right spelling is shown."""
-    verb = next((f"{word} " for word in words if word in help.VERBS), "")
-    message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]  # see USAGE_ERROR
-    return f"{message}: see meshwright {verb}--help", 2
+def _parameters(verb: Any, kind: str) -> list[Any]:
+    return [one for one in verb.params if one.param_type_name == kind] if verb else []

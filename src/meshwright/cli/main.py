@@ -53,7 +53,7 @@ def _told(option: str) -> int:
 
 def _ran(words: Sequence[str], *, debug: bool) -> int:
     """Not typer's own way to run a program: it would answer Ctrl-C and closed pipes in its own words."""
-    from meshwright.cli.process.failure import explain
+    from meshwright.cli.process.failure import explain, refused
     from meshwright.cli.process.launch import fail, processes, rank
     from meshwright.spec.errors import MeshwrightError
 
@@ -77,7 +77,7 @@ def _ran(words: Sequence[str], *, debug: bool) -> int:
             import traceback
 
             traceback.print_exc()
-        line, code = commands.usage(error, words) if isinstance(error, commands.USAGE_ERROR) else explain(error)
+        line, code = refused(error, words) if isinstance(error, commands.USAGE_ERROR) else explain(error)
         line = commands.in_options(line, words) if isinstance(error, MeshwrightError) else line
         if processes() > 1:
             fail(error, line, code)

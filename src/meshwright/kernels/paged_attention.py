@@ -22,6 +22,8 @@ from meshwright.spec.graph_sizes import WIDEST
 
 HIDDEN = float("-inf")
 """Added to the score of a key that a query does not see."""
+LINE_BYTES = 64
+"""At multiples of which memory begins that is allocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,8 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, sc
     rows, _, heads, _ = keys.shape
     if call.rows is not None:
         q = q.new_zeros(rows, *q.shape[1:]).index_copy_(0, call.rows, q)
-    found = _fused(q.unflatten(1, (heads, -1)), keys.transpose(1, 2), values.transpose(1, 2), call.bias, scale)
+    seen_k, seen_v = (_in_lines(kept).transpose(1, 2) for kept in (keys, values))
+    found = _fused(q.unflatten(1, (heads, -1)), seen_k, seen_v, call.bias, scale)
     found = found.flatten(1, 2)[..., :width]
     return found if call.rows is None else found[call.rows]
 
@@ -182,11 +185,10 @@ def _attend(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """q (B, heads, queries, E), k and v (B, K, T, width) -> (B, heads, queries, E); causal without a bias. One query of
-    a sequence comes as K heads with H / K queries each."""
-    dtype = q.dtype
-    if v.shape[-1] < k.shape[-1]:
-        v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    """q (B, heads, queries, E), k and v (B, K, T, width) -> (B, heads, queries, width of k); causal without a bias. One
+    query of a sequence comes as K heads with H / K queries each."""
+    dtype, width = q.dtype, k.shape[-1]
+    q, v = (F.pad(one, (0, width - one.shape[-1])) if one.shape[-1] < width else one for one in (q, v))
     if needs_wide(q):
         q, k, v = q.float(), k.float(), v.float()
     bias = None if bias is None else bias.to(q.dtype)
@@ -205,4 +207,11 @@ def _seen(call: PagedCall, own: Tensor, kept: KeptNumbers) -> Tensor:
         found = kept.taken(call.blocks).unsqueeze(0)
     else:
         found = kept.taken(call.blocks.flatten()).view(*call.blocks.shape, *kept.sizes[1:])
-    return found.flatten(1, 2).transpose(1, 2).expand(call.sequences, -1, -1, -1)
+    return _in_lines(found).flatten(1, 2).transpose(1, 2).expand(call.sequences, -1, -1, -1)
+
+
+def _in_lines(heads: Tensor) -> Tensor:
+    """(..., width), on a CPU with zeros up to whole lines: MKL sums in another order where a head begins elsewhere, and
+    where it does follows from what lies before it."""
+    more = -heads.shape[-1] % (LINE_BYTES // heads.element_size())
+    return F.pad(heads, (0, more)) if more and heads.device.type == "cpu" else heads

@@ -30,11 +30,8 @@ def coded(
     weight: Tensor, scheme: Scheme, columns: Tensor | None = None, kept: torch.dtype = torch.bfloat16
 ) -> QuantizedMatrix:
     """The same of numbers that are known to be finite; nothing of it waits for the device."""
-    *stack, _, inputs = weight.shape
-    pieces = weight.detach().split(max(1, PIECE // (inputs * prod(stack))), -2)
     some = columns if columns is not None and len(columns) else None
-    parts = [_quantized(part, scheme, some, kept) for part in pieces]
-    found = parts[0] if len(parts) == 1 else _joined(parts)
+    found = joined([_quantized(part, scheme, some, kept) for part in in_pieces(weight.detach())])
     if scheme.scales == "double":
         found.scales, found.outer, found.offset = doubled(found.scales)
     return replace(found, scheme=scheme)
@@ -51,9 +48,18 @@ def _quantized(weight: Tensor, scheme: Scheme, columns: Tensor | None, kept: tor
     return assembled(plain, nearest(plain, wide, scales, zeros), scales, zeros, columns, own)
 
 
-def _joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
+def in_pieces(weight: Tensor) -> Sequence[Tensor]:
+    """Runs of the rows (..., R, K) of a matrix, or of each of a stack, as many as are rounded at a time."""
+    *stack, _, inputs = weight.shape
+    found: Sequence[Tensor] = weight.split(max(1, PIECE // (inputs * max(1, prod(stack)))), -2)
+    return found
+
+
+def joined(parts: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     """Of the rows of one matrix, or of each of a stack."""
     first = parts[0]
+    if len(parts) == 1:
+        return first
     whole: dict[str, Any] = {
         name: first.columns if name == "columns" else torch.cat([getattr(one, name) for one in parts], -2)
         for name in first.tensors
@@ -71,19 +77,33 @@ def check_finite(name: str, weight: Tensor) -> None:
 def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     """Scales (..., N, groups), in the dtype they are stored in, and zeros of their size, for a finite matrix."""
     runs = grouped(weight, scheme.group)
+    scales, zeros = grid_of(extremes(runs, scheme), scheme)
+    if scheme.zeros == "real" and zeros is not None:
+        return scales, hqq.find_zeros(runs, scales.float(), zeros, scheme.bits).half().float()
+    return scales, zeros
+
+
+def extremes(runs: Tensor, scheme: Scheme) -> Tensor:
+    """What scales are made of, for runs (..., N, groups, size): how far numbers are from zero (1, ..., N, groups), or
+    how far below and how far above (2, ..., N, groups). None is negative, so that those of several parts of a run are
+    the largest of each."""
     if scheme.zeros == "fixed":
-        peaks = runs.abs().amax(-1)
+        return runs.abs().amax(-1).unsqueeze(0)
+    return torch.stack((-runs.amin(-1).clamp(max=0), runs.amax(-1).clamp(min=0)))
+
+
+def grid_of(found: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
+    """Scales, in the dtype they are stored in, and zeros of their size, from extremes. Real zeros are those to begin
+    with (kernels/hqq.py)."""
+    if scheme.zeros == "fixed":
+        (peaks,) = found
         if scheme.codes == "nf4":
             return _stored(peaks, scheme), None
-        found = e4m3_scale(peaks) if scheme.codes == "e4m3" else absmax_scale(peaks, scheme.bits)
-        return _stored(found, scheme), None
-    low = runs.amin(-1)
-    scales = _stored(zero_point_grid(low, runs.amax(-1), scheme.bits)[0], scheme)
-    wide = scales.float()
-    zeros = (-low.clamp(max=0) / wide).clamp(0, 2**scheme.bits - 1)
-    if scheme.zeros == "real":
-        zeros = hqq.find_zeros(runs, wide, zeros, scheme.bits)
-    return scales, zeros.half().float() if scheme.zeros == "real" else zeros.round()
+        return _stored(e4m3_scale(peaks) if scheme.codes == "e4m3" else absmax_scale(peaks, scheme.bits), scheme), None
+    low, high = -found[0], found[1]
+    scales = _stored(zero_point_grid(low, high, scheme.bits)[0], scheme)
+    zeros = (-low / scales.float()).clamp(0, 2**scheme.bits - 1)
+    return scales, zeros if scheme.zeros == "real" else zeros.round()
 
 
 def _stored(scales: Tensor, scheme: Scheme) -> Tensor:

@@ -83,7 +83,7 @@ class WeightGradients:
             queue.run()            # gradients of weight matrices
 
     Until `run` it keeps x and the output's gradient of each product. Only leaves wait: gradients of weights that were
-    computed from others are made at once.
+    computed from others are made at once, but of those that stand for a leaf (`stand_for`).
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,20 @@ def as_leaf(weight: Tensor | None) -> Leaf | None:
     A function keeps this beside what it saves: under recomputation what it saved comes back as a copy.
     """
     split = None if torch.compiler.is_compiling() else _split.get()
-    return Leaf(weight, split) if weight is not None and split is not None and weight.is_leaf else None
+    if weight is None or split is None:
+        return None
+    source: Tensor = getattr(weight, STANDS_FOR, weight)
+    return Leaf(source, split) if source.is_leaf else None
+
+
+STANDS_FOR = "stands_for"
+
+
+def stand_for(made: Tensor, weight: Tensor) -> Tensor:
+    """`made` itself, whose gradient is that of the weight it was made of, as it is: where that is left for later, it is
+    left for the weight. Its own node in the graph then gets none."""
+    setattr(made, STANDS_FOR, weight)
+    return made
 
 
 def is_left(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:

@@ -6,84 +6,107 @@
 W keeps the small steps of the optimizer. What is exported is codes of the last W: those that the last product had.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.matrix_parts import Largest, MatrixPart, part_of_rows
 from meshwright.kernels.quantized_linear import row_codes
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import coded
+from meshwright.kernels.weight_gradients import stand_for
 from meshwright.model.linear import Linear, Matrix
+from meshwright.model.moe import Experts
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.shape import ModelShape
 
+Coding = Callable[[Tensor], QuantizedMatrix]
+"""A matrix (N, K), or a stack (X, N, K), -> its codes."""
+
 
 class _StraightThrough(torch.autograd.Function):
-    """Q(W), with the gradient of W."""
+    """Q(W), with the gradient of W. It gets none where that is left for later."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, scheme: Scheme) -> Tensor:
-        return coded(weight.detach(), scheme).restored(weight.dtype)
+    def forward(ctx: Any, weight: Tensor, code: Coding) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return code(weight.detach()).restored(weight.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         return gradient, None
 
 
-def straight_through(weight: Tensor, scheme: Scheme) -> Tensor:
-    """What a matrix (N, K) is when it is written in a scheme and read back, in its own dtype; differentiable."""
-    found: Tensor = _StraightThrough.apply(weight, scheme)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+def straight_through(weight: Tensor, scheme: Scheme, part: MatrixPart | None = None) -> Tensor:
+    """What a matrix (N, K), or each of a stack, is when it is written in a scheme and read back, in its own dtype;
+    differentiable. `part`: where it is a part of a matrix that is rounded as a whole."""
+    code = part.coded if part else lambda whole: coded(whole, scheme)
+    found: Tensor = _StraightThrough.apply(weight, code)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return stand_for(found, weight)
 
 
 class _RoundedRows(torch.autograd.Function):
     """Q(x), with the gradient of x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        codes, scales = row_codes(x.reshape(-1, x.shape[-1]))
+    def forward(ctx: Any, x: Tensor, largest: Largest | None) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        codes, scales = part_of_rows(rows, largest) if largest else row_codes(rows)
         return codes.mul_(scales).to(x.dtype).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient
+        return gradient, None
 
 
-def rounded_rows(x: Tensor) -> Tensor:
+def rounded_rows(x: Tensor, largest: Largest | None = None) -> Tensor:
     """What 8-bit products make of activations (..., K): whole numbers with a scale for each row, in x's dtype;
-    differentiable."""
-    found: Tensor = _RoundedRows.apply(x)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    differentiable. `largest`: where other ranks hold parts of the rows."""
+    found: Tensor = _RoundedRows.apply(x, largest)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
 class FakeQuantized:
-    """The Weight of a layer whose matrix is rounded in each product."""
+    """The Weight of a layer, or of a stack of experts, whose matrix is rounded in each product."""
 
     adds_bias = False
 
-    def __init__(self, scheme: Scheme) -> None:
-        self.scheme = scheme
+    def __init__(self, scheme: Scheme, part: MatrixPart | None = None, over_inputs: Largest | None = None) -> None:
+        """`part`: as straight_through's; `over_inputs`: as rounded_rows'."""
+        self.scheme, self.part, self.over_inputs = scheme, part, over_inputs
 
     def read(self, x: Tensor) -> Tensor:
         """The input, rounded token by token where the scheme's products round it."""
-        return rounded_rows(x) if self.scheme.activations == "int8" else x
+        return rounded_rows(x, self.over_inputs) if self.scheme.activations == "int8" else x
 
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """The rounded one."""
         assert isinstance(weight, Tensor), "codes are not trained"
-        return (straight_through(weight, self.scheme),)
+        return (straight_through(weight, self.scheme, self.part),)
+
+    def alone(self, weight: Tensor) -> Tensor | None:
+        """The same, where the input is not rounded."""
+        return None if self.scheme.activations == "int8" else straight_through(weight, self.scheme, self.part)
 
     def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """The product."""
         return products[0]
 
 
-def put_fake_quantization(models: Iterable[nn.Module], shape: ModelShape, scheme: str) -> None:
-    """Have parts of a model round every matrix that `meshwright quantize` rounds."""
-    names = {name.removesuffix(".weight") for name in quantizable(shape)}
-    for model in models:
-        for name, layer in model.named_modules():
-            if name in names and isinstance(layer, Linear):
-                layer.lora = FakeQuantized(SCHEMES[scheme])
+def put_fake_quantization(
+    models: Iterable[nn.Module], shape: ModelShape, scheme: str, cut: Mapping[str, FakeQuantized] | None = None
+) -> None:
+    """Have parts of a model round every matrix that `meshwright quantize` rounds. `cut`: how, of those of which other
+    ranks hold parts, by name."""
+    named = {name: module for model in models for name, module in model.named_modules()}
+    for name in quantizable(shape):
+        rounding = (cut or {}).get(name) or FakeQuantized(SCHEMES[scheme])
+        where, _, leaf = name.rpartition(".")
+        module = named.get(where)
+        if isinstance(module, Experts):
+            module.rounding[leaf] = rounding
+        elif isinstance(module, Linear):
+            module.lora = rounding

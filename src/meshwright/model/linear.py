@@ -28,6 +28,9 @@ class Weight(Protocol):
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """What that is multiplied with, each (some, in); `weight` (out, in) is the layer's own."""
 
+    def alone(self, weight: Tensor) -> Tensor | None:
+        """What the input itself is multiplied with, where that product is the result; None where it is not."""
+
     def result(self, layer: "Linear", x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """x (..., in) and its products with the matrices -> (..., out)."""
 
@@ -89,6 +92,14 @@ def is_ours(layer: nn.Module) -> TypeGuard[Linear]:
     return type(layer) is Linear and not compat.is_hooked(layer)
 
 
+def sole_matrix(layer: Linear) -> Tensor | None:
+    """What a kernel may multiply the layer's input with instead of calling it; None where its call is more than that
+    product."""
+    if not is_ours(layer) or layer.quantized is not None:
+        return None
+    return layer.weight if layer.lora is None else layer.lora.alone(layer.weight)
+
+
 def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """What the first layers of a part make of its input, in a single product; other modules than ours, and those with
     hooks, one by one. IllegalLayout where such a one stands at the border of a tensor-parallel part, whose input is
@@ -112,9 +123,9 @@ def write(border: Border, x: Tensor, layer: nn.Module) -> Tensor:
     """What the last layer of a part gives to the residual stream."""
     if border.prepared is not None and (found := border.prepared(x, (layer,))) is not None:
         return border.leave(found[0])
-    if border.write is None or not is_plain(layer):
+    if border.write is None or not is_ours(layer) or (weight := sole_matrix(layer)) is None:
         return border.leave(layer(x))
-    return border.write.linear(x, layer.weight, layer.local_bias)
+    return border.write.linear(x, weight, layer.local_bias)
 
 
 def products(product: Callable[..., tuple[Tensor, ...]], x: Tensor, layers: Sequence[Linear]) -> tuple[Tensor, ...]:

@@ -50,6 +50,10 @@ class LoRA(nn.Module):
         """W and A; what reads another input than W, with dropout, is no part of one product."""
         return (weight,) if self._drops else (weight, self.a)
 
+    def alone(self, weight: Tensor) -> Tensor | None:
+        """Never: there is the sum."""
+        return None
+
     def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """As Weight."""
         linear = layer.kernels.linear

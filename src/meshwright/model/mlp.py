@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
-from meshwright.model.linear import Linear, is_plain, read, write
+from meshwright.model.linear import Linear, read, sole_matrix, write
 from meshwright.model.seams import Border
 from meshwright.spec.shape import ModelShape
 
@@ -28,10 +28,11 @@ class GatedMLP(nn.Module):
 
     def finish(self, gate: Tensor, up: Tensor) -> Tensor:
         """-> (..., D)."""
-        if self.border.prepared is not None or not is_plain(self.down):
+        weight = None if self.border.prepared is not None else sole_matrix(self.down)
+        if weight is None:
             return write(self.border, self.kernels.swiglu(gate, up), self.down)
         summed = self.border.write
-        down: Tensor = self.kernels.swiglu_linear(gate, up, self.down.weight, self.down.local_bias, summed)
+        down: Tensor = self.kernels.swiglu_linear(gate, up, weight, self.down.local_bias, summed)
         return down if summed else self.border.leave(down)
 
 

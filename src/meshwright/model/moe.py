@@ -5,7 +5,7 @@ Dropless: every token reaches its top_k experts, however uneven. Letters: N toke
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from meshwright.kernels.dropout import dropout
 from meshwright.kernels.experts import Counts, combine, keeps_counts, spread
 from meshwright.kernels.quantized_linear import quantized_expert_linear
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
+from meshwright.model.linear import Weight
 from meshwright.model.mlp import GatedMLP, PlainMLP, gelu_form, make_mlp
-from meshwright.model.seams import Seams
+from meshwright.model.seams import Seams, same
 from meshwright.spec.shape import ModelShape, MoEShape
 
 
@@ -71,6 +72,9 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(moe.experts, moe.ffn, shape.hidden))
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels, self.seams = kernels, seams
+        self.rounding: dict[str, Weight] = {}
+        """Of stacks that are rounded in each product, by name."""
+        self.beside: BesideStacks | None = None
 
     def forward(self, *sent: Any) -> Any:
         """What Dispatch.send has made of rows -> what Dispatch.receive takes."""
@@ -91,21 +95,30 @@ class Experts(nn.Module):
         lora = getattr(self, f"{name}_lora", None)
         low = () if lora is None else (lora.a, lora.b)
         quantized = getattr(self, f"{name}_quantized", None)
-        return ExpertStack(
-            getattr(self, name) if quantized is None else quantized.matrix,
-            low,
-            *((lora.scale, lora.dropout) if lora else ()),
-        )
+        rounding, held = self.rounding.get(name), getattr(self, name)
+        if rounding is not None:
+            (matrices,) = rounding.matrices(held)
+            return ExpertStack(matrices, name=name, read=rounding.read)
+        scale, drops = (1.0, 0.0) if lora is None else (lora.scale, lora.dropout)
+        return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name=name)
 
     def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
         """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
         (R, D)."""
         *first, down = stacks or self.stacks()[0]
-        read = [self._product(rows, stack, counts) for stack in first]
+        more = None
+        if self.beside is not None:
+            rows, more = self.beside(self, rows, counts)
+        rows = first[0].read(rows)
+        read = [self._product(rows, stack, counts, more) for stack in first]
         inner = self.kernels.swiglu(*read) if self.gated else self.kernels.gelu(*read, self.approximate)
-        return self._product(inner, down, counts)
+        return self._product(down.read(inner), down, counts, more)
 
-    def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
+    def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts, more: "AddedProducts | None") -> Tensor:
+        found = self._plain_product(rows, stack, counts)
+        return found if more is None else more.added(stack, rows, found)
+
+    def _plain_product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
         product = self.kernels.expert_linear
         if isinstance(stack.matrices, QuantizedMatrix):
             assert not isinstance(counts, Tensor)
@@ -128,6 +141,11 @@ class ExpertStack:
     low: tuple[Tensor, ...] = ()
     scale: float = 1.0
     dropout: float = 0.0
+    read: Callable[[Tensor], Tensor] = same
+    """What is multiplied of rows; stacks of the same rows agree on it."""
+    name: str = ""
+    first: int = 0
+    """Which of the experts that are held here the first one is."""
 
     def parts(self, number: int) -> "list[ExpertStack]":
         """Equal parts of the experts."""
@@ -140,7 +158,23 @@ class ExpertStack:
         else:
             stacks = whole.chunk(number)
         cut = zip(stacks, *(one.chunk(number) for one in self.low), strict=True)
-        return [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
+        found = [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
+        held = len(whole.codes if isinstance(whole, QuantizedMatrix) else whole)
+        return [replace(one, first=place * held // number) for place, one in enumerate(found)]
+
+
+class AddedProducts(Protocol):
+    """What is added to the products of rows with experts' matrices."""
+
+    def added(self, stack: ExpertStack, rows: Tensor, found: Tensor) -> Tensor:
+        """rows (R, in) and their products (R, out) with a stack -> the sum."""
+
+
+class BesideStacks(Protocol):
+    """What stands beside the stacks of some experts for a time."""
+
+    def __call__(self, experts: Experts, rows: Tensor, counts: Counts) -> tuple[Tensor, AddedProducts]:
+        """Rows as they were sent -> (R, D), and what is added to their products."""
 
 
 TINY = 1e-9

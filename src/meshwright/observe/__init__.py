@@ -1,1 +1,1 @@
-"""What a run did: its layouts beside one device."""
+"""What a run would do, does and did: dry run, profile, comparison, report, calibration and checks."""

@@ -146,10 +146,11 @@ def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     once, in_two = torch.compile(call, dynamic=False), torch.compile(call, dynamic=False, options=KEEPS_BUFFERS)
 
     def run(module: nn.Module, *given: Any) -> Any:
-        if not splits():
-            return once(module, *given)
-        with traced(module.parameters()):
-            return in_two(module, *given)
+        with torch_compile.keeping_less():
+            if not splits():
+                return once(module, *given)
+            with traced(module.parameters()):
+                return in_two(module, *given)
 
     return run
 

@@ -19,6 +19,7 @@ from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask
 from meshwright.kernels.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.group import Group
 from meshwright.spec.errors import IllegalLayout
+from meshwright.spec.layout import known_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class Places:
 
 
 def places(sequence: int, size: int, index: int, split: str) -> Places:
-    """What rank `index` of `size` holds of `sequence` positions."""
+    """What rank `index` of `size` holds of `sequence` positions. `split` is a word of layout.context_split; another one
+    is an IllegalLayout, and so is a sequence that cannot be cut that way."""
+    known_word("context_split", split)
     chunks = 2 * size if split == "zigzag" else size
     if sequence % chunks:
         way = f"2 x layout.cp={size} chunks (zig-zag)" if split == "zigzag" else f"layout.cp={size} chunks"

@@ -6,7 +6,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from meshwright.spec.plan import Plan
-from meshwright.spec.presets import CLOSE, nearest
+from meshwright.spec.presets import nearest
 
 SHORTHAND = {
     "model": "preset", "teacher": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset",
@@ -274,8 +274,8 @@ def suggestion(section: str, key: str) -> str:
     elsewhere = _everywhere()
     if plain in elsewhere:
         return f"did you mean {elsewhere[plain]}?"
-    close = [names[found] for names in (here, elsewhere) for found in nearest(plain, names, 1, CLOSE)]
-    return f"the nearest known key is {(close or [here[found] for found in nearest(plain, here, 1)])[0]}"
+    close = [names[found] for names in (here, elsewhere) for found in nearest(plain, names, 1)]
+    return f"the nearest known key is {close[0]}" if close else "no key is like it; `meshwright init` prints them"
 
 
 @cache

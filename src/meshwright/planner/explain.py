@@ -96,6 +96,16 @@ def rejected(found: Found) -> Iterator[str]:
         yield f"{found.slower:,} {'is' if found.slower == 1 else 'are'} provably no faster than those listed."
 
 
+def own_batch(plan: Plan) -> Iterator[str]:
+    """Of a batch that nobody chose, why it is no power of two."""
+    batch, devices = plan.recipe.global_batch, plan.cluster.devices
+    if batch & (batch - 1):
+        yield (
+            f"A step takes {batch:,} sequences: {devices:,} devices cannot share a power of 2 evenly. Set another "
+            "number with --recipe global_batch=N."
+        )
+
+
 def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
     """What makes the recommended layout a risk: little memory left, or tensor parallelism between nodes."""
     best, plan = found.best[0], found.best[0].plan
@@ -118,10 +128,9 @@ def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
 
 
 def reasons(of: Estimator, best: Prediction) -> Iterator[str]:
-    """Why each technique is there: the same layout without it."""
+    """Why each technique is there: the same layout with less of it."""
     for change in without(of, best.plan):
-        axis = change.what.partition("=")[0]
-        yield f"without {axis}={getattr(best.plan.layout, axis)} {_compared(best, change)}."
+        yield f"with {change.what} {_compared(best, change)}."
 
 
 def _compared(best: Prediction, change: LayoutChange) -> str:
@@ -186,10 +195,11 @@ def bill(best: Prediction, tokens: float, price: float) -> str:
     total = budget(tokens, best.tokens_per_step, best.step_s, best.plan.layout.world, price)
     within = relative_range(best.plan, best.stack)
 
-    def known(value: float) -> str:
-        return f"{_amount(value)} ({between(within.of(value))})"
+    def known(value: float, unit: str = "") -> str:
+        low, high = between(within.of(value)).split(" to ")
+        return f"{unit}{_amount(value)} ({unit}{low} to {unit}{high})"
 
-    money = f", {known(total.price)} at {price:g} per device-hour" if price else ""
+    money = f", {known(total.price, '$')} at ${price:g} per device-hour" if price else ""
     long = f"{known(total.days)} days" if total.days >= 1 else duration(total.days * 86400)
     return (
         f"{count(tokens)} tokens: {total.steps:,} {'step' if total.steps == 1 else 'steps'}, {long}, "
@@ -212,9 +222,10 @@ def between(pair: tuple[float, float], unit: float = 1.0) -> str:
     return f"{_amount(low)} to {_amount(high)}"
 
 
-def probability(share: float) -> str:
-    """`84%`; the outermost errors that were seen allow no more than `below 2%` and `above 98%`."""
-    return "below 2%" if share < 0.02 else "above 98%" if share > 0.98 else f"{share:.0%}"
+def probability(share: float, least: float = 0.02) -> str:
+    """`a probability of 84%`; the outermost errors that were seen allow no more than `below 2%` and `above 98%`."""
+    known = f"below {least:.0%}" if share < least else f"above {1 - least:.0%}" if share > 1 - least else ""
+    return f"a probability {known or f'of {share:.0%}'}"
 
 
 def range_words(found: Prediction) -> str:
@@ -223,7 +234,7 @@ def range_words(found: Prediction) -> str:
     whose = "other software, the widest of it, since this has none" if said.pooled else "this software"
     return (
         f"Ranges hold nine of ten published runs of {whose}: {between(said.step_seconds)} s per step, MFU "
-        f"{between(said.mfu_full, 0.01)}%, {between(said.peak_bytes, GIB)} GiB; fits with a probability of "
+        f"{between(said.mfu_full, 0.01)}%, {between(said.peak_bytes, GIB)} GiB; fits with "
         f"{probability(said.fit_probability)}."
     )
 

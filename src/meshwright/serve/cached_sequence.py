@@ -34,8 +34,8 @@ class CachedSequence:
     """Lower goes first."""
     copies: int = 1
     """Sequences that go on from its prompt; the others begin when the prompt is computed."""
-    adapter: str = ""
-    """Its adapter's name; empty = the model alone."""
+    adapter: int = 0
+    """The number of its adapter (loaded_adapters); 0 = the model alone."""
     cacheable: bool = True
     """Whether its blocks may be found by others, and others' by it."""
     prompt: int = 0

@@ -20,8 +20,9 @@ from torch import Tensor
 from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall, RowsCall
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.dense_copies import CopyPlan, DenseCopies
+from meshwright.serve.low_rank_product import Rows
 from meshwright.serve.paged_cache import CopyStep, PagedCache, StepPlaces
-from meshwright.serve.request_adapters import Rows, rows_of
+from meshwright.serve.request_adapters import rows_of
 
 
 def _lengths(longest: int, size: int, part: int) -> list[int]:
@@ -60,8 +61,8 @@ class PackedStep:
     """Rows behind which a token is made: of the last token of a sequence, and of each of its guesses."""
     owners: list[CachedSequence]
     """Whose they are."""
-    adapters: Mapping[str, Rows]
-    """Rows that have an adapter, by its name."""
+    adapters: Mapping[int, Rows]
+    """Rows that have an adapter, by its number."""
     numbers: Tensor | None = None
     """(5, N) int64 where all rows are attended one by one: tokens, positions, slots, and as RowsCall offsets and
     last."""
@@ -81,7 +82,7 @@ class RowPacker:
         plans, runs = ([], self._chunks_last(runs)) if self._cache.by_rows else self._sorted(runs)
         size, table = self._cache.size, [run.sequence.table for run in runs]
         tokens, positions, slots, last = list[int](), list[int](), list[int](), list[int]()
-        owners, spans = list[CachedSequence](), dict[str, list[tuple[int, int]]]()
+        owners, spans = list[CachedSequence](), dict[int, list[tuple[int, int]]]()
         for run, blocks in zip(runs, table, strict=True):
             if run.sequence.adapter:
                 span = len(tokens), len(tokens) + run.end - run.begin

@@ -103,16 +103,22 @@ def follow(model: Transformer, ranks: ServingRanks) -> None:
     """Compute what the first rank says with this rank's part of the model, until it says that it ends. RunError: a rank
     is gone."""
     model.eval()
-    runner, steps = None, StepReader()
+    runner, steps, beside = None, StepReader(), RequestAdapters(model, exact=False)
     while True:
         kind, words = ranks.hear()
         if kind is Said.END:
             return
         if kind is Said.SETUP:
-            runner, steps = RunnerSetup.read(words).runner(model, ranks=ranks), StepReader()
+            setup, steps = RunnerSetup.read(words), StepReader()
+            beside = RequestAdapters(model, exact=bool(setup.exact), multiple=ranks.row_multiple)
+            runner = setup.runner(model, beside, ranks)
             continue
         assert runner is not None, "the first rank says first how steps are computed"
         if kind is Said.CLEAR:
             runner.cache.clear(words)
+        elif kind is Said.ADAPTER:
+            beside.put(*ranks.take_adapter(words))
+        elif kind is Said.DROP:
+            beside.drop(*words)
         else:
             runner.compute(steps.step(words))

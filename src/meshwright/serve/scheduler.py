@@ -12,6 +12,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import chain
 
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import HOSTED, CachedSequence, Phase
@@ -55,12 +56,12 @@ class Scheduler:
         *,
         priority: int = 0,
         salt: bytes | None = b"",
-        adapter: str = "",
+        adapter: int = 0,
         copies: int = 1,
         together: bool = False,
     ) -> CachedSequence:
-        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it; `adapter`: by
-        name, empty = none. ArgumentError where the cache could never hold it; with `together` it must hold all copies
+        """A sequence to be continued up to `limit` tokens. `salt`: of its prefix, None = nobody finds it; `adapter`: a
+        number, 0 = none. ArgumentError where the cache could never hold it; with `together` it must hold all copies
         at once."""
         most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
         if most > size:
@@ -95,6 +96,12 @@ class Scheduler:
     def waiting(self) -> int:
         """Sequences that wait."""
         return sum(one.phase is Phase.WAITING for _, one in self._waiting)
+
+    @property
+    def adapters(self) -> set[int]:
+        """Numbers of those that sequences have."""
+        waiting = (one for _, one in self._waiting if one.phase is Phase.WAITING)
+        return {one.adapter for one in chain(self.running, waiting)}
 
     @property
     def idle(self) -> bool:

@@ -18,9 +18,10 @@ from meshwright.serve.draft_model import DraftModel, following
 from meshwright.serve.engine_options import GRAPHS, EngineOptions
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.host_tier import HostTier
+from meshwright.serve.loaded_adapters import LoadedAdapters
 from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.prompt_scores import PromptScores, score_prompt
-from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter, needs_one_rank
+from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner_setup import RunnerSetup
 from meshwright.serve.sampler import SampledRow, sample
@@ -59,9 +60,7 @@ class ServingEngine:
         self._grammars: Grammars | None = None
         self._longest = options.longest or model.shape.max_positions
         self._check(model)
-        if ranks is not None:
-            _check_ranks(ranks, options, adapters or {})
-        self.adapters = RequestAdapters(model, adapters or {}, exact=options.exact)
+        self.adapters = LoadedAdapters(model, lambda: self.scheduler.adapters, exact=options.exact, ranks=ranks)
         size = options.block
         most = options.most_sequences * -(-self._longest // size)
         models = [
@@ -80,7 +79,7 @@ class ServingEngine:
         if ranks is not None:
             ranks.say(Said.SETUP, setup.words)
         drafting = replace(setup, exact=False, graphs=GRAPHS.index("off" if options.cuda_graphs == "off" else "auto"))
-        runners = [setup.runner(model, self.adapters, ranks), *(drafting.runner(one) for one in models[1:])]
+        runners = [setup.runner(model, self.adapters.beside, ranks), *(drafting.runner(one) for one in models[1:])]
         self._runner, self.cache = runners[0], runners[0].cache
         widest = [one.cache.widest for one in runners]
         self.tables = BlockTables(
@@ -94,12 +93,14 @@ class ServingEngine:
         self._waiting: dict[CachedSequence, ServedRequest] = {}
         self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
         self._beams = BeamGroups(self.scheduler, self._forget)
+        for name, adapter in (adapters or {}).items():
+            self.adapters.load(name, adapter)
 
     def add(self, prompt: Sequence[int], options: RequestOptions | None = None) -> ServedRequest:
         """A request for answers to prompt tokens. ArgumentError, PlanError where there can be none."""
         options = options or RequestOptions()
         check_prompt(self.model, prompt)
-        self.adapters.check(options.adapter)
+        adapter = self.adapters.number(options.adapter)
         if len(prompt) > self._longest:
             raise ArgumentError(f"the prompt has {len(prompt)} tokens and longest={self._longest}: shorten it")
         outside = [token for token in options.logit_bias if not 0 <= token < self.model.shape.vocab]
@@ -122,8 +123,8 @@ class ServingEngine:
         salt = None if options.salt is None else options.salt.encode()
         copies, searched = max(options.n, options.beams), options.beams > 1
         sequence = self.scheduler.add(
-            prompt, len(prompt) + room, priority=options.priority, salt=salt, adapter=options.adapter or "",
-            copies=copies, together=searched,
+            prompt, len(prompt) + room, priority=options.priority, salt=salt, adapter=adapter, copies=copies,
+            together=searched,
         )  # fmt: skip
         request.sequence = sequence
         if searched:
@@ -138,8 +139,8 @@ class ServingEngine:
         """What the model, or one of its adapters, says of a prompt's own tokens. PlanError, ArgumentError."""
         if self._ranks is not None:
             raise ArgumentError("a prompt is scored by one rank alone: leave out echo with logprobs, or --tp")
-        self.adapters.check(adapter)
-        with self.adapters.over({adapter: slice(0, max(0, len(prompt) - 1))} if adapter else {}):
+        number = self.adapters.number(adapter)
+        with self.adapters.beside.over({number: slice(0, max(0, len(prompt) - 1))} if number else {}):
             return score_prompt(self.model, prompt, top)
 
     def cancel(self, request: ServedRequest) -> None:
@@ -149,6 +150,7 @@ class ServingEngine:
                 answer.ending = "cancelled"
                 self._end(sequence)
         self._beams.cancel(request)
+        self.adapters.release()
         for answer in request.answers:
             answer.ending = answer.ending or "cancelled"
 
@@ -210,12 +212,14 @@ class ServingEngine:
         self.scheduler.advance(StepPlan(plain))
         others, whole = self._beams.take(owners, logits)
         if not others:
+            self.adapters.release()
             return whole
         if len(others) < len(owners):
             owners, logits = [owners[place] for place in others], logits[others]
         logits = self._forked(owners, logits)
         grown = [self._growing[sequence] for sequence in owners]
         self._take(owners, grown, logits, Refuted(guesses))
+        self.adapters.release()
         return [*whole, *dict.fromkeys(answer for _, answer in grown)]
 
     def _guesses(self, plan: StepPlan) -> dict[CachedSequence, list[int]]:
@@ -283,6 +287,8 @@ class ServingEngine:
 
     def _check(self, model: Transformer) -> None:
         options = self.options
+        if options.exact and self._ranks is not None and self._ranks.row_multiple > 1:
+            raise ArgumentError("exact=True pads rows to numbers that expert parallel ranks cannot share: take ep=1")
         if self._longest > model.shape.max_positions:
             raise ArgumentError(
                 f"longest={self._longest} is beyond the model's {model.shape.max_positions:,} positions: ask for fewer"
@@ -340,10 +346,3 @@ class ServingEngine:
             self._guesser.forget(sequence)
         del self._growing[sequence]
         self._waiting.pop(sequence, None)
-
-
-def _check_ranks(ranks: ServingRanks, options: EngineOptions, adapters: Mapping[str, ServedAdapter]) -> None:
-    if options.exact and ranks.row_multiple > 1:
-        raise ArgumentError("exact=True pads rows to numbers that expert parallel ranks cannot share: take ep=1")
-    if adapters:
-        raise needs_one_rank(adapters)

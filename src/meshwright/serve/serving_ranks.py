@@ -6,7 +6,7 @@ logits of the parts of the vocabulary come together on the first. Other ranks kn
 What is said are whole numbers, in one broadcast on the host, or two where they are many: never objects.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum, auto
 from typing import final
@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.group import Group
 from meshwright.parallel.health.lost_connection import is_lost_connection
+from meshwright.parallel.mesh import Mesh
+from meshwright.serve.adapter_shares import adapter_words, own_adapter
 from meshwright.spec.boxes import share
 from meshwright.spec.errors import RunError
+from meshwright.spec.lora import LoRAShape
 
 FIRST = 1024
 """Numbers of the first broadcast."""
@@ -34,6 +36,10 @@ class Said(IntEnum):
     """What one computes: step_words.py."""
     CLEAR = auto()
     """Blocks that become zero."""
+    ADAPTER = auto()
+    """One is loaded: adapter_shares.py."""
+    DROP = auto()
+    """Number of an adapter that nobody needs any more."""
     END = auto()
     """There are no more."""
 
@@ -42,9 +48,11 @@ class Said(IntEnum):
 class ServingRanks:
     """The ranks of one group, as one of them sees them."""
 
-    def __init__(self, group: Group, model: Transformer) -> None:
-        """`model`: this rank's part. The group has at least two ranks."""
-        self._group, self._vocab = group, model.shape.vocab
+    def __init__(self, mesh: Mesh, model: Transformer) -> None:
+        """`model`: this rank's part. The mesh has at least two ranks, of which tp are all."""
+        group = mesh["tp"]
+        self._group, self._layout, self._shape, self._vocab = group, mesh.layout, model.shape, model.shape.vocab
+        self._dtype = model.embed.weight.dtype
         self.size = group.size
         self.leads = group.index == 0
         """Whether this is the rank that schedules."""
@@ -88,6 +96,25 @@ class ServingRanks:
                 more = torch.zeros(length - len(words), dtype=torch.int64)
                 words += self._group.broadcast(more).tolist()
         return Said(kind), words[:length]
+
+    def share_adapter(
+        self, number: int, tensors: Mapping[str, Tensor], lora: LoRAShape
+    ) -> tuple[int, dict[str, Tensor]]:  # fmt: skip
+        """Let all ranks have their part of an adapter's whole tensors; (number, this rank's)."""
+        words = adapter_words(number, tensors, lora, self._shape)
+        self.say(Said.ADAPTER, words)
+        return self.take_adapter(words, tensors)
+
+    def take_adapter(
+        self, words: Sequence[int], tensors: Mapping[str, Tensor] | None = None
+    ) -> tuple[int, dict[str, Tensor]]:  # fmt: skip
+        """The same on a rank that has heard the words of ADAPTER; the first one has the `tensors`."""
+        with self.together():
+            return own_adapter(words, tensors, self._shape, self._layout, self._group, self._dtype)
+
+    def drop_adapter(self, number: int) -> None:
+        """Let no other rank have it any more."""
+        self.say(Said.DROP, [number])
 
     def whole_logits(self, part: Tensor) -> Tensor:
         """(R, V) of this rank's part (R, share of V), on all ranks."""

@@ -1,8 +1,9 @@
 """A step as numbers, for ranks that compute the same step over their own part of keys and values.
 
-First what is moved, in order. Then of each sequence in a step: its number here, what was computed, how many tokens
-follow and which, and what is new in its table of blocks. Who reads this has sequences of its own, of which each stands
-for one: what is decided by the identity of a sequence (dense_copies.py) is then decided everywhere alike.
+First what is moved, in order. Then of each sequence in a step: its number here and that of its adapter, what was
+computed, how many tokens follow and which, and what is new in its table of blocks. Who reads this has sequences of its
+own, of which each stands for one: what is decided by the identity of a sequence (dense_copies.py) is then decided
+everywhere alike.
 """
 
 from collections.abc import Sequence
@@ -39,8 +40,8 @@ class StepWriter:
         self._known[sequence] = number, list(table)
         begin = sequence.computed
         return [
-            number, begin, count, len(sequence.tokens), sequence.guessed, sequence.preemptions, kept, len(table) - kept,
-            *table[kept:], *sequence.tokens[begin : begin + count],
+            number, sequence.adapter, begin, count, len(sequence.tokens), sequence.guessed, sequence.preemptions, kept,
+            len(table) - kept, *table[kept:], *sequence.tokens[begin : begin + count],
         ]  # fmt: skip
 
 
@@ -64,10 +65,12 @@ class StepReader:
         return step
 
     def _of(self, rest: "_StepNumbers") -> tuple[CachedSequence, int]:
-        number, begin, count, length, guessed, preemptions, kept = rest.take(7)
+        number, adapter, begin, count, length, guessed, preemptions, kept = rest.take(8)
         sequence = self._known.get(number)
         if sequence is None:
-            sequence = self._known[number] = CachedSequence(number, [], 0, b"", phase=Phase.RUNNING)
+            sequence = self._known[number] = CachedSequence(
+                number, [], 0, b"", adapter=adapter, phase=Phase.RUNNING
+            )  # fmt: skip
         sequence.table[kept:] = rest.some()
         tokens = sequence.tokens
         del tokens[length:]

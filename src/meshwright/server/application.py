@@ -9,7 +9,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from meshwright.server import routes
+from meshwright.server import adapter_routes, routes
 from meshwright.server.access import Keyring
 from meshwright.server.api_error import ApiError
 from meshwright.server.gate import Gate
@@ -24,6 +24,8 @@ ANSWERED: tuple[tuple[str, str, Answer], ...] = (
     ("POST", "/v1/chat/completions", routes.chat_completions),
     ("POST", "/tokenize", routes.tokenize),
     ("POST", "/detokenize", routes.detokenize),
+    ("POST", "/v1/load_lora_adapter", adapter_routes.load_adapter),
+    ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_adapter),
 )
 """Routes that are logged and that count as a request of a key."""
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.server.api_error import ApiError, refused
 from meshwright.spec.errors import printable
-from meshwright.spec.presets import nearest
+from meshwright.spec.presets import suggested
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (), "function_call": ("none",), "functions": ([],), "logit_processors": (), "metadata": ({},),
@@ -43,7 +43,7 @@ def checked_fields(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
         if name in known:
             given[name] = _without_nulls(value)
         elif name not in NEUTRAL:
-            close = f"; nearest: {nearest(name, known, 1)[0]}"
+            close = f"; {suggested(name, known, 1)}"
             raise refused(f"{printable(name)[:60]} is not known{close}", printable(name)[:60], "unknown_parameter")
         elif not any(value == neutral and type(value) is type(neutral) for neutral in NEUTRAL[name]):
             raise refused(f"{name} is not supported by this server: leave it out", name, "unsupported_parameter")

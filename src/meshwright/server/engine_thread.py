@@ -8,7 +8,7 @@ reader that is slow costs no memory beyond the answer itself.
 import asyncio
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -77,6 +77,15 @@ class _Followed:
     """How many came."""
 
 
+@dataclass(slots=True, eq=False)
+class EngineChange:
+    """What is done to the engine between two steps."""
+
+    apply: Callable[[ServingEngine], None]
+    done: "asyncio.Future[None]"
+
+
+Command = tuple[str, EngineTask | EngineChange | None]
 News = tuple[tuple[AnswerProgress, ...], Exception | None]
 
 
@@ -93,7 +102,7 @@ class EngineThread:
         """The model is open, or cannot be opened."""
         self._open, self._options, self._metrics = open_model, options, metrics
         self._loop = asyncio.get_running_loop()
-        self._commands: SimpleQueue[tuple[str, EngineTask | None]] = SimpleQueue()
+        self._commands: SimpleQueue[Command] = SimpleQueue()
         self._owners: dict[ServedAnswer, _Followed] = {}
         self._waiting: list[EngineTask] = []
         self._news: dict[EngineTask, News] = {}
@@ -112,6 +121,12 @@ class EngineThread:
     def cancel(self, task: EngineTask) -> None:
         """Nobody wants a task's answers: before the next step its memory is free."""
         self._commands.put(("cancel", task))
+
+    async def change(self, apply: Callable[[ServingEngine], None]) -> None:
+        """Do something to the engine before its next step. What `apply` raises; RunError: the engine has failed."""
+        done = self._loop.create_future()
+        self._commands.put(("change", EngineChange(apply, done)))
+        await done
 
     def stop(self, wait_s: float) -> None:
         """End the thread behind its step."""
@@ -151,7 +166,9 @@ class EngineThread:
             for command, task in self._taken(wait=engine.idle):
                 if task is None:
                     return
-                if command == "add":
+                if isinstance(task, EngineChange):
+                    self._change(engine, task)
+                elif command == "add":
                     self._add(engine, hosted, task)
                 elif task.request is not None:
                     self._cancel(engine, task, task.request)
@@ -160,7 +177,28 @@ class EngineThread:
             self._metrics.count(engine)
             self._moved_at = monotonic()
 
-    def _taken(self, *, wait: bool) -> Iterable[tuple[str, EngineTask | None]]:
+    def _change(self, engine: ServingEngine, change: EngineChange) -> None:
+        try:
+            change.apply(engine)
+        except Exception as error:
+            self._settle_change(change, error)
+            if isinstance(error, RunError):
+                raise
+            return
+        self._settle_change(change)
+
+    def _settle_change(self, change: EngineChange, error: Exception | None = None) -> None:
+        def settle() -> None:
+            if change.done.done():  # who asked for it has gone
+                return
+            if error is None:
+                change.done.set_result(None)
+            else:
+                change.done.set_exception(error)
+
+        self._call(settle)
+
+    def _taken(self, *, wait: bool) -> Iterable[Command]:
         """Commands that came; waits for one where there is nothing else to do."""
         if wait:
             found = self._commands.get()
@@ -246,7 +284,9 @@ class EngineThread:
             command, task = self._commands.get()
             if task is None:
                 return
-            if command == "add":
+            if isinstance(task, EngineChange):
+                self._settle_change(task, error)
+            elif command == "add":
                 self._publish({task: ((), error)})
 
     def _publish(self, news: dict[EngineTask, News]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.transformer import Transformer
@@ -27,7 +28,9 @@ class HostedModel:
     created: int
     """Seconds since 1970."""
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
-    """By the names that requests say in the model's place."""
+    """By the names that requests say in the model's place, when the server begins."""
+    open_adapter: Callable[[Path, int], ServedAdapter] | None = None
+    """Reads one from a folder in PEFT's format, of at most a rank, while the server runs; None = none can be had."""
     draft: Transformer | None = None
     """A small model that guesses, where the engine's options have guesses and no such model."""
     ranks: ServingRanks | None = None
@@ -38,14 +41,9 @@ class HostedModel:
         if self.name in self.adapters:
             raise ArgumentError(f"adapter={self.name} is the model's own name: give one of them another")
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What a request may call for."""
-        return self.name, *self.adapters
-
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a name of these means; None = the model alone."""
-        return name if name in self.adapters else None
+        """The adapter that a request's name means, of those that there are; None = the model alone."""
+        return None if name == self.name else name
 
     def engine(self, options: EngineOptions) -> ServingEngine:
         """An engine of it that has answered once, so that the first request does not wait for what is done once."""

@@ -85,7 +85,7 @@ class HttpServer:
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         metrics = ServerMetrics(self.name)
         engine = EngineThread(self._open, self._engine_options, metrics)
-        service = self.service = Service(engine, Admission(limits), metrics, limits, self._write)
+        service = self.service = Service(engine, Admission(limits), metrics, self.options, self._write)
         server = _Uvicorn(self._config(service))
         with self._signals():
             serving = asyncio.create_task(server.serve(sockets=[self._socket]))

@@ -1,5 +1,6 @@
 """The routes: each reads a body, lets the engine answer, and writes a document."""
 
+import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from meshwright.server.request_body import ClientDisconnect, read_body
 from meshwright.server.request_fields import AnswerFields, CompletionFields, DetokenizeFields
 from meshwright.server.request_log import RequestRecord, Write
 from meshwright.server.server_metrics import ServerMetrics
-from meshwright.server.server_options import ServerLimits
+from meshwright.server.server_options import ServerOptions
 from meshwright.server.tool_use import tool_use
 from meshwright.spec.errors import printable
 
@@ -38,9 +39,12 @@ class Service:
     """What the routes share: the engine, who is let in, and the log."""
 
     def __init__(
-        self, engine: EngineThread, admission: Admission, metrics: ServerMetrics, limits: ServerLimits, write: Write
+        self, engine: EngineThread, admission: Admission, metrics: ServerMetrics, options: ServerOptions, write: Write
     ) -> None:
-        self.engine, self.admission, self.metrics, self.limits, self.write = engine, admission, metrics, limits, write
+        self.engine, self.admission, self.metrics, self.write = engine, admission, metrics, write
+        self.limits, self.adapter_folder = options.limits, options.adapter_folder
+        self.loading = asyncio.Lock()
+        """Held while an adapter is loaded or unloaded over HTTP."""
         self.reader: PromptReader | None = None
         """Opened with the model; None = it has no tokenizer."""
 
@@ -53,6 +57,12 @@ class Service:
             return self.engine.state
         return "stuck" if self.engine.stuck(self.limits.step_seconds) else "ok"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may call for: the model, and adapters that are loaded now."""
+        hosted, engine = self.engine.hosted, self.engine.engine
+        return () if hosted is None or engine is None else (hosted.name, *engine.adapters.names)
+
     def hosted(self, name: str | None = None) -> HostedModel:
         """The model, if it or one of its adapters has that name. ApiError."""
         if self.admission.closed:
@@ -61,8 +71,8 @@ class Service:
         if self.engine.state != "ready" or hosted is None:
             state = "the model is being loaded" if self.engine.state == "loading" else "the engine has failed"
             raise ApiError(503, f"{state}: ask again later", code="not_ready", retry_seconds=5)
-        if name is not None and name not in hosted.names:
-            said = f"the model {printable(name)[:100]} is not here: take {' or '.join(hosted.names)}"
+        if name is not None and name not in self.names:
+            said = f"the model {printable(name)[:100]} is not here: take {' or '.join(self.names)}"
             raise ApiError(404, said, code="model_not_found", param="model")
         return hosted
 
@@ -194,11 +204,11 @@ async def models(call: Call) -> Response:
         "object": "model", "created": hosted.created, "owned_by": "meshwright",
         "max_model_len": engine.longest if engine else 0,
     }  # fmt: skip
+    names = call.service.names if name is None else (name,)
     every = [
-        {"id": one, **shared, **({} if hosted.adapter_of(one) is None else {"parent": hosted.name})}
-        for one in hosted.names
-    ]
-    return JSONResponse(every[hosted.names.index(name)] if name is not None else {"object": "list", "data": every})
+        {"id": one, **shared, **({} if hosted.adapter_of(one) is None else {"parent": hosted.name})} for one in names
+    ]  # fmt: skip
+    return JSONResponse(every[0] if name is not None else {"object": "list", "data": every})
 
 
 async def _chat_ids(reader: PromptReader, fields: TokenizeFields) -> list[int]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from meshwright.spec.errors import ArgumentError
 
@@ -41,6 +42,12 @@ class ServerLimits:
     """For the chat template and the tokenizer: 400."""
     stall_seconds: float = 30.0
     """A reader that takes nothing for so long is cut off."""
+    max_adapters: int = 16
+    """That take memory at once, where adapters are loaded over HTTP: 409."""
+    max_adapter_bytes: int = 2**30
+    """Of the file of one that is loaded over HTTP: 400."""
+    max_adapter_rank: int = 256
+    """Of one that is loaded over HTTP: 400."""
     step_seconds: float = 120.0
     """A step of the engine that takes longer makes /health say 503."""
     drain_seconds: float = 30.0
@@ -65,10 +72,14 @@ class ServerOptions:
     """Any of them opens every route; none = no key is asked for."""
     without_key: bool = False
     """Listen beyond this machine although there is no key."""
+    adapter_folder: Path | None = None
+    """In which adapters lie that may be loaded over HTTP; None = none may."""
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
         """ArgumentError: an address that others reach, and no key."""
+        if self.adapter_folder is not None and not self.adapter_folder.is_dir():
+            raise ArgumentError(f"adapter_dir={self.adapter_folder}: there is no such folder")
         if not 0 <= self.port < 2**16:
             raise ArgumentError(f"port={self.port} must lie between 0 and 65535")
         if self.host not in LOOPBACK and not self.keys and not self.without_key:

@@ -8,7 +8,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
 from meshwright.spec.lora import NONE
 from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe import NO_SCHEME, Recipe
 from meshwright.spec.schedule_kinds import V_PLACED
 from meshwright.spec.shape import ModelShape
 
@@ -150,8 +150,9 @@ def teacher_layout(layout: Layout, teacher: ModelShape) -> Layout:
 def _laid_out(recipe: Recipe, student: ModelShape, teacher: ModelShape, layout: Layout) -> Iterator[str]:
     """A teacher has the layout of its student, whether it stands beside it or is asked once."""
     plain = replace(
-        recipe, products="same", dropout=0.0, noise_scale_every=0, optimizer_states="fp32", master_weights="fp32"
-    )
+        recipe, products="same", fake_quantize=NO_SCHEME, dropout=0.0, noise_scale_every=0, optimizer_states="fp32",
+        master_weights="fp32",
+    )  # fmt: skip
     known = layout_violations(student, recipe, layout)
     for sentence in layout_violations(teacher, plain, teacher_layout(layout, teacher)):
         if sentence not in known:

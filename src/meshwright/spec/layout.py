@@ -107,11 +107,8 @@ class Layout:
             raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
         if self.recompute_layers < 0:
             raise IllegalLayout(f"layout.recompute_layers={self.recompute_layers} must be 0 (all) or more")
-        for field, words in WORDS.items():
-            if getattr(self, field) not in words:
-                raise IllegalLayout(
-                    f"layout.{field}={getattr(self, field)!r} is unknown: take one of {', '.join(map(str, words))}"
-                )
+        for field in WORDS:
+            known_word(field, getattr(self, field))
 
     @property
     def dp(self) -> int:
@@ -200,3 +197,10 @@ WORDS: dict[str, tuple[object, ...]] = {
     name: get_args(hint) for name, hint in get_type_hints(Layout).items() if get_origin(hint) is Literal
 }
 """Fields of a layout that are one of a few words, and which."""
+
+
+def known_word(field: str, value: object) -> None:
+    """Refuse a value that is not one of a field's words."""
+    if value not in WORDS[field]:
+        words = ", ".join(map(str, WORDS[field]))
+        raise IllegalLayout(f"layout.{field}={value!r} is unknown: take one of {words}")

@@ -28,7 +28,7 @@ def step_time(seconds: float) -> str:
     """Seconds of a step, four digits, so that layouts that differ by a tenth of a percent can be told apart."""
     if seconds < 0.9995:
         return f"{1e3 * seconds:#.4g} ms".replace(". ", " ")
-    return f"{seconds:#.4g} s".replace(". ", " ") if seconds < 9999.5 else f"{seconds:,.0f} s"
+    return f"{seconds:#.4g} s" if seconds < 999.95 else f"{seconds:,.0f} s"
 
 
 def count(number: float) -> str:

@@ -36,4 +36,4 @@ def sentences(software: TrainingSoftware) -> list[str]:
 
 
 def _mean(cell: str) -> str:
-    return f"{cell.split(' / ')[0]} %"
+    return f"{cell.split(' / ')[0]}%"

@@ -1,7 +1,7 @@
 """All training software that `--for` and `--from` know, by its word."""
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.presets import nearest
+from meshwright.spec.presets import suggested
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FSDP
 from meshwright.stacks.trainers.axolotl import AXOLOTL
@@ -21,6 +21,5 @@ SOFTWARE = {one.word: one for one in (
 def software(word: str) -> TrainingSoftware:
     """The one of this word; PlanError with the nearest words."""
     if word not in SOFTWARE:
-        raise PlanError(f"stack={word!r} is not known; nearest: {', '.join(nearest(word, SOFTWARE))}; "
-                        f"there are: {', '.join(SOFTWARE)}")  # fmt: skip
+        raise PlanError(f"stack={word!r} is not known; {suggested(word, SOFTWARE)}")  # fmt: skip
     return SOFTWARE[word]

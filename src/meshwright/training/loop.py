@@ -14,12 +14,12 @@ from meshwright.data import prepare as prepare_data
 from meshwright.data.advice import advice
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.run_reading import announced
-from meshwright.model.fake_quantized import put_fake_quantization
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pass_graphs import check_device
+from meshwright.parallel.rounding import round_weights
 from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError
 from meshwright.spec.held import shards_are_masters
@@ -251,8 +251,7 @@ def new_state(
         adapters=adapters,
         masters=shards_are_masters(recipe.precision, plan.layout, recipe.storage, recipe.reduce_dtype),
     )
-    if rounds:
-        put_fake_quantization(engine.stages, plan.model, recipe.fake_quantize)
+    round_weights(engine, recipe.fake_quantize)
     scaler = LossScaler(target) if recipe.precision == "fp16" else None
     return TrainState(engine, Optimizer.of(engine, recipe), scaler, Progress(), StepSkipper(target))
 

@@ -134,6 +134,14 @@ Adapters = Annotated[
         help="A LoRA adapter, which requests name as their model: of PEFT, or a run with model.lora. For each one.",
     ),
 ]
+AdapterFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter-dir",
+        metavar="DIR",
+        help="Let requests load adapters in PEFT's format from here while the server runs, and unload any.",
+    ),
+]
 OneAdapter = Annotated[
     Path | None,
     typer.Option(

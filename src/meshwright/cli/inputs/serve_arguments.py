@@ -1,28 +1,28 @@
 """A load on the command line, for `plan --serve`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 AskedServe = Annotated[
     bool, typer.Option("--serve", help="Plan serving in place of training: memory, concurrency, tokens per second.")
 ]
-AskedInput = Annotated[
-    int | None,
-    typer.Option(
-        "--input-length", metavar="INT", help="With --serve: tokens of a prompt. [default: 1024; 256 of compare]"
-    ),
-]
-AskedOutput = Annotated[
-    int | None,
-    typer.Option(
-        "--output-length", metavar="INT", help="With --serve: tokens of an answer. [default: 1024; 64 of compare]"
-    ),
-]
-AskedConcurrency = Annotated[
-    int | None,
-    typer.Option("--concurrency", metavar="INT", help="With --serve: requests in flight. [default: 64; 8 of compare]"),
-]
+
+
+def _load(option: str, what: str, default: int) -> Any:
+    return typer.Option(option, metavar="INT", help=f"With --serve: {what}. [default: {default}]")
+
+
+INPUT = "--input-length", "tokens of a prompt"
+OUTPUT = "--output-length", "tokens of an answer"
+CONCURRENCY = "--concurrency", "requests in flight"
+AskedInput = Annotated[int | None, _load(*INPUT, 1024)]
+AskedOutput = Annotated[int | None, _load(*OUTPUT, 1024)]
+AskedConcurrency = Annotated[int | None, _load(*CONCURRENCY, 64)]
+ServedInput = Annotated[int | None, _load(*INPUT, 256)]
+"""Of a load that is served here, as compare does."""
+ServedOutput = Annotated[int | None, _load(*OUTPUT, 64)]
+ServedConcurrency = Annotated[int | None, _load(*CONCURRENCY, 8)]
 AskedQuantization = Annotated[
     str,
     typer.Option(

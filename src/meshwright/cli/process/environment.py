@@ -22,7 +22,7 @@ DEFAULTS = (
     Default(
         name="GOMP_SPINCOUNT",
         value="1000",
-        why="waiting threads sleep soon: 5 % slower alone, 8 times faster where another program wants a core too",
+        why="waiting threads sleep soon: 5% slower alone, 8 times faster where another program wants a core too",
         others=("OMP_WAIT_POLICY",),
     ),
     Default(

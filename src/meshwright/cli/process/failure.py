@@ -1,7 +1,10 @@
 """From an exception to one line on stderr and an exit code."""
 
 import errno
+from collections.abc import Sequence
 
+from meshwright.cli.process.usage import usage
+from meshwright.cli.terminal.help import VERBS
 from meshwright.spec.errors import MeshwrightError
 
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
@@ -21,6 +24,11 @@ def explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror:
         return _system(error), USAGE
     return f"{type(error).__name__}: {_one_line(str(error))} (run with --debug for the traceback)", FAILED
+
+
+def refused(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
+    """The same for what the parser refused."""
+    return usage(error, words, VERBS), USAGE
 
 
 def _one_line(text: str) -> str:

@@ -22,7 +22,7 @@ def answer(found: EvaluationAnswer) -> Iterator[str]:
     yield ""
     noise = "± is the standard error over items."
     if found.against is not None:
-        noise += " Differences are paired by item; one is within noise where its 95 % interval holds 0."
+        noise += " Differences are paired by item; one is within noise where its 95% interval holds 0."
     yield from wrapped(plus_minus(noise), width())
 
 

@@ -32,6 +32,8 @@ class Asked:
     top: int | None = None
     saved: str = ""
     """The file that --save wrote."""
+    own_batch: bool = False
+    """Whether nobody said how many sequences a step has."""
     stack: str = ""
     """Other training software, which has files of its own and no --save."""
 
@@ -43,8 +45,9 @@ def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
     yield from headline(best.plan)
     yield ""
     rows = merged(found.best)
-    yield from _verdict(best, _note(rows[0][1], recommended=chosen))
-    for line in (*caveats(best.plan), *explain.caution(of, found, asked.fixed)):
+    yield from _verdict(best, _note(rows[0][1], _recommended(found.best) if chosen else ""))
+    own = explain.own_batch(best.plan) if asked.own_batch else ()
+    for line in (*own, *caveats(best.plan), *explain.caution(of, found, asked.fixed)):
         yield from _marked(line)
     shown = rows[1 : None if asked.details and asked.top is None else 1 + (asked.top or ALTERNATIVES)]
     if shown:
@@ -89,8 +92,15 @@ def headline(plan: Plan) -> Iterator[str]:
     yield from wrapped(dot().join(parts), width(), "", "  ")
 
 
-def _note(vps: list[int], *, recommended: bool) -> str:
-    words = ["recommended"] if recommended else []
+def _recommended(listed: list[Prediction]) -> str:
+    """Why the first is, where others are faster: they leave less memory free."""
+    faster = [one for one in listed if one.step_s < listed[0].step_s]
+    free = faster and not is_tight(listed[0]) and all(map(is_tight, faster))
+    return f"recommended: fastest with {FREE:.0%} free" if free else "recommended"
+
+
+def _note(vps: list[int], recommended: str) -> str:
+    words = [recommended] if recommended else []
     return ", ".join(words + ([_same_speed(vps)] if vps else []))
 
 
@@ -136,7 +146,7 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
         likely = explain.probability(said.fit_probability)
         unit = GIB if _unit(peak) == "GiB" else MIB
         most = f"{explain.between(said.peak_bytes, unit)} {_unit(peak)}"
-        yield from wrapped(f"{most}; fits with a probability of {likely}", columns, RANGE)
+        yield from wrapped(f"{most}; fits with {likely}", columns, RANGE)
     else:
         yield f"    memory   {short_gib(peak)} per device"
     parts = dot().join(f"{name} {_number(size, peak)}" for name, size in explain.groups(best) if size)

@@ -30,7 +30,7 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
     if found.note:
         yield f"tokenizer   {found.note}"
     if found.outlier_share:
-        yield f"outliers    {100 * found.outlier_share:.2f} % of inputs stay in 16 bit"
+        yield f"outliers    {100 * found.outlier_share:.2f}% of inputs stay in 16 bit"
     if found.budget_bytes is not None:
         each = ", ".join(f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in found.bits.items())
         yield f"budget      {found.budget_bytes:,} bytes: {each}"
@@ -48,7 +48,7 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
     low, high = (SCHEMES if found.scheme in SCHEMES else GGUF_SCHEMES)[found.scheme].expected_kl
     usual = "" if low <= one.kl <= high else f"; usual for {found.scheme}: {low:g} to {high:g}"
     error = plus_minus(f"{one.kl:.4g} ± {one.kl_error:.2g}")
-    yield f"KL          {error} nats per token, limit {found.max_kl:g}; 99 % of tokens below {one.kl_p99:.3g}{usual}"
+    yield f"KL          {error} nats per token, limit {found.max_kl:g}; 99% of tokens below {one.kl_p99:.3g}{usual}"
     yield f"measured on {one.tokens:,} tokens of held-out text"
     yield "moved most  output error per layer"
     for layer in found.blamed:

@@ -1,41 +1,31 @@
 """What `rent` prints: which cluster meets the deadline or the budget, then the front of money and time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import log
+from typing import TypeVar
 
 from meshwright.api.renting import RentAnswer
 from meshwright.api.renting_serving import ServeRentAnswer
-from meshwright.cli.terminal.screen_text import dot, width, wrapped
+from meshwright.cli.terminal.screen_text import continued, dot, width, wrapped
+from meshwright.planner.explain import probability
+from meshwright.planner.rent.clusters import Offer
 from meshwright.planner.rent.run_on import RunOn
 from meshwright.planner.rent.served_on import ServedOn
-from meshwright.planner.rent.uncertainty import digits, rounded
-from meshwright.spec.units import count, duration, short_gib, step_time
+from meshwright.planner.rent.uncertainty import days, digits, dollars, plain
+from meshwright.spec.units import count, duration, many, short_gib, step_time
 
-DAY_S = 86_400.0
+Row = TypeVar("Row", RunOn, ServedOn)
+
 FEW = 0.01
+"""Failures, and a probability, below which no figure is given."""
 LIMITS = 2
 """What stops going further, named in a row."""
+ROWS = 8
+"""Rows of a front, unless all are asked for."""
 
 
-def days(seconds: float, error: float) -> str:
-    """A time to what is known of it: 16 days, 7.2 h, 12 min."""
-    for unit, size in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= size:
-            return f"{_plain(rounded(seconds / size, error))} {unit}"
-    return f"{_plain(rounded(seconds, error))} s"
-
-
-def dollars(usd: float, error: float) -> str:
-    """A bill to what is known of it."""
-    value = rounded(usd, error)
-    return f"${_plain(value / 1e6)}M" if value >= 1e6 else f"${_plain(value)}"
-
-
-def _plain(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
-
-
-def rent_answer(answer: RentAnswer) -> Iterator[str]:
-    """All lines."""
+def rent_answer(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
+    """All lines; `every` row of the front."""
     plan, recipe = answer.asked.plan, answer.asked.plan.recipe
     parts = [
         plan.model.name, f"{count(answer.asked.tokens)} tokens", recipe.precision,
@@ -46,49 +36,70 @@ def rent_answer(answer: RentAnswer) -> Iterator[str]:
     for line in verdicts(answer):
         yield from wrapped(line, width(), "  ", "    ")
     yield ""
-    yield from _front(answer)
+    yield from _front(answer, every=every)
     yield ""
-    for line in (*footnotes(answer), *reproduced(answer)):
+    for line in (*footnotes(answer, every=every), reproduced(answer)):
         yield from wrapped(line, width(), "  ", "    ")
+    yield from _again(answer.command(answer.recommended))
+
+
+def _again(command: str) -> Iterator[str]:
+    yield "  Again:"
+    yield from continued(command, width(), "    ")
 
 
 def verdicts(answer: RentAnswer) -> Iterator[str]:
     """The cheapest that meets the deadline, the fastest within the budget; or that there is none."""
     limit_s, budget = answer.deadline_s, answer.budget_usd
-    asked = f" that ends within {days(limit_s, 0)}" if limit_s < float("inf") else ""
+    asked = f" that ends within {days(limit_s)}" if limit_s < float("inf") else ""
     best = answer.cheapest
     if best is None:
         first = min(answer.front, key=lambda one: one.wall_s)
-        yield f"NONE{asked}: the fastest takes {days(first.wall_s, first.error)} ({_where(first)})."
+        yield f"NONE{asked}: the fastest takes {first.days} ({first.title})."
     else:
-        chance = f", in time with a probability of {best.ends_within(limit_s):.0%}" if asked else ""
+        chance = f", in time with {probability(best.ends_within(limit_s), FEW)}" if asked else ""
         yield f"CHEAPEST{asked}: {_run(best)}{chance}."
     asked = f" within ${budget:,.0f}" if budget < float("inf") else ""
     best = answer.fastest
     if best is None:
         first = answer.front[0]
-        yield f"NONE{asked}: the cheapest costs {dollars(first.usd, first.error)} ({_where(first)})."
+        yield f"NONE{asked}: the cheapest costs {first.dollars} ({first.title})."
     else:
-        chance = f", in budget with a probability of {best.costs_at_most(budget):.0%}" if asked else ""
+        chance = f", in budget with {probability(best.costs_at_most(budget), FEW)}" if asked else ""
         yield f"FASTEST{asked}: {_run(best)}{chance}."
-
-
-def _where(one: RunOn) -> str:
-    spares = f" and {one.weeks.spares} spare" if one.weeks.spares else ""
-    return f"{one.offer.nodes} x {one.offer.name}{spares}"
 
 
 def _run(one: RunOn) -> str:
     low, high = (dollars(usd, one.error) for usd in one.range_usd)
-    return (
-        f"{_where(one)}, {days(one.wall_s, one.error)}, {dollars(one.usd, one.error)} (90 % range {low} to {high}), "
-        f"goodput {one.weeks.goodput:.1%}"
-    )
+    return f"{one.title}, {one.days}, {one.dollars} (90% range {low} to {high}), goodput {one.weeks.goodput:.1%}"
 
 
-def _front(answer: RentAnswer) -> Iterator[str]:
-    heads = ("bill", "time", "nodes x cluster", "goodput", "energy", "fits", "stops going further")
-    return _table((heads, *map(_cells, answer.front)), ">><>>><")
+def _front(answer: RentAnswer, *, every: bool) -> Iterator[str]:
+    heads = ("bill", "time", "nodes x devices", "goodput", "energy", "fits", "stops going further")
+    named = (answer.cheapest, answer.fastest)
+    rows = answer.front if every else shown(answer.front, named, lambda one: (log(one.usd), log(one.wall_s)))
+    yield from _table((heads, *map(_cells, rows)), ">><>>><")
+    yield from _left_out(len(answer.front) - len(rows))
+
+
+def shown(
+    front: Sequence[Row], named: Sequence[Row | None], place: Callable[[Row], tuple[float, float]], most: int = ROWS
+) -> list[Row]:
+    """Of a front at most so many rows, in its order: the ends, those that are named, and those farthest from others."""
+    places = [place(one) for one in front]
+    kept = {0, len(front) - 1, *(front.index(one) for one in named if one is not None)}
+
+    def alone(n: int) -> float:
+        return min(abs(places[n][0] - places[k][0]) + abs(places[n][1] - places[k][1]) for k in kept)
+
+    while len(kept) < min(most, len(front)):
+        kept.add(max(set(range(len(front))) - kept, key=alone))
+    return [front[n] for n in sorted(kept)]
+
+
+def _left_out(number: int) -> Iterator[str]:
+    if number:
+        yield f"    {many(number, 'row')} between these: --all"
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
@@ -102,20 +113,25 @@ def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
 def _cells(one: RunOn) -> tuple[str, ...]:
     spares = f"+{one.weeks.spares}" if one.weeks.spares else ""
     return (
-        dollars(one.usd, one.error), days(one.wall_s, one.error), f"{one.offer.nodes}{spares} x {one.offer.name}",
+        one.dollars, one.days, _joined(one.offer, spares),
         f"{one.weeks.goodput:.1%}", _energy(one), f"{one.fits:.0%}",
         ", ".join(limit.partition(":")[0] for limit in one.limits[:LIMITS]),
     )  # fmt: skip
+
+
+def _joined(offer: Offer, spares: str = "") -> str:
+    """Nodes, and what is in each, in a column."""
+    return f"{offer.nodes}{spares} x {offer.devices_per_node} {offer.price.device}"
 
 
 def _energy(one: RunOn) -> str:
     if one.kwh is None:
         return "unknown"
     mwh = one.kwh >= 1e3
-    return f"{_plain(rounded(one.kwh / (1e3 if mwh else 1), one.error))} {'MWh' if mwh else 'kWh'}"
+    return f"{plain(one.kwh / (1e3 if mwh else 1), one.error)} {'MWh' if mwh else 'kWh'}"
 
 
-def footnotes(answer: RentAnswer) -> Iterator[str]:
+def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
     """What was tried, what was assumed."""
     swept, given = answer.swept, answer.asked.given
     yield (
@@ -126,8 +142,7 @@ def footnotes(answer: RentAnswer) -> Iterator[str]:
         "Stops going further: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
         "sequence; memory: layers recompute to fit."
     )
-    if answer.unpriced:
-        yield f"No price, so not tried: {', '.join(answer.unpriced)}."
+    yield from _unpriced(answer.unpriced, every=every)
     yield (
         f"Counted: a failure every {given.mtbf_device_hours:,.0f} hours of a device (Llama 3), {given.evaluation:.0%} "
         f"for evaluation, {duration(given.restart_s)} for a restart, {duration(given.repair_s)} until a node is back, "
@@ -139,21 +154,27 @@ def footnotes(answer: RentAnswer) -> Iterator[str]:
     )
 
 
-def reproduced(answer: RentAnswer) -> Iterator[str]:
-    """The command of the recommended run."""
-    best = answer.cheapest or answer.front[0]
+def _unpriced(names: Sequence[str], *, every: bool) -> Iterator[str]:
+    if names and every:
+        yield f"No price, so not tried: {', '.join(names)}."
+    elif names:
+        yield f"{many(len(names), 'device')} without a price: not tried (--all names them)."
+
+
+def reproduced(answer: RentAnswer) -> str:
+    """The layout of the recommended run, and how it is saved."""
+    best = answer.recommended
     weeks = best.weeks
     size = digits(best.error)
-    few = _plain(rounded(weeks.failures, best.error)) if weeks.failures >= FEW else f"fewer than {FEW:g}"
-    yield (
-        f"Layout of {_where(best)}: {step_time(best.found.step_s)} per step, {short_gib(best.found.peak_bytes)}; save "
+    few = plain(weeks.failures, best.error) if weeks.failures >= FEW else f"fewer than {FEW:g}"
+    return (
+        f"Layout of {best.title}: {step_time(best.found.step_s)} per step, {short_gib(best.found.peak_bytes)}; save "
         f"every {duration(float(f'{weeks.interval_s:.{size}g}'))} ({short_gib(best.saves.total_bytes)}), "
         f"{few} failures expected."
     )
-    yield f"Again: {answer.command(best)}"
 
 
-def serve_rent_answer(answer: ServeRentAnswer) -> Iterator[str]:
+def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterator[str]:
     """All lines of `rent --serve`."""
     asked = answer.asked
     parts = [
@@ -166,27 +187,32 @@ def serve_rent_answer(answer: ServeRentAnswer) -> Iterator[str]:
     best = answer.cheapest
     if best is None:
         first = min(answer.front, key=lambda one: one.per_token_s)
-        name = _name(first.offer.nodes, first.offer.name)
-        yield f"  NONE{limit}: the fastest takes {first.per_token_s * 1e3:.3g} ms ({name})."
+        yield f"  NONE{limit}: the fastest takes {first.per_token_s * 1e3:.3g} ms ({first.offer.title})."
     else:
         users = f", {best.users_within(answer.latency_s):,} requests at once{limit}" if limit else ""
         line = (
-            f"CHEAPEST{limit}: {_name(best.offer.nodes, best.offer.name)}, {best.layout.words}, "
+            f"CHEAPEST{limit}: {best.offer.title}, {best.layout.words}, "
             f"${_three(best.usd_per_hour)} per hour, ${best.usd_per_million:.2g} per million tokens of answers{users}."
         )
         yield from wrapped(line, width(), "  ", "    ")
     yield ""
-    heads = ("$ per hour", "$ per M", "nodes x cluster", "layout", "per token", "first token", "tokens/s")
-    yield from _table((heads, *map(_served, answer.front)), ">><<>>>")
+    heads = ("$ per hour", "$ per M", "nodes x devices", "layout", "per token", "first token", "tokens/s")
+    rows = answer.front if every else shown(answer.front, [best], _served_place)
+    yield from _table((heads, *map(_served, rows)), ">><<>>>")
+    yield from _left_out(len(answer.front) - len(rows))
     yield ""
-    if answer.prices.unpriced():
-        yield from wrapped(f"No price, so not tried: {', '.join(answer.prices.unpriced())}.", width(), "  ", "    ")
-    yield from wrapped(f"Again: {answer.command(best or answer.front[0])}", width(), "  ", "    ")
+    for line in _unpriced(answer.prices.unpriced(), every=every):
+        yield from wrapped(line, width(), "  ", "    ")
+    yield from _again(answer.command(answer.recommended))
+
+
+def _served_place(one: ServedOn) -> tuple[float, float]:
+    return log(one.usd_per_hour), log(one.per_token_s)
 
 
 def _served(one: ServedOn) -> tuple[str, ...]:
     return (
-        _three(one.usd_per_hour), f"{one.usd_per_million:.2g}", _name(one.offer.nodes, one.offer.name),
+        _three(one.usd_per_hour), f"{one.usd_per_million:.2g}", _joined(one.offer),
         one.layout.words, f"{one.per_token_s * 1e3:.3g} ms", f"{one.first_token_s * 1e3:,.0f} ms",
         f"{one.layout.tokens_per_s:,.0f}",
     )  # fmt: skip
@@ -195,7 +221,3 @@ def _served(one: ServedOn) -> tuple[str, ...]:
 def _three(value: float) -> str:
     """Three digits, without an exponent."""
     return f"{float(f'{value:.3g}'):,.{2 if value < 10 else 1 if value < 100 else 0}f}"
-
-
-def _name(nodes: int, cluster: str) -> str:
-    return f"{nodes} x {cluster}"

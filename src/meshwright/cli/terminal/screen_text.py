@@ -1,6 +1,7 @@
 """Lines for a terminal of any width: whole words, colour for verdicts alone, marks that the encoding has."""
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +43,25 @@ def wrapped(text: str | Sequence[str], columns: int, first: str = "", rest: str 
         line += (between if used else "") + word
         used = True
     yield line.rstrip()
+
+
+def continued(command: str, columns: int, lead: str) -> Iterator[str]:
+    """A shell's command over as many lines as it takes, to be pasted as they stand: each but the last ends in a
+    backslash, and an option keeps its value on its line."""
+    parts: list[str] = []
+    for word in map(shlex.quote, shlex.split(command)):
+        if parts and parts[-1].startswith("-") and " " not in parts[-1] and not word.startswith("-"):
+            parts[-1] += f" {word}"
+        else:
+            parts.append(word)
+    line = lead + parts[0]
+    for part in parts[1:]:
+        if len(line) + len(part) + len("  \\") > columns:
+            yield f"{line} \\"
+            line = f"{lead}  {part}"
+        else:
+            line += f" {part}"
+    yield line
 
 
 def folded(lines: Iterable[str]) -> Iterator[str]:

@@ -55,7 +55,7 @@ def _shown(name: str, value: float | None) -> str:
         return "-"
     if name == "n":
         return str(value)
-    return f"{value:.3f}" if name == "rank_correlation" else f"{100 * value:.1f} %"
+    return f"{value:.3f}" if name == "rank_correlation" else f"{100 * value:.1f}%"
 
 
 def _print_reasons(judged: "list[Judged | Unreadable]") -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.inputs.plan_arguments import RunCluster
-from meshwright.cli.inputs.serve_arguments import AskedConcurrency, AskedInput, AskedOutput
+from meshwright.cli.inputs.serve_arguments import ServedConcurrency, ServedInput, ServedOutput
 from meshwright.cli.verbs.plan_serve import refuse_load
 from meshwright.spec.errors import ArgumentError
 
@@ -29,9 +29,9 @@ def compare(
     serve: Annotated[
         bool, typer.Option("--serve", help="Serve a load here, with --cluster FILE.toml of calibrate; compare with it.")
     ] = False,
-    input_length: AskedInput = None,
-    output_length: AskedOutput = None,
-    concurrency: AskedConcurrency = None,
+    input_length: ServedInput = None,
+    output_length: ServedOutput = None,
+    concurrency: ServedConcurrency = None,
     every: Annotated[bool, typer.Option("--all", help="Every row of every rank, also those that are equal.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON document.")] = False,
 ) -> None:

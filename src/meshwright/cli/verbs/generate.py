@@ -25,7 +25,7 @@ def generate(
     prompt_ids: Annotated[str | None, typer.Option(metavar="1,2,3", help="Or token ids to continue.")] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option("--prompts", metavar="FILE", help="Or a file: a prompt a line, or .jsonl rows; prints rows."),
+        typer.Option("--prompts", metavar="FILE", help="Or a file: one prompt per line, or .jsonl rows; prints rows."),
     ] = None,
     samples: Annotated[int, typer.Option(help="Answers to each prompt; prints rows.")] = 1,
     chat: Annotated[

@@ -1,5 +1,6 @@
 """`meshwright plan MODEL --cluster NAME`: which layout, what it costs, why not the others. Needs no torch, no GPU."""
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, PlanError
 from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
 
+PLANS = (".yaml", ".yml")
 MOST_SHOWN = 1000
 """Alternatives that --top may ask for."""
 
@@ -60,11 +62,18 @@ def plan(
     ] = None,
     price: Annotated[
         float,
-        typer.Option("--price", metavar="NUMBER", help="Price per device-hour; with --tokens, prints the total cost."),
+        typer.Option(
+            "--price",
+            metavar="USD",
+            help="Dollars per device-hour; with --tokens, prints the total cost.",
+            show_default=False,
+        ),
     ] = 0.0,
     memory: Annotated[
         float | None,
-        typer.Option("--memory", metavar="GIB", help="So much of each device may be taken. [default: all of it]"),
+        typer.Option(
+            "--memory", metavar="GIB", help="Most memory of each device that a layout may take. [default: all of it]"
+        ),
     ] = None,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
@@ -75,7 +84,9 @@ def plan(
     details: Annotated[
         bool, typer.Option("--details", help="Also memory and time by part, what was rejected, half the machine.")
     ] = False,
-    top: Annotated[int | None, typer.Option("--top", metavar="INT", help="So many alternatives. [default: 4]")] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", metavar="INT", help="How many alternatives to list. [default: 4]")
+    ] = None,
     serve: AskedServe = False,
     input_length: AskedInput = None,
     output_length: AskedOutput = None,
@@ -99,7 +110,7 @@ def plan(
 
     if source:
         _refuse_beside({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
-                        "save": save, "top": top, "serve": serve, "output": output})  # fmt: skip
+                        "save": save, "top": top, "serve": serve, "out": output})  # fmt: skip
         print_config(
             plan_from(
                 source, model=model or "", cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, stack=stack
@@ -151,6 +162,7 @@ def plan(
         details=details,
         top=top,
         saved=str(save or ""),
+        own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
     )
     show(in_words(answer.estimator, answer.found, asked))
@@ -179,21 +191,25 @@ def _check_place(save: Path, model: str) -> None:
 
 def _command(best: "Plan", file: Path) -> Iterator[str]:
     """How the saved plan is run, and what of it nobody has chosen."""
-    cluster, recipe, words = best.cluster, best.recipe, f"train {file}"
+    from meshwright.cli.terminal.screen_text import continued, width
+
+    cluster, recipe, words = best.cluster, best.recipe, f"train {shlex.quote(str(file))}"
     if best.data.form == SAMPLES:
-        words = f"tune {file}" + " model.init=HF_FOLDER" * (best.init == RANDOM)
+        words = f"tune {shlex.quote(str(file))}" + " model.init=HF_FOLDER" * (best.init == RANDOM)
         words += " data=CHAT.jsonl" * (best.data.path == STDLIB)
         yield f"Written to {file}, with fine-tuning's learning rate ({recipe.learning_rate:g}); capitals are yours."
     else:
         kept = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
         yield f"Written to {file}; {kept} are as in the plan."
     if cluster.devices == 1:
-        yield f"Command: meshwright {words}"
+        command, where = f"meshwright {words}", ""
     elif cluster.nodes == 1:
-        yield f"Command: torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}"
+        command, where = f"torchrun --nproc_per_node {cluster.devices_per_node} -m meshwright {words}", ""
     else:
-        yield (
-            f"Command, on each of the {cluster.nodes} nodes, HOST being one of them: torchrun --nnodes {cluster.nodes} "
-            f"--nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d --rdzv_endpoint HOST:29400 "
-            f"--rdzv_id {file.stem} -m meshwright {words}"
+        where = f", on each of the {cluster.nodes} nodes, HOST being one of them"
+        command = (
+            f"torchrun --nnodes {cluster.nodes} --nproc_per_node {cluster.devices_per_node} --rdzv_backend c10d "
+            f"--rdzv_endpoint HOST:29400 --rdzv_id {shlex.quote(file.stem)} -m meshwright {words}"
         )
+    yield f"Command{where}:"
+    yield from continued(command, width(), "  ")

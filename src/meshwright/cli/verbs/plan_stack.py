@@ -27,7 +27,7 @@ AskedFrom = Annotated[
 ]  # fmt: skip
 AskedOutputFolder = Annotated[
     Path | None,
-    typer.Option("-o", "--output", metavar="FOLDER", help="Write its configuration and launch scripts there."),
+    typer.Option("-o", "--out", "--output", metavar="FOLDER", help="Write its configuration and launch scripts there."),
 ]
 
 
@@ -38,9 +38,9 @@ def check_folder(folder: Path | None, stack: str) -> None:
     if folder is None:
         return
     if stack in ("", "meshwright"):
-        raise PlanError("--output is for --for STACK: take --save FILE for a plan of this package's engine")
+        raise PlanError("--out is for --for STACK: take --save FILE for a plan of this package's engine")
     if folder.is_file():
-        raise PlanError(f"--output {folder} is a file: name a folder")
+        raise PlanError(f"--out {folder} is a file: name a folder")
 
 
 def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:

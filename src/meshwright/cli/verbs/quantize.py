@@ -5,6 +5,13 @@ from typing import Annotated
 
 import typer
 
+from meshwright.spec.gguf_schemes import GGUF_SCHEMES
+from meshwright.spec.quantization_schemes import CALIBRATED, SCHEMES
+
+
+def _names(*, calibrated: bool) -> str:
+    return ", ".join(name for name, scheme in SCHEMES.items() if (scheme.method in CALIBRATED) == calibrated)
+
 
 def quantize(
     model: Annotated[
@@ -15,8 +22,8 @@ def quantize(
         typer.Option(
             "--scheme",
             metavar="NAME",
-            help="int8, llm-int8, fp8, int4-rtn, int4-sym, int4-hqq, nf4, int3; with text: int8-smooth, int4-gptq, "
-            "int4-awq, int4-awq-gptq, int3-gptq; of GGUF: q8_0, q6_k, q5_k_m, q4_k_m, q4_k_s, q4_0.",
+            help=f"{_names(calibrated=False)}; with text: {_names(calibrated=True)}; "
+            f"of GGUF: {', '.join(GGUF_SCHEMES)}.",
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", metavar="OUT", help="Folder to make, or .gguf file.")],

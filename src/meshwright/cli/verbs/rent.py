@@ -16,9 +16,6 @@ from meshwright.cli.inputs.serve_arguments import (
 )
 from meshwright.spec.errors import ArgumentError
 
-UNMET = 3
-"""Exit code where nothing meets the deadline, the budget or the latency."""
-
 
 def rent(
     model: AskedModel,
@@ -62,7 +59,7 @@ def rent(
         float | None, typer.Option("--repair", metavar="HOURS", help="Until a failed node is back. [default: 24]")
     ] = None,
     storage: Annotated[
-        float | None, typer.Option("--storage", metavar="GB/S", help="For checkpoints, of each node. [default: 2]")
+        float | None, typer.Option("--storage", metavar="GB/s", help="Of each node, for checkpoints. [default: 2]")
     ] = None,
     evaluation: Annotated[
         float | None, typer.Option("--evaluation", metavar="SHARE", help="Of the steps' time. [default: 0.01]")
@@ -83,6 +80,9 @@ def rent(
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE.html", help="Also write one page, for a browser offline.")
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Every row of the front, and the devices without a price.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Money against time of a run, over all devices with a price: which to rent, how many, with which layout."""
@@ -102,26 +102,30 @@ def rent(
         raise ArgumentError(f"--{wrong.replace('_', '-')} {why}")
     asked = {name: value for name, value in wanted.items() if _given(value)}
     asked |= {"prices": prices, "devices": _names(devices), "nodes": _numbers(nodes)}
-    _answer(model, asked, serve=serve, html=html, json=json)
+    _answer(model, asked, serve=serve, html=html, every=every, json=json)
 
 
-def _answer(model: str, asked: dict[str, Any], *, serve: bool, html: Path | None, json: bool) -> None:
+def _answer(
+    model: str, asked: dict[str, Any], *, serve: bool, html: Path | None, every: bool, json: bool
+) -> None:  # fmt: skip
     from meshwright.api.documents import check_page
+    from meshwright.api.renting import RentAnswer
     from meshwright.api.renting import rent as money_and_time
-    from meshwright.api.renting_serving import rent_serving
+    from meshwright.api.renting_serving import ServeRentAnswer, rent_serving
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.terminal.rent_answer import rent_answer, serve_rent_answer
     from meshwright.cli.terminal.screen_text import show
 
     if html is not None:
         check_page(html, "rent.html", option="--html ")
+    found: RentAnswer | ServeRentAnswer
     if serve:
-        served = rent_serving(model, **asked)
-        document, lines, meets = served.to_dict(), serve_rent_answer(served), served.meets
+        found = rent_serving(model, **asked)
+        lines = serve_rent_answer(found, every=every)
     else:
         found = money_and_time(model, **asked)
-        document, lines = found.to_dict(), rent_answer(found)
-        meets = found.cheapest is not None and found.fastest is not None
+        lines = rent_answer(found, every=every)
+    document = found.to_dict()
     if html is not None:
         _write(html, document)
     if json:
@@ -130,8 +134,7 @@ def _answer(model: str, asked: dict[str, Any], *, serve: bool, html: Path | None
         show(lines)
         if html is not None:
             print(f"\n  {html}: open it in a browser")
-    if not meets:
-        raise typer.Exit(UNMET)
+    found.check()
 
 
 def _write(file: Path, document: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def serve(
     port: Annotated[int, typer.Option("--port", help="0 = any that is free.")] = 8000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option("--api-key-file", help=f"Keys, one a line. A single one may come in ${KEY_VARIABLE}."),
+        typer.Option("--api-key-file", help=f"Keys, one per line. A single one may come in ${KEY_VARIABLE}."),
     ] = None,
     without_key: Annotated[
         bool, typer.Option("--without-key", help="Listen beyond this machine although there is no key.")
@@ -44,6 +44,7 @@ def serve(
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
     adapter: asked.Adapters = None,
+    adapter_dir: asked.AdapterFolder = None,
     exact: asked.Exact = False,
     cache_mib: asked.Cache = 1024,
     cache_dtype: asked.CacheDtype = "model",
@@ -68,6 +69,8 @@ def serve(
     max_n: Annotated[int, _limit("Answers to a prompt.")] = 16,
     max_queue: Annotated[int, _limit("Prompts that wait; then 429.")] = 256,
     max_requests_per_key: Annotated[int, _limit("Of one key at once; then 429.")] = 128,
+    max_adapters: Annotated[int, _limit("In memory at once, where --adapter-dir lets them be loaded; then 409.")] = 16,
+    max_adapter_rank: Annotated[int, _limit("Of an adapter that is loaded so.")] = 256,
     max_request_seconds: Annotated[float, _limit("From a request's arrival to its last token.")] = 600.0,
     stall_seconds: Annotated[float, _limit("A reader that takes nothing for so long is cut off.")] = 30.0,
     drain_seconds: Annotated[float, _limit("From SIGTERM on, for the answers that grow.")] = 30.0,
@@ -79,9 +82,11 @@ def serve(
     keys = (read_keys(api_key_file) if api_key_file else ()) + _key_of_environment()
     options = ServerOptions(
         host=host, port=port, keys=tuple(dict.fromkeys(keys)), without_key=without_key,
+        adapter_folder=adapter_dir,
         limits=ServerLimits(
             max_body_bytes=max_body_bytes, max_prompt_tokens=max_prompt_tokens, max_answer_tokens=max_answer_tokens,
-            max_n=max_n, max_queue=max_queue, max_requests_per_key=max_requests_per_key,
+            max_n=max_n, max_queue=max_queue, max_adapters=max_adapters,
+            max_adapter_rank=max_adapter_rank, max_requests_per_key=max_requests_per_key,
             max_request_seconds=max_request_seconds, stall_seconds=stall_seconds, drain_seconds=drain_seconds,
         ),
     )  # fmt: skip
@@ -95,7 +100,6 @@ def serve(
     from meshwright.kernels.kept_numbers import CacheForm
     from meshwright.serve.engine_options import EngineOptions, Graphs
     from meshwright.serve.prepared_layers import HeadForm
-    from meshwright.serve.request_adapters import needs_one_rank
 
     engine = EngineOptions(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
@@ -119,8 +123,6 @@ def serve(
         )
 
     if tp > 1:
-        if adapters:
-            raise needs_one_rank(adapters)
         from meshwright.observe.ranks import start_server
 
         start_server()  # here, where Ctrl-C can be kept from it
@@ -135,7 +137,7 @@ def serve(
                 return load(model, dtype, checkpoint=checkpoint).hosted(called, draft=guesses, adapters=adapters)
             found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
             assert found is not None, "no launcher has started this process"
-            return found.hosted(called, draft=guesses)
+            return found.hosted(called, draft=guesses, adapters=adapters)
 
         server = server_of(called, opened, options, engine, ready)
         shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}

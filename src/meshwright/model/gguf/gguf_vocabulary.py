@@ -64,7 +64,7 @@ def vocabulary_keys(
         if rule.agreement < 1:
             note = (
                 f"llama.cpp has no rule for words like this tokenizer's; the nearest, {rule.name}, sets "
-                f"{100 * rule.agreement:.0f} % of a sample's token borders alike"
+                f"{100 * rule.agreement:.0f}% of a sample's token borders alike"
             )
         note = note or ("" if eos is not None else WITHOUT_END)
     else:

@@ -174,11 +174,13 @@ def is_adapter(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-def load_adapter(folder: Path, shape: ModelShape) -> tuple[ModelShape, dict[str, Tensor]]:
+def load_adapter(folder: Path, shape: ModelShape, most_rank: int = 0) -> tuple[ModelShape, dict[str, Tensor]]:
     """(the shape with the adapter, its tensors by our names, fp32). HubError where the folder holds none, where it is
-    for a model of another shape, or asks for what is not supported."""
+    for a model of another shape, asks for what is not supported, or has a rank above `most_rank` (0 = any)."""
     config = _read(folder)
     lora = _lora_of(config, folder)
+    if 0 < most_rank < lora.rank:
+        raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} is more than the {most_rank} that are taken here")
     stored = {name.removeprefix(PREFIX): one for name, one in read_header(folder / WEIGHTS).items()}
     found: dict[str, Tensor] = {}
     adaptable = {one.adapts for one in parameters(replace(shape.base, lora=LoRAShape(rank=1)))}

@@ -14,8 +14,9 @@ from meshwright.observe.calibrate.timed_steps import Timing, step_s
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.observe.doctor.network import RankFailure, everywhere, of_all
 from meshwright.observe.ranks import RankError, on_ranks
+from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.feature_matrix import DENSE, Trial, outcomes_of, received, trial
-from meshwright.observe.verify.one_device import BANDS, first_difference, outcome
+from meshwright.observe.verify.one_device import first_difference, outcome
 from meshwright.parallel.group import Group
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import Layout

@@ -9,7 +9,6 @@ without one it is that of BASE.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,7 +18,7 @@ from meshwright.spec.distillation_rules import distillation_violations
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
-from meshwright.spec.presets import PARTS
+from meshwright.spec.presets import PARTS, suggested
 from meshwright.spec.shape import ModelShape
 
 BASE: Mapping[str, Any] = {
@@ -147,8 +146,7 @@ def _split(text: str) -> Iterator[tuple[str, str]]:
         if not equals or not word:
             raise PlanError(f"--case: {part!r} is not KEY=VALUE, such as kv_heads=1")
         if key not in HINTS:
-            near = get_close_matches(key, HINTS, n=1)
-            raise PlanError(f"--case: {key!r} is unknown{f': did you mean {near[0]}?' if near else ''}")
+            raise PlanError(f"--case: {key!r} is not known; {suggested(key, HINTS, 1)}")
         if key in seen:
             raise PlanError(f"--case: {key!r} is given twice")
         seen.add(key)

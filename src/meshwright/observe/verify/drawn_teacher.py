@@ -10,6 +10,7 @@ from meshwright.parallel import Engine, Mesh
 from meshwright.parallel.data import local
 from meshwright.spec.distillation_rules import teacher_layout
 from meshwright.spec.layout import Layout
+from meshwright.spec.lora import NONE, SAME, LoRAShape
 from meshwright.spec.shape import ModelShape
 from meshwright.training.distillation import Distillation
 from meshwright.training.step import CROSS_ENTROPY, Objective
@@ -40,12 +41,15 @@ class DrawnTeacher:
     """As recipe.distillation_temperature."""
     hard: float = 0.0
     """As recipe.distillation_hard."""
+    base: str = SAME
+    """As teacher.lora.base: codes of its matrices."""
 
     def shape(self, student: ModelShape) -> ModelShape:
         """Of the teacher. PlanError where sizes contradict each other."""
         moe = None if self.dense or student.moe is None else student.moe
+        codes = None if self.base == SAME else LoRAShape(rank=1, targets=NONE, base=self.base)
         return replace(
-            student, name="teacher", layers=self.layers, hidden=self.hidden, ffn=self.ffn, lora=None,
+            student, name="teacher", layers=self.layers, hidden=self.hidden, ffn=self.ffn, lora=codes,
             vocab=student.vocab + self.filled, window_from_layer=min(student.window_from_layer, self.layers),
             moe=moe and replace(moe, first_dense=min(moe.first_dense, self.layers)),
         )  # fmt: skip

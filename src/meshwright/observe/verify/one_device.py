@@ -15,18 +15,21 @@ from torch import Tensor
 
 from meshwright.kernels.linear import SAME
 from meshwright.observe.verify.adapters_begun import begin_adapters
+from meshwright.observe.verify.bands import BANDS, Band
 from meshwright.observe.verify.drawn_teacher import DrawnTeacher, objective_of
 from meshwright.observe.verify.recording_optimizer import RecordingOptimizer
 from meshwright.observe.verify.router_ties import watch_margins
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
+from meshwright.parallel.rounding import round_weights
 from meshwright.spec.boxes import Box
 from meshwright.spec.errors import PlanError
 from meshwright.spec.held import shards_are_masters
 from meshwright.spec.layout import Layout
 from meshwright.spec.objective_traits import CROSS_ENTROPY, DISTILL
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.recipe import NO_SCHEME, Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.training.batches import Batch, Share, moved, select, split
 from meshwright.training.precision import DTYPES, LossScaler
@@ -65,6 +68,8 @@ class Case:
     """As recipe.master_weights."""
     products: str = SAME
     """As recipe.products."""
+    fake_quantize: str = NO_SCHEME
+    """As recipe.fake_quantize."""
     steps: int = 2
     seed: int = 0
     balance_loss: float = 0.01
@@ -95,16 +100,24 @@ class Case:
     @property
     def recipe(self) -> Recipe:
         """What is trained, and the optimizer. PlanError."""
-        keys = ("precision", "products", "optimizer", "optimizer_states", "master_weights")
+        keys = ("precision", "products", "optimizer", "optimizer_states", "master_weights", "fake_quantize")
         words: dict[str, Any] = {key: getattr(self, key) for key in keys}
         words["objective"] = DISTILL if self.teacher else CROSS_ENTROPY
         return replace(RECIPE, **words)
 
     @property
-    def band(self) -> "Band":
+    def band(self) -> Band:
         """How far a layout may be from one device."""
+        if self.precision == "fp32" and self.rounds_rows:
+            return BANDS["rounded rows"]
         narrow = self.precision == "fp32" and self.recipe.storage.narrow
         return BANDS["narrow states" if narrow else self.precision if self.products == SAME else self.products]
+
+    @property
+    def rounds_rows(self) -> bool:
+        """Whether activations are rounded to whole numbers."""
+        base = self.shape.lora.scheme if self.shape.lora else None
+        return any(one is not None and one.activations == "int8" for one in (SCHEMES.get(self.fake_quantize), base))
 
     @property
     def unrounded(self) -> "Case":
@@ -179,6 +192,7 @@ def outcome(case: Case, layout: Layout, *, device: str = "cpu", made: Made | Non
         products=case.products,
         masters=shards_are_masters(case.precision, layout, case.recipe.storage),
     )
+    round_weights(engine, case.fake_quantize)
     begin_adapters(engine, case.seed)
     engine.train()
     objective, beside = objective_of(
@@ -253,31 +267,6 @@ def assemble(outcomes: Sequence[RankOutcome]) -> dict[str, Tensor]:
         if not complete.all():
             raise AssertionError(f"no rank holds all of {name}")
     return whole
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
-    """How far a layout may be from one device: of each number, of every gradient and of every weight, relatively."""
-
-    loss: float
-    norm: float
-    gradient: float
-    weight: float
-    by_length: bool = False
-    """Tensors by the length of the difference; else by its largest element."""
-
-
-BANDS = {
-    "fp32": Band(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-5),
-    "bf16": Band(loss=1.5e-3, norm=4e-3, gradient=5e-2, weight=4e-3, by_length=True),
-    "fp8": Band(loss=3e-3, norm=2.5e-2, gradient=0.3, weight=1.2e-2, by_length=True),
-    "fp8-all": Band(loss=3e-3, norm=2.5e-2, gradient=0.3, weight=1.2e-2, by_length=True),
-    "fp16": Band(loss=4e-4, norm=1e-3, gradient=1.5e-2, weight=1e-3, by_length=True),
-    "narrow states": Band(loss=1e-5, norm=1e-5, gradient=5e-3, weight=1e-4, by_length=True),
-}
-"""By precision. A product in bf16 is rounded to 2**-9, and whether before or after a sum over ranks is what layouts
-differ in: two to three times what was measured (docs/decisions/0005-gradient-precision.md). Narrow states in an fp32
-run: where two layouts' moments differ by a rounding, a few are stored as neighbouring numbers."""
 
 
 def first_difference(one: RankOutcome, others: Sequence[RankOutcome], band: Band = BANDS["fp32"]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.kernels.fp8 import MULTIPLE
 from meshwright.observe.verify.case_text import Drawn, drawn_from
+from meshwright.observe.verify.random_parts import adapters, codes_beside, often, rounded, teacher
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import OFFLOADED, RECOMPUTE
 from meshwright.spec.schedule_kinds import KINDS, NAMES, SPLIT
@@ -31,17 +32,6 @@ MORE_SHAPES = 0.3
 
 MUON = 0.3
 """How often matrices go by Muon."""
-CODES = 0.5
-"""How often what is frozen is held as codes, where it can be."""
-SHARED_CODES = 0.5
-"""How often ZeRO-3 shares these, where it can."""
-BASES = ("nf4", "nf4-double", "int4-hqq", "int3", "int4-g16-zeros-fp16", "int8-rows-sym-fp32", "nf4-g32-sym-double")
-"""Groups that cuts of inputs fall on, and between; scales of a row, of a group, and those that are codes."""
-ADAPTERS = 0.25
-"""How often all is frozen but adapters."""
-TEACHERS = 0.25
-"""How often a teacher is learnt from."""
-
 Settings = dict[str, Any]
 
 
@@ -55,9 +45,10 @@ def random_case(seed: int, index: int, processes: int = 8, *, compiled: bool = F
         settings |= _recipe(random, settings)
         settings |= _narrow(random, settings) | ({"compile": "on"} if compiled else {})
         settings |= _pieces(random, settings)
-        settings |= {"optimizer": "muon"} if _often(random, MUON) else {}
-        settings |= _adapters(random, settings)  # behind the others, which are as they were
-        settings |= _teacher(random, settings)  # and this behind that
+        settings |= {"optimizer": "muon"} if often(random, MUON) else {}
+        settings |= adapters(random, settings)  # behind the others, which are as they were
+        settings |= teacher(random, settings)  # and this behind that
+        settings |= codes_beside(random, settings) | rounded(random, settings)
         try:
             return _canonical(drawn_from(settings))
         except PlanError:
@@ -73,10 +64,6 @@ def _canonical(drawn: Drawn) -> Drawn:
     return replace(drawn, layout=layout)
 
 
-def _often(random: Random, share: float) -> bool:
-    return random.random() < share
-
-
 def _layout(random: Random, processes: int) -> Settings:
     """Degrees of a random number of processes, and how each is used."""
     worlds = {world: weight for world, weight in WORLDS.items() if world <= processes}
@@ -87,15 +74,15 @@ def _layout(random: Random, processes: int) -> Settings:
         degrees[random.choice(DEGREES)] *= factor
         world //= factor
     found: Settings = dict(degrees)
-    found["sp"] = degrees["tp"] > 1 and _often(random, 0.5)
+    found["sp"] = degrees["tp"] > 1 and often(random, 0.5)
     found["tp_chunks"] = random.choice((0, 2, 3)) if degrees["tp"] > 1 else 0
     found["zero"] = random.randrange(4) if degrees["dp_shard"] * degrees["cp"] > 1 else 0
     found["context"] = random.choice(("ring", "all-gather"))
     found["context_split"] = random.choice(("zigzag", "zigzag", "striped", "chunks"))
     found["recompute"] = random.choice(("none", *RECOMPUTE))
-    if found["recompute"] != "none" and _often(random, 0.4):
+    if found["recompute"] != "none" and often(random, 0.4):
         found["recompute_layers"] = random.randint(1, 3)
-    found["offload"] = "activations" if found["recompute"] in OFFLOADED and _often(random, 0.3) else "off"
+    found["offload"] = "activations" if found["recompute"] in OFFLOADED and often(random, 0.3) else "off"
     found["kernels"] = random.choice(("auto", "auto", "auto", "auto", "auto", "reference"))
     if degrees["pp"] > 1:
         found["schedule"] = random.choice(NAMES)
@@ -107,7 +94,7 @@ def _layout(random: Random, processes: int) -> Settings:
 
 def _shape(random: Random, layout: Settings) -> Settings:
     tp, stages = layout["tp"], layout["pp"] * layout.get("vp", 1)
-    latent, routed = _often(random, MORE_SHAPES / 2), _often(random, MORE_SHAPES)
+    latent, routed = often(random, MORE_SHAPES / 2), often(random, MORE_SHAPES)
     heads = tp * random.choice((1, 1, 2, 3) if tp > 1 else (1, 2, 3, 4, 6))
     found: Settings = {
         "vocab": random.choice(VOCABULARIES),
@@ -117,12 +104,12 @@ def _shape(random: Random, layout: Settings) -> Settings:
         "ffn": random.randint(max(8, tp), 48),
         "norm": random.choice(("rmsnorm", "rmsnorm", "layernorm")),
         "mlp": random.choice(("swiglu", "swiglu", "gelu", "gelu_tanh")),
-        "qkv_bias": _often(random, 0.4),
-        "out_bias": _often(random, 0.4),
-        "mlp_bias": _often(random, 0.4),
-        "tied": _often(random, MORE_SHAPES),
+        "qkv_bias": often(random, 0.4),
+        "out_bias": often(random, 0.4),
+        "mlp_bias": often(random, 0.4),
+        "tied": often(random, MORE_SHAPES),
     }
-    if _often(random, 2 * MORE_SHAPES / 2):
+    if often(random, 2 * MORE_SHAPES / 2):
         found["window"] = random.randint(1, 12)
         found["window_from_layer"] = random.randint(0, found["layers"])
     if latent:
@@ -139,8 +126,8 @@ def _shape(random: Random, layout: Settings) -> Settings:
 def _plain(random: Random, heads: int, tp: int) -> Settings:
     """Key heads from one to all, as tp allows; odd sizes of a head where nothing is rotated."""
     legal = [n for n in range(1, heads + 1) if heads % n == 0 and (n % tp == 0 or tp % n == 0)]
-    found: Settings = {"kv_heads": random.choice([1, *legal]), "qk_norm": _often(random, MORE_SHAPES)}
-    if _often(random, 0.25):
+    found: Settings = {"kv_heads": random.choice([1, *legal]), "qk_norm": often(random, MORE_SHAPES)}
+    if often(random, 0.25):
         return found | {"positions": "learned", "head_dim": random.choice((3, 5, 7, 8, 9, 11))}
     return found | {"head_dim": random.choice((4, 6, 8, 10, 14) if found["qk_norm"] else (2, 4, 6, 8, 10, 14))}
 
@@ -170,18 +157,18 @@ def _experts(random: Random, layout: Settings, layers: int) -> Settings:
         "moe.shared_experts": random.choice((0, 0, 1, 2)),
         "moe.first_dense": random.choice((0, 0, random.randint(0, layers))),
         "moe.scoring": random.choice(("softmax", "softmax", "sigmoid")),
-        "moe.normalize_top_k": _often(random, 0.6),
+        "moe.normalize_top_k": often(random, 0.6),
         "moe.groups": groups,
         "moe.top_groups": top_groups,
         "moe.routed_scale": random.choice((1.0, 1.0, 2.5)),
-        "moe.correction_bias": _often(random, 0.3),
+        "moe.correction_bias": often(random, 0.3),
     }
-    ep = degrees[-1] if _often(random, 0.6) else random.choice(degrees)
+    ep = degrees[-1] if often(random, 0.6) else random.choice(degrees)
     return found | ({"ep": ep} | ({"sp": True} if layout["tp"] > 1 else {}) if ep > 1 else {})
 
 
 def _rotation(random: Random) -> Settings:
-    found: Settings = {"rope_interleaved": _often(random, 0.3), "rope_theta": random.choice((100.0, 10000.0))}
+    found: Settings = {"rope_interleaved": often(random, 0.3), "rope_theta": random.choice((100.0, 10000.0))}
     kind = random.choice((None, None, None, "linear", "llama3", "yarn"))
     if kind:
         found |= {
@@ -189,7 +176,7 @@ def _rotation(random: Random) -> Settings:
             "rope_scaling.factor": random.choice((2.0, 3.5)),
             "rope_scaling.original_positions": random.choice((8, 16)),
         }
-    if kind == "yarn" and _often(random, 0.5):
+    if kind == "yarn" and often(random, 0.5):
         found |= {"rope_scaling.mscale": 1.0, "rope_scaling.mscale_all_dim": random.choice((0.0, 0.7))}
     return found
 
@@ -197,7 +184,7 @@ def _rotation(random: Random) -> Settings:
 def _pipeline(random: Random, settings: Settings) -> Settings:
     """Layers dealt by hand, unevenly, now and then."""
     stages = settings["pp"] * settings.get("vp", 1)
-    if settings["pp"] == 1 or not _often(random, 0.3):
+    if settings["pp"] == 1 or not often(random, 0.3):
         return {}
     cuts = sorted(random.sample(range(1, settings["layers"]), min(stages, settings["layers"]) - 1))
     return {"stages": tuple(end - start for start, end in zip([0, *cuts], [*cuts, settings["layers"]], strict=True))}
@@ -214,20 +201,20 @@ def _recipe(random: Random, settings: Settings) -> Settings:
     found: Settings = {
         "sequence": sequence,
         "global_batch": batch,
-        "micro_batch": rows if pp > 1 or _often(random, 0.8) else 0,
+        "micro_batch": rows if pp > 1 or often(random, 0.8) else 0,
         "seed": random.randrange(1000),
         "clip": random.choice((0.0, 0.05, 1.0, 1000.0)),
-        "packed": _often(random, 0.3),
+        "packed": often(random, 0.3),
         "precision": random.choices(("fp32", "bf16", "fp16"), (12, 2, 3))[0],
         "balance_loss": random.choice((0.0, 0.01, 0.3)) if "moe.experts" in settings else 0.01,
     }
-    if _often(random, 0.3):
+    if often(random, 0.3):
         found["batches"] = tuple(dp * rows * random.randint(1, max(1, batch // (dp * rows))) for _ in range(2))
-    if _often(random, 0.4):
+    if often(random, 0.4):
         found["empty"] = _empty(random, dp, rows, batch)
-    if _often(random, 0.15):
+    if often(random, 0.15):
         found["last_target"] = random.randint(1, sequence)
-    if found["precision"] == "fp16" and _often(random, 0.6):
+    if found["precision"] == "fp16" and often(random, 0.6):
         found["overflow"], found["overflow_sequence"] = random.choice((1, 2)), random.randrange(batch)
     found |= _states(random, found["precision"])
     if found["precision"] != "fp32":
@@ -240,9 +227,9 @@ def _recipe(random: Random, settings: Settings) -> Settings:
 def _states(random: Random, precision: str) -> Settings:
     """Now and then narrow ones; 8-bit ones with matrices that are large enough for them."""
     found: Settings = {}
-    if precision == "bf16" and _often(random, 0.3):
+    if precision == "bf16" and often(random, 0.3):
         found["master_weights"] = "none"
-    if _often(random, 0.2):
+    if often(random, 0.2):
         found["optimizer_states"] = random.choice(("bf16", "int8"))
         if found["optimizer_states"] == "int8":
             found |= {"hidden": random.randint(64, 80), "ffn": random.choice((64, 128, 256, 500))}
@@ -254,7 +241,7 @@ def _narrow(random: Random, settings: Settings) -> Settings:
     draws of other cases are as they were."""
     if settings["precision"] != "bf16" or "mla.kv_rank" in settings or settings["layers"] > MOST_NARROW:
         return {}
-    if not _often(random, 0.6):
+    if not often(random, 0.6):
         return {}
     unit = MULTIPLE * settings["tp"]
     units = random.randint(2, 4)
@@ -270,41 +257,6 @@ def _pieces(random: Random, settings: Settings) -> Settings:
     if settings.get("ep", 1) == 1 or settings.get("schedule") in SPLIT:
         return {}
     return {"ep_chunks": random.choice([0, *(n for n in range(2, local + 1) if local % n == 0)])}
-
-
-def _adapters(random: Random, settings: Settings) -> Settings:
-    """Frozen weights with adapters. A rank that fp8 can multiply with where products are fp8."""
-    if not _often(random, ADAPTERS):
-        return {}
-    targets = random.choice(("all", "all", "all", "attention", "mlp", "q,v", "o,down", "v,up"))
-    found: Settings = {"lora.targets": targets, "lora.rslora": _often(random, 0.3)}
-    found["lora.rank"] = MULTIPLE if "products" in settings else random.choice((1, 2, 3, 5, 8))
-    found |= {"lora.alpha": random.choice((4.0, 16.0)), "lora.dora": _often(random, 0.3)}
-    plain = settings["precision"] == "fp32" and "compile" not in settings
-    if plain and _often(random, CODES):  # each rank quantizes what one device does
-        found["lora.base"] = random.choice(BASES)
-        if settings["pp"] == 1 and settings["dp_shard"] * settings["cp"] > 1 and _often(random, SHARED_CODES):
-            found["zero"] = 3
-    return found
-
-
-def _teacher(random: Random, settings: Settings) -> Settings:
-    """A teacher that is smaller, or as large as its student, or has a few more layers."""
-    if not _often(random, TEACHERS):
-        return {}
-    stages = settings["pp"] * settings.get("vp", 1)
-    narrow = "products" in settings  # sizes of the teacher are then those of the student, some smaller than fp8's
-    found: Settings = {
-        "teacher.layers": max(stages, random.randint(1, 4)),
-        "teacher.hidden": settings["hidden"] if narrow else random.randint(12, settings["hidden"]),
-        "teacher.ffn": settings["ffn"] if narrow else random.randint(max(4, settings["tp"]), settings["ffn"]),
-        "teacher.dense": "moe.experts" in settings and _often(random, 0.3),
-        "teacher.filled": random.choice((0, 0, 0, 5)) if settings["tp"] == 1 else 0,
-        "teacher.beta": random.choice((0.0, 0.0, 0.5, 0.1, 1.0)),
-        "teacher.temperature": random.choice((1.0, 1.0, 0.7, 2.0)),
-        "teacher.hard": random.choice((0.0, 0.0, 0.3)),
-    }
-    return found
 
 
 def _empty(random: Random, dp: int, rows: int, batch: int) -> tuple[int, ...]:

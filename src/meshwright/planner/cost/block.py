@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from meshwright.planner.cost import activations, adapters, exchanges, operands
+from meshwright.planner.cost import activations, adapters, exchanges, operands, rounded_weights
 from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
 from meshwright.planner.cost.attention_core import core, eager_parts, fused
 from meshwright.planner.cost.backward import NONE as NOTHING
@@ -85,10 +85,15 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
         operations += [_norm(of, "attention_norm"), _norm(of, "mlp_norm")]
     sizes = _routed(of) if routed else None
     return LayerWork(
-        operations=tuple(operations),
+        operations=rounded_weights.exchanging(of, operations),
         kept=tuple(
             one._replace(of="") if of.compiled and routed and of.ep > 1 else one
-            for one in adapters.kept(of, _widths(of), sizes, activations.layer_kept(of, _widths(of), sizes))
+            for one in rounded_weights.kept(
+                of,
+                _widths(of),
+                routed,
+                adapters.kept(of, _widths(of), sizes, activations.layer_kept(of, _widths(of), sizes)),
+            )
         ),
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),

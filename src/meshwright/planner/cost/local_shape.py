@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
+from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.recipe import NO_SCHEME
 from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
 from meshwright.spec.shape import ModelShape
 
@@ -49,6 +51,8 @@ class Local:
     """Of a device whose kernels are those of a GPU."""
     pieces: int = 1
     """Of a sequence, in tensor-parallel products."""
+    rounded: Scheme | None = None
+    """Of matrices that are rounded in every product."""
     ep_pieces: int = 1
     """In which tokens travel to experts."""
 
@@ -98,6 +102,7 @@ class Local:
 def local(
     shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
     documents: bool = False, gpu: bool = False, products: str = "same", compares: bool = False,
+    fake_quantize: str = NO_SCHEME,
 ) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
@@ -121,8 +126,9 @@ def local(
         documents=documents and stack.own,
         compares=compares and stack.own,
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
-        compiled=stack.own and layout.compile != "off" and not holds_codes(shape),
+        compiled=stack.own and layout.compile != "off" and not holds_codes(shape) and fake_quantize == NO_SCHEME,
         gpu=gpu,
+        rounded=SCHEMES.get(fake_quantize) if stack.own else None,
         pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,
         ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if stack.own and moe else 1,
     )

@@ -31,7 +31,7 @@ STACK = ("own", "slack", "sharding", "vocab_parallel", "outputs_kept", "step_buf
 """Of a stack, what memory.js and peaks.js read under the same name."""
 SCRIPTS = ("schedule.js", "legal.js", "matrices.js", "memory.js", "peaks.js", "time.js", "words.js", "controls.js",
            "bars.js", "map.js", "timeline.js", "options.js",
-           "half.js", "differences.js", "page.js")  # fmt: skip
+           "half.js", "differences.js", "theme.js", "page.js")  # fmt: skip
 """In the order in which they read each other."""
 
 

@@ -188,7 +188,7 @@ function listen() {
     cancelAnimationFrame(waiting);
     waiting = requestAnimationFrame(drawAll);
   });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+  followTheme();
   explainOnDemand(explanationOf);
 }
 

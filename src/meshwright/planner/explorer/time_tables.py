@@ -97,6 +97,7 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
         of._gpu,
         recipe.products,
         recipe.traits.pairs,
+        recipe.fake_quantize,
     )
     counted = replace(counted, batch=tokens * one.cp / sequence)  # type: ignore[arg-type]  # a share of a sequence
     return costs(counted, layout, of.speeds, of.links, known.setdefault(sequence, {}))

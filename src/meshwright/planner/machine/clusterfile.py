@@ -292,7 +292,7 @@ def _known(where: str, table: Any, names: Iterable[str]) -> None:
     for key in table:
         if key not in names:
             place = f"{where}.{key}" if where else key
-            raise ValueError(f"{place} is not known; nearest: {', '.join(presets.nearest(key, names))}")
+            raise ValueError(f"{place} is not known; {presets.suggested(key, names)}")
 
 
 def _number(where: str, value: Any, *, zero: bool = False) -> float:

@@ -34,6 +34,12 @@ class Offer:
         return f"{self.price.key}x{self.devices_per_node}"
 
     @property
+    def title(self) -> str:
+        """As people say it: 8 H100-SXM-80, or 4 nodes x 8 H100-SXM-80."""
+        node = f"{self.devices_per_node} {self.price.device}"
+        return f"{self.nodes} nodes x {node}" if self.nodes > 1 else node
+
+    @property
     def devices(self) -> int:
         """Of all nodes."""
         return self.devices_per_node * self.nodes

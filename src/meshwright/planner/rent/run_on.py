@@ -14,7 +14,7 @@ from meshwright.planner.step.error_ranges import fit_probability
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.held import written_bytes
 from meshwright.spec.plan import Plan
-from meshwright.spec.units import count
+from meshwright.spec.units import count, many
 
 SHOWN = 0.05
 """Share of a step from which on a limit is named."""
@@ -33,6 +33,11 @@ class RunOn:
     saves: Saves
 
     @property
+    def title(self) -> str:
+        """Its cluster, with the spare nodes."""
+        return self.offer.title + (f" and {many(self.weeks.spares, 'spare node')}" if self.weeks.spares else "")
+
+    @property
     def steps(self) -> int:
         """Optimizer steps."""
         return steps_of(self.tokens, self.found.tokens_per_step)
@@ -46,6 +51,16 @@ class RunOn:
     def usd(self) -> float:
         """Mean bill, spare nodes paid like the others."""
         return self.wall_s * self.offer.usd_per_s(self.weeks.spares)
+
+    @property
+    def days(self) -> str:
+        """Its mean time to what is known of it, in print."""
+        return uncertainty.days(self.wall_s, self.error)
+
+    @property
+    def dollars(self) -> str:
+        """Its mean bill, as well."""
+        return uncertainty.dollars(self.usd, self.error)
 
     @property
     def kwh(self) -> float | None:

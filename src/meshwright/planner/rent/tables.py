@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.presets import nearest
+from meshwright.spec.presets import suggested
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def rows(text: str, file: str, needed: Sequence[str], known: Sequence[str]) -> I
             raise PlanError(f"{file}:1: column {name} is missing: the first line names the columns, {', '.join(known)}")
     for name in head:
         if name not in known:
-            raise PlanError(f"{file}:1: column {name[:60]!r} is not known; nearest: {nearest(name, known, 1)[0]}")
+            raise PlanError(f"{file}:1: column {name[:60]!r} is not known; {suggested(name, known, 1)}")
     for cells in reader:
         if not any(map(str.strip, cells)):
             continue

@@ -1,10 +1,12 @@
-"""How far a bill may be off: the planner's ranges (planner/step/error_ranges.py) as one deviation, and its digits.
+"""How far a bill may be off: the planner's ranges (planner/step/error_ranges.py) as one deviation, and its digits in
+print.
 
 Errors are standard deviations of the logarithm.
 """
 
 from math import erf, log, sqrt
 
+from meshwright.planner.rent.failures import DAY_S
 from meshwright.planner.step.error_ranges import relative_range
 from meshwright.planner.step.prediction import Prediction
 
@@ -38,3 +40,23 @@ def digits(error: float) -> int:
 def rounded(value: float, error: float) -> float:
     """A value to what is known of it."""
     return float(f"{value:.{digits(error)}g}")
+
+
+def plain(value: float, error: float) -> str:
+    """The same in print."""
+    value = rounded(value, error)
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
+
+
+def days(seconds: float, error: float = 0.0) -> str:
+    """A time to what is known of it: 16 d, 7.2 h, 12 min."""
+    for unit, size in (("d", DAY_S), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= size:
+            return f"{plain(seconds / size, error)} {unit}"
+    return f"{plain(seconds, error)} s"
+
+
+def dollars(usd: float, error: float) -> str:
+    """A bill to what is known of it."""
+    value = rounded(usd, error)
+    return f"${plain(value / 1e6, error)}M" if value >= 1e6 else f"${plain(value, error)}"

@@ -93,7 +93,7 @@ class _Search:
         self.room, self.below_s = share * usable_bytes(plan), below_s
         self.found = Found()
         self.numbers = count()
-        self.best: list[tuple[float, int, Layout]] = []
+        self.best: list[tuple[float, int, int, Layout]] = []
         self.reasons: Counter[str] = Counter()
         self.examples: dict[str, tuple[float, Layout]] = {}
 
@@ -169,7 +169,7 @@ class _Search:
         if memory.total_bytes > self.room:
             self.reject(_largest(memory), memory.total_bytes, one.region, one.split, 1)
             return
-        self.best = sorted([*self.best, (step_s, next(self.numbers), layout)])
+        self.best = sorted([*self.best, (step_s, layout.zero, next(self.numbers), layout)])
         self.found.slower += len(self.best[self.listed :])
         del self.best[self.listed :]
 
@@ -240,9 +240,10 @@ def _layouts(waiting: Waiting) -> int:
     return len(least.splits) * (len(what.pipelines) if isinstance(what, RegionFamily) else 1)
 
 
-def rank(found: Prediction) -> tuple[float, int, float]:
-    """The fastest first; of equal ones the simplest, then the smallest."""
-    return float(f"{found.step_s:.7g}"), techniques(found.plan.layout), found.peak_bytes
+def rank(found: Prediction) -> tuple[float, int, float, int]:
+    """The fastest first; of equal ones the simplest, then the smallest, then the lowest stage of ZeRO."""
+    layout = found.plan.layout
+    return float(f"{found.step_s:.7g}"), techniques(layout), float(f"{found.peak_bytes:.7g}"), layout.zero
 
 
 def techniques(layout: Layout) -> int:

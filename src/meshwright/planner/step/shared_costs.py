@@ -21,7 +21,7 @@ from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe import NO_SCHEME, Recipe
 from meshwright.spec.schedule import stages_of_ranks
 from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
 from meshwright.spec.shape import ModelShape
@@ -61,7 +61,8 @@ class SharedCosts:
 
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
-        stack = eager(self.stack) if layout.compile == "off" else self.stack
+        compiles = layout.compile != "off" and self.recipe.fake_quantize == NO_SCHEME
+        stack = self.stack if compiles else eager(self.stack)
         if stack.own and not self.cluster.device.is_gpu:
             stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
@@ -101,6 +102,7 @@ class SharedCosts:
                 self._gpu,
                 recipe.products,
                 recipe.traits.pairs,
+                recipe.fake_quantize,
             )
             self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
         return self._known.parts[key]
@@ -128,8 +130,9 @@ class SharedCosts:
                 cost = cost.followed_by(found["none"].stage(rest[0])) if rest else cost
                 if layout.offload != "off":
                     cost = self._offloaded(layout, cost, (first, *rest))
-                policies = [(layout.recompute, first.layers), *(("none", one.layers) for one in rest)]
-                each.append(with_rounded(cost, self.shape, self.recipe, policies))
+                kinds_by_policy = ((layout.recompute, first), *(("none", one) for one in rest))
+                policies = [(policy, one.layers - one.routed, one.routed) for policy, one in kinds_by_policy]
+                each.append(with_rounded(cost, self.parts(layout)[0], policies))
             stages = [each[place] for place in places]
             if self.teacher is not None:
                 stages[-1] = stages[-1].plus(self._taught(layout))

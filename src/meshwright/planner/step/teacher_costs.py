@@ -15,7 +15,7 @@ from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.places import own_stages
-from meshwright.spec.recipe import Recipe
+from meshwright.spec.recipe import NO_SCHEME, Recipe
 from meshwright.spec.sampling_memory import cache_bytes
 from meshwright.spec.shape import ModelShape
 
@@ -27,7 +27,8 @@ BUFFERS = 5
 
 def teachers_recipe(recipe: Recipe) -> Recipe:
     """Of the teacher's forward passes."""
-    return replace(recipe, objective=CROSS_ENTROPY, products="same", dropout=0.0, noise_scale_every=0, batch_ramp=())
+    plain = replace(recipe, products="same", fake_quantize=NO_SCHEME, dropout=0.0)
+    return replace(plain, objective=CROSS_ENTROPY, noise_scale_every=0, batch_ramp=())
 
 
 def pass_cost(teacher: SharedCosts, layout: Layout) -> MicroBatchCost:

@@ -87,7 +87,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     batch = layout.micro_batch_of(recipe.global_batch)
     gpu, documents = plan.cluster.device.is_gpu, recipe.document_mask
     of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu,
-               compares=recipe.traits.pairs)  # fmt: skip
+               compares=recipe.traits.pairs, fake_quantize=recipe.fake_quantize)  # fmt: skip
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
     part = StageContents.of(own, split)

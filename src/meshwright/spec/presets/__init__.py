@@ -26,6 +26,8 @@ PARTS: dict[str, type] = {
 """Fields of a shape that are shapes themselves."""
 CLOSE = 0.6
 """Likeness (difflib's ratio) from which on a name is taken for a slip of another."""
+LISTED = 12
+"""Names that are listed where none is like the one that was given."""
 LONGEST = 80
 """Characters of an unknown name that are compared and repeated."""
 UNITS = {"_gib": ("_bytes", 2**30), "_tflop_per_s": ("_flop_per_s", 1e12), "_gb_per_s": ("_bytes_per_s", 1e9)}
@@ -66,7 +68,7 @@ def _made(kind: type[T], where: str, given: Mapping[str, Any]) -> T:
     """A dataclass of these fields."""
     known = inspect.signature(kind).parameters
     for key in given.keys() - known.keys():
-        raise PlanError(f"{where}.{key} is not known; nearest: {', '.join(nearest(key, known))}")
+        raise PlanError(f"{where}.{key} is not known; {suggested(key, known)}")
     for key, field in known.items():
         if field.default is field.empty and key not in given:
             raise PlanError(f"{where}.{key} is missing: give it")
@@ -120,17 +122,25 @@ def split_cluster(name: str) -> tuple[str, int]:
     return head, int(tail)
 
 
-def nearest(name: str, known: Iterable[str], most: int = 3, least: float = 0.0) -> list[str]:
-    """The close names, best first; where none is close the best one, unless its likeness (0 to 1) is below `least`."""
-    name, names = name[:LONGEST], list(known)
-    return get_close_matches(name, names, most, CLOSE) or get_close_matches(name, names, 1, least)
+def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """The names that are as like as CLOSE, best first; none where no name is."""
+    return get_close_matches(name[:LONGEST], list(known), most, CLOSE)
+
+
+def suggested(name: str, known: Iterable[str], most: int = 3) -> str:
+    """`nearest: a, b`; where no name is close, what there is: `known: a, b, c and 20 more`."""
+    names = list(known)
+    if close := nearest(name, names, most):
+        return f"nearest: {', '.join(close)}"
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"known: {', '.join(names[:LISTED])}{more}"
 
 
 def _find(name: str, known: Mapping[str, object], key: str, given: str = "") -> str:
     plain = _plain(name)
     if plain not in known:
         given = given or f"{key}={name[:LONGEST]!r}"
-        raise PlanError(f"{given} is not known; nearest: {', '.join(nearest(plain, known))}")
+        raise PlanError(f"{given} is not known; {suggested(plain, known)}")
     return plain
 
 

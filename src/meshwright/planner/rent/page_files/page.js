@@ -33,7 +33,7 @@ function count(number) {
   return short(number, 6);
 }
 const energy = (kwh) => kwh === null ? "unknown" : kwh >= 1e3 ? `${short(kwh / 1e3)} MWh` : `${short(kwh)} kWh`;
-const where = (row) => `${row.nodes} × ${row.cluster}` + (row.spare_nodes ? ` + ${row.spare_nodes} spare` : "");
+const where = (row) => `${row.nodes} × ${row.devices / row.nodes} ${row.device}` + (row.spare_nodes ? ` + ${row.spare_nodes} spare` : "");
 
 const MONEY = SERVES ? "usd_per_hour" : "usd";
 const TIME = SERVES ? "per_token_seconds" : "wall_seconds";

@@ -1,0 +1,43 @@
+"""What the parser refused, in one line of our own words: the option, the value it got, and where help is."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+KINDS = (
+    (r"valid int", "a whole number"),
+    (r"valid (?:number|float)", "a number"),
+    (r"(?:greater than or equal to |x>=)([-\d.]+)", r"at least \1"),
+)
+"""What typer or click says of a value it cannot take -> what it must be."""
+CLOSE = (
+    (r"\. Did you mean ('[^']+')\?$", r". Did you mean \1?"),
+    (r" \(Possible options: ([^)]+)\)$", r". Did you mean \1?"),
+)
+
+
+def usage(error: Any, words: Sequence[str], verbs: Iterable[str]) -> str:
+    """One line; `verbs`: by which the one that was called is found among the words."""
+    verb = next((f"{word} " for word in words if word in verbs), "")
+    said = " ".join(error.format_message().split()).rstrip(".")
+    said = _of_value(said, getattr(error, "param", None), words) or said
+    for pattern, instead in CLOSE:
+        said = re.sub(pattern, instead, said)
+    see = f"see meshwright {verb}--help"
+    return f"{said} S{see[1:]}" if said.endswith("?") else f"{said}: {see}"
+
+
+def _of_value(said: str, option: Any, words: Sequence[str]) -> str:
+    """`--nodes abc must be a whole number`; empty where this is about something else."""
+    kind = next((found.expand(kind) for pattern, kind in KINDS if (found := re.search(pattern, said))), "")
+    names = [name for name in getattr(option, "opts", ()) if name.startswith("-")]
+    given = next(_given(names, words), "") if kind else ""
+    return f"{given} must be {kind}" if given else ""
+
+
+def _given(names: Sequence[str], words: Sequence[str]) -> Iterator[str]:
+    """The option with its value as it was typed, the last first: of several the parser reads that one."""
+    for at in reversed(range(len(words))):
+        name, equals, value = words[at].partition("=")
+        if name in names and (equals or at + 1 < len(words)):
+            yield f"{name} {value if equals else words[at + 1]}"

@@ -1,0 +1,84 @@
+"""The adapters of an engine by name: loaded at its start and while it runs, and unloaded when nobody has them any more.
+
+Each loading has a number of its own, which begins the prefixes of its sequences in the cache: what was computed with an
+adapter is never found by another one of the same name, nor by the same one that was loaded again.
+"""
+
+from collections.abc import Callable, Collection
+from typing import final
+
+import torch
+
+from meshwright.model.transformer import Transformer
+from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
+from meshwright.serve.serving_ranks import ServingRanks
+from meshwright.spec.errors import ArgumentError
+
+
+@final
+class LoadedAdapters:
+    """For the engine's thread; `names` may be read by others."""
+
+    def __init__(
+        self, model: Transformer, used: Callable[[], Collection[int]] = tuple, *, exact: bool,
+        ranks: ServingRanks | None = None,
+    ) -> None:  # fmt: skip
+        """`used`: numbers of those that sequences have now; `ranks`: who has the other parts of the model and of its
+        adapters."""
+        self._model, self._ranks, self._used = model, ranks, used
+        self.beside = RequestAdapters(model, exact=exact, multiple=1 if ranks is None else ranks.row_multiple)
+        self.names: tuple[str, ...] = ()
+        """Those that requests may say, in order of their loading."""
+        self._numbers: dict[str, int] = {}
+        self._leaving = set[int]()
+        self._last = 0
+
+    @property
+    def held(self) -> int:
+        """How many take memory: those of `names`, and unloaded ones that sequences still have."""
+        return len(self._numbers) + len(self._leaving)
+
+    @property
+    def bytes(self) -> int:
+        """Of all that are held, on this rank."""
+        return self.beside.bytes
+
+    def number(self, name: str | None) -> int:
+        """Of the adapter with that name; 0 = none is wanted. ArgumentError: there is none of that name."""
+        if name is None:
+            return 0
+        if name not in self._numbers:
+            known = f"take one of {', '.join(self.names)}" if self.names else "the engine was given none"
+            raise ArgumentError(f"adapter={name} is not here: {known}")
+        return self._numbers[name]
+
+    @torch.no_grad()
+    def load(self, name: str, adapter: ServedAdapter) -> None:
+        """Let requests say a name. ArgumentError where it is taken, or the adapter cannot be served. RunError: a rank
+        is gone."""
+        if not name:
+            raise ArgumentError("adapter= must have a name, which requests say")
+        if name in self._numbers:
+            raise ArgumentError(f"adapter={name} is here already: unload it first, or take another name")
+        adapter.check(name, self._model)
+        number, tensors = self._last + 1, adapter.scaled(self._model.embed.weight.dtype)
+        if self._ranks is not None:
+            number, tensors = self._ranks.share_adapter(number, tensors, adapter.lora)
+        self.beside.put(number, tensors)
+        self._last = self._numbers[name] = number
+        self.names = tuple(self._numbers)
+
+    def unload(self, name: str) -> None:
+        """Let no request say it any more; those that did keep it to their end. ArgumentError: there is none."""
+        self._leaving.add(self.number(name))
+        del self._numbers[name]
+        self.names = tuple(self._numbers)
+        self.release()
+
+    def release(self) -> None:
+        """Drop what was unloaded and no sequence has any more. RunError: a rank is gone."""
+        for number in sorted(self._leaving.difference(self._used())) if self._leaving else ():
+            if self._ranks is not None:
+                self._ranks.drop_adapter(number)
+            self.beside.drop(number)
+            self._leaving.remove(number)

@@ -1,0 +1,70 @@
+"""The product of rows with a low-rank matrix, (x A^T) (s B)^T: what an adapter of requests adds for its rows."""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.compiled import library
+from meshwright.serve.exact_rows import ORDERS, TILE
+
+Rows = slice | Tensor
+"""Rows of a pass: a run of them, or their numbers."""
+
+
+@final
+class LowRankProduct:
+    """rows (R, in) -> (R, out): times A, then times s B."""
+
+    def __init__(self, a: Tensor, b: Tensor, *, exact: bool) -> None:
+        """`a` (rank, in), `b` (out, rank) with s. `exact`: a row's bits are its own, however many there are."""
+        self._a, self._b = a.t().contiguous(), b.t().contiguous()
+        self._panels = _panels(a, b) if library.takes(a, b) else None
+        self._tile = self._checked_tile() if exact else 0
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """One product after the other."""
+        loops = library.loops()
+        if loops is not None and self._panels is not None and len(rows) <= loops.rows and library.takes(rows):
+            return loops.linear(loops.linear(rows, self._panels[0]), self._panels[1])
+        if not self._tile:
+            return self._plain(rows)
+        room = -(-len(rows) // self._tile) * self._tile
+        padded = rows.new_zeros(room, rows.shape[1])
+        padded[: len(rows)] = rows
+        tiles = (some.clone() for some in padded.split(self._tile))  # each begins where memory was allocated
+        return torch.cat([self._plain(some) for some in tiles])[: len(rows)]
+
+    @property
+    def bytes(self) -> int:
+        """Of its matrices, in every order in which they are kept."""
+        return sum(one.nbytes for one in (self._a, self._b, *(self._panels or ())))
+
+    @property
+    def a(self) -> Tensor:
+        """(rank, in)."""
+        return self._a.t()
+
+    def widened(self, narrow: Tensor) -> Tensor:
+        """Rows times A (R, rank) -> (R, out)."""
+        return torch.mm(narrow, self._b)
+
+    def _plain(self, rows: Tensor) -> Tensor:
+        return torch.mm(torch.mm(rows, self._a), self._b)
+
+    def _checked_tile(self) -> int:
+        """TILE, where the order of so many rows does not matter; else 1."""
+        chance = torch.Generator().manual_seed(0)
+        rows = torch.randn(TILE, len(self._a), generator=chance).to(self._a)
+        right = self._plain(rows)
+        orders = (torch.randint(TILE, (TILE,), generator=chance) for _ in range(ORDERS))
+        return TILE if all(torch.equal(self._plain(rows[order]), right[order]) for order in orders) else 1
+
+
+def _panels(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Both for compiled loops, with a rank that is filled up with zeros; None where they do not take them."""
+    missing = -len(a) % library.LANES
+    wide = torch.cat((a, a.new_zeros(missing, a.shape[1])))
+    narrow = torch.cat((b, b.new_zeros(len(b), missing)), dim=1)
+    panels = library.float_panels(wide), library.float_panels(narrow)
+    return None if panels[0] is None or panels[1] is None else (panels[0], panels[1])

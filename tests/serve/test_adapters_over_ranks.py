@@ -1,0 +1,115 @@
+"""Adapters of requests over ranks: answers are those of one process, whose models have the adapters merged in."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.observe.ranks import on_ranks
+from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.runner_setup import follow
+from meshwright.serve.serving_engine import ServingEngine
+from meshwright.serve.serving_ranks import Said
+from meshwright.spec import Layout
+from meshwright.spec.inventory import parameters
+from meshwright.spec.lora import LoRAShape
+from tests.model.shrunk import KINDS
+from tests.serve.test_serving_ranks import EXPERT, FEW_KEYS, LOAD, TENSOR, options, part, whole
+
+MLA, MIXTURE = "deepseek-v3", "mixtral-8x7b"
+CALLED = ["first", None, "second", "first", "third", None, "second"]
+Case = tuple[str, Layout, str]
+
+
+@cache
+def adapters(name: str, seed: int = 0) -> Mapping[str, ServedAdapter]:
+    """Three of random ranks and targets, some of which are experts."""
+    chance, found = random.Random(f"{name} {seed}"), {}
+    shape = whole(name).shape
+    able = [one for one in shape.matrices if one != "kv_up"]
+    for number, called in enumerate(("first", "second", "third")):
+        targets = able if not number else chance.sample(able, chance.randint(1, len(able) - 1))
+        lora = LoRAShape(rank=chance.choice([1, 3, 8, 17]), alpha=8.0, targets=",".join(targets), rslora=number == 1)
+        draw = torch.Generator().manual_seed(10 * seed + number)
+        low = [one for one in parameters(replace(shape, lora=lora)) if one.adapts]
+        found[called] = ServedAdapter(lora, {one.name: torch.randn(one.shape, generator=draw) * 0.2 for one in low})
+    return found
+
+
+def ask(engine: ServingEngine, called: Sequence[str | None] = CALLED) -> list[Any]:
+    return [
+        engine.add(prompt, RequestOptions(max_new_tokens=count, logprobs=2, adapter=one))
+        for (prompt, count), one in zip(LOAD, called, strict=True)
+    ]
+
+
+def mixed(engine: ServingEngine, name: str) -> dict[str, Any]:
+    """A batch of all; and again in another order."""
+    asked = ask(engine)
+    engine.run(asked)
+    again = ask(engine)[::-1]
+    engine.run(again)
+    return {
+        "ids": [one.answers[0].ids for one in asked],
+        "bits": [one.answers[0].logprobs for one in asked],
+        "again": [one.answers[0].ids for one in again[::-1]],
+        "again bits": [one.answers[0].logprobs for one in again[::-1]],
+        "bytes": engine.adapters.bytes,
+    }
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "torch": {"packed": False, "compiled": False},
+    "exact": {"exact": True, "most_tokens": 32},
+    "exact torch": {"exact": True, "most_tokens": 20, "compiled": False},
+}
+
+
+def engine_of(name: str, way: str, model: Any, ranks: Any = None) -> ServingEngine:
+    return ServingEngine(model, options(**WAYS[way]), adapters=adapters(name), ranks=ranks)
+
+
+def serve_parts(cases: Sequence[Case]) -> list[Any]:
+    found: list[Any] = []
+    made: dict[Any, Any] = {}
+    for name, layout, way in cases:
+        own, ranks = part(name, layout, made)
+        if ranks.leads:
+            found.append(mixed(engine_of(name, way, own, ranks), name))
+            ranks.say(Said.END)
+        else:
+            follow(own, ranks)
+    return found
+
+
+def check(cases: Sequence[Case]) -> None:
+    layout = cases[0][1]
+    for (name, _, way), found in zip(cases, on_ranks(layout.tp, serve_parts, cases)[0], strict=True):
+        alone = mixed(engine_of(name, way, whole(name)), name)
+        assert found["ids"] == alone["ids"] == found["again"], (name, way)
+        plain = ask(base := ServingEngine(whole(name), options(**WAYS[way])), [None] * len(LOAD))
+        base.run(plain)
+        same = [one.answers[0].ids == ids for one, ids in zip(plain, found["ids"], strict=True)]
+        assert sum(same) <= 4 and all(same[place] for place, one in enumerate(CALLED) if one is None)
+        for mine, right in zip(found["bits"], alone["bits"], strict=True):
+            assert mine == pytest.approx(right, abs=2e-3), (name, way)
+        if "exact" in way:
+            assert found["bits"] == found["again bits"]
+        assert found["bytes"] < 0.9 * alone["bytes"]
+
+
+@pytest.mark.long
+def test_two_ranks_answer_as_one_process() -> None:
+    check([
+        *((name, TENSOR, "plain") for name in (KINDS[2], FEW_KEYS, MLA, MIXTURE)),
+        *((name, EXPERT, "plain") for name in (MIXTURE, MLA)),
+        ("gpt2-124m", TENSOR, "torch"),
+        *((name, TENSOR, "exact") for name in (KINDS[4], MIXTURE)),
+        (KINDS[2], TENSOR, "exact torch"),
+    ])  # fmt: skip

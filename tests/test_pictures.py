@@ -1,0 +1,43 @@
+"""The pictures of the Learn pages show what the planner, the schedules and a dry run say today."""
+
+import copy
+
+import pytest
+
+from docs.pictures import draw, figures
+
+DRY = "steps"
+"""The picture of a dry run, which takes a process of its own."""
+
+
+@pytest.mark.parametrize("name", [name for name in draw.PICTURES if name != DRY])
+def test_a_picture_shows_what_the_code_says(name: str) -> None:
+    assert not draw.stale(name, figures.kept(), figures.figures(name)), "run `make pages`"
+
+
+@pytest.mark.long
+def test_the_first_steps_are_those_of_a_dry_run() -> None:
+    assert not draw.stale(DRY, figures.kept(), figures.figures(DRY)), "run `make pages`"
+
+
+def test_every_picture_is_drawn_here_and_every_number_is_of_one() -> None:
+    assert {file.stem for file in draw.HERE.glob("*.png")} == set(draw.PICTURES) == set(figures.kept())
+    assert set(figures.FIGURES) <= set(draw.PICTURES)
+
+
+def test_a_stale_picture_is_found() -> None:
+    """Both where the code says something new, and where the numbers were written anew without the picture."""
+    before = figures.kept()
+    changed = copy.deepcopy(before)
+    changed["data"]["bars"]["3, ZeRO-3"]["activations"] += 0.1
+    assert not draw.stale("data", before, before["data"])
+    assert draw.stale("data", before, changed["data"])
+    assert draw.stale("data", changed, changed["data"])
+    assert draw.stale("mesh", {}, before["mesh"])
+
+
+def test_what_no_reader_sees_is_alike() -> None:
+    assert figures.alike({"a": [1.0, "b"]}, {"a": [1.0005, "b"]})
+    assert not figures.alike({"a": [1.0, "b"]}, {"a": [1.05, "b"]})
+    assert not figures.alike({"a": [1.0, "b"]}, {"a": [1.0, "c"]}) and not figures.alike([1.0], [1.0, 1.0])
+    assert not figures.alike({"a": 1}, {"b": 1}) and not figures.alike({"a": 1}, {"a": 2})
