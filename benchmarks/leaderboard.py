@@ -296,7 +296,9 @@ def main() -> int:
     lines = lines_of(zero, calibrated, calibration)
     if options.json:
         clusters = asdict(calibration)["clusters"]
-        within = {what: error_table.coverage(zero, what)[""].share for what in ("time", "memory")}
+        covered = {what: error_table.coverage(zero, what) for what in ("time", "memory")}
+        within = {what: one[""].share for what, one in covered.items()}
+        within["unscored"] = covered["time"][error_table.LEFT_OUT].share
         figures = {"by": figures_of(lines), "within": within, "clusters": clusters}
         print(json.dumps({"rows": len(rows), "lines": lines, **figures}, indent=1))
         return 0

@@ -130,7 +130,7 @@ def plan(
     load: dict[str, str | int | None] = {
         "input_length": input_length, "output_length": output_length, "concurrency": concurrency,
         "quantization": quantization, "kv_dtype": kv_dtype, "framework": framework,
-        "adapters": adapters or 0, "adapter_rank": adapter_rank or 0, "adapter_targets": adapter_targets,
+        "adapters": adapters, "adapter_rank": adapter_rank, "adapter_targets": adapter_targets,
     }  # fmt: skip
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,

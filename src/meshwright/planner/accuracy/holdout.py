@@ -50,8 +50,10 @@ def chosen(rows: Sequence[PublishedRow]) -> CalibrationRows:
 
 def represent(rows: Sequence[PublishedRow], most: int) -> CalibrationRows:
     """At most so many rows, the best representatives of all; the first of equals. Each row belongs to its nearest."""
+    if not (rows and most):
+        return CalibrationRows([], [])
     places = [_place(row) for row in rows]
-    spans = [max(column) - min(column) or 1.0 for column in zip(*places, strict=True)] if places else []
+    spans = [max(column) - min(column) or 1.0 for column in zip(*places, strict=True)]
     places = [[value / span for value, span in zip(place, spans, strict=True)] for place in places]
     nearest = [float(len(spans))] * len(rows)
     found: list[int] = []

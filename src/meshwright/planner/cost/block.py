@@ -304,11 +304,16 @@ def _routed(of: Local) -> Routed:
     return Routed(own, own * moe.top_k, moe.ffn if of.ep > 1 else moe.ffn / of.tp)
 
 
-EXPERT_BIAS = (28, 44)
-"""Bytes of an element of the experts' results that passes over memory move beside it, forward and backward. For each
-expert a bias times probabilities in fp32 (4), the sum (10); all parts put together (8) and rounded (6). Back: widened
-(6), the sum's gradient rounded (6) and cut (8), its products with probabilities and with the bias summed (12 each).
+EXPERT_BIAS = ((28, 3), (44, 7))
+"""Of a pass over experts with biases, forward and backward: bytes moved per element of their results, and launches per
+expert. Forward a bias times probabilities in fp32 (4), the sum (10); all parts put together (8) and rounded (6). Back:
+widened (6), the sum's gradient rounded (6) and cut (8), products with probabilities and with the bias summed (24).
 NVIDIA/Megatron-LM, megatron/core/transformer/moe/experts.py, TEGroupedMLP._apply_bias."""
+
+
+def adds_expert_biases(of: Local) -> bool:
+    """Whether experts have biases, and the software adds them by kernels of their own."""
+    return of.stack.adds_expert_biases and of.shape.unbuilt is not None and of.shape.unbuilt.expert_bias
 
 
 def _experts(of: Local) -> Iterator[LayerOperation]:
@@ -335,10 +340,10 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     sorting = (MemoryPass(2 * moved, 3),)
     yield LayerOperation(name="dispatch", forward=(MemoryPass(2 * moved, 6),), inputs=sorting, exchanges=there)
     yield from (up, down, inner)
-    if of.stack.adds_expert_biases and shape.unbuilt is not None and shape.unbuilt.expert_bias:
+    if adds_expert_biases(of):
         experts, sums = moe.experts / of.ep, copies * shape.hidden
-        biases = (MemoryPass(EXPERT_BIAS[0] * sums, 3 * experts),), (MemoryPass(EXPERT_BIAS[1] * sums, 7 * experts),)
-        yield LayerOperation(name="experts bias", forward=biases[0], inputs=biases[1])
+        forward, inputs = ((MemoryPass(moved * sums, launches * experts),) for moved, launches in EXPERT_BIAS)
+        yield LayerOperation(name="experts bias", forward=forward, inputs=inputs)
     yield LayerOperation(name="combine", forward=sorting, inputs=sorting, exchanges=back)
     yield from shared
     yield LayerOperation(name="leave experts", exchanges=leave)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Literal, NamedTuple
 
-from meshwright.planner.cost.block import LayerWork, embedding, head, layer
+from meshwright.planner.cost.block import EXPERT_BIAS, LayerWork, adds_expert_biases, embedding, head, layer
 from meshwright.planner.cost.host_time import NOTHING, Triple
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local
@@ -26,6 +26,8 @@ def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
     return int(getattr(layout, axis)), steps[axis]
 
 
+LAUNCHES = 6
+"""Of a pass, for each expert: what Stack.expert_launch_s stands for."""
 Side = Literal["forward", "inputs", "weights"]
 
 
@@ -154,9 +156,14 @@ class PassSeconds:
             exchanged, device = exchanged - hidden, device + stack.contention * hidden
         device += exchanged
         if side != "weights" and any(op.name == "dispatch" for op in operations):
-            device += stack.counts_s + stack.expert_launch_s * self._experts
+            device += stack.counts_s + stack.expert_launch_s * self._launched(side) * self._experts
         longer = max(device, host)
         return longer + stack.stalls * max(0.0, each - longer), exchanged
+
+    def _launched(self, side: Side) -> float:
+        """Launches of an expert over those that expert_launch_s counts: its bias is added by kernels of its own."""
+        beside = EXPERT_BIAS[side == "inputs"][1] / LAUNCHES if adds_expert_biases(self.of) else 0.0
+        return 1 + beside
 
     @property
     def _experts(self) -> float:

@@ -41,6 +41,7 @@ ACCELERATE = (
            meaning="ranks that share every sequence"),
     Option(key="parallelism_config.parallelism_config_tp_size", fact="tp_size",
            meaning="ranks that share every matrix"),
+    Option(key="deepspeed_config.zero_stage", fact="zero_stage", meaning="ZeRO stage of DeepSpeed"),
 )  # fmt: skip
 ACCELERATE_FILE = ConfigFile(
     name="accelerate.yaml",
@@ -75,6 +76,7 @@ ACCELERATE_FILE = ConfigFile(
         "fsdp_config.fsdp_cpu_*",
         "fsdp_config.fsdp_min_num_params",
         "deepspeed_config",
+        "deepspeed_config.gradient_*",
         "parallelism_config",
         "megatron_lm_config",
         "parallelism_config.parallelism_config_cp_comm_strategy",
@@ -90,11 +92,6 @@ ACCELERATE_FILE = ConfigFile(
     },
     title="file for accelerate launch --config_file",
 )
-DEEPSPEED_KEYS = (
-    Option(key="deepspeed_config.zero_stage", fact="zero", meaning="ZeRO stage"),
-    Option(key="deepspeed_config.gradient_accumulation_steps", fact="accumulation", meaning="micro-batches of a step"),
-    Option(key="deepspeed_config.gradient_clipping", fact="clipping", meaning=""),
-)  # fmt: skip
 RUN_CLM = ConfigFile(
     name="run_clm.json",
     form="json",
@@ -146,7 +143,7 @@ def resolve(facts: Facts) -> Facts:
     if kind in ("MULTI_GPU", "NO"):
         return {**found, "zero": 0, "dp_shard": 1}
     if kind == "DEEPSPEED":
-        return {**found, "zero": found.get("zero", 2)}
+        return {**found, "zero": found.get("zero_stage", 2)}
     if kind != "FSDP":
         raise PlanError(f"distributed_type={kind} is not counted: take FSDP, MULTI_GPU or NO")
     return {**found, **_sharded(found)}

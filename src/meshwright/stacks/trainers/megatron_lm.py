@@ -74,6 +74,8 @@ LAYOUT = (
     Option(key="--recompute-num-layers", fact="recompute_number", meaning="how many of them, or layers of a unit"),
     Option(key="--bf16", fact="bf16", default=False, meaning="parameters and activations in bfloat16"),
     Option(key="--fp16", fact="fp16", default=False, meaning="in float16, with loss scaling"),
+    Option(key="--fp8-format", fact="narrow", meaning="products of layers in 8 bits",
+           words={"e4m3": "e4m3", "hybrid": "hybrid"}),
     Option(key="--train-iters", fact="steps", meaning="optimizer steps: yours to choose"),
     Option(key="--lr", fact="learning_rate", meaning="learning rate: yours to choose"),
 )  # fmt: skip
@@ -103,10 +105,10 @@ IGNORED = (
     "--no-bias-*", "--no-rope-fusion", "--no-check-*", "--timing-*", "--async-*", "--use-dist-ckpt*", "--dist-ckpt*",
     "--pipeline-model-parallel-layout-note", "--gres*", "--ntasks*", "--nodes", "--job-name", "--gpus*", "--cpus*",
     "--rotary-scaling-factor", "--mscale*", "--no-rope-freq", "--disable-bias-note", "--local-ranks-filter",
+    "--fp8-amax-*", "--fp8-margin", "--fp8-interval", "--fp8-recipe", "--fp8-param-gather",
     "--optimizer", "--use-checkpoint-opt_param-scheduler", "--te-rng-tracker", "--enable-experimental",
 )  # fmt: skip
 REFUSED = {
-    "--fp8-format": "makes products of 8 bits, which --from does not count",
     "--use-megatron-fsdp": "shards with Megatron-FSDP",
     "--use-custom-fsdp": "shards with Megatron-FSDP",
     "--use-torch-fsdp2": "shards with FSDP2",
@@ -129,7 +131,8 @@ MODULES = "core_attn"
 def stack_of(facts: Facts) -> Stack:
     """Megatron-Core's memory and time, with what the options overlap."""
     overlapped = facts.get("tp_overlap", True) or (facts.get("tp") or 1) == 1
-    stack = MEGATRON_CORE if overlapped else replace(MEGATRON_CORE, hides_tensor=0.0)
+    stack = replace(MEGATRON_CORE, product_bytes=1.0) if facts.get("narrow") else MEGATRON_CORE
+    stack = stack if overlapped else replace(stack, hides_tensor=0.0)
     return stack if facts.get("overlap_reduce", True) else replace(stack, hides_gradients=0.0)
 
 

@@ -58,7 +58,7 @@ OPTIONS = (
     Option(key="ddp.overlap_param_gather", fact="overlap_gather", default=True,
            meaning="parameters are gathered beside the forward pass"),
     Option(key="mixed_precision.grad_reduce_in_fp32", fact="wide_reduction", default=True,
-           meaning="gradients travel in 16 bits"),
+           also=("ddp.grad_reduce_in_fp32",), meaning="gradients travel in 16 bits"),
     Option(key="comm_overlap.tp_comm_overlap", fact="tp_overlap", default=False,
            meaning="exchanges run beside products, as counted"),
     Option(key="mixed_precision", fact="mixed", meaning="products in bfloat16"),
@@ -183,7 +183,7 @@ NEMO = TrainingSoftware(
     noticed=noticed,
     preset=preset_of,
     launch=_launch,
-    measured=("Megatron-Bridge", "NeMo 24.07", "NeMo long sequence"),
+    measured=("Megatron-Bridge", "MLPerf", "NeMo 24.07", "NeMo long sequence"),
     unknown=("Embedding rows that make_vocab_size_divisible_by adds are not counted, nor are CUDA graphs.",),
     axes={
         "tp": "model.tensor_model_parallel_size", "pp": "model.pipeline_model_parallel_size",
