@@ -1,6 +1,7 @@
 """Attention over blocks: the fused form against the plain one, and one row against any others."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -54,10 +55,21 @@ def test_the_fused_form_equals_the_plain_one(
     assert found.shape == (rows, heads, value_width) and not found[12:].any()
 
 
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("width", [16, 6])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.usefixtures("threads")
 def test_a_query_of_one_row_has_the_same_bits_beside_any_others(width: int, key_heads: int) -> None:
-    """Also with heads so narrow that rows begin anywhere in a line of memory, as part of a wider row does."""
+    """Whichever thread computes it; also with heads so narrow that rows begin anywhere in a line of memory, as part of
+    a wider row does."""
     torch.manual_seed(1)
     keys, values = torch.randn(2, BLOCKS, BLOCK, key_heads, width).unbind()
     q, k = torch.randn(5, 5, width)[:, 1:], torch.randn(5, key_heads, width)

@@ -24,6 +24,9 @@ HIDDEN = float("-inf")
 """Added to the score of a key that a query does not see."""
 LINE_BYTES = 64
 """At multiples of which memory begins that is allocated."""
+QUERIES = 4
+"""Of a key head in one call on a CPU are a multiple of it: each thread has room for scores behind that of others, which
+begins where sums have one order only if every thread's is a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +169,7 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, sc
     if call.rows is not None:
         q = q.new_zeros(rows, *q.shape[1:]).index_copy_(0, call.rows, q)
     seen_k, seen_v = (_in_lines(kept).transpose(1, 2) for kept in (keys, values))
-    found = _fused(q.unflatten(1, (heads, -1)), seen_k, seen_v, call.bias, scale)
-    found = found.flatten(1, 2)[..., :width]
+    found = _one_query(q.unflatten(1, (heads, -1)), seen_k, seen_v, call.bias, scale)[..., :width]
     return found if call.rows is None else found[call.rows]
 
 
@@ -178,10 +180,17 @@ def _attend(
     rows = slice(call.begin, call.end)
     seen_k, seen_v = (_seen(call, *pair) for pair in ((k[rows], keys), (v[rows], values)))
     if call.queries == 1:
-        found = _fused(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
-        return found.flatten(1, 2)
+        return _one_query(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
     queries = q[rows].unflatten(0, (call.sequences, call.queries)).transpose(1, 2)
     return _fused(queries, seen_k, seen_v, call.bias, scale).transpose(1, 2).flatten(0, 1)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """One query of each sequence, q (B, K, H / K, E) -> (B, H, width of k). Otherwise as `_fused`."""
+    group = q.shape[2]
+    more = -group % QUERIES if q.device.type == "cpu" else 0
+    found = _fused(F.pad(q, (0, 0, 0, more)) if more else q, k, v, bias, scale)
+    return found[:, :, :group].flatten(1, 2)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
