@@ -97,7 +97,7 @@ CASES: dict[str, tuple[ModelShape, int, int, dict[str, Any]]] = {
     "dp-async": (LLAMA, 32, 128, {"dp_replicate": 2, "micro_batch": 8, "saving": "async"}),
     "ep-pp": (MOE, 64, 128, {"pp": 2, "dp_shard": 2, "ep": 2, "zero": 2, "micro_batch": 8}),
     "lora": (ADAPTED, 16, 128, {"micro_batch": 8}),
-    "lora-full": (ADAPTED, 32, 128, {"micro_batch": 16, "recompute": "full"}),
+    "lora-full": (ADAPTED, 40, 128, {"micro_batch": 20, "recompute": "full"}),
     "lora-z3": (ADAPTED, 32, 128, {"dp_shard": 2, "zero": 3, "micro_batch": 8}),
     "lora-sp-pp": (ADAPTED, 128, 128, {"tp": 2, "sp": True, "pp": 2, "micro_batch": 32}),
     "qlora": (CODED, 16, 128, {"micro_batch": 8}),
