@@ -51,7 +51,7 @@ MANY_DEVICES = re.compile(
 )
 LOW_RANK = {"q_rank", "kv_rank", "low_rank"}
 """Ranks of matrices (multi-head latent attention), not of processes."""
-ADAPTERS = ("model/low_rank.py", "model/hub/adapter.py")
+ADAPTERS = ("model/low_rank.py", "model/hub/adapter.py", "model/hub/adapter_config.py")
 """Where `rank` is that of an adapter's matrices."""
 HEAVY = {"torch", "transformers", "matplotlib", "pyarrow", "datasets"}
 

@@ -234,6 +234,23 @@ def test_products_of_experts_in_one_call_are_those_one_by_one() -> None:
         torch.testing.assert_close(found, right[kept])
 
 
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
+def test_an_adapter_that_is_no_number_harms_no_row_but_its_own(apart: bool, bad: float) -> None:
+    counts, tags = [2, 3], torch.tensor([0, 1, 2, 0, 1])
+    rows, plain = torch.ones(5, 8), torch.zeros(5, 4)
+    good = torch.ones(2, 3, 8), torch.ones(2, 4, 3)
+    for place in range(2):  # of A, of B
+        broken = tuple(torch.full_like(one, bad) if at == place else one for at, one in enumerate(good))
+        given = [{"up": StackProducts(*pair, exact=False, apart=apart)} for pair in (broken, good)]
+        runs = [list(tagged_runs(tags, counts, tag)) for tag in (1, 2)] if apart else []
+        own: Any = counts if apart else torch.tensor(counts)
+        stack = ExpertStack(torch.empty(0), name="up")
+        found = TaggedRows(given, tags, own, expert_linear_reference, runs).added(stack, rows, plain.clone())
+        assert not found[tags == 1].isfinite().any()
+        assert torch.equal(found[tags != 1], torch.tensor([0.0, 24.0, 0.0]).unsqueeze(1).expand(3, 4))
+
+
 @pytest.mark.parametrize(
     ("name", "lora", "said"),
     [

@@ -70,11 +70,12 @@ class TaggedRows:
         return found
 
     def _add_masked(self, products: StackProducts, stack: ExpertStack, place: int, rows: Tensor, found: Tensor) -> None:
-        """All rows times A, and only those of the adapter times B: the host waits for no device."""
+        """All rows times A and B, of which only the adapter's own are added: the host waits for no device. The rest is
+        left out and not made zero, since an adapter that is no number, or too large for one, must harm nobody else."""
         here = slice(stack.first, stack.first + len(self.counts))
         narrow = self.linear(rows, products.a[here], self.counts)
-        mine = (self.tags == 1 + place).unsqueeze(1).to(narrow)
-        found.add_(self.linear(narrow * mine, products.b[here], self.counts))
+        others = (self.tags != 1 + place).unsqueeze(1)
+        found.add_(self.linear(narrow, products.b[here], self.counts).masked_fill_(others, 0.0))
 
 
 def tagged_runs(tags: Tensor, counts: Sequence[int], tag: int) -> Iterator[tuple[int, Tensor]]:

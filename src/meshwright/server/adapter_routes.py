@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field
 from starlette.responses import JSONResponse
 
-from meshwright.model.hub.adapter import CONFIG, WEIGHTS
+from meshwright.model.hub.adapter_config import CONFIG, WEIGHTS
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.api_error import ApiError, refused

@@ -161,7 +161,17 @@ def test_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
         ({"bias": "all"}, "bias='all' is not supported"),
-        ({"r": 0}, "model.lora.rank"),
+        ({"r": 0}, "has rank 4, and adapter_config.json 1 to 1"),
+        ({"r": float("inf")}, "cannot convert float infinity"),
+        ({"lora_alpha": 10**400}, "int too large"),
+        ({"rank_pattern": [1]}, "'list' object has no attribute"),
+        ({"alpha_pattern": {"q_proj": "x"}}, "could not convert string to float: 'x'"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, "alpha_pattern must have finite numbers"),
+        ({"alpha_pattern": {"(": 1}}, "missing \\)"),
+        ({"alpha_pattern": {r"(\w|.)+!": 1}}, "which may match for ever"),
+        ({"alpha_pattern": {".*" * 20 + "!": 1}}, "which may match for ever"),
+        ({"alpha_pattern": {"(a|.)" * 40 + "!": 1}}, "which may match for ever"),
+        ({"alpha_pattern": {"q_proj" * 50: 1}}, "which may match for ever"),
     ],
 )
 def test_what_a_config_asks_for_and_is_not_there_is_refused(
@@ -170,14 +180,48 @@ def test_what_a_config_asks_for_and_is_not_there_is_refused(
     found = written(tmp_path, "llama-3.1-8b")
     path = tmp_path / "adapter" / "adapter_config.json"
     config = json.loads(path.read_text())
-    if "r" not in entry:
-        path.write_text(json.dumps(config | entry))
-        with pytest.raises(HubError, match=sentence):
-            load_adapter(tmp_path / "adapter", found.shape.base)
+    path.write_text(json.dumps(config | entry))
+    with pytest.raises(HubError, match=sentence):
+        load_adapter(tmp_path / "adapter", found.shape.base)
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
     path.write_text(json.dumps(config))
     with pytest.raises(HubError, match=r"has no adapter_model.safetensors"):
         load_adapter(tmp_path / "adapter", found.shape.base)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"a": ' + "[" * 200_000, ""])
+def test_a_config_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    found = written(tmp_path, "llama-3.1-8b")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(text)
+    with pytest.raises(HubError, match=r"adapter_config\.json (must hold a JSON object|is not JSON)"):
+        load_adapter(tmp_path / "adapter", found.shape.base)
+    path.unlink()
+    with pytest.raises(HubError, match=r"has no adapter_config\.json"):
+        load_adapter(tmp_path / "adapter", found.shape.base)
+
+
+@pytest.mark.parametrize("sizes", [((0, 24), (24, 0)), ((), (24, 4))], ids=str)
+def test_a_module_without_a_rank_is_refused(tmp_path: Path, sizes: tuple[tuple[int, ...], ...]) -> None:
+    found = written(tmp_path, "llama-3.1-8b")
+    stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for part, size in zip("AB", sizes, strict=True):
+        stored[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight"] = torch.zeros(size)
+    save_file(stored, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(HubError, match=r"q_proj\.weight has rank 0, and adapter_config\.json 1 to 4"):
+        load_adapter(tmp_path / "adapter", found.shape.base)
+
+
+def test_patterns_of_modules_are_matched_as_peft_matches_them(tmp_path: Path) -> None:
+    """By their ends, or as patterns: of the first that fits."""
+    found = written(tmp_path, "llama-3.1-8b")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    plain = load_adapter(tmp_path / "adapter", found.shape.base)[1]
+    pattern = {r"layers\.(0|7)\..*q_proj": 16.0, "^model.layers.1.self_attn.q_proj": 24.0, "q_proj": 1.0, "k_proj": 32}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"alpha_pattern": pattern}))
+    changed = load_adapter(tmp_path / "adapter", found.shape.base)[1]
+    for name, times in {"layers.0.attention.q": 2, "layers.1.attention.q": 3, "layers.0.attention.k": 4}.items():
+        torch.testing.assert_close(changed[f"{name}.lora.b"], times * plain[f"{name}.lora.b"])
 
 
 def test_part_of_a_fused_module_cannot_be_written(tmp_path: Path) -> None:

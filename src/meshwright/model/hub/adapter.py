@@ -16,26 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.model.hub.adapter_config import CONFIG, WEIGHTS, adapter_config, factor_of, lora_of
 from meshwright.model.hub.directory import PromptFiles, fresh_folder
 from meshwright.model.hub.safetensors_files import read_header, write_file
 from meshwright.model.hub.transforms import CONV1D, JOINED, STACKED
 from meshwright.model.hub.weight_names import Binding, bindings
-from meshwright.spec.errors import HubError, PlanError
+from meshwright.spec.errors import HubError
 from meshwright.spec.inventory import adapter_parts, adapter_prefix, parameters
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 """Ours and theirs."""
-UNREAD = (
-    "modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora", "use_bdlora",
-    "alora_invocation_tokens",
-)  # fmt: skip
-"""Entries of a config that change what is computed and have no place here."""
-BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin (init_lora_weights) that leave the weights as they are: others change them on each load."""
 
 
 def save_adapter(
@@ -109,7 +102,7 @@ def misread(shape: ModelShape) -> str:
 def base_folder(folder: Path) -> Path:
     """The folder of the model that an adapter is for, from here or from its own place. HubError where it is not
     there."""
-    named = str(_read(folder).get("base_model_name_or_path") or "")
+    named = str(adapter_config(folder).get("base_model_name_or_path") or "")
     for place in (Path(named), folder / named):
         if named and place.is_dir():
             return place
@@ -177,8 +170,8 @@ def is_adapter(folder: Path) -> bool:
 def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[ModelShape, dict[str, Tensor]]:
     """(the shape with the adapter, its tensors by our names, fp32). HubError where the folder holds none, where it is
     for a model of another shape, asks for what is not supported, or its rank is above `widest` (0 = any)."""
-    config = _read(folder)
-    lora = _lora_of(config, folder)
+    config = adapter_config(folder)
+    lora = lora_of(config, folder)
     if 0 < widest < lora.rank:
         raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} is more than the {widest} that are taken here")
     stored = {name.removeprefix(PREFIX): one for name, one in read_header(folder / WEIGHTS).items()}
@@ -214,10 +207,11 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
 
 def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape, widest: int) -> None:
     """HubError: a module's parts have other sizes than its matrix, an expert's another rank, or a rank is too large."""
-    if (found := len(read[0]["a"])) > widest:
-        raise HubError(f"{folder}: {next(iter(binding.theirs))} has rank {found}, and {CONFIG} at most {widest}")
+    rank = next(iter(read[0]["a"].shape), 0)
+    if not 0 < rank <= widest:
+        raise HubError(f"{folder}: {next(iter(binding.theirs))} has rank {rank}, and {CONFIG} 1 to {widest}")
     for (name, size), one in zip(binding.theirs.items(), read, strict=True):
-        rank, (size_out, size_in) = len(read[0]["a"]), reversed(size) if binding.transform is CONV1D else size
+        size_out, size_in = reversed(size) if binding.transform is CONV1D else size
         wanted = {"a": (rank, size_in), "b": (size_out, rank), "magnitude": (size_out,)}
         for part, tensor in one.items():
             there, right = tuple(tensor.flatten().shape if part == "magnitude" else tensor.shape), wanted[part]
@@ -282,7 +276,7 @@ def _ours(
     found = {}
     for name, one in zip(binding.ours, parts, strict=True):
         prefix = adapter_prefix(name)
-        factor = _factor(module, one["a"].shape[-2], config) / lora.scale
+        factor = factor_of(module, one["a"].shape[-2], config) / lora.scale
         one["b"] = one["b"] * factor
         for part, tensor in one.items():
             found[prefix + part] = _padded(part, tensor, lora.rank)
@@ -298,52 +292,3 @@ def _padded(part: str, tensor: Tensor, rank: int) -> Tensor:
     zeros = list(tensor.shape)
     zeros[dim] = missing
     return tensor if not missing else torch.cat((tensor, tensor.new_zeros(zeros)), dim)
-
-
-def _factor(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """s of one of their modules."""
-    alpha = _pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _pattern(pattern: object, module: str, otherwise: Any) -> Any:
-    """PEFT's rule: the first key that is the end of the module's name, or matches it."""
-    for key, value in pattern.items() if isinstance(pattern, dict) else ():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return otherwise
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise HubError(f"{folder}/{CONFIG} cannot be read ({error}): give a folder that PEFT has written") from error
-    if config.get("peft_type") != "LORA":
-        raise HubError(f"{folder}/{CONFIG}: peft_type {config.get('peft_type')!r} is not supported (supported: LORA)")
-    for key in UNREAD:
-        if config.get(key):
-            raise HubError(f"{folder}/{CONFIG}: {key} is not supported")
-    if config.get("init_lora_weights") not in BEGINNINGS:
-        raise HubError(
-            f"{folder}/{CONFIG}: init_lora_weights={config['init_lora_weights']!r} changes the model's weights: save "
-            "it in PEFT as a plain LoRA (path_initial_model_for_weight_conversion)"
-        )
-    if config.get("bias", "none") != "none":
-        raise HubError(f"{folder}/{CONFIG}: bias={config['bias']!r} is not supported (supported: none)")
-    if not (folder / WEIGHTS).is_file():
-        raise HubError(f"{folder} has no {WEIGHTS}: copy or download the adapter again")
-    return config
-
-
-def _lora_of(config: Mapping[str, Any], folder: Path) -> LoRAShape:
-    ranks = config.get("rank_pattern") or {}
-    try:
-        return LoRAShape(
-            rank=max(int(config["r"]), *map(int, ranks.values()), 1),
-            alpha=float(config["lora_alpha"]),
-            rslora=bool(config.get("use_rslora")),
-            dora=bool(config.get("use_dora")),
-        )
-    except (KeyError, TypeError, ValueError, PlanError) as error:
-        raise HubError(f"{folder}/{CONFIG}: {error}") from error
