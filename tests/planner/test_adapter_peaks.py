@@ -1,6 +1,7 @@
 """What the planner says that adapters beside frozen matrices keep, against the engine and against a dry run of it."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +49,17 @@ def test_what_was_gathered_beside_codes_is_kept_whatever_norms_do(recompute: str
     seen = dry_run(asked, ranks=[0], device="cuda").ranks[0]
     said = predict(asked).memory[0]
     assert said.kinds["activations"] == pytest.approx(seen.kinds["activations"], rel=0.06)
+
+
+UNCOMPILED: dict[str, dict[str, Any]] = {
+    "codes": {"shape": replace(SHAPE, lora=LoRAShape(rank=8, base="nf4"))},
+    "rounded": {"recipe": Recipe(sequence=2048, global_batch=4, fake_quantize="nf4")},
+}
+
+
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_what_is_not_compiled_takes_as_long_as_with_compiling_off(name: str) -> None:
+    plain: dict[str, Any] = {"shape": SHAPE, "recipe": Recipe(sequence=2048, global_batch=4)}
+    for given, alike in ((plain, False), (plain | UNCOMPILED[name], True)):
+        auto, off = (predict(plan(**given, compile=compile)).step_s for compile in ("auto", "off"))
+        assert (auto == off) == alike

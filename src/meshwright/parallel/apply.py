@@ -19,7 +19,7 @@ from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import agreed, compiled_call, experts_stay_apart, is_compiled, kept_by_all, prepare
+from meshwright.parallel.compiling import agreed, compiled_call, is_compiled, kept_by_all, prepare
 from meshwright.parallel.context import mask_maker, whole_sums
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
@@ -35,8 +35,8 @@ from meshwright.parallel.sequence import SequenceSlices
 from meshwright.parallel.stages import cut, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.boxes import Box, boxes
+from meshwright.spec.compiled_blocks import can_be_compiled, experts_stay_apart
 from meshwright.spec.errors import IllegalLayout
-from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.held import adds_gradients, common
 from meshwright.spec.held import held as held_by
 from meshwright.spec.layout import Layout
@@ -242,7 +242,7 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     """Recomputation around the arithmetic of the stage's first blocks, of as many as the layout says, then compilation
     of both; hooks of the block stay outside. The pass back begins with the last blocks: what they keep is gone before
     anything is made again, so that the two never stand beside each other."""
-    compiled = is_compiled(layout, device) and not holds_codes(model.shape)
+    compiled = is_compiled(layout, device) and can_be_compiled(model.shape)
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
     model.seams.overwrites = layout.recompute != "selective"

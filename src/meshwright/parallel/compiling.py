@@ -71,12 +71,6 @@ def agreed(layout: Layout, device: torch.device, world: Group) -> Layout:
     return replace(layout, compile="off")
 
 
-def experts_stay_apart(layout: Layout) -> bool:
-    """Whether compiled blocks leave their experts alone: where rows travel to other ranks, as many as the step brings,
-    and where the products are the plain ones, which want lengths."""
-    return layout.ep > 1 or layout.kernels == "reference"
-
-
 def compile_notes(layout: Layout, device: torch.device, shape: ModelShape | None = None) -> list[str]:
     """Why blocks (of a shape) are not compiled although they would be by default; empty where nothing is to say."""
     if shape is not None and holds_codes(shape) and is_compiled(layout, device):

@@ -6,14 +6,25 @@ from meshwright.spec.recipe import NO_SCHEME
 from meshwright.spec.shape import ModelShape
 
 
+def can_be_compiled(shape: ModelShape, fake_quantize: str = NO_SCHEME) -> bool:
+    """Whether blocks of a shape can be: matrices that are restored from codes or rounded in each product are not."""
+    return not holds_codes(shape) and fake_quantize == NO_SCHEME
+
+
 def compiles_blocks(layout: Layout, shape: ModelShape, device: str, fake_quantize: str = NO_SCHEME) -> bool:
-    """Whether a layout compiles blocks of a shape on a kind of device (cpu, cuda), where that has the tools. Matrices
-    that are restored from codes or rounded in each product are not compiled."""
-    return layout.compiles(device) and not holds_codes(shape) and fake_quantize == NO_SCHEME
+    """Whether a layout compiles blocks of a shape on a kind of device (cpu, cuda), where that has the tools."""
+    return layout.compiles(device) and can_be_compiled(shape, fake_quantize)
+
+
+def experts_stay_apart(layout: Layout) -> bool:
+    """Whether compiled blocks leave their experts alone: where rows travel to other ranks, as many as the step brings,
+    and where the products are the plain ones, which want lengths."""
+    return layout.ep > 1 or layout.kernels == "reference"
 
 
 def keeps_no_norms(layout: Layout, shape: ModelShape, device: str, fake_quantize: str = NO_SCHEME) -> bool:
-    """Whether blocks that recompute nothing yet keep no result of a norm. Of routed blocks whose rows travel the
-    compiler sees only the parts around the experts, whose borders are kept. Of MLPs without a gate, and of experts that
-    it sees, compiled code makes the activation again as well, which nobody counts: they keep less than is said."""
-    return compiles_blocks(layout, shape, device, fake_quantize) and not (shape.moe is not None and layout.ep > 1)
+    """Whether blocks that recompute nothing yet keep no result of a norm. Of routed blocks whose experts stay apart the
+    compiler sees only the parts around these, whose borders are kept. Of MLPs without a gate, and of experts that it
+    sees, compiled code makes the activation again as well, which nobody counts: they keep less than is said."""
+    apart = shape.moe is not None and experts_stay_apart(layout)
+    return compiles_blocks(layout, shape, device, fake_quantize) and not apart

@@ -16,12 +16,13 @@ from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.memo import Memo
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.compiled_blocks import can_be_compiled
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
-from meshwright.spec.recipe import NO_SCHEME, Recipe
+from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import stages_of_ranks
 from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
 from meshwright.spec.shape import ModelShape
@@ -61,7 +62,7 @@ class SharedCosts:
 
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
-        compiles = layout.compile != "off" and self.recipe.fake_quantize == NO_SCHEME
+        compiles = layout.compile != "off" and can_be_compiled(self.shape, self.recipe.fake_quantize)
         stack = self.stack if compiles else eager(self.stack)
         if stack.own and not self.cluster.device.is_gpu:
             stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
