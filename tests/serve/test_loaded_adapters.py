@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_adapters import ServedAdapter
@@ -109,6 +110,17 @@ def test_names_that_cannot_be_had() -> None:
     with pytest.raises(ArgumentError, match="adapter=other is not here: take one of mine"):
         engine.adapters.unload("other")
     assert engine.adapters.names == ("mine",)
+
+
+@pytest.mark.parametrize("name", [EXPERTS, KINDS[0]])
+def test_an_adapter_of_another_model_is_refused(name: str) -> None:
+    engine = engine_of(LLAMA)
+    with pytest.raises(ArgumentError, match=r"mine cannot be served by request: layers\.\S+ \[.*\] is no part of"):
+        engine.adapters.load("mine", adapters(name)["large"])
+    wide = {key: torch.cat((one, one), -1) for key, one in adapters(LLAMA)["large"].tensors.items()}
+    with pytest.raises(ArgumentError, match=r"lora\.a \[18, \d+\] is no part of"):
+        engine.adapters.load("mine", ServedAdapter(adapters(LLAMA)["large"].lora, wide))
+    assert not engine.adapters.held and not engine.adapters.names
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -20,8 +20,8 @@ from meshwright.spec.shape import ModelShape
 
 
 def adapter_words(number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, shape: ModelShape) -> list[int]:
-    """What `receive_adapter` reads."""
-    known = _possible(shape, lora.rank)
+    """What `own_adapter` reads."""
+    known = possible_parts(shape, lora.rank)
     return [number, lora.rank, *(place for place, one in enumerate(known) if one.name in tensors)]
 
 
@@ -31,7 +31,7 @@ def own_adapter(
 ) -> tuple[int, dict[str, Tensor]]:  # fmt: skip
     """(number, this rank's part) of an adapter whose whole `tensors` the first rank has, and others do not."""
     number, width, *places = words
-    known = _possible(shape, width)
+    known = possible_parts(shape, width)
     boxes = boxes_of((known[place] for place in places), shape, layout, group.index)
     found = {}
     for one in (known[place] for place in places):
@@ -45,6 +45,6 @@ def _cut(whole: Tensor, box: Box) -> Tensor:
     return whole[box.slices].clone() if box.sizes != tuple(whole.shape) else whole
 
 
-def _possible(shape: ModelShape, width: int) -> list[Parameter]:
+def possible_parts(shape: ModelShape, width: int) -> list[Parameter]:
     """All parts that an adapter of a rank may have, in order."""
     return [one for one in parameters(replace(shape.base, lora=LoRAShape(rank=width))) if one.adapts]

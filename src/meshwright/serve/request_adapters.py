@@ -21,6 +21,7 @@ from meshwright.model.attention import LatentAttention
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.low_rank import LoRA
 from meshwright.model.transformer import Transformer
+from meshwright.serve.adapter_shares import possible_parts
 from meshwright.serve.expert_adapters import ExpertAdapters
 from meshwright.serve.low_rank_product import LowRankProduct, Rows
 from meshwright.spec.errors import ArgumentError
@@ -50,6 +51,10 @@ class ServedAdapter:
         refused = f"adapter={name} cannot be served by request"
         if self.lora.dora:
             raise ArgumentError(f"{refused}: DoRA changes the lengths of the model's own rows; {MERGED}")
+        sizes = {one.name: one.shape for one in possible_parts(model.shape, self.lora.rank)}
+        for part, tensor in self.tensors.items():
+            if sizes.get(part) != tensor.shape:  # other ranks make room for the sizes of the model
+                raise ArgumentError(f"{refused}: {part} {list(tensor.shape)} is no part of {model.shape.name}")
         for layer in self.layers:
             found = model.get_submodule(layer)
             above = model.get_submodule(layer.rpartition(".")[0])
