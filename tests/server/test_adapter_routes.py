@@ -162,6 +162,15 @@ def test_what_is_no_adapter_here_is_refused(
     assert models(shared) == [NAME] and shared.engine.adapters.held == 0
 
 
+def test_a_file_that_cannot_be_read_is_the_requests_fault_and_names_no_place(folder: Path) -> None:
+    def gone(place: Path, _: int) -> Any:
+        return (place / "not.safetensors").read_bytes()
+
+    with running(hosted=replace(small(), open_adapter=gone), limits=LIMITS, adapter_folder=folder / "in") as server:
+        status, _, found = server.ask(LOAD, {"lora_name": "mine", "lora_path": "a"})
+        assert status == 400 and found["error"]["message"] == "lora_path cannot be read"
+
+
 @pytest.fixture(scope="module")
 def shared(folder: Path) -> Iterator[Running]:
     hosted = replace(small(), open_adapter=partial(peft_adapter, small().model))

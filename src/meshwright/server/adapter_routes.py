@@ -114,6 +114,8 @@ def _opened(hosted: HostedModel, folder: Path, fields: LoadFields, limits: Serve
         adapter.check(fields.lora_name, hosted.model)
     except MeshwrightError as error:
         raise refused(str(error).replace(str(place), fields.lora_path), "lora_path", "no_adapter") from None
+    except OSError:  # of another owner, or gone meanwhile
+        raise refused("lora_path cannot be read", "lora_path", "no_adapter") from None
     return adapter
 
 
