@@ -106,17 +106,22 @@ class Links:
 
 def nodes_reached(routes: int, nodes: int, groups: int = 1, top_groups: int = 1) -> float:
     """Nodes that a token's experts lie on, on average, where all are equally likely. Of experts in groups it reaches
-    those of a few (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); a node has some of the groups, or a group some
-    nodes."""
-    if groups <= nodes or groups % nodes:
+    those of a few (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); a node has some of the groups, as many
+    as others or one more, or a group some nodes."""
+    if groups <= nodes:
         within = nodes * top_groups / groups
         return within * (1 - (1 - 1 / within) ** routes)
-    held = groups // nodes
-    missed = sum(
+    held, more = divmod(groups, nodes)
+    few, one_more = (_missed(routes, held + one, groups, top_groups) for one in (0, 1))
+    return nodes * (1 - few + (few - one_more) * more / nodes)
+
+
+def _missed(routes: int, held: int, groups: int, top_groups: int) -> float:
+    """How likely a token has no expert on a node that holds so many of the groups."""
+    return sum(
         comb(held, one) * comb(groups - held, top_groups - one) * (1 - one / top_groups) ** routes
         for one in range(min(held, top_groups) + 1)
-    )
-    return nodes * (1 - missed / comb(groups, top_groups))
+    ) / comb(groups, top_groups)
 
 
 SWITCHES: dict[str, dict[str, float]] = {
