@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from meshwright.spec import Device, Layout, Plan, Recipe, presets
-from meshwright.training import device
+from meshwright.spec.lora import LoRAShape
+from meshwright.training import device, run_notes
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -169,6 +170,20 @@ def test_a_run_says_which_kernels_it_takes() -> None:
     assert line.startswith("kernels: loss_rows, rms_norm, add_rms_norm, swiglu, rope, attention: torch (a CPU)")
     (line,) = device.kernel_notes(plan, torch.device("cuda", 0), compiled=True)
     assert line.startswith("kernels: loss_rows: ") and line.endswith("; the compiler fuses the rest")
+
+
+@pytest.mark.parametrize("name", ["codes", "rounded"])
+def test_blocks_that_cannot_be_compiled_are_not_said_to_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_notes, "is_compiled", lambda *_: True)
+    plan = Plan(
+        model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout(kernels="triton"),
+        cluster=presets.cluster("h100x8"),
+    )  # fmt: skip
+    codes = replace(plan, model=replace(plan.model, lora=LoRAShape(rank=4, base="nf4")))
+    rounded = replace(plan, recipe=replace(plan.recipe, fake_quantize="nf4"))
+    for asked, compiled in ((plan, True), ({"codes": codes, "rounded": rounded}[name], False)):
+        said = " ".join(run_notes.run_notes(asked, CPU, steps_done=0, length="steps", changes=""))
+        assert ("the compiler fuses the rest" in said) == compiled and ("swiglu" in said) != compiled
 
 
 def test_the_peak_of_a_process_is_not_its_parents() -> None:

@@ -6,13 +6,15 @@ from meshwright.model.hub import unwritable
 from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.spec import Plan
+from meshwright.spec.compiled_blocks import can_be_compiled
 from meshwright.training.device import kernel_notes, product_notes
 
 
 def run_notes(plan: Plan, device: torch.device, *more: str, steps_done: int, length: str, changes: str) -> list[str]:
     """Sentences. `length`: the key of the recipe that says how long the run is; `changes`: what it does otherwise than
     the one it goes on from."""
-    compiled, found = is_compiled(plan.layout, device), compile_notes(plan.layout, device, plan.model)
+    compiled = is_compiled(plan.layout, device) and can_be_compiled(plan.model, plan.recipe.fake_quantize)
+    found = compile_notes(plan.layout, device, plan.model)
     found += [plan.beyond_positions] if plan.beyond_positions else []
     found += [*schedule_notes(plan.layout), *more]
     found += kernel_notes(plan, device, compiled)

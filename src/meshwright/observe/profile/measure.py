@@ -39,6 +39,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Layout, Plan
+from meshwright.spec.compiled_blocks import can_be_compiled
 from meshwright.spec.flop import token_flop
 from meshwright.training import device as devices
 from meshwright.training.fits import check_fits
@@ -203,7 +204,7 @@ def measure(
         kernels=kernels,
         clock=aligned,
         peak_flop_per_s=devices.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
-        compiled=is_compiled(plan.layout, target),
+        compiled=is_compiled(plan.layout, target) and can_be_compiled(plan.model, plan.recipe.fake_quantize),
     )
 
 
