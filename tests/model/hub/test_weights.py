@@ -222,6 +222,13 @@ def test_fp8_by_blocks_is_read_with_its_scales(tmp_path: Path) -> None:
             assert ours[row, column] == stored[name][row, column].float() * scale
     wanted.pop("layers.0.attention.o.weight")
     assert_same(found, wanted)
+    for size in ([0, 16], [-8, 16], ["8", 16], [8.5, 16], [8], None):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": size}}))
+        with pytest.raises(HubError, match="weight_block_size for its fp8 weights"):
+            loaded(tmp_path, shape)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [1000000000000, 16]}}')
+    rewritten(tmp_path, lambda tensors: tensors.update({name + "_scale_inv": torch.full((1, 2), 2.0)}))
+    assert torch.equal(loaded(tmp_path, shape)["layers.0.attention.o.weight"], 2 * stored[name].float())
     rewritten(tmp_path, lambda tensors: tensors.update({name + "_scale_inv": torch.ones(3, 3)}))
     with pytest.raises(HubError, match=r"scales \[3, 3\] do not fit"):
         loaded(tmp_path, shape)

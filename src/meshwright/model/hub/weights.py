@@ -180,11 +180,13 @@ def _block(folder: Path) -> tuple[int, int]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         rows, columns = config["quantization_config"]["weight_block_size"]
+        if not (type(rows) is type(columns) is int and min(rows, columns) > 0):
+            raise ValueError(f"{rows} x {columns}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise HubError(
-            f"{folder}/config.json lacks quantization_config.weight_block_size for its fp8 weights"
+            f"{folder}/config.json lacks quantization_config.weight_block_size for its fp8 weights, two whole numbers"
         ) from error
-    return int(rows), int(columns)
+    return rows, columns
 
 
 def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int], name: str) -> Tensor:
@@ -194,5 +196,6 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int], name: str)
         raise HubError(
             f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)} in blocks of {block}"
         )
+    rows, columns = map(min, block, weight.shape)  # a block may be larger than the matrix, by any number
     spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     return weight.float().mul_(spread[: weight.shape[0], : weight.shape[1]])
