@@ -279,8 +279,11 @@ def _marks_beside(file: Path) -> tuple[str | None, str | None] | None:
 
 
 def _spelling(token: Any) -> str | None:
-    """A token in a config is a string, or an object with `content`."""
-    return token.get("content") if isinstance(token, dict) else token
+    """A token in a config is a string, or an object with `content`. ValueError: something else."""
+    found = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(found, str | None):
+        raise ValueError(f"{str(found)[:80]!r} is no token")
+    return found
 
 
 def _marks_by_name(library: tokenizers.Tokenizer) -> tuple[str | None, str | None]:

@@ -1,8 +1,12 @@
 """Directories that claim what is not so: each is refused in one line, before room is made for what it claims."""
 
+import copy
 import json
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,8 +16,8 @@ import pytest
 import meshwright as mw
 from meshwright.cli.verbs.import_ import import_hf
 from meshwright.model.hub.safetensors_files import read_header
-from meshwright.spec.errors import HubError
-from tests.model.hub.test_folder import exported
+from meshwright.spec.errors import DataError, HubError, MeshwrightError
+from tests.model.hub.test_folder import SHAPE, exported
 
 WEIGHTS = "model.safetensors"
 DEEP = 200_000
@@ -148,3 +152,66 @@ def test_files_of_the_library_are_read(tmp_path: Path) -> None:
 
     save_file({"a": torch.ones(3, 5), "b": torch.zeros(0, 4), "c": torch.ones((), dtype=torch.int8)}, tmp_path / "a")
     assert {name: one.size for name, one in read_header(tmp_path / "a").items()} == {"a": (3, 5), "b": (0, 4), "c": ()}
+
+
+VALUES = (None, [], {}, -1, 0, 10**30, "x", 1.5, float("inf"), [[]], True, {"a": 1})
+WIDE = replace(SHAPE, hidden=128, heads=2, kv_heads=2, head_dim=64, ffn=128)
+WAYS = {
+    "meshwright": "int4-rtn",
+    "gptq": "int4-sym",
+    "awq": "int4-rtn",
+    "compressed-tensors": "int8",
+    "bitsandbytes": "nf4",
+}
+
+
+def places(found: Any) -> Iterator[tuple[Any, ...]]:
+    """Where entries of a document stand, of lists the first three."""
+    rows = list(found.items() if isinstance(found, dict) else enumerate(found[:3]) if isinstance(found, list) else ())
+    for key, value in rows:
+        yield (key,)
+        yield from ((key, *rest) for rest in places(value))
+
+
+def damaged(found: Any, place: tuple[Any, ...], value: Any) -> str:
+    whole = inner = copy.deepcopy(found)
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return json.dumps(whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", *WAYS])
+def test_an_entry_of_any_other_kind_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    """Of each file, and of a quantized folder's config in each format: never an error that is not of this package."""
+    folder, file = tmp_path / "hf", "config.json" if name in WAYS else name
+    exported(folder, WIDE)
+    if name in WAYS:
+        folder = tmp_path / "codes"
+        mw.quantize(tmp_path / "hf", WAYS[name], folder, quality=False, format=name)
+    found = json.loads((folder / file).read_text())
+    for place, value in product(places(found), VALUES):
+        (folder / file).write_text(damaged(found, place, value))
+        with suppress(MeshwrightError):
+            mw.load(folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [("codes", "x"), ("scales", "x"), ("activations", "int3"), ("method", "")])
+def test_a_scheme_in_words_that_are_not_known_is_refused(key: str, value: str, tmp_path: Path) -> None:
+    exported(tmp_path / "hf")
+    mw.quantize(tmp_path / "hf", "int4-rtn", tmp_path / "codes", quality=False)
+    found = json.loads((tmp_path / "codes" / "config.json").read_text())
+    place = ("quantization_config", "schemes", "int4-rtn", key)
+    (tmp_path / "codes" / "config.json").write_text(damaged(found, place, value))
+    with pytest.raises(HubError, match=f"damaged quantization_config .*{key}='{value}'"):
+        mw.load(tmp_path / "codes")
+
+
+@pytest.mark.parametrize("mark", [[], 3, {"content": ["a"]}], ids=str)
+def test_a_mark_that_is_no_text_is_refused(mark: Any, tmp_path: Path) -> None:
+    exported(tmp_path / "hf")
+    file = tmp_path / "hf" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": mark}))
+    with pytest.raises(DataError, match="is no token"):
+        mw.load(tmp_path / "hf")

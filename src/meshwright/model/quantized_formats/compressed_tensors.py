@@ -244,7 +244,10 @@ def _scheme(entries: Entries) -> Scheme:
     groups = entries.raw("config_groups")
     if layout not in LAYOUTS or not isinstance(groups, dict) or len(groups) != 1:
         raise entries.fail(f"format={layout!r} with one group of layers is read for {', '.join(LAYOUTS)} alone")
-    group = Entries(next(iter(groups.values())), f"{entries.where}, config_groups")
+    (only,) = groups.values()
+    if not isinstance(only, dict):
+        raise entries.fail("config_groups must hold a JSON object")
+    group = Entries(only, f"{entries.where}, config_groups")
     weights, inputs = group.inner("weights"), group.inner("input_activations")
     if weights is None:
         raise group.fail("weights is missing")

@@ -7,7 +7,7 @@ embed.weight                                                        everything e
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -135,8 +135,9 @@ def _schemes(folder: Path, config: Mapping[str, Any]) -> dict[str, Scheme]:
 def _scheme(values: Mapping[str, Any]) -> Scheme:
     kinds = {one.name: type(getattr(SCHEMES["int8"], one.name)) for one in fields(Scheme)}
     given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    words = {key: get_args(hint) for key, hint in get_type_hints(Scheme).items() if get_origin(hint) is Literal}
     for key, value in given.items():
-        if not isinstance(value, kinds[key]):
+        if not isinstance(value, kinds[key]) or value not in words.get(key, (value,)):
             raise TypeError(f"{key}={value!r}")
     return Scheme(**given)
 
