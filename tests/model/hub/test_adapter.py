@@ -227,3 +227,18 @@ def test_patterns_of_modules_are_matched_as_peft_matches_them(tmp_path: Path) ->
 def test_part_of_a_fused_module_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(HubError, match=r"is one matrix in PEFT's format, and only some of"):
         written(tmp_path, "gpt2", targets="q")
+
+
+def test_an_adapter_that_would_grow_many_times_is_not_taken_from_others(tmp_path: Path) -> None:
+    """Its parts have one rank in memory: a config that names another one asks for room that no file holds."""
+    found = written(tmp_path, "llama-3.1-8b")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    for rank, fits in ((16, True), (64, False)):
+        path.write_text(json.dumps(config | {"rank_pattern": {"another": rank}}))
+        load_adapter(tmp_path / "adapter", found.shape.base)
+        if fits:
+            load_adapter(tmp_path / "adapter", found.shape.base, widest=256)
+            continue
+        with pytest.raises(HubError, match=rf"with rank {rank} in every module it has .* numbers, and adapter_model"):
+            load_adapter(tmp_path / "adapter", found.shape.base, widest=256)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from meshwright.model.hub.adapter_config import CONFIG, WEIGHTS, adapter_config, factor_of, lora_of
 from meshwright.model.hub.directory import PromptFiles, fresh_folder
-from meshwright.model.hub.safetensors_files import read_header, write_file
+from meshwright.model.hub.safetensors_files import Stored, read_header, write_file
 from meshwright.model.hub.transforms import CONV1D, JOINED, STACKED
 from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.hub.weights import TOO_MANY
 from meshwright.spec.errors import HubError
 from meshwright.spec.inventory import adapter_parts, adapter_prefix, parameters
 from meshwright.spec.lora import LoRAShape
@@ -169,12 +170,15 @@ def is_adapter(folder: Path) -> bool:
 
 def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[ModelShape, dict[str, Tensor]]:
     """(the shape with the adapter, its tensors by our names, fp32). HubError where the folder holds none, where it is
-    for a model of another shape, asks for what is not supported, or its rank is above `widest` (0 = any)."""
+    for a model of another shape, asks for what is not supported, or its rank is above `widest` (0 = any; else it must
+    not grow much in memory either)."""
     config = adapter_config(folder)
     lora = lora_of(config, folder)
     if 0 < widest < lora.rank:
         raise HubError(f"{folder}/{CONFIG}: rank {lora.rank} is more than the {widest} that are taken here")
     stored = {name.removeprefix(PREFIX): one for name, one in read_header(folder / WEIGHTS).items()}
+    if widest:
+        _check_room(folder, stored, lora.rank)
     found: dict[str, Tensor] = {}
     adaptable = {one.adapts for one in parameters(replace(shape.base, lora=LoRAShape(rank=1)))}
     for binding in bindings(shape.base):
@@ -203,6 +207,17 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
         )
     targets = sorted({name.split(".lora.")[0].split("_lora.")[0].rpartition(".")[2] for name in found})
     return replace(shape.base, lora=replace(lora, targets=",".join(targets))), found
+
+
+def _check_room(folder: Path, stored: Mapping[str, Stored], rank: int) -> None:
+    """HubError where one wide module, or the config alone, makes many times as much of all others as files hold."""
+    held = sum(math.prod(one.size) for one in stored.values())
+    sides = ((one.size[-1:] if name.endswith(PARTS["a"]) else one.size[:1]) for name, one in stored.items())
+    if (padded := sum(rank * size for side in sides for size in side)) > TOO_MANY * held:
+        raise HubError(
+            f"{folder}: with rank {rank} in every module it has {padded:,} numbers, and {WEIGHTS} holds {held:,}: save "
+            "it with one rank"
+        )
 
 
 def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], shape: ModelShape, widest: int) -> None:
