@@ -65,6 +65,10 @@ class Rounded:
         """None: the product is its own."""
         return ()
 
+    def alone(self, weight: Tensor) -> Tensor | None:
+        """As Weight: never."""
+        return None
+
     def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """x (..., in) -> (..., out)."""
         found = product(self.of_x(x.reshape(-1, x.shape[-1])), self.weight)
@@ -85,6 +89,10 @@ class Decomposed:
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
         """The codes."""
         return (self.matrix,)
+
+    def alone(self, weight: Tensor) -> Tensor | None:
+        """As Weight: never."""
+        return None
 
     def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """The product with them."""

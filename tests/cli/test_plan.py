@@ -31,7 +31,7 @@ DOCUMENT = {
 
 
 def test_the_document_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--json"]) == 0
+    assert main([*SMALL, "--recipe", "sequence=32768", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found.keys() >= DOCUMENT | {"layouts", "rejected"}
     assert found["source"] == "predicted"
@@ -90,7 +90,10 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["plan", "llama-3.1-8", "--cluster", "h100x8"], "nearest: llama-3.1-8b"),
         (["plan", "llama-3.1-8b", "--cluster", "h10x8"], "--cluster 'h10x8' is not known; nearest: h100"),
-        (["plan", "llama-3.1-8b", "--cluster", "h100x0"], "--cluster 'h100x0': a node has at least 1 device"),
+        (
+            ["plan", "llama-3.1-8b", "--cluster", "h100x0"],
+            "--cluster 'h100x0': a node has 1 to 65,536 devices, as h100x8",
+        ),
         (["plan", "llama-3.1-8b"], "--cluster is missing"),
         ([*SMALL, "--nodes", "0"], "--nodes 0 must be at least 1"),
         ([*SMALL, "--nodes", "-3"], "--nodes -3 must be at least 1"),

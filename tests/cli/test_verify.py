@@ -88,7 +88,7 @@ def test_features_that_no_layout_of_the_matrix_has_together(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["--random", "0"], "at least 1 case"), (["--case", ""], "--case is empty")]
+    ("words", "said"), [(["--random", "0"], "--random 0 must be at least 1"), (["--case", ""], "--case is empty")]
 )
 def test_an_empty_number_or_case_is_not_the_whole_matrix(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]

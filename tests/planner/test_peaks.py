@@ -85,7 +85,8 @@ def test_compiled_blocks_leave_and_gain_what_others_do(tp: int) -> None:
     for compiled in ("auto", "off"):
         assert found["zb-h1", compiled].time.bubble_s < 0.9 * found["1f1b", compiled].time.bubble_s
         assert last["zb-h1", compiled] > 4 * last["1f1b", compiled]
-    assert last["zb-h1", "auto"] == last["zb-h1", "off"]
+    normed = 4096 * LLAMA.hidden * 2
+    assert last["zb-h1", "off"] - 16 * normed < last["zb-h1", "auto"] <= last["zb-h1", "off"]  # norms are made again
 
 
 def test_interleaved_rounds_wider_than_the_pipeline() -> None:

@@ -16,6 +16,7 @@ from meshwright.planner.search.regions import Fixed, without_own
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
+from meshwright.spec.compiled_blocks import keeps_no_norms
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import OFFLOADED, RECOMPUTE
 from meshwright.spec.schedule import refusal
@@ -30,8 +31,8 @@ def plan(shape: ModelShape, devices: int, gib: float, batch: int = 16) -> Plan:
 
 
 def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
-    """All legal ones: no shortcut, but ZeRO 2 and 3 under a pipeline and shards that nothing is sharded over, which the
-    search leaves out on purpose."""
+    """All legal ones: no shortcut, but ZeRO 2 and 3 under a pipeline, shards that nothing is sharded over, and norms
+    where compiled blocks make them again by themselves, which the search leaves out on purpose."""
     devices, batch, shape = of.cluster.devices, of.recipe.global_batch, of.model
     degrees = [d for d in range(1, devices + 1) if devices % d == 0]
     found = []
@@ -54,6 +55,8 @@ def every_layout(of: Plan, fixed: dict[str, tuple[Any, ...]]) -> list[Layout]:
                 vp=vp, micro_batch=micro, recompute=recompute, offload=offload,
             )  # type: ignore[arg-type]  # fmt: skip
             if any(getattr(layout, name) not in values for name, values in fixed.items()):
+                continue
+            if recompute == "norms" and "recompute" not in fixed and keeps_no_norms(layout, shape, "cuda"):
                 continue
             try:
                 if not replace(of, layout=layout).violations():

@@ -225,11 +225,8 @@ def test_an_address_that_is_taken(run: Path, capsys: pytest.CaptureFixture[str])
         (["RUN", "--max-queue", "0"], "--max-queue 0 must be above 0"),
         (["RUN", "--port", "70000"], "--port 70000"),
         (["RUN", "--port", "0", "--tp", "3"], "does not divide"),
-        (
-            ["RUN", "--port", "0", "--tp", "2", "--adapter", "sql=."],
-            "--adapter sql is served by one rank alone: take --tp 1",
-        ),
-        (["RUN", "--api-key", "x"], "see meshwright serve --help"),
+        (["RUN", "--port", "0", "--tp", "2", "--adapter", "sql=."], "--adapter sql: . has neither adapter_config.json"),
+        (["RUN", "--api-key", "x"], "Did you mean --api-key-file, --without-key? See meshwright serve --help"),
     ],
 )
 def test_bad_usage(

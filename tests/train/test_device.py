@@ -64,7 +64,7 @@ def test_names_as_drivers_spell_them(reported: str, gib: float, expected: str) -
         ("NVIDIA GeForce RTX 3090 Ti", 23.6),
         ("NVIDIA A40", 44.4),
         ("NVIDIA L40", 44.4),
-        ("NVIDIA H800", 79.2),
+        ("NVIDIA H20", 95.6),
         ("Tesla P100-SXM2-16GB", 15.9),
         ("", 80.0),
     ],

@@ -50,7 +50,7 @@ def test_a_users_table_stands_in_place_of_the_shipped_one(tmp_path: Path) -> Non
     ("text", "said"),
     [
         ("device\nh100\n", "mine.csv:1: column usd_per_gpu_hour is missing"),
-        ("device,usd_per_gpu_hour,pricee\nh100,1,2\n", "mine.csv:1: column 'pricee' is not known; nearest: "),
+        ("device,usd_per_gpu_hour,pricee\nh100,1,2\n", "mine.csv:1: column 'pricee' is not known; known: device, "),
         ("device,usd_per_gpu_hour\nh100,abc\n", "mine.csv:2: column usd_per_gpu_hour: 'abc' must be a number above 0"),
         ("device,usd_per_gpu_hour\nh100,-1\n", "mine.csv:2: column usd_per_gpu_hour: '-1' must be a number above 0"),
         ("device,usd_per_gpu_hour\nh100,nan\n", "mine.csv:2: column usd_per_gpu_hour: 'nan' must be a number above 0"),

@@ -67,11 +67,12 @@ class LayerWork:
 
     def made_again_bytes(self, recompute: str) -> float:
         """What recomputation brings back for a layer's backward pass, beside what was kept; norms one at a time."""
+        kept = [one for one in self.kept if self.keeps_norms or one.of != "norm"]
         if recompute == "selective":
-            return sum(max(0.0, kept.none - kept.selective) for kept in self.kept)
-        if recompute == "norms" or (recompute == "none" and not self.keeps_norms):
-            return max((kept.none for kept in self.kept if kept.of == "norm"), default=0.0)
-        return max(0.0, sum(kept.none for kept in self.kept) - self.kept_bytes(recompute))
+            return sum(max(0.0, one.none - one.selective) for one in kept)
+        if recompute == "norms":
+            return max((one.none for one in kept if one.of == "norm"), default=0.0)
+        return max(0.0, self.kept_bytes("none") - self.kept_bytes(recompute))
 
 
 COLUMNS = ("qkv", "q", "q_down", "kv_down")

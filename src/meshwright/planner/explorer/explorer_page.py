@@ -62,7 +62,7 @@ def _start(found: dict[str, Any], room: float) -> int:
 
 
 def schedules() -> dict[str, Any]:
-    """What words.js and schedule.js read of each schedule, by name: `DATA.schedules` of a page."""
+    """What words.js and schedule.js read of each schedule, by name: `schedules` of a page or of a half."""
     return {name: asdict(kind) for name, kind in KINDS.items()}
 
 

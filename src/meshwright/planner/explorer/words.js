@@ -97,7 +97,7 @@ const EXPLAIN = {
   recompute: ["Recomputation", "norms repeats what norms make; selective all but matrix products; all-but-attention all but the attention core; full the whole forward pass. This page recomputes all layers; `meshwright plan` takes as few as fit.",
     "full: 2 tokens x hidden bytes a layer, a third more work", "Chen et al. 2016, arXiv:1604.06174; arXiv:2205.05198, section 5"],
 
-  ...Object.fromEntries(Object.entries(PAGE.halves[0].schedules).map(
+  ...Object.fromEntries(Object.entries((PAGE.halves?.[0] ?? PAGE).schedules).map(
     ([name, {title, meaning, formula, source}]) => [name, [title, meaning, formula, source]])),
   bubble: ["Bubble", "Waiting, over the work of the busiest rank.", "(total - work) / work", "lectures; spec/replay.py"],
   in_flight: ["In flight", "Most micro-batches whose activations a rank keeps, each as a share of all its stages: 5.5 of interleaved with v=2 are 11 of one stage.", "peak over time / v, largest rank", "spec/replay.py"],

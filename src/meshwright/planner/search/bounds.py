@@ -27,7 +27,8 @@ from meshwright.planner.search.regions import (
     pipelines,
 )
 from meshwright.planner.step.predict import Estimator
-from meshwright.spec.layout import Layout
+from meshwright.spec.compiled_blocks import keeps_no_norms
+from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
 
@@ -276,6 +277,14 @@ def sharing(split: Split) -> tuple[int, int]:
     return (split[1] if split[2] else 0, split[2])
 
 
+def offered_policies(of: Estimator, plan: Plan, cell: Cell, fixed: Fixed) -> tuple[Recompute, ...]:
+    """Of recomputation; `norms` is no other than `none` where the compiler makes norms again by itself."""
+    layout, kind = replace(plan.layout, ep=cell.ep), "cuda" if plan.cluster.device.is_gpu else "cpu"
+    same = of.stack.own and keeps_no_norms(layout, plan.model, kind, plan.recipe.fake_quantize)
+    asked = "norms" in fixed.get("recompute", ())
+    return keep(fixed, "recompute", tuple(one for one in layout.policies if asked or not same or one != "norms"))
+
+
 def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, RegionFamily]]:
     """All that are legal, each with the bounds of its cell."""
     known = CellTerms()
@@ -288,5 +297,5 @@ def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, R
             schedules = pipelines(plan, cell, micro, fixed)
             if not schedules:
                 continue
-            for recompute in keep(fixed, "recompute", plan.layout.policies):
+            for recompute in offered_policies(of, plan, cell, fixed):
                 yield least, RegionFamily(cell, micro, recompute, schedules)

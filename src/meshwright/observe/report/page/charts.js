@@ -1,6 +1,6 @@
 // What all charts share: the chosen run, axes, ticks, numbers.
 
-const RUNS = DATA.runs;
+const RUNS = PAGE.runs;
 const SOURCES = [["planned", "planned"], ["dryrun", "dry run"], ["measured", "measured"]];
 const state = {run: 0, along: "step", rank: null, sample: null};
 const chosen = () => RUNS[state.run];

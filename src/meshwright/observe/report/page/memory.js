@@ -51,14 +51,14 @@ function drawBars() {
   const edge = limit ? `<line class="limit" x1="${x(limit)}" x2="${x(limit)}" y1="10" y2="${y}"/>` +
     `<text class="limit-words" x="${x(limit)}" y="9" text-anchor="end">usable ${gib(limit)}</text>` : "";
   box.innerHTML = `<svg role="img" height="${y + 20}" viewBox="0 0 ${wide} ${y + 20}" aria-label="Memory by kind">${axis}${parts.join("")}${edge}</svg>`;
-  const present = DATA.kinds.filter((kind) => rows.some((row) => row.kinds[kind]));
+  const present = PAGE.kinds.filter((kind) => rows.some((row) => row.kinds[kind]));
   element("kinds").innerHTML = present.map((kind) =>
     `<span><i class="chip" style="background:${kindColour(kind)}"></i>${EXPLAIN[kind] ? explained(kind, kind) : kind}</span>`).join("");
 }
 
 function barOf(row, x, y, high, left) {
   let sum = 0;
-  const rects = DATA.kinds.filter((kind) => row.kinds[kind]).map((kind) => {
+  const rects = PAGE.kinds.filter((kind) => row.kinds[kind]).map((kind) => {
     const from = sum;
     sum += row.kinds[kind];
     return `<rect class="part gap" tabindex="0" role="img" aria-label="rank ${row.rank}, ${row.title}: ${kind} ${small(row.kinds[kind])}" data-bar="${row.rank} ${row.key} ${kind}" x="${x(from)}" width="${Math.max(0, x(sum) - x(from))}" y="${y}" height="${high}" fill="${kindColour(kind)}"/>`;
@@ -72,7 +72,7 @@ function barOf(row, x, y, high, left) {
 function barWords(word) {
   const [rank, key, kind] = word.split(" "), row = heldOf(chosen()).get(Number(rank))[key];
   const title = SOURCES.find(([one]) => one === key)[1];
-  const list = DATA.kinds.filter((one) => row.kinds[one]).map((one) => [one === kind ? `&#9656; ${one}` : one, small(row.kinds[one])]);
+  const list = PAGE.kinds.filter((one) => row.kinds[one]).map((one) => [one === kind ? `&#9656; ${one}` : one, small(row.kinds[one])]);
   if (row.peak !== null) list.push(["peak", small(row.peak)]);
   return `<b>Rank ${rank}, ${title}</b>${pairs(list)}`;
 }
@@ -128,7 +128,7 @@ function paintMoments(canvas, moments, most) {
     pen.fillStyle = faint;
     pen.fillText(n ? `${words} ${unit}` : words, left - 6, y(n) + 4);
   }
-  const colours = DATA.kinds.map((kind) => css(kind));
+  const colours = PAGE.kinds.map((kind) => css(kind));
   let before = null;
   moments.forEach(([, step, sizes], n) => {
     let sum = 0;
@@ -155,7 +155,7 @@ function momentWords(canvas, px) {
   if (!moments[at]) return "";
   canvas.at = at;
   const [name, step, sizes] = moments[at];
-  const list = DATA.kinds.map((kind, n) => [kind, sizes[n]]).filter(([, bytes]) => bytes).map(([kind, bytes]) => [kind, small(bytes)]);
+  const list = PAGE.kinds.map((kind, n) => [kind, sizes[n]]).filter(([, bytes]) => bytes).map(([kind, bytes]) => [kind, small(bytes)]);
   return `<b>${escaped(passWords(name))}${step ? `, step ${step}` : ""}: ${small(sizes.reduce((a, b) => a + b, 0))}</b>${pairs(list)}`;
 }
 
