@@ -97,6 +97,13 @@ def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Cor
     return Core((*kernels.forward, pack, merge), (*kernels.backward, pack, added))
 
 
+def without_weights(of: "Local", queries: float, keys_values: float, value: float) -> Core:
+    """As a software computes it that never writes the S x S weights."""
+    if of.stack.own:
+        return core(of, queries, keys_values, value)
+    return eager_parts(of, queries, value) if of.stack.merges == "eager" else fused(of, queries, value, 1)
+
+
 def eager_parts(of: "Local", queries: float, value: float) -> Core:
     """One part for each rank's keys, with as many heads as queries have, merged and added up by torch's own kernels:
     of the rank whose parts are of all its queries."""

@@ -12,7 +12,7 @@ from math import ceil
 
 from meshwright.planner.cost import activations, adapters, exchanges, operands, rounded_weights
 from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
-from meshwright.planner.cost.attention_core import core, eager_parts, fused
+from meshwright.planner.cost.attention_core import without_weights
 from meshwright.planner.cost.backward import NONE as NOTHING
 from meshwright.planner.cost.backward import Backward, backward
 from meshwright.planner.cost.grouped_products import grouped
@@ -244,10 +244,7 @@ def _core(of: Local, queries: float, keys_values: float) -> LayerOperation:
     value = keys_values - queries if shape.mla else queries
     ring = exchanges.ring(of, queries + value if of.stack.merges == "eager" else keys_values)
     if of.stack.own or of.stack.attention == "flash":
-        if of.stack.own:
-            found = core(of, queries, keys_values, value)
-        else:
-            found = eager_parts(of, queries, value) if of.stack.merges == "eager" else fused(of, queries, value, 1)
+        found = without_weights(of, queries, keys_values, value)
         turns = of.stack.turns
         turned = (MemoryPass(2 * turns * of.tokens * queries * of.width, turns),) if turns else ()
         forward, inputs = (*found.forward, *turned), (*found.backward, *turned)
