@@ -70,7 +70,7 @@ class _RmsNorm(torch.autograd.Function):
         gradient, width = gradient.to(inner), x.shape[-1]
         product = (gradient * x).reshape(-1, width)
         rows = scale.reshape(-1, 1)
-        weight_gradient = _summed(rows, product).to(narrow)
+        weight_gradient = _summed(rows, product).to(narrow) if ctx.needs_input_grad[1] else None
         along = torch.mv(product, weight).view_as(rows).mul_(rows.pow(3)).div_(width)
         x_gradient = (gradient * weight).mul_(scale)
         return x_gradient.addcmul_(x, along.view_as(scale), value=-1).to(narrow), weight_gradient, None

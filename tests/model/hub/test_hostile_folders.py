@@ -75,7 +75,21 @@ def tensor(size: list[int], start: int, stop: int) -> Header:
     return {"dtype": "F32", "shape": size, "data_offsets": [start, stop]}
 
 
+def long(name: str, size: int) -> Change:
+    """A file of a size, of which nothing stands on the disk; an index in place of the weights."""
+
+    def change(folder: Path) -> None:
+        if name != "config.json":
+            (folder / WEIGHTS).unlink()
+        with open(folder / name, "wb") as file:
+            file.truncate(size)
+
+    return change
+
+
 CASES: dict[str, tuple[Change, str]] = {
+    "a long config": (long("config.json", 2**24 + 1), "has 16,777,217 bytes, and at most 16,777,216 are read"),
+    "a long index": (long(WEIGHTS + ".index.json", 2**27), "has 134,217,728 bytes, and at most 67,108,864 are read"),
     "a deep config": (nested("config.json"), r"config\.json is not JSON, or nested too deep"),
     "a deep config that ends": (nested("config.json", '{"a": ', "}"), "nested too deep"),
     "a deep generation config": (nested("generation_config.json"), r"generation_config\.json is not JSON, or nested"),

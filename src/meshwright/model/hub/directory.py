@@ -22,8 +22,10 @@ from meshwright.spec.units import GB
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 QUANTIZATION = "quantization_config"
 """The key of a config that says how weights are quantized."""
-MOST_JSON_BYTES = 2**28
-"""Of a file beside the weights; a tokenizer of 262,144 words has 2**25."""
+MOST_JSON_BYTES = 2**24
+"""Of a file beside the weights; the largest published config has 2**18. Small values take 20 times their text."""
+MOST_TOKENIZER_BYTES = 2**27
+"""A tokenizer of 262,144 words has 2**25."""
 ENDS_BYTES = 2**20
 """Read of each end of a file to tell it from another."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -212,8 +214,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is no file."""
     if not path.is_file():
         return None
-    if path.stat().st_size > MOST_JSON_BYTES:
-        raise HubError(f"{path} has {path.stat().st_size} bytes, and at most {MOST_JSON_BYTES} are read")
+    most = MOST_TOKENIZER_BYTES if path.name in (TOKENIZER, TOKENIZER_CONFIG) else MOST_JSON_BYTES
+    if path.stat().st_size > most:
+        raise HubError(f"{path} has {path.stat().st_size:,} bytes, and at most {most:,} are read")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -43,6 +43,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 PIECE_BYTES = 32 * 2**20
 """What is taken from a GPU at once."""
 _LARGEST_HEADER_BYTES = 100_000_000
+_LARGEST_INDEX_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,8 @@ def _nothing(folder: Path) -> str:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
+    if path.stat().st_size > _LARGEST_INDEX_BYTES:
+        raise HubError(f"{path} has {path.stat().st_size:,} bytes, and at most {_LARGEST_INDEX_BYTES:,} are read")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         plain = all(isinstance(name, str) and Path(file).name == file for name, file in found.items())
