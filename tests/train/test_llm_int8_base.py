@@ -37,7 +37,8 @@ def test_a_product_and_its_gradient_are_those_of_the_twin(large: float) -> None:
     x[:, 7] *= large
     x.requires_grad_()
     [found] = quantized_linears(x, [matrix], [None])
-    [right] = reference().quantized_linears(x.detach(), [matrix], [None])
+    twin = x.detach().requires_grad_()
+    [right] = reference().quantized_linears(twin, [matrix], [None])
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
     plain = x.detach() @ matrix.dequantized().t()
     assert float((found - plain).detach().abs().max()) > 1e-3, "rows are rounded"
@@ -45,6 +46,8 @@ def test_a_product_and_its_gradient_are_those_of_the_twin(large: float) -> None:
     found.backward(gradient)
     assert x.grad is not None
     torch.testing.assert_close(x.grad, gradient @ matrix.dequantized(), rtol=1e-5, atol=1e-5)
+    [through] = torch.autograd.grad(right, twin, gradient)  # rounding has no gradient: the twin's is said, too
+    torch.testing.assert_close(through, x.grad, rtol=1e-5, atol=1e-5)
     assert not matrix.prepared, "nothing is kept beside the codes"
 
 

@@ -168,10 +168,10 @@ def test_experts_of_several_ranks_are_refused(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": "x"}}, "could not convert string to float: 'x'"),
         ({"alpha_pattern": {"q_proj": float("nan")}}, "alpha_pattern must have finite numbers"),
         ({"alpha_pattern": {"(": 1}}, "missing \\)"),
-        ({"alpha_pattern": {r"(\w|.)+!": 1}}, "which may match for ever"),
-        ({"alpha_pattern": {".*" * 20 + "!": 1}}, "which may match for ever"),
-        ({"alpha_pattern": {"(a|.)" * 40 + "!": 1}}, "which may match for ever"),
-        ({"alpha_pattern": {"q_proj" * 50: 1}}, "which may match for ever"),
+        ({"alpha_pattern": {r"(\w|.)+!": 1}}, "which may take hours to match"),
+        ({"alpha_pattern": {".*" * 20 + "!": 1}}, "which may take hours to match"),
+        ({"alpha_pattern": {"(a|.)" * 40 + "!": 1}}, "which may take hours to match"),
+        ({"alpha_pattern": {"q_proj" * 50: 1}}, "which may take hours to match"),
     ],
 )
 def test_what_a_config_asks_for_and_is_not_there_is_refused(

@@ -72,7 +72,7 @@ def _by_pattern(config: Mapping[str, Any], name: str) -> dict[str, float]:
     for key in found:
         repeats = len(REPEATS.findall(re.compile(key).pattern))
         if len(key) > LONGEST or repeats > MOST_REPEATS or key.count("(") > 1 or re.search(r"\)[*+{]", key):
-            raise ValueError(f"{name} has {key[:40]!r}, which may match for ever: name the modules")
+            raise ValueError(f"{name} has {key[:40]!r}, which may take hours to match: name the modules")
     return found
 
 
