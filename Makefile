@@ -12,7 +12,7 @@ RUN = $(VENV)/bin/python
 
 help:
 	@echo "make quickstart   install, then train a small model on this machine's own Python sources (about 3 minutes)"
-	@echo "make test-fast    the first tests of each module, in about a minute"
+	@echo "make test-fast    the first test of each module, in about a minute"
 	@echo "make test         the test suite but for what is marked long or slow; of long tests the first case"
 	@echo "make test-long    what is marked long: seconds of processor time, or many cases"
 	@echo "make test-slow    what is marked slow: large matrices, compiled code, killed and restarted runs"
@@ -33,6 +33,9 @@ help:
 
 quickstart: $(VENV)/.installed
 	@$(VENV)/bin/meshwright quickstart $(ARGS)
+
+# Tests start hundreds of processes: what one has compiled to bytecode, the next reads, whatever the user has set.
+test test-fast test-long test-slow test-isa claims: export PYTHONDONTWRITEBYTECODE =
 
 # A worker that has nothing left takes tests over from another. Its last ones would else wait behind a long one.
 PYTEST = $(RUN) -m pytest -n $(WORKERS) --dist worksteal --durations 20

@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--strict-collectives", metavar="SEED", type=int, help="ranks communicate as strictly as with NCCL"
     )
-    parser.addoption("--fast", action="store_true", help="the first tests of each module, none marked long or slow")
+    parser.addoption("--fast", action="store_true", help="the first test of each module, none marked long or slow")
     parser.addoption("--part", choices=("short", "long"), help="see `part`")
 
 
@@ -94,19 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
-FIRST = 2
-"""Tests that `--fast` takes from each module."""
-
-
 def fast(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What `--fast` runs: of each module the first tests that are not marked long or slow, of each its first case."""
-    modules: dict[str, dict[str, pytest.Item]] = {}
+    """What `--fast` runs: of each module the first test that is not marked long or slow, of that its first case."""
+    modules: dict[str, pytest.Item] = {}
     for item in items:
-        module, _, test = item.nodeid.partition("[")[0].partition("::")
-        chosen = modules.setdefault(module, {})
-        if not any(item.get_closest_marker(mark) for mark in ("long", "slow")) and len(chosen) < FIRST:
-            chosen.setdefault(test, item)
-    return {item for chosen in modules.values() for item in chosen.values()}
+        if not any(item.get_closest_marker(mark) for mark in ("long", "slow")):
+            modules.setdefault(item.nodeid.partition("::")[0], item)
+    return set(modules.values())
 
 
 def part(items: list[pytest.Item], wanted: str) -> set[pytest.Item]:

@@ -14,6 +14,7 @@ def test_schedules_have_rows_without_violations() -> None:
     assert sum(row["cases"] for row in rows) == 27
 
 
+@pytest.mark.long
 def test_layouts_of_verify_are_checked() -> None:
     found = trial(["pp 1f1b"])
     assert not isinstance(found, str) and found is not None

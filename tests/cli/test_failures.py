@@ -47,6 +47,7 @@ def disturbed(texts: Path, tmp_path: Path, act: str, bad: int = 1, world: int = 
     return ended
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed(texts: Path, tmp_path: Path) -> None:
     ended = disturbed(texts, tmp_path, "die", world=3)
     assert ended.codes == [1, -signal.SIGKILL, 1]

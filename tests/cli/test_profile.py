@@ -13,7 +13,10 @@ from meshwright.planner.machine.clusterfile_writer import text
 from tests.cli.toy import RECIPE, SHAPE, call, refused, train, write_texts
 from tests.planner.test_clusterfile import machine
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for two processes on a CPU")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="written for two processes on a CPU"),
+]
 
 
 def test_a_profile_is_compared_reported_and_fed_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ SHARES = st.lists(st.fractions(Fraction(1, 40), 50, max_denominator=40), min_siz
 @example(shares=[Fraction(98, 100), Fraction(1, 100), Fraction(1, 100)])
 @example(shares=[Fraction(1, 3), Fraction(1, 7), Fraction(1, 11), Fraction(1, 13), Fraction(1, 17)])
 @given(shares=SHARES)
+@pytest.mark.long
 def test_no_source_is_a_row_ahead_or_behind_at_any_prefix(shares: list[Fraction]) -> None:
     """Counted after every row, in whole numbers, over a table and a part of the next."""
     made = Interleaving(shares)

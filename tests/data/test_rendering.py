@@ -153,6 +153,19 @@ def test_tools_and_calls_are_shown() -> None:
     assert {role for _, role in found.said} == {"user", "tool", "assistant"}
 
 
+def test_what_a_turn_says_may_stand_in_the_words_of_the_template() -> None:
+    """ "user" and "user two" spell "useruser" where blanks do not count."""
+    for first in ("user  two", "u"):
+        assert trained(CHATML, turns(first, "useruser")) == ["useruser<|im_end|>"]
+
+
+def test_a_template_may_write_what_is_said_in_another_order() -> None:
+    last = "{% for m in messages[1:] %}[{{ m.content }}]</s>{% endfor %}{{ messages[0].content }}"
+    messages = [{"role": "system", "content": "sys"}, *turns("ask", "say")]
+    (found,) = rendered(last, messages, Policy(train_on="all"))
+    assert found.text == "[ask]</s>[say]</s>sys"
+
+
 DROPS = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}] {{ m.content }}</s>{% endif %}{% endfor %}"
 NAMES_ALONE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% for t in m.tool_calls or [] %}{{ t.function.name }}"

@@ -30,6 +30,8 @@ from meshwright.spec.schedule import Action, schedule
 from meshwright.training import loop
 from tests.train import running
 
+pytestmark = pytest.mark.long
+
 STEPS = 2
 LAYOUTS = {
     "1f1b": Layout(pp=2, micro_batch=1, compile="off"),

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import meshwright
 from meshwright.spec.schedule_kinds import KINDS
 
@@ -51,6 +53,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.long
 def test_a_schedule_is_one_entry_that_every_reader_finds(tmp_path: Path) -> None:
     """A copy of the package with one entry more: spec, schema, planner, search, verify and the page have it."""
     copy = tmp_path / "meshwright"

@@ -211,17 +211,35 @@ def _said(messages: Sequence[Message], text: str) -> tuple[tuple[Span, str], ...
 
 def _check_complete(messages: Sequence[Message], one: Conversation, text: str) -> None:
     """Hard error where a template leaves out what a message says, a call of a tool or a tool; thoughts aside."""
-    left = _squeezed(text)
-    said = [(number, _without_thoughts(str(message.get("content") or ""))) for number, message in enumerate(messages)]
-    for number, content in sorted(said, key=lambda one: -len(_squeezed(one[1]))):  # "hi" is no part of "hi there"
-        place, size = _place(content, left)
-        if place < 0:
-            raise DataError(
-                f"the chat template drops what message {number + 1} ({messages[number]['role']}) says: "
-                f"{content.strip()[:60]!r} is not in the rendered text; take another data.template or another role"
-            )
-        left = f"{left[:place]}\0{left[place + size :]}" if size else left
+    squeezed = _squeezed(text)
+    said = [_without_thoughts(str(message.get("content") or "")) for message in messages]
+    missing = None if _stand_in_order(said, squeezed) else _missing(said, squeezed)
+    if missing is not None:
+        raise DataError(
+            f"the chat template drops what message {missing + 1} ({messages[missing]['role']}) says: "
+            f"{said[missing].strip()[:60]!r} is not in the rendered text; take another data.template or another role"
+        )
     _check_tools(messages, one, text)
+
+
+def _stand_in_order(said: Sequence[str], text: str) -> bool:
+    """Whether each content has a place behind the one before it, in a text without blanks."""
+    for content in said:
+        place, size = _place(content, text)
+        if place < 0:
+            return False
+        text = text[place + size :]
+    return True
+
+
+def _missing(said: Sequence[str], text: str) -> int | None:
+    """The number of a content without a place of its own, in any order; the longest first: "hi" is in "hi there"."""
+    for number in sorted(range(len(said)), key=lambda number: -len(_squeezed(said[number]))):
+        place, size = _place(said[number], text)
+        if place < 0:
+            return number
+        text = f"{text[:place]}\0{text[place + size :]}" if size else text
+    return None
 
 
 def _check_tools(messages: Sequence[Message], one: Conversation, text: str) -> None:
