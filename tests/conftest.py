@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-os.environ.pop("MESHWRIGHT_TEXT", None)
+for name in ("MESHWRIGHT_TEXT", "COLUMNS"):
+    os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

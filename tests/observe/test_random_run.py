@@ -382,6 +382,19 @@ def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, fou
     assert one_device.first_difference(outcome_of(weight), [outcome_of(turned)], BANDS["fp32"]) is not None
 
 
+@pytest.mark.parametrize(("share", "found"), [(1e-8, False), (0.0, True), (1e-6, True)], ids=["rounding", "zero", "more"])
+def test_a_weight_whose_gradient_is_rounding_may_move_either_way(share: float, found: bool) -> None:
+    """Muon makes an update of any length of it; a gradient of zeros moves nothing."""
+    weight, box = torch.full((2,), 0.5), Box(whole=(2,), offsets=(0,), sizes=(2,))
+    names = ("step 1 gradient of k.weight", "step 1 weight k.weight")
+
+    def outcome_of(weight: Tensor) -> RankOutcome:
+        return RankOutcome((1.0,), (10.0,), {names[0]: (box, torch.full((2,), 10 * share)), names[1]: (box, weight)})
+
+    said = one_device.first_difference(outcome_of(weight), [outcome_of(weight + 1e-3)], BANDS["fp32"])
+    assert (said is not None) == found
+
+
 def test_a_tied_model_gathers_experts_before_a_block_is_repeated() -> None:
     """Without a unit after the last block nothing prefetched its experts: they were gathered inside of selective
     recomputation, which torch refuses."""

@@ -321,16 +321,21 @@ def distance(name: str, one: RankOutcome, whole: dict[str, Tensor], band: Band) 
 
 
 def _undecided(name: str, one: RankOutcome, band: Band) -> Tensor:
-    """Elements of a bias whose gradient was, in one of the steps until now, no larger than what rounding in 16 bits may
-    make of it: AdamW divides by the gradient's size, so their updates have either sign. The gradients are compared."""
-    none = torch.zeros(one.tensors[name][1].shape, dtype=torch.bool)
-    if begins_large(name) or " weight " not in name or not band.by_length:
-        return none
-    step, parameter = name.removeprefix("step ").split(" weight ")
-    names = [f"step {number} gradient of {parameter}" for number in range(1, int(step) + 1)]
-    gradients = [one.tensors[each][1] for each in names if each in one.tensors]
-    small = [gradient.abs() <= band.gradient * gradient.square().mean().sqrt() for gradient in gradients]
-    return sum(small, none)
+    """Elements of a weight that rounding decides, since its gradient was, in one of the steps until now, no larger than
+    what rounding makes of it: AdamW divides by its size, and Muon by its length. The gradients are compared.
+
+    In fp32 a whole tensor, as of queries and keys where only first positions are targets. In 16 bits elements of biases.
+    """
+    undecided = torch.zeros(one.tensors[name][1].shape, dtype=torch.bool)
+    step, found, parameter = name.removeprefix("step ").partition(" weight ")
+    names = {number: f"step {number} gradient of {parameter}" for number in range(1, int(step) + 1)} if found else {}
+    for number, gradient in ((number, one.tensors[each][1]) for number, each in names.items() if each in one.tensors):
+        norm = one.norms[number - 1]
+        if isfinite(norm) and 0 < _largest(gradient) <= torch.finfo(torch.float32).eps * norm:
+            undecided |= True
+        elif band.by_length and not begins_large(name):
+            undecided |= gradient.abs() <= band.gradient * gradient.square().mean().sqrt()
+    return undecided
 
 
 def _largest(x: Tensor) -> Tensor:
