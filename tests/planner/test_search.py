@@ -1,5 +1,6 @@
 """The search against looking at every layout, one by one, with the rules of spec/legal.py and no bound."""
 
+import gc
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -217,3 +218,14 @@ def test_where_nothing_fits_the_nearest_is_told() -> None:
     assert found.nearest is not None
     assert found.nearest.peak_bytes > usable_bytes(asked)
     assert found.too_large == found.legal
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_pythons_collection_of_cycles_is_left_as_it_was(on: bool) -> None:
+    asked = plan(presets.model("llama-3.1-8b"), 4, 80.0)
+    (gc.enable if on else gc.disable)()
+    try:
+        search(estimator(asked), asked)
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()
