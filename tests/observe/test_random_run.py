@@ -382,7 +382,9 @@ def test_a_bias_whose_gradient_is_rounding_may_move_either_way(element: int, fou
     assert one_device.first_difference(outcome_of(weight), [outcome_of(turned)], BANDS["fp32"]) is not None
 
 
-@pytest.mark.parametrize(("share", "found"), [(1e-8, False), (0.0, True), (1e-6, True)], ids=["rounding", "zero", "more"])
+@pytest.mark.parametrize(
+    ("share", "found"), [(1e-8, False), (0.0, True), (1e-6, True)], ids=["rounding", "zero", "more"]
+)
 def test_a_weight_whose_gradient_is_rounding_may_move_either_way(share: float, found: bool) -> None:
     """Muon makes an update of any length of it; a gradient of zeros moves nothing."""
     weight, box = torch.full((2,), 0.5), Box(whole=(2,), offsets=(0,), sizes=(2,))

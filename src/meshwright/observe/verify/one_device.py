@@ -324,7 +324,7 @@ def _undecided(name: str, one: RankOutcome, band: Band) -> Tensor:
     """Elements of a weight that rounding decides, since its gradient was, in one of the steps until now, no larger than
     what rounding makes of it: AdamW divides by its size, and Muon by its length. The gradients are compared.
 
-    In fp32 a whole tensor, as of queries and keys where only first positions are targets. In 16 bits elements of biases.
+    In fp32 a whole tensor, as of queries and keys where only first positions are targets. In 16 bits, parts of biases.
     """
     undecided = torch.zeros(one.tensors[name][1].shape, dtype=torch.bool)
     step, found, parameter = name.removeprefix("step ").partition(" weight ")
