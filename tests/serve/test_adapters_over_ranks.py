@@ -16,6 +16,7 @@ from meshwright.serve.runner_setup import follow
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.serving_ranks import Said
 from meshwright.spec import Layout
+from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.inventory import parameters
 from meshwright.spec.lora import LoRAShape
 from tests.model.shrunk import KINDS
@@ -164,3 +165,39 @@ def test_adapters_come_and_go_on_all_ranks() -> None:
     assert found["cached"] == alone["cached"]
     assert found["held"] == alone["held"] == (6, 0) and found["bytes"][1] == alone["bytes"][1] == 0 < found["bytes"][0]
     assert sorted(number for number, _ in dropped) == [1, 2, 3, 4, 5, 6] and dropped[-1][1] == 0 < dropped[0][1]
+
+
+def full() -> Any:
+    """The first rank's answers where the other one has no memory for the third adapter that comes, and then has."""
+    own, ranks = part(KINDS[2], TENSOR, {})
+    if ranks.leads:
+        engine = ServingEngine(own, options(), ranks=ranks)
+        *first, (last, adapter) = adapters(KINDS[2]).items()
+        for name, one in first:
+            engine.adapters.load(name, one)
+        with pytest.raises(DoesNotFit, match=f"adapter={last} has no room beside the model"):
+            engine.adapters.load(last, adapter)
+        held = engine.adapters.bytes
+        engine.adapters.load(last, adapter)
+        engine.run(asked := ask(engine))
+        ranks.say(Said.END)
+        return [one.answers[0].ids for one in asked], held < engine.adapters.bytes
+    put, bytes_then = RequestAdapters.put, list[int]()
+
+    def refusing(self: RequestAdapters, number: int, tensors: Mapping[str, Any]) -> None:
+        put(self, number, tensors)
+        if number == 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+        bytes_then.append(self.bytes)
+
+    RequestAdapters.put = refusing  # type: ignore[method-assign]  # in this process, which ends with the test
+    follow(own, ranks)
+    return bytes_then
+
+
+@pytest.mark.long
+def test_a_rank_without_memory_for_an_adapter_refuses_it_for_all() -> None:
+    (ids, grew), others = on_ranks(2, full)
+    alone = mixed(engine_of(KINDS[2], "plain", whole(KINDS[2])))
+    assert ids == alone["ids"] and grew
+    assert len(others) == 3 and others[0] < others[1] < others[2] < 2 * alone["bytes"]

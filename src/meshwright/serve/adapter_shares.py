@@ -7,12 +7,14 @@ and which of the tensors that it could have it has.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
+from typing import final
 
 import torch
 from torch import Tensor
 
 from meshwright.parallel.group import Group
-from meshwright.spec.boxes import Box, boxes_of
+from meshwright.spec.boxes import boxes_of
 from meshwright.spec.inventory import Parameter, parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.lora import LoRAShape
@@ -20,29 +22,35 @@ from meshwright.spec.shape import ModelShape
 
 
 def adapter_words(number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, shape: ModelShape) -> list[int]:
-    """What `own_adapter` reads."""
+    """What AdapterRoom reads."""
     known = possible_parts(shape, lora.rank)
     return [number, lora.rank, *(place for place, one in enumerate(known) if one.name in tensors)]
 
 
-def own_adapter(
-    words: Sequence[int], tensors: Mapping[str, Tensor] | None, shape: ModelShape, layout: Layout, group: Group,
-    dtype: torch.dtype,
-) -> tuple[int, dict[str, Tensor]]:  # fmt: skip
-    """(number, this rank's part) of an adapter whose whole `tensors` the first rank has, and others do not."""
-    number, width, *places = words
-    known = possible_parts(shape, width)
-    boxes = boxes_of((known[place] for place in places), shape, layout, group.index)
-    found = {}
-    for one in (known[place] for place in places):
-        whole = torch.empty(one.shape, dtype=dtype) if tensors is None else tensors[one.name].contiguous()
-        group.broadcast(whole.view(torch.uint8))
-        found[one.name] = _cut(whole, boxes[one.name])
-    return number, found
+@final
+class AdapterRoom:
+    """Memory for this rank's part of an adapter, which is there before any tensor is sent."""
 
+    def __init__(
+        self, words: Sequence[int], shape: ModelShape, layout: Layout, rank: int, dtype: torch.dtype
+    ) -> None:  # fmt: skip
+        """`words`: see adapter_words."""
+        self.number, width, *places = words
+        known = possible_parts(shape, width)
+        self._wanted = [known[place] for place in places]
+        self._boxes = boxes_of(self._wanted, shape, layout, rank)
+        self._own = {name: torch.empty(box.sizes, dtype=dtype) for name, box in self._boxes.items()}
+        self._whole = torch.empty(max((prod(one.shape) for one in self._wanted), default=0), dtype=dtype)
 
-def _cut(whole: Tensor, box: Box) -> Tensor:
-    return whole[box.slices].clone() if box.sizes != tuple(whole.shape) else whole
+    def filled(self, tensors: Mapping[str, Tensor] | None, group: Group) -> dict[str, Tensor]:
+        """This rank's part of whole `tensors` that the first rank has, and others do not."""
+        for one in self._wanted:
+            whole = self._whole[: prod(one.shape)].view(one.shape)
+            if tensors is not None:
+                whole.copy_(tensors[one.name])
+            group.broadcast(whole.view(torch.uint8))
+            self._own[one.name].copy_(whole[self._boxes[one.name].slices])
+        return self._own
 
 
 def possible_parts(shape: ModelShape, width: int) -> list[Parameter]:

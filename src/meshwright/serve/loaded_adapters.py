@@ -12,7 +12,7 @@ import torch
 from meshwright.model.transformer import Transformer
 from meshwright.serve.request_adapters import RequestAdapters, ServedAdapter
 from meshwright.serve.serving_ranks import ServingRanks
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, DoesNotFit, is_out_of_memory
 
 
 @final
@@ -54,24 +54,34 @@ class LoadedAdapters:
 
     @torch.no_grad()
     def load(self, name: str, adapter: ServedAdapter) -> None:
-        """Let requests say a name. ArgumentError where it is taken, or the adapter cannot be served. RunError: a rank
-        is gone."""
+        """Let requests say a name. ArgumentError where it is taken, or the adapter cannot be served. DoesNotFit: no
+        memory for it. RunError: a rank is gone."""
         if not name:
             raise ArgumentError("adapter= must have a name, which requests say")
         if name in self._numbers:
             raise ArgumentError(f"adapter={name} is here already: unload it first, or take another name")
         adapter.check(name, self._model)
-        number, tensors = self._last + 1, adapter.scaled(self._model.embed.weight.dtype)
-        if self._ranks is not None:
-            number, tensors = self._ranks.share_adapter(number, tensors, adapter.lora)
-        self._last = number
-        try:
-            self.beside.put(number, tensors)
-        except BaseException:  # no memory for all of it: what is there goes
-            self._leaving.add(number)
-            raise
-        self._numbers[name] = number
+        self._last += 1
+        if not self._put(self._last, adapter):
+            raise DoesNotFit(
+                f"adapter={name} has no room beside the model: unload another one, or give the cache less memory"
+            )
+        self._numbers[name] = self._last
         self.names = tuple(self._numbers)
+
+    def _put(self, number: int, adapter: ServedAdapter) -> bool:
+        """Whether there is memory for it, on all ranks; else it is on none."""
+        try:
+            tensors = adapter.scaled(self._model.embed.weight.dtype)
+            if self._ranks is not None:
+                return self._ranks.share_adapter(number, tensors, adapter.lora, self.beside)
+            self.beside.put(number, tensors)
+        except Exception as error:
+            self.beside.drop(number)
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
 
     def unload(self, name: str) -> None:
         """Let no request say it any more; those that did keep it to their end. ArgumentError: there is none."""

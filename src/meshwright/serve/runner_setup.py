@@ -117,7 +117,7 @@ def follow(model: Transformer, ranks: ServingRanks) -> None:
         if kind is Said.CLEAR:
             runner.cache.clear(words)
         elif kind is Said.ADAPTER:
-            beside.put(*ranks.take_adapter(words))
+            ranks.take_adapter(words, beside)
         elif kind is Said.DROP:
             beside.drop(*words)
         else:

@@ -6,10 +6,10 @@ logits of the parts of the vocabulary come together on the first. Other ranks kn
 What is said are whole numbers, in one broadcast on the host, or two where they are many: never objects.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum, auto
-from typing import final
+from typing import TypeVar, final
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,13 @@ from torch import Tensor
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.health.lost_connection import is_lost_connection
 from meshwright.parallel.mesh import Mesh
-from meshwright.serve.adapter_shares import adapter_words, own_adapter
+from meshwright.serve.adapter_shares import AdapterRoom, adapter_words
+from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.spec.boxes import share
-from meshwright.spec.errors import RunError
+from meshwright.spec.errors import RunError, is_out_of_memory
 from meshwright.spec.lora import LoRAShape
 
+T = TypeVar("T")
 FIRST = 1024
 """Numbers of the first broadcast."""
 
@@ -98,19 +100,45 @@ class ServingRanks:
         return Said(kind), words[:length]
 
     def share_adapter(
-        self, number: int, tensors: Mapping[str, Tensor], lora: LoRAShape
-    ) -> tuple[int, dict[str, Tensor]]:  # fmt: skip
-        """Let all ranks have their part of an adapter's whole tensors; (number, this rank's)."""
+        self, number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, beside: RequestAdapters
+    ) -> bool:  # fmt: skip
+        """Let all ranks have their part of an adapter's whole tensors `beside` the model; see take_adapter."""
         words = adapter_words(number, tensors, lora, self._shape)
         self.say(Said.ADAPTER, words)
-        return self.take_adapter(words, tensors)
+        return self.take_adapter(words, beside, tensors)
 
     def take_adapter(
-        self, words: Sequence[int], tensors: Mapping[str, Tensor] | None = None
-    ) -> tuple[int, dict[str, Tensor]]:  # fmt: skip
-        """The same on a rank that has heard the words of ADAPTER; the first one has the `tensors`."""
+        self, words: Sequence[int], beside: RequestAdapters, tensors: Mapping[str, Tensor] | None = None
+    ) -> bool:  # fmt: skip
+        """The same on a rank that has heard the words of ADAPTER; the first one has the `tensors`. False on all ranks
+        where one has no memory for its part: then none has it."""
         with self.together():
-            return own_adapter(words, tensors, self._shape, self._layout, self._group, self._dtype)
+            room = self._on_all(
+                lambda: AdapterRoom(words, self._shape, self._layout, self._group.index, self._dtype)
+            )  # fmt: skip
+            if room is None:
+                return False
+            own = room.filled(tensors, self._group)
+
+            def put() -> bool:
+                beside.put(room.number, own)
+                return True
+
+            if self._on_all(put):
+                return True
+            beside.drop(room.number)
+            return False
+
+    def _on_all(self, do: Callable[[], T]) -> T | None:
+        """What it finds; None on all ranks where one has no memory for it."""
+        found = None
+        try:
+            found = do()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        lacking = self._group.all_reduce(torch.tensor(int(found is None)), "max")
+        return None if lacking else found
 
     def drop_adapter(self, number: int) -> None:
         """Let no other rank have it any more."""

@@ -87,3 +87,14 @@ class UnsafeCommunication(MeshwrightError):
 def printable(text: str) -> str:
     """A user's words in a sentence of one line: as they are, or with escapes where a terminal would act on them."""
     return text if text.isprintable() else ascii(text)
+
+
+FULL = ("can't allocate memory", "Unable to allocate")
+"""What torch's and numpy's allocators say, also of another process."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's own class is known by name, so that this file needs no torch; CPU allocators have a message alone."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)

@@ -5,10 +5,8 @@ from collections.abc import Sequence
 
 from meshwright.cli.process.usage import usage
 from meshwright.cli.terminal.help import VERBS
-from meshwright.spec.errors import MeshwrightError
+from meshwright.spec.errors import MeshwrightError, is_out_of_memory
 
-FULL = ("can't allocate memory", "Unable to allocate")
-"""What torch's and numpy's allocators say, also of another process."""
 FAILED, USAGE, DOES_NOT_FIT, INTERRUPTED = 1, 2, 3, 130
 
 
@@ -18,7 +16,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         return _one_line(str(error)), error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", INTERRUPTED
-    if _out_of_memory(error):
+    if is_out_of_memory(error):
         return (
             "out of memory: take a smaller layout.micro_batch, layout.recompute=full or a smaller model",
             DOES_NOT_FIT,
@@ -35,13 +33,6 @@ def refused(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """torch's own class is known by name, so that this file needs no torch; CPU allocators have a message alone."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)
 
 
 def _system(error: OSError) -> str:
