@@ -116,6 +116,25 @@ def test_a_name_means_what_was_loaded_last(server: Running, folder: Path) -> Non
     assert "load_lora_adapter 200" in "\n".join(server.lines) and "group" not in "\n".join(server.lines)
 
 
+def test_metrics_tell_of_adapters_that_are_here(server: Running) -> None:
+    def told() -> str:
+        return server.ask("/metrics")[2].decode()
+
+    assert code(server, LOAD, lora_name="mine", lora_path="a")[0] == 200
+    answer(server, "mine")
+    of_mine = 'request_success_total{finished_reason="length",model_name="mine"} 1.0'
+    until(lambda: of_mine in told())
+    assert f'num_adapters{{model_name="{NAME}"}} 1.0' in told()
+    assert code(server, UNLOAD, lora_name="mine")[0] == 200
+    until(lambda: 'model_name="mine"' not in told())
+    assert (
+        f'num_adapters{{model_name="{NAME}"}} 0.0' in told() and f'adapter_bytes{{model_name="{NAME}"}} 0.0' in told()
+    )
+    assert code(server, LOAD, lora_name="mine", lora_path="a")[0] == 200
+    answer(server, "mine")
+    until(lambda: of_mine in told())
+
+
 def test_an_answer_in_flight_keeps_its_adapter(server: Running, folder: Path) -> None:
     before, after = right(folder / "in" / "a", 150), right(folder / "in" / "b")  # the server has the same model
     code(server, LOAD, lora_name="mine", lora_path="a")

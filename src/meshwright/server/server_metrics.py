@@ -36,10 +36,13 @@ class ServerMetrics:
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step", SECONDS)
         self._counted = (preemptions, queries, hits, hosted, saved, guessed, right)
         self._seen = [0] * len(self._counted)
+        self._of_adapters = set[tuple[str, str]]()
 
     def ended(self, reason: str, adapter: str | None = None) -> None:
         """An answer of the model, or of one of its adapters, has ended."""
         self._reasons.labels(adapter or self._model, reason).inc()
+        if adapter is not None:
+            self._of_adapters.add((adapter, reason))
 
     def watch(self, engine: ServingEngine, waiting: Callable[[], int]) -> None:
         """Read these figures whenever somebody asks."""
@@ -47,9 +50,12 @@ class ServerMetrics:
         self._gauge("num_requests_running", "Answers that grow", lambda: len(engine.scheduler.running))
         self._gauge("num_requests_waiting", "Prompts that wait", waiting)
         self._gauge("kv_cache_usage_perc", "Share of blocks that are held", lambda: 1 - pool.free / pool.size)
+        self._gauge("num_adapters", "Adapters that take memory", lambda: engine.adapters.held)
+        self._gauge("adapter_bytes", "Their bytes, on the first rank", lambda: engine.adapters.bytes)
 
     def count(self, engine: ServingEngine) -> None:
-        """What the engine has counted since the last call."""
+        """What the engine has counted since the last call; of adapters that are gone nothing is told any more, or
+        names that come and go would take memory for ever."""
         guesses = engine.guesses
         guessed = (guesses.guessed, guesses.accepted) if guesses else (0, 0)
         tables, host = engine.tables, engine.tables.pool.host
@@ -59,6 +65,9 @@ class ServerMetrics:
             if new > old:
                 counter.inc(new - old)
         self._seen = now
+        for gone in [one for one in self._of_adapters if one[0] not in engine.adapters.names]:
+            self._reasons.remove(*gone)
+            self._of_adapters.remove(gone)
 
     def text(self) -> bytes:
         """In Prometheus' format."""
