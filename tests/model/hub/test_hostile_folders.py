@@ -229,3 +229,18 @@ def test_a_mark_that_is_no_text_is_refused(mark: Any, tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": mark}))
     with pytest.raises(DataError, match="is no token"):
         mw.load(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", [None, *WAYS])
+def test_a_file_of_weights_that_leads_nowhere_is_one_line(name: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    exported(folder, WIDE)
+    if name is not None:
+        folder = tmp_path / "codes"
+        mw.quantize(tmp_path / "hf", WAYS[name], folder, quality=False, format=name)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+        file.symlink_to(tmp_path / "gone")
+    with pytest.raises(HubError) as caught:
+        mw.load(folder)
+    assert "\n" not in str(caught.value)

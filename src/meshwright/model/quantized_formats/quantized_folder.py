@@ -44,7 +44,7 @@ def open_quantized(folder: HubFolder) -> QuantizedModel:
     form = FORMATS.get(quant_method(folder.path))
     if form is None:
         raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(FORMATS)})")
-    files = folder.path.glob("*.safetensors")
+    files = filter(Path.is_file, folder.path.glob("*.safetensors"))  # a link may lead nowhere
     check_numbers(folder.path, folder.shape, CODES_OF_A_BYTE * sum(file.stat().st_size for file in files))
     return form.described(folder.path, folder.shape, folder.dtype, config)
 
