@@ -89,7 +89,7 @@ def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
         operations += [_norm(of, "attention_norm"), _norm(of, "mlp_norm")]
     sizes = _routed(of) if routed else None
     return LayerWork(
-        operations=rounded_weights.exchanging(of, operations),
+        operations=rounded_weights.rounding(of, operations),
         kept=tuple(
             one._replace(of="") if of.compiled and routed and of.ep > 1 else one
             for one in rounded_weights.kept(
