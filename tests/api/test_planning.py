@@ -46,7 +46,9 @@ def test_layouts_recipes_and_budgets_are_given_as_words_or_as_a_mapping(capsys: 
     for layout in ("tp=2,zero=1", ["tp=2", "zero=1"], {"tp": 2, "zero": 1}):
         one = ask("llama-3.2-1b", cluster="h100x8", recipe=RECIPE, layout=layout, tokens=300e9, price=2)
         assert same(one.to_dict(), found)
-    words = ask("llama-3.2-1b", cluster="h100x8", recipe="global_batch=64,sequence=4096", layout=layout, tokens="300B")
+    words = ask("llama-3.2-1b", cluster="h100x8", recipe="global_batch=64, sequence=4096", layout=layout, tokens="300B")
+    spaced = ask("llama-3.2-1b", cluster="h100x8", recipe="global_batch=64 sequence=4096", layout=layout, tokens="300B")
+    assert same(spaced.to_dict(), words.to_dict())
     assert words.budget is not None and words.budget.steps == found["budget"]["steps"]
 
 

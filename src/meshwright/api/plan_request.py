@@ -142,11 +142,11 @@ def _cluster(name: str, nodes: int) -> Cluster:
 
 
 def _words(recipe: Sequence[str]) -> list[str]:
-    """KEY=VALUE words, one each; `sequence=2048,global_batch=8` is two."""
+    """KEY=VALUE words, one each; `sequence=2048,global_batch=8` is two, and so it is with a space."""
     found = []
     for word in recipe:
-        parts = word.split(",")
-        found += parts if all(re.match(r"\s*[\w.-]+=", part) for part in parts) else [word]
+        parts = re.split(r"[,\s]+", word.strip())
+        found += parts if all(re.match(r"[\w.-]+=", part) for part in parts) else [word]
     for word in found:
         if "=" not in word:
             raise ArgumentError(f"recipe={word!r} is not KEY=VALUE, as sequence=8192")
