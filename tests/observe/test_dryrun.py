@@ -147,6 +147,16 @@ def test_states_are_those_that_are_counted(layout: dict[str, Any]) -> None:
     assert seen.kinds[own] == counted["update"]["parameters"] and "masters" not in {**seen.kinds, **counted["update"]}
 
 
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_short_shard_is_held_once(zero: int) -> None:
+    """The last rank's, which is padded: FSDP knows its memory by an address, and tensors without values have none."""
+    uneven = replace(TINY, vocab=509, hidden=65, head_dim=16, ffn=99)
+    one = plan(uneven, 4, dp_shard=4, zero=zero)
+    counted = memory(uneven, one.layout, "fp32", 3)["update"]["parameters"]
+    for rank in dry_run(one, ranks=[0, 3], device="cpu").ranks:
+        assert rank.kinds["parameters" if zero == 3 else "shards"] == counted, rank.rank
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 @pytest.mark.long
 def test_few_micro_batches_stand_for_many(schedule: str) -> None:
