@@ -68,6 +68,8 @@ REAL = {
     "sp": plan(SMALL, 32, tp=2, sp=True, micro_batch=16, recompute="selective"),
     "norms": plan(SMALL, 32, cp=2, context_split="striped", micro_batch=16, recompute="norms"),
     "but attention": plan(SMALL, 32, cp=2, micro_batch=16, recompute="all-but-attention"),
+    "cp-window": plan(replace(SMALL, window=24), 32, cp=2, micro_batch=16),
+    "cp-window gathered": plan(replace(SMALL, window=24), 32, cp=2, micro_batch=16, context="all-gather"),
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
     "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
     "ep in pieces": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8, ep_chunks=2),
@@ -93,7 +95,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", ["norms", "but attention"])
+@pytest.mark.parametrize("name", ["norms", "but attention", "cp-window", "cp-window gathered"])
 def test_context_parallel_plans_run_without_values(name: str) -> None:
     assert dry_run(REAL[name], ranks=(1,), device="cuda").ranks[0].peak_bytes > 0
 
