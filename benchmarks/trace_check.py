@@ -29,7 +29,7 @@ from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import record_ranks, record_world
 from meshwright.observe.check.rules import Checked, check
 from meshwright.observe.program import TrainingProgram
-from meshwright.observe.subprocesses import apart
+from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.feature_matrix import Trial, trials
 from meshwright.parallel import make_mesh
@@ -61,7 +61,7 @@ class Tokens:
 def schedules(degrees: Sequence[int] = DEGREES) -> Iterator[dict[str, Any]]:
     """A row for each schedule and degree."""
     tasks = [(name, pp) for pp in degrees for name in NAMES]
-    for number, rows in apart(_schedule, tasks):
+    for number, rows in in_subprocesses(_schedule, tasks):
         name, pp = tasks[number]
         yield {"name": f"{name} pp={pp}", "cases": len(rows), **_summed(rows)}
 
@@ -121,7 +121,7 @@ def layouts(some: int = 0) -> Iterator[dict[str, Any]]:
     chosen = [one for one in trials()[0] if one.layout.world > 1]
     if some:
         chosen = chosen[:: max(1, len(chosen) // some)]
-    for number, found in apart(_layout, [(one,) for one in chosen]):
+    for number, found in in_subprocesses(_layout, [(one,) for one in chosen]):
         yield {"name": chosen[number].title, "cases": 1, **_summed([found])}
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.gradient_sums import GradientSum, add_into, apart, gradient_dtype, sum_of
+from meshwright.kernels.gradient_sums import GradientSum, add_into, gradient_dtype, sum_of, use_alias
 from meshwright.kernels.linear import linear
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.observe.profile.cpu_allocator import watching
@@ -68,7 +68,7 @@ def test_a_matrix_of_both_ends_gets_two_gradients_one_by_one() -> None:
     one = parameter(4, 4)
     sums = summed(one, meets=True)
     small = torch.full((4, 4), 2.0**-9, dtype=BF16)
-    torch.autograd.backward((apart(one).view(4, 4), one.view(4, 4)), (torch.ones(4, 4, dtype=BF16), small))
+    torch.autograd.backward((use_alias(one).view(4, 4), one.view(4, 4)), (torch.ones(4, 4, dtype=BF16), small))
     assert one.grad is not None and bool((one.grad == 1 + 2.0**-9).all()) and sums.meets
 
 

@@ -29,7 +29,7 @@ from meshwright.observe.check.events import (
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.check.recording import brief, record_world
 from meshwright.observe.check.rules import check
-from meshwright.observe.subprocesses import apart
+from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Mesh, make_mesh
 from meshwright.spec import Plan
@@ -322,7 +322,7 @@ def _traces() -> dict[str, Trace]:
 @cache
 def traces() -> dict[str, Trace]:
     """In a process of its own: this one may be part of another process group."""
-    ((_, found),) = apart(_traces, [()])
+    ((_, found),) = in_subprocesses(_traces, [()])
     assert isinstance(found, dict)
     return found
 
@@ -360,7 +360,7 @@ def test_a_program_that_waits_in_time_leaves_no_touch() -> None:
 
 def test_a_collective_that_the_recorder_cannot_hear_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="1 collectives were dispatched and 0 were recorded"):
-        for _ in apart(_deaf, [()]):
+        for _ in in_subprocesses(_deaf, [()]):
             pass
 
 

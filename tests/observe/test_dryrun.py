@@ -68,6 +68,8 @@ REAL = {
     "sp": plan(SMALL, 32, tp=2, sp=True, micro_batch=16, recompute="selective"),
     "norms": plan(SMALL, 32, cp=2, context_split="striped", micro_batch=16, recompute="norms"),
     "but attention": plan(SMALL, 32, cp=2, micro_batch=16, recompute="all-but-attention"),
+    "cp-window": plan(replace(SMALL, window=24), 32, cp=2, micro_batch=16),
+    "cp-window gathered": plan(replace(SMALL, window=24), 32, cp=2, micro_batch=16, context="all-gather"),
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
     "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
     "ep in pieces": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8, ep_chunks=2),
@@ -93,7 +95,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", ["norms", "but attention"])
+@pytest.mark.parametrize("name", ["norms", "but attention", "cp-window", "cp-window gathered"])
 def test_context_parallel_plans_run_without_values(name: str) -> None:
     assert dry_run(REAL[name], ranks=(1,), device="cuda").ranks[0].peak_bytes > 0
 
@@ -145,6 +147,16 @@ def test_states_are_those_that_are_counted(layout: dict[str, Any]) -> None:
         assert seen.kinds[kind] == counted["update"][kind], kind
     own = "parameters" if one.layout.zero == 3 else "shards"
     assert seen.kinds[own] == counted["update"]["parameters"] and "masters" not in {**seen.kinds, **counted["update"]}
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_short_shard_is_held_once(zero: int) -> None:
+    """The last rank's, which is padded: FSDP knows its memory by an address, and tensors without values have none."""
+    uneven = replace(TINY, vocab=509, hidden=65, head_dim=16, ffn=99)
+    one = plan(uneven, 4, dp_shard=4, zero=zero)
+    counted = memory(uneven, one.layout, "fp32", 3)["update"]["parameters"]
+    for rank in dry_run(one, ranks=[0, 3], device="cpu").ranks:
+        assert rank.kinds["parameters" if zero == 3 else "shards"] == counted, rank.rank
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])

@@ -10,6 +10,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.stacks.config_reading import read
 from meshwright.stacks.config_writing import texts
 from meshwright.stacks.trainer_table import SOFTWARE
+from tests.api.test_markup import parsed
 
 EIGHT = """
 [model]
@@ -68,6 +69,9 @@ def test_what_does_not_fit_is_mended_in_the_words_of_the_software(tmp_path: Path
     assert not answer.fits
     assert any("training.local_batch_size" in answer.options(one.prediction.plan) for one in answer.fixes)
     assert answer.best is not None
+    shown = parsed(answer._repr_html_()).text
+    assert shown.index("Does not fit") < shown.index("training.local_batch_size")
+    assert answer.options(answer.best.plan) in shown
     assert answer.best.peak_bytes < answer.best.usable_bytes
 
 

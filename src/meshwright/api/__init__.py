@@ -8,7 +8,7 @@
     serving_comparison  compare_serving  -> ServingComparison
     dry_runs         dry_run       -> DryRunAnswer
     profiling        profile       -> ProfileAnswer
-    training_run     train         -> TrainAnswer; foresight: what is said before the first step
+    training_run     train         -> TrainAnswer; preflight: what is said before the first step
     tuning           tune          -> TrainAnswer
     distilling       distill       -> TrainAnswer
     comparing        compare       -> ComparisonAnswer; report

@@ -18,6 +18,10 @@ class Answer(ABC):
     def rows(self) -> list[dict[str, Any]]:
         """Its table."""
 
+    @abstractmethod
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+
     def to_pandas(self) -> Any:
         """`rows` as a pandas.DataFrame. PlanError names the extra where pandas is not installed."""
         try:

@@ -9,9 +9,10 @@ from typing import Any
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import checked
 from meshwright.api.layout_argument import SEARCHED
+from meshwright.api.markup import line, table, whole
 from meshwright.api.plan_reading import Section, read_folder, section_words
 from meshwright.api.plan_request import MOST_NODES
-from meshwright.api.planned_layout import PlannedLayout
+from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
 from meshwright.planner.plan_document import document
 from meshwright.planner.search.changes import LayoutChange, fixes
 from meshwright.planner.search.ranking import search
@@ -113,6 +114,17 @@ class ConfigAnswer(Answer):
 
     def __repr__(self) -> str:
         return f"{self.plan.model.name} with {self.software.word}: {self.given}"
+
+    def _repr_html_(self) -> str:
+        changes = [("makes it fit", one.prediction) for one in self.fixes]
+        changes += [("best", self.best.prediction)] if self.best else []
+        cells = [
+            (name, self.options(one.plan), *layout_cells(PlannedLayout(prediction=one))[1:]) for name, one in changes
+        ]
+        names = ("change", "options", "step", "tokens/s per device", "MFU (full)", "memory", "bubble")
+        return whole(
+            line(f"{self.plan.model.name} with {self.software.word}"), layout_html(self.given), table(names, cells)
+        )
 
 
 def _told(answer: ConfigAnswer, one: Prediction) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def run(
 ) -> TrainAnswer:
     """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the
     encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
-    from meshwright.api.foresight import foresee
+    from meshwright.api.preflight import preflight
     from meshwright.serve.sampled_answers import sampled_answers
     from meshwright.training import loop
 
@@ -157,7 +157,7 @@ def run(
         resume=resume,
         progress=progress,
         pulse=pulse,
-        foresee=partial(foresee, anyway=anyway, machines=machines) if dry_run else None,
+        preflight=partial(preflight, anyway=anyway, machines=machines) if dry_run else None,
         machines=machines,
         sampler=sampled_answers,
     )

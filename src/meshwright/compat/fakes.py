@@ -1,6 +1,6 @@
 """torch's fake tensors and fake worlds: private names of it, each with its reason."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,9 +22,33 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
     getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        yield
+        with _padded_once():
+            yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _padded_once() -> Iterator[None]:
+    """FSDP pads a short shard when it makes it, and again when the first pass begins, unless the memory is still the
+    same: it goes by the address, which fake tensors do not have. Without this a dry run counts the first copy, too,
+    which the optimizer's list of masters keeps."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    pad: Callable[[Any], None] = FSDPParam.reset_sharded_param
+
+    def pad_changed(held: Any) -> None:
+        now = getattr(held._module_info.module, held._module_info.param_name)
+        same = now is held.sharded_param and is_fake(held._sharded_param_data)
+        keys = (storage_key(x.untyped_storage()) for x in (held._sharded_param_data, now._local_tensor))
+        if not same or len(set(keys)) > 1:
+            pad(held)
+
+    setattr(FSDPParam, "reset_sharded_param", pad_changed)  # noqa: B010  # as its type has it, it cannot be assigned
+    try:
+        yield
+    finally:
+        setattr(FSDPParam, "reset_sharded_param", pad)  # noqa: B010  # the same
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -83,7 +83,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return found.dtype if found is not None else parameter.grad_dtype or parameter.dtype
 
 
-class _Apart(torch.autograd.Function):
+class _UseAlias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
         ctx.sum = sum_of(parameter)
@@ -94,13 +94,13 @@ class _Apart(torch.autograd.Function):
         ctx.sum.add(gradient)
 
 
-def apart(parameter: Tensor) -> Tensor:
+def use_alias(parameter: Tensor) -> Tensor:
     """The parameter, for one of its uses in a pass: the gradient goes to the sum by itself. Autograd would add those of
     all uses first, rounded as they are, and hold the first of them until the last is there."""
     found = sum_of(parameter)
     if found is None or not found.meets:
         return parameter
-    alias: Tensor = _Apart.apply(parameter)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    alias: Tensor = _UseAlias.apply(parameter)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return alias
 
 

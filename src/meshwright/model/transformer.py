@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.kernels import Kernels, choose, in_form
 from meshwright.kernels.attention import UNKNOWN, DocumentSpans
 from meshwright.kernels.dropout import dropout
-from meshwright.kernels.gradient_sums import apart
+from meshwright.kernels.gradient_sums import use_alias
 from meshwright.kernels.linear import SAME
 from meshwright.model.attention import Attention, AttentionMetadata, LatentAttention
 from meshwright.model.init import fill_initial
@@ -244,7 +244,7 @@ class Transformer(nn.Module):
     def at_head(self, x: Tensor, use: Callable[[Tensor, Tensor], Made]) -> Made:
         """use(x (N, D), weight (V, D)) of the head, tied or not."""
         if self.shape.tied:
-            return use(x, apart(self.embed.weight))
+            return use(x, use_alias(self.embed.weight))
         found: Made = self.head(x, use)
         return found
 

@@ -18,7 +18,7 @@ class TooLong(Exception):
     """The time was up before all had answered."""
 
 
-def apart(
+def in_subprocesses(
     function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]], *, processes: int = 0, limit_s: float | None = None
 ) -> Iterator[tuple[int, Any]]:
     """(number of a task, function(*task)) as they end; at most `processes` (0 = one for each core) at once.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask
 from meshwright.kernels.partial import COLUMNS, ROWS, Tile
 from meshwright.parallel.group import Group
@@ -163,7 +164,14 @@ class ContextMask(Mask):
 
     def _over_rows(self) -> tuple[list[int], list[int]]:
         """The lowest and the highest first position of each query."""
-        return ([], []) if self.bounds is None else (self.bounds.amin(0).tolist(), self.bounds.amax(0).tolist())
+        if self.bounds is None:
+            return [], []
+        if compat.is_fake(self.bounds):  # a dry run, which has no documents here: all rows are alike
+            length, step = self.queries.length, self.queries.step
+            every = (at for start in self.queries.starts for at in range(start, start + length * step, step))
+            firsts = [max(0, at - self.window + 1) for at in every]
+            return firsts, firsts
+        return self.bounds.amin(0).tolist(), self.bounds.amax(0).tolist()
 
     def _runs(self) -> Iterator[tuple[slice, slice, int, int]]:
         """(rows, queries, their first position, that of their document): neighbours of one document."""

@@ -133,12 +133,12 @@ class Pipeline:
                     for order in (("F", "BW"), ("F", "B", "W")) if train else (("F",),):
                         if all((stage, kind) in kinds for kind in order):
                             actions = [Action(kind, stage, 0) for kind in order]
-                            passes = Passes(self, _Alone(self.receive_like(one)), [copy(one)], actions, train=train)
+                            passes = Passes(self, _NoPeers(self.receive_like(one)), [copy(one)], actions, train=train)
                             for action in actions:
                                 passes.do(action)
 
 
-class _Alone:
+class _NoPeers:
     """In place of the other ranks: a stage reads random numbers, and what it sends is dropped."""
 
     def __init__(self, like: Tensor) -> None:
@@ -167,7 +167,7 @@ class Passes:
     def __init__(
         self,
         pipeline: Pipeline,
-        p2p: "PointToPoint | _Alone",
+        p2p: "PointToPoint | _NoPeers",
         micro_batches: Sequence[Any],
         actions: Sequence[Action],
         *,

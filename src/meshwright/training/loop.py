@@ -57,7 +57,7 @@ def run(
     resume: str = "no",
     progress: Callable[[int, int], None] | None = None,
     pulse: Heartbeat | None = None,
-    foresee: Callable[[Plan, torch.device], Foreseen] | None = None,
+    preflight: Callable[[Plan, torch.device], Foreseen] | None = None,
     machines: int = 1,
     sampler: AnswerSampler | None = None,
 ) -> Summary:
@@ -65,7 +65,7 @@ def run(
 
     A run folder `DIR/auto` is chosen here (store/default_folders.py): watchers are told which. `progress` is told of
     the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
-    `foresee` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
+    `preflight` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
     Ranks are spread evenly over `machines`. `sampler` makes the answers of recipe.distillation_on_policy.
     Ctrl-C and SIGTERM save and end cleanly.
     """
@@ -86,7 +86,7 @@ def run(
         )
     check_device(plan.model, plan.layout, target, DTYPES[plan.recipe.precision])
     crowded = first.alone(lambda: check_space(plan))
-    foreseen = first.alone(lambda: foresee(plan, target)) if foresee is not None else None
+    foreseen = first.alone(lambda: preflight(plan, target)) if preflight is not None else None
     recipe = plan.recipe
     device.prepare(
         target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products

@@ -10,11 +10,11 @@ from meshwright.cli.process.launch import processes
 from meshwright.cli.verbs.train import (
     Anyway,
     AsJson,
-    Foresight,
     HangAfter,
     Options,
     TensorBoard,
     WandB,
+    WithDryRun,
     start,
 )
 from meshwright.spec.errors import PlanError
@@ -47,7 +47,7 @@ def distill(
     wandb: WandB = False,
     hang_after: HangAfter = None,
     anyway: Anyway = False,
-    foresight: Foresight = True,
+    dry_run: WithDryRun = True,
     json: AsJson = False,
 ) -> None:  # fmt: skip
     """Train a student on the distributions of a teacher: --teacher runs/base --student teacher:layers=2.
@@ -75,6 +75,6 @@ def distill(
         return
     notes: list[str] = []
     plan, resume = distillation_plan(words or (), teacher, student, processes=processes(), notes=notes)
-    options = Options(tensorboard, wandb, hang_after, anyway, foresight, json)
+    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     again = [*(word for word in distillation_words(words or (), teacher, student)), *(words or ())]
     start("distill", again, plan, resume, notes, options)

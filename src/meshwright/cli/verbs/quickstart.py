@@ -155,11 +155,11 @@ def show(people: "Console", title: str, prompt: str, text: str, most_lines: int)
 
 def farewell(people: "Console", plan: "Plan", outcome: QuickstartResult, seconds: float) -> None:
     """The result, one line of memory, and three commands to go on with."""
-    from meshwright.api.foresight import hindsight
+    from meshwright.api.preflight import memory_summary
 
     result = f"{outcome.bits_per_byte:.3f} bits per byte on held-out text" if outcome.bits_per_byte is not None else ""
     said = f"Trained {many(outcome.summary.step, 'step')} in {duration(seconds)}{': ' if result else ''}{result}."
-    memory = hindsight(Path(plan.run), outcome.summary)
+    memory = memory_summary(Path(plan.run), outcome.summary)
     for line in [said, *([memory] if memory else []), "", "Next"]:
         people.print(line, markup=False)
     for line, what in commands(plan, outcome.prompt):

@@ -33,7 +33,7 @@ HangAfter = Annotated[
     ),
 ]
 Anyway = Annotated[bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")]
-Foresight = Annotated[
+WithDryRun = Annotated[
     bool,
     typer.Option(
         "--dry-run/--no-dry-run",
@@ -49,7 +49,7 @@ def train(
     wandb: WandB = False,
     hang_after: HangAfter = None,
     anyway: Anyway = False,
-    foresight: Foresight = True,
+    dry_run: WithDryRun = True,
     json: AsJson = False,
 ) -> None:
     """Train a plan; without a file, the default plan.
@@ -63,7 +63,7 @@ def train(
 
     notes: list[str] = []
     plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
-    options = Options(tensorboard, wandb, hang_after, anyway, foresight, json)
+    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     start("train", words or (), plan, resume, notes, options)
 
 
@@ -75,7 +75,7 @@ class Options:
     wandb: bool
     hang_after: float | None
     anyway: bool
-    foresight: bool
+    dry_run: bool
     json: bool
 
 
@@ -83,7 +83,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     """Train a plan that was read from `words`, watched; `notes` are said before."""
     from meshwright.api import training_run
 
-    hang_after, json, foresight = options.hang_after, options.json, options.foresight
+    hang_after, json, dry_run = options.hang_after, options.json, options.dry_run
     violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
@@ -93,12 +93,12 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
         print(f"meshwright: note: {note}", file=sys.stderr)
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
-    from meshwright.api.foresight import hindsight
+    from meshwright.api.preflight import memory_summary
     from meshwright.cli.process.failure import INTERRUPTED
     from meshwright.cli.terminal.display import choose
     from meshwright.cli.terminal.output import console, print_json
 
-    run = partial(training_run.run, plan, resume=resume, dry_run=foresight, anyway=options.anyway, machines=nodes())
+    run = partial(training_run.run, plan, resume=resume, dry_run=dry_run, anyway=options.anyway, machines=nodes())
     with joined(hang_after) as pulse:
         if rank():
             answer = run(pulse=pulse)
@@ -112,7 +112,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
             elif not answer.done:
                 where = f"step {answer.summary.step} of {answer.summary.steps}"
                 print(f"Saved after {where}; to continue: {again(verb, words, str(answer.run))}", flush=True)
-            elif foresight and (said := hindsight(answer.run, answer.summary)):
+            elif dry_run and (said := memory_summary(answer.run, answer.summary)):
                 print(f"{said}\nmore: {command(['compare', str(answer.run)])}", flush=True)
     if answer.summary.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)

@@ -5,11 +5,11 @@ from meshwright.cli.process.launch import processes
 from meshwright.cli.verbs.train import (
     Anyway,
     AsJson,
-    Foresight,
     HangAfter,
     Options,
     TensorBoard,
     WandB,
+    WithDryRun,
     start,
 )
 
@@ -20,7 +20,7 @@ def tune(
     wandb: WandB = False,
     hang_after: HangAfter = None,
     anyway: Anyway = False,
-    foresight: Foresight = True,
+    dry_run: WithDryRun = True,
     json: AsJson = False,
 ) -> None:
     """Fine-tune a model on conversations, or on preferences: model=HF_DIR data=chat.jsonl.
@@ -34,5 +34,5 @@ def tune(
 
     notes: list[str] = []
     plan, resume = tuning_plan(words or (), processes=processes(), notes=notes)
-    options = Options(tensorboard, wandb, hang_after, anyway, foresight, json)
+    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     start("tune", words or (), plan, resume, notes, options)

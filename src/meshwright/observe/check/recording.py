@@ -24,7 +24,7 @@ from meshwright.observe.check.events import Communicator, RankTrace, Trace
 from meshwright.observe.check.recorder import TraceRecorder
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.program import TrainingProgram, without_values
-from meshwright.observe.subprocesses import apart
+from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.spec import Plan
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -114,7 +114,7 @@ def _recorded(
     size = min(AT_ONCE, -(-len(ranks) // (2 * workers)))
     tasks = [(plan, ranks[start : start + size], device, load, full) for start in range(0, len(ranks), size)]
     found = Recording(traces={}, ranks={})
-    for _, part in apart(record_ranks, tasks, processes=processes):
+    for _, part in in_subprocesses(record_ranks, tasks, processes=processes):
         for digest, trace in part.traces.items():
             found.traces.setdefault(digest, trace)
         found.ranks.update(part.ranks)

@@ -19,7 +19,7 @@ from meshwright.observe.dryrun.staged_copy import assigned_of
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch
 from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes, workspace_bytes
 from meshwright.observe.program import TrainingProgram, at_whole, shortened, without_values
-from meshwright.observe.subprocesses import apart
+from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
@@ -89,7 +89,7 @@ def dry_run(
 
     `load`: rows that a rank's experts get over an even share. `whole`: every micro-batch of a step, instead of as many
     as it takes until nothing new comes. `told` of ranks done and of all. PlanError: a plan that cannot run; a model
-    whose sizes depend on values. apart.TooLong after `limit_s`.
+    whose sizes depend on values. TooLong after `limit_s`.
     """
     device = device or device_of(plan)
     if not compiles_blocks(plan.layout, plan.model, device, plan.recipe.fake_quantize):
@@ -107,7 +107,7 @@ def dry_run(
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
     found: dict[int, Seen] = {}
     costs: dict[int, DryRunCost] = {}
-    for number, (seen, cost) in apart(_task, tasks, processes=processes, limit_s=limit_s):
+    for number, (seen, cost) in in_subprocesses(_task, tasks, processes=processes, limit_s=limit_s):
         found[longest_first[number]], costs[longest_first[number]] = seen, cost
         if told is not None:
             told(len(found), len(counts))

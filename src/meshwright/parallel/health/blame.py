@@ -86,11 +86,11 @@ def still(rank: int, beat: Beat) -> Blame:
     return Blame(rank, f"{who(rank, beat)} {how} at {beat.place} ({beat.where}); {ADVICE}")
 
 
-def died(rank: int, beat: Beat, witness: int, own: Beat) -> Blame:
+def died(rank: int, beat: Beat, observer: int, own: Beat) -> Blame:
     """A rank whose process is gone and left no word: its last beat, and where one stood that saw it."""
     return Blame(
         rank,
-        f"{who(rank, beat)} died without a word (killed?) in {own.place} of rank {witness}; "
+        f"{who(rank, beat)} died without a word (killed?) in {own.place} of rank {observer}; "
         f"its own last beat was at {beat.place}; {ADVICE}",
     )
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.api import foresight
+from meshwright.api import preflight
 from meshwright.planfile import read
 from meshwright.planner.step.predict import estimator
 from meshwright.planner.step.prediction import Prediction
@@ -25,13 +25,13 @@ def test_a_default_that_costs_speed_is_named_as_long_as_the_planner_says_so(monk
     apart = predicted(PLAN)
     together = replace(PLAN, recipe=replace(PLAN.recipe, document_mask=False))
     share = 1 - predicted(together).step_s / apart.step_s
-    assert bool(foresight._costs(apart)) == (share >= foresight.NAMED_FROM)
-    monkeypatch.setattr(foresight, "NAMED_FROM", -1.0)
-    [said] = foresight._costs(apart)
+    assert bool(preflight._costs(apart)) == (share >= preflight.NAMED_FROM)
+    monkeypatch.setattr(preflight, "NAMED_FROM", -1.0)
+    [said] = preflight._costs(apart)
     assert said.startswith(
         f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed"
     )
-    assert foresight._costs(predicted(together)) == [], "nobody pays"
-    assert foresight._costs(predicted(replace(PLAN, cluster=read(None).cluster))) == [], (
+    assert preflight._costs(predicted(together)) == [], "nobody pays"
+    assert preflight._costs(predicted(replace(PLAN, cluster=read(None).cluster))) == [], (
         "nothing is known of the device"
     )

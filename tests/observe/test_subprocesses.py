@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.observe.ranks import SERVER
-from meshwright.observe.subprocesses import TooLong, _serve, apart
+from meshwright.observe.subprocesses import TooLong, _serve, in_subprocesses
 from meshwright.spec.errors import PlanError
 
 
@@ -41,7 +41,7 @@ def test_who_was_interrupted_is_told_nothing_more(kind: str) -> None:
 
 
 def test_all_answers() -> None:
-    assert dict(apart(_square, [(n,) for n in range(5)], processes=2)) == {n: n**2 for n in range(5)}
+    assert dict(in_subprocesses(_square, [(n,) for n in range(5)], processes=2)) == {n: n**2 for n in range(5)}
 
 
 @pytest.mark.parametrize(
@@ -54,11 +54,11 @@ def test_all_answers() -> None:
 )
 def test_what_goes_wrong(kind: str, error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
-        list(apart(_fails, [(kind,)]))
+        list(in_subprocesses(_fails, [(kind,)]))
 
 
 def test_the_limit_ends_what_runs() -> None:
     started = time.monotonic()
     with pytest.raises(TooLong):
-        list(apart(_sleeps, [()], limit_s=3.0))
+        list(in_subprocesses(_sleeps, [()], limit_s=3.0))
     assert time.monotonic() - started < 30

@@ -25,7 +25,7 @@ LIMIT_S = 60.0
 """A dry run may keep a run waiting so long; one that takes longer is given up, and said to be."""
 
 
-def foresee(plan: Plan, target: torch.device, *, anyway: bool = False, machines: int = 1) -> Foreseen:
+def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machines: int = 1) -> Foreseen:
     """The planner's figures, and the peak of a dry run of the rank that the planner takes for the worst.
 
     DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
@@ -74,7 +74,7 @@ def _costs(found: Prediction) -> list[str]:
     ]
 
 
-def hindsight(run: Path, summary: Summary) -> str:
+def memory_summary(run: Path, summary: Summary) -> str:
     """The peak of a run that has ended, planned, dry run and measured, in one sentence; empty where it keeps no dry
     run."""
     if not (run / "dryrun.json").is_file():
