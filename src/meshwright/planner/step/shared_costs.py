@@ -180,7 +180,8 @@ class SharedCosts:
 
     def _stages_key(self, layout: Layout) -> tuple[object, ...]:
         again = layout.recompute, layout.recompute_layers, layout.offload
-        return (*self._key(layout), *again, layout.pp, layout.vp, layout.stages)
+        gathers = layout.dp_shard if self.teacher is not None and layout.zero == 3 else 0  # teacher_costs.pass_cost
+        return (*self._key(layout), *again, layout.pp, layout.vp, layout.stages, gathers)
 
     def windowed(self, layers: range) -> int:
         """Dense layers of these that have a window, where others have none."""
