@@ -77,3 +77,14 @@ def test_a_pipeline_waits_for_a_teachers_passes() -> None:
     alone, taught = (predict(replace(plan, layout=layout)).step_s for plan in (ALONE, TAUGHT))
     teacher = predict(replace(ALONE, model=TEACHER, layout=layout)).step_s
     assert alone + teacher / 5 < taught < alone + teacher / 2
+
+
+def test_a_memory_does_not_depend_on_what_was_asked_before() -> None:
+    """Under ZeRO-3 the student's loss stands beside gathered weights of the teacher; under other stages it does not."""
+    layouts = [replace(ALONE.layout, dp_shard=4, micro_batch=1, zero=zero) for zero in (0, 3, 2, 1)]
+    fresh = [estimator(TAUGHT).memory(layout, [0]) for layout in layouts]
+    assert fresh[1][0].kinds["logits"] > fresh[0][0].kinds["logits"]
+    for order in (layouts, layouts[::-1]):
+        shared = estimator(TAUGHT)
+        found = {layout.zero: shared.memory(layout, [0]) for layout in order}
+        assert [found[layout.zero] for layout in layouts] == fresh

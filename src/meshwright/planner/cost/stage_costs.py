@@ -247,14 +247,15 @@ def costs(
     """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
     of this one are added."""
     shape = of.shape
-    inside = of.tp, of.sp, of.splits, of.compiled, of.pieces
+    inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.pieces, layout.cuda_graphs
+    around = of.batch, of.cp, of.ring, of.context_split
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
     if shape.routed_layers < shape.layers:
-        keys["dense"] = of.batch, of.cp, *inside
+        keys["dense"] = *around, *inside
     if shape.mixed_windows and shape.routed_layers < shape.layers:
-        keys["windowed"] = of.batch, of.cp, *inside
+        keys["windowed"] = *around, *inside
     if shape.routed_layers:
-        keys["routed"] = of.batch, of.cp, of.ep, of.ep_pieces, *inside
+        keys["routed"] = *around, of.ep, of.ep_pieces, *inside
     found: dict[str, Policies] = {}
     for part, key in keys.items():
         if (part, key) not in known:

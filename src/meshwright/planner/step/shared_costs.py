@@ -68,13 +68,11 @@ class SharedCosts:
             stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
 
-    def _key(self, layout: Layout) -> tuple[int, bool, int, int, str, str, int, int, bool, bool, bool, int]:
-        batch = layout.micro_batch_of(self.recipe.global_batch)
-        splits = layout.pp > 1 and layout.schedule in SPLIT_ALWAYS
-        degrees, compiled = (layout.tp, layout.sp, layout.cp, layout.ep), layout.compile == "off"
-        pieces = layout.tp_chunks, layout.ep_chunks
-        graphs = layout.cuda_graphs == "on"
-        return *degrees, layout.context, layout.context_split, *pieces, splits, compiled, graphs, batch
+    def _key(self, layout: Layout) -> tuple[object, ...]:
+        splits = layout.pp > 1 and layout.schedule in SPLIT_ALWAYS, layout.ep > 1 and layout.splits_backward
+        degrees, pieces = (layout.tp, layout.sp, layout.cp, layout.ep), (layout.tp_chunks, layout.ep_chunks)
+        code = layout.compile, layout.kernels, layout.cuda_graphs, layout.context, layout.context_split
+        return *degrees, *pieces, *splits, *code, layout.micro_batch_of(self.recipe.global_batch)
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
@@ -96,7 +94,7 @@ class SharedCosts:
                 stack,
                 layout,
                 recipe.sequence,
-                key[-1],
+                layout.micro_batch_of(recipe.global_batch),
                 width,
                 recipe.dropout,
                 documents,
@@ -180,7 +178,8 @@ class SharedCosts:
 
     def _stages_key(self, layout: Layout) -> tuple[object, ...]:
         again = layout.recompute, layout.recompute_layers, layout.offload
-        return (*self._key(layout), *again, layout.pp, layout.vp, layout.stages)
+        gathers = layout.dp_shard if self.teacher is not None and layout.zero == 3 else 0  # teacher_costs.pass_cost
+        return (*self._key(layout), *again, layout.pp, layout.vp, layout.stages, gathers)
 
     def windowed(self, layers: range) -> int:
         """Dense layers of these that have a window, where others have none."""
