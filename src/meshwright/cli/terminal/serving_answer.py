@@ -54,17 +54,13 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
     engines = "1 engine" if best.engines == 1 else f"{best.engines} engines"
     note = f" ({engines} of {best.degrees.gpus}{', recommended' if len(answer.layouts) > 1 else ''})"
     yield from marked([f"  {word}  {best.words}{note}"], word, colour)
-    yield (
-        f"    speed    first token {_ms(served.first_token_s)}   per token {_ms(served.per_token_s)}   "
-        f"{best.tokens_per_s:,.0f} tokens/s"
-    )
+    first, each = f"first token {_ms(served.first_token_s)}", f"per token {_ms(served.per_token_s)}"
+    yield from wrapped([first, each, f"{best.tokens_per_s:,.0f} tokens/s"], width(), "    speed    ")
     if memory.usable_bytes < float("inf"):
-        graphs = f"CUDA graphs {short_gib(memory.graphs_bytes)}   " if memory.graphs_bytes else ""
-        yield (
-            f"    memory   weights {short_gib(memory.weights_bytes)}   activations "
-            f"{short_gib(memory.activations_bytes)}   {graphs}cache {short_gib(memory.cache_bytes)} of "
-            f"{short_gib(memory.usable_bytes)}"
-        )
+        graphs = [f"CUDA graphs {short_gib(memory.graphs_bytes)}"] if memory.graphs_bytes else []
+        cache = f"cache {short_gib(memory.cache_bytes)} of {short_gib(memory.usable_bytes)}"
+        states = f"weights {short_gib(memory.weights_bytes)}", f"activations {short_gib(memory.activations_bytes)}"
+        yield from wrapped([*states, *graphs, cache], width(), "    memory   ")
     adapter = answer.asked.adapter
     if adapter is not None:
         yield (
@@ -72,10 +68,9 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
             f"{short_gib(memory.adapters_bytes)}"
         )
     device = "GPU" if best.deployment.device.is_gpu else "device"
-    yield (
-        f"    cache    {memory.position_bytes / 1024:,.0f} KiB per token and {device}, "
-        f"{short_gib(memory.sequence_bytes)} per sequence; {_requests(best)}"
-    )
+    each = f"{memory.position_bytes / 1024:,.0f} KiB per token and {device}"
+    cache = f"{each}, {short_gib(memory.sequence_bytes)} per sequence; {_requests(best)}"
+    yield from wrapped(cache, width(), "    cache    ")
     if best.waits:
         yield (
             f"    {answer.asked.concurrency:,} requests in flight are more than fit; the rest waits: lower "
