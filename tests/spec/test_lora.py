@@ -27,6 +27,15 @@ def test_a_matrix_that_is_not_there_is_refused(name: str, target: str) -> None:
         replace(presets.model(name), lora=LoRAShape(rank=1, targets=target))
 
 
+@pytest.mark.parametrize("targets", ["all", "mlp", "gate", "up", "o,down"])
+def test_lengths_of_rows_beside_experts_are_refused_whichever_matrix_has_them(targets: str) -> None:
+    experts = presets.model("mixtral-8x7b")
+    with pytest.raises(PlanError, match="no form for stacks of experts"):
+        replace(experts, lora=LoRAShape(rank=1, targets=targets, dora=True))
+    replace(experts, lora=LoRAShape(rank=1, targets=targets))
+    replace(experts, lora=LoRAShape(rank=1, targets="attention", dora=True))
+
+
 @pytest.mark.parametrize("name", presets.model_names())
 def test_frozen_matrices_between_hidden_states_are_codes(name: str) -> None:
     """All of them, whatever has an adapter; what is trained, and everything else, is not."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.lora import LoRAShape
+from meshwright.spec.lora import NAMES, LoRAShape
 from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 LARGEST = 2**31
@@ -237,7 +237,7 @@ class ModelShape:
                 "model.lora.dora=true scales all that a matrix makes, and model.lora.dropout is for what the adapter "
                 "adds: take model.lora.dropout=0"
             )
-        if self.lora is not None and self.lora.dora and self.moe is not None and self.lora.adapts("experts.up"):
+        if self.lora and self.lora.dora and self.moe and any(map(self.lora.adapts, NAMES["mlp"])):
             raise PlanError(
                 "model.lora.dora=true has no form for stacks of experts: take model.lora.targets=attention, or "
                 "model.lora.dora=false"
