@@ -17,6 +17,7 @@ from meshwright.planner.search.landscape import PARTS
 from meshwright.planner.search.regions import divisors
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.ledger import PLANNED
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import refusal, schedule, stage_layers
@@ -231,3 +232,12 @@ def test_layers_of_stages() -> None:
     for (place, stages), made in zip(every, found, strict=True):
         expected = stage_layers(shared(place).shape.layers, stages)
         assert [(one["start"], one["end"]) for one in made] == [(r.start, r.stop) for r in expected]
+
+
+def test_the_page_draws_every_kind_of_memory_that_is_planned() -> None:
+    """Tokens and staging are no device memory that a plan counts."""
+    text = source("memory.js")
+    listed = text[text.index("const KINDS = [") :].partition("[")[2].partition("]")[0]
+    assert [one.strip(' "\n') for one in listed.split(",")] == [
+        one for one in PLANNED if one not in ("tokens", "staging")
+    ]

@@ -1,6 +1,7 @@
 """What `rent` prints: which cluster meets the deadline or the budget, then the front of money and time."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from math import log
 from typing import TypeVar
 
@@ -75,7 +76,7 @@ def _run(one: RunOn) -> str:
 
 
 def _front(answer: RentAnswer, *, every: bool) -> Iterator[str]:
-    heads = ("bill", "time", "nodes x devices", "goodput", "energy", "fits", "stops going further")
+    heads = ("bill", "time", "nodes x devices", "goodput", "energy", "fits", "stopped by")
     named = (answer.cheapest, answer.fastest)
     rows = answer.front if every else shown(answer.front, named, lambda one: (log(one.usd), log(one.wall_s)))
     yield from _table((heads, *map(_cells, rows)), ">><>>><")
@@ -99,15 +100,20 @@ def shown(
 
 def _left_out(number: int) -> Iterator[str]:
     if number:
-        yield f"    {many(number, 'row')} between these: --all"
+        yield f"  {many(number, 'row')} between these: --all"
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
-    """Columns as wide as their widest cell, each to its side."""
+    """Columns as wide as their widest cell, each to its side. Those that the terminal has no room for go below each
+    row, by name."""
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    fits = sum(end <= width() for end in accumulate(size + 2 for size in wide))
     for row in rows:
-        cells = (f"{cell:{side}{size}}" for cell, side, size in zip(row, sides, wide, strict=True))
-        yield ("    " + "  ".join(cells)).rstrip()
+        cells = (f"{cell:{side}{size}}" for cell, side, size in zip(row, sides, wide[:fits], strict=False))
+        yield ("  " + "  ".join(cells)).rstrip()
+        below = [f"{name} {cell}" for name, cell in zip(rows[0][fits:], row[fits:], strict=True) if cell]
+        if below and row is not rows[0]:
+            yield from wrapped(", ".join(below), width(), "    ")
 
 
 def _cells(one: RunOn) -> tuple[str, ...]:
@@ -139,7 +145,7 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
         f"{swept.too_long} take over a year, {len(swept.unfit)} do not fit."
     )
     yield (
-        "Stops going further: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
+        "Stopped by: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
         "sequence; memory: layers recompute to fit."
     )
     yield from _unpriced(answer.unpriced, every=every)

@@ -54,7 +54,7 @@ def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:
         yield from wrapped(sentence, width(), "    ")
     if not written:
         yield ""
-        yield from wrapped(["-o FOLDER (its configuration, launch.sh, launch.sbatch)"], width(), "  Next:  ")
+        yield from wrapped("-o FOLDER (its configuration, launch.sh, launch.sbatch)", width(), "  Next:  ")
         return
     folder, launch = written[0].parent, answer.software.launch(answer.plan)
     yield ""
