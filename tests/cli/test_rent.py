@@ -42,8 +42,6 @@ def pasted(said: str) -> list[str]:
 
 @pytest.mark.parametrize("columns", ["60", "80", "200"])
 def test_it_fits_and_the_command_can_be_pasted(columns: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    columns: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     for asked in (ASKED, SERVING):
         capsys.readouterr()
