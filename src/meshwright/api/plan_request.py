@@ -143,7 +143,7 @@ def _cluster(name: str, nodes: int) -> Cluster:
 
 def _words(recipe: Sequence[str]) -> list[str]:
     """KEY=VALUE words, one each; `sequence=2048,global_batch=8` is two, and so it is with a space."""
-    found = []
+    found: list[str] = []
     for word in recipe:
         parts = re.split(r"[,\s]+", word.strip())
         found += parts if all(re.match(r"[\w.-]+=", part) for part in parts) else [word]
