@@ -102,7 +102,7 @@ WRONG = {
     "rent llama-3.2-1b --tokens 1B --nodes ,": "--nodes ',' names none: give some, as --nodes 1,2,4",
     "rent llama-3.2-1b --tokens 1B --mtbf -1": "--mtbf -1 must be at least 1 and at most 1,000,000,000",
     "train run": "run: cannot be read, is a directory: give run/plan.yaml",
-    "train hf": "hf: cannot be read, is a directory: give a plan file, or model=hf/ for a model's folder",
+    "train hf": "hf: cannot be read, is a directory: give a plan file, or model=hf/ for a model's folder, or data=hf/ ",
     "train teacher=no": "teacher='no' is not known; known: ",
     "distill --teacher run --student no": "--student 'no' is not known; known: ",
     "distill --teacher run --sequences no/out.jsonl --prompts text.txt": "--sequences no/out.jsonl: there is no folder",

@@ -38,7 +38,9 @@ def _hint(error: OSError, path: Path) -> str:
     if not isinstance(error, IsADirectoryError):
         return ""
     inside = path / "plan.yaml"
-    return f": give {inside}" if inside.is_file() else f": give a plan file, or model={path}/ for a model's folder"
+    if inside.is_file():
+        return f": give {inside}"
+    return f": give a plan file, or model={path}/ for a model's folder, or data={path}/ for a folder of texts"
 
 
 def parse_file(path: Path) -> Given:
