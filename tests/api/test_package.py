@@ -24,6 +24,9 @@ class Table(Answer):
     def rows(self) -> list[dict[str, Any]]:
         return [{"a": 1}]
 
+    def _repr_html_(self) -> str:
+        return ""
+
 
 def fresh(code: str) -> str:
     """What a new process prints."""
