@@ -54,8 +54,8 @@ class ServerMetrics:
         self._gauge("adapter_bytes", "Their bytes, on the first rank", lambda: engine.adapters.bytes)
 
     def count(self, engine: ServingEngine) -> None:
-        """What the engine has counted since the last call; of adapters that are gone nothing is told any more, or
-        names that come and go would take memory for ever."""
+        """Add what the engine has counted since the last call. Counters of unloaded adapters are removed, so that
+        names that come and go do not fill memory."""
         guesses = engine.guesses
         guessed = (guesses.guessed, guesses.accepted) if guesses else (0, 0)
         tables, host = engine.tables, engine.tables.pool.host

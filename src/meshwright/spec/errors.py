@@ -94,7 +94,8 @@ FULL = ("can't allocate memory", "Unable to allocate")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's own class is known by name, so that this file needs no torch; CPU allocators have a message alone."""
+    """Whether memory ran out. torch's own class is known by name, so that this file needs no torch; CPU allocators have
+    a message alone."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in FULL)

@@ -10,5 +10,5 @@ teacher, staged_teacher, teacher_targets, reference     models beside the one th
 state, resume_checks     what a run carries on, and refuses to go on from
 evaluate         held-out text
 fits, available_memory, disk     what is refused before the first step
-watch, watchers, plot    who is told of a step
+watch, watchers, plot    records of a step, and where they go
 """
