@@ -124,8 +124,10 @@ def test_every_collective_of_a_step_is_timed(profiles: dict[str, Profile], name:
 def test_witness_and_watch_agree(profiles: dict[str, Profile], name: str) -> None:
     for one in profiles[name].ranks:
         assert one.account.peak_bytes > 0
-        # Each sees what threads free at a moment of its own; a gathered unit would be 140 KB.
-        assert one.account.peak_bytes == pytest.approx(one.seen.peak_bytes, rel=0.05, abs=2**17)
+        late = one.seen.peak_bytes - one.account.peak_bytes
+        # The allocator's peak is the same in every run. On a loaded machine the watch hears of some releases late: in 3
+        # of 12 runs of zero 3 its peak was 20 to 66 KB higher.
+        assert -0.05 * one.account.peak_bytes <= late <= 2**17
         assert sum(one.seen.kinds.values()) == one.seen.peak_bytes
         assert one.account.reserved_bytes > one.account.peak_bytes
         assert max(moment.allocated_bytes for moment in one.memory) == one.account.peak_bytes

@@ -261,10 +261,9 @@ def test_compiled_blocks_recompute_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     for name in ("llama-3.1-8b", "mixtral-8x7b"):
         none, norms, selective, attention, full = (compiled(name, recompute, graphs=1) for recompute in POLICIES)
-        alike = 1.02 if name == "llama-3.1-8b" else 1.3  # the policy makes what experts multiply again as well
-        assert none <= alike * norms, "compiled blocks make norms again by themselves (compat.torch_compile)"
         assert min(none, selective) > 1.5 * max(attention, full)
-        assert norms <= 1.05 * memory(name, "norms", length=20)[0], "no more than uncompiled blocks keep"
+        plain = memory(name, "norms", length=20)[0]
+        assert max(none, norms) <= 1.05 * plain, "compiled, a block makes norms again by itself: decision 39"
         some = compiled(name, "full", graphs=2, layers=1)
         assert none - some == pytest.approx((none - full) / 3, rel=0.02)
 
