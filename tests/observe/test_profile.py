@@ -121,7 +121,7 @@ def test_every_collective_of_a_step_is_timed(profiles: dict[str, Profile], name:
 
 
 @each
-def test_witness_and_watch_agree(profiles: dict[str, Profile], name: str) -> None:
+def test_allocator_and_watch_agree(profiles: dict[str, Profile], name: str) -> None:
     for one in profiles[name].ranks:
         assert one.account.peak_bytes > 0
         late = one.seen.peak_bytes - one.account.peak_bytes
