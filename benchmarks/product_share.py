@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.train_shapes import BATCH, SMALL_BATCH
+from benchmarks.train_shapes import batch_of
 from benchmarks.train_speed import make_ours
-from meshwright import compat
 from meshwright.kernels import cpu_product as cpu_product  # registers its operator
 
 aten = torch.ops.aten
@@ -71,8 +70,7 @@ def alone(key: Key, rest: dict[str, Any]) -> Callable[[], Any]:
 def share(shape: str, precision: str, rounds: int) -> dict[str, Any]:
     """Seconds of a step, of its products, and what one is of the other."""
     torch.set_num_threads(os.cpu_count() or 1)
-    emulated = precision == "bf16" and not compat.cpu_multiplies(torch.bfloat16)
-    rows, sequence = (SMALL_BATCH if emulated else BATCH)[shape]
+    rows, sequence = batch_of(shape, precision)
     step = make_ours(shape, precision, rows, sequence, False)
     step()
     with Products() as products:

@@ -9,9 +9,17 @@ if TYPE_CHECKING:
 BATCH = {"10m": (8, 512), "100m": (4, 512), "300m": (2, 512), "10m-128k": (4, 512)}
 """Rows and tokens of a step, by shape."""
 SMALL_BATCH = {"10m": (8, 512), "100m": (1, 256), "300m": (1, 128), "10m-128k": (1, 256)}
-"""For 16 bit on a CPU without matrix units, where transformers' compiled 100M model needs minutes a step."""
+"""For 16 bit where torch multiplies it in a scalar loop, and transformers' compiled 100M model needs minutes a step."""
 LARGE = frozenset({"300m"})
 """Four processes of these at once do not fit into 24 GiB."""
+
+
+def batch_of(name: str, precision: str) -> tuple[int, int]:
+    """Rows of a step and tokens of each, on this machine."""
+    import torch
+
+    vectors = precision != "bf16" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (BATCH if vectors else SMALL_BATCH)[name]
 
 
 def shape_of(name: str) -> "ModelShape":

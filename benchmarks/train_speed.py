@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.train_shapes import BATCH, LARGE, SMALL_BATCH, shape_of
+from benchmarks.train_shapes import LARGE, batch_of, shape_of
 
 if TYPE_CHECKING:
     from meshwright.spec.shape import ModelShape
@@ -201,12 +201,7 @@ def compare(
 
 def report(shape: str, precision: str, seconds: float) -> dict[str, object]:
     """One table row group: the four results and the ratios the claims read."""
-    import torch
-
-    from meshwright import compat
-
-    emulated = precision == "bf16" and not compat.cpu_multiplies(torch.bfloat16)
-    rows, sequence = (SMALL_BATCH if emulated else BATCH)[shape]
+    rows, sequence = batch_of(shape, precision)
     groups = PAIRS if shape in LARGE else (CONTESTANTS,)
     found = [compare(shape, precision, rows, sequence, seconds, names) for names in groups]
     results = {result.contestant: result for group in found for result in group}
@@ -221,7 +216,6 @@ def report(shape: str, precision: str, seconds: float) -> dict[str, object]:
         "shape": shape,
         "precision": precision,
         "tokens_per_step": rows * sequence,
-        "emulated_16_bit": emulated,
         "results": [asdict(r) for r in results.values()],
         **ratios,
     }

@@ -1,7 +1,9 @@
 """Linear layers, one and several at once, with 16-bit products native and widened."""
 
+import platform
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from meshwright import compat
 from meshwright.kernels import fast, reference
 from tests.counting import saved_bytes
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
+
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def single(linear: Callable[..., Tensor], bias: bool) -> Callable[..., Tensor]:
@@ -65,6 +69,17 @@ def test_widened_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
     x, weight = tensors((4, 64), (8, 64), dtype=torch.bfloat16)
     assert torch.equal(fast().linear(x, weight), (x.double() @ weight.double().T).bfloat16())
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not CPUINFO.exists(), reason="asks Linux what an x86 CPU has")
+@pytest.mark.parametrize("limit", ["", "ALL", "AVX512_CORE_BF16", "AVX512_CORE", "avx2"])
+def test_units_for_bf16_are_those_that_linux_names_and_onednn_may_use(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    flags = set(CPUINFO.read_text(encoding="utf-8").split())
+    cut = limit in ("AVX512_CORE", "avx2")
+    assert compat.has_bf16_units() is (not cut and bool(flags & {"avx512_bf16", "amx_bf16"}))
 
 
 def test_a_result_that_is_not_used_gets_no_gradient_of_its_own() -> None:

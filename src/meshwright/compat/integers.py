@@ -70,15 +70,6 @@ def _is_exact(inputs: int) -> bool:
     return bool((found.double() == (x.double() - 128) @ codes.double().t()).all())
 
 
-@cache
-def has_bf16_units() -> bool:
-    """Whether this CPU has instructions for products of bf16. Without them torch's are right and slow: oneDNN supports
-    bf16 by widening it (compat.cpu_multiplies), at a third of the rate of fp32."""
-    asked = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    known = [bool(ask()) for ask in asked if ask is not None]
-    return any(known) or not known
-
-
 def has_int4_product() -> bool:
     """Whether this torch multiplies 16-bit activations with 4-bit weights on this CPU, and by vectors."""
     by_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or cpu_multiplies(torch.bfloat16)

@@ -104,7 +104,7 @@ def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | N
 
 
 def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> PreparedProduct | None:
-    if dtype != torch.float32 and not needs_wide(weights[0]) and integers.has_bf16_units():
+    if dtype != torch.float32 and not needs_wide(weights[0]):
         return None
     wide = [one.detach().float() for one in weights]
     whole = wide[0] if len(wide) == 1 else torch.cat(wide)

@@ -183,14 +183,12 @@ def _of_weights(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, know
 def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     if not matrix.keeps_copies:
         return products(rows, (matrix.restored(rows.dtype),), (bias,))[0]
-    wide = needs_wide(rows)
     if takes_int4(matrix, rows):
-        slow_bf16 = not integers.has_bf16_units()
-        beside_fp32 = slow_bf16 and compat.cpu_multiplies(torch.bfloat16)
+        wide_vectors = torch.backends.cpu.get_cpu_capability() == "AVX512"
+        beside_fp32 = wide_vectors and not compat.cpu_multiplies(torch.bfloat16)
         if len(rows) <= (INT4_ROWS_BESIDE_FP32 if beside_fp32 else INT4_ROWS):
             return _int4(rows, matrix, bias)
-        wide = wide or slow_bf16
-    dtype = torch.float32 if wide else rows.dtype
+    dtype = torch.float32 if needs_wide(rows) else rows.dtype
     if str(dtype) not in matrix.prepared:
         matrix.prepared[str(dtype)] = matrix.dequantized().to(dtype)
     return cpu_product.linear(rows.to(dtype), matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
