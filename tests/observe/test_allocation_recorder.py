@@ -2,8 +2,11 @@
 
 from threading import Thread
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes
 from meshwright.observe.profile.cpu_allocator import totals, watching
 
 MB = 2**20
@@ -36,3 +39,14 @@ def test_ends_elsewhere_are_not_heard_of() -> None:
         again = torch.empty(8 * MB, dtype=torch.uint8)
         del again
     assert max(size for _, size in found.totals()) in (8 * MB, 16 * MB)
+
+
+@pytest.mark.parametrize("name", ["_allgather_base", "_reduce_scatter_base"])
+def test_gloo_takes_what_the_dry_run_counts(name: str) -> None:
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    whole, part = (torch.ones(8 * MB, dtype=torch.uint8) for _ in range(2))
+    given = (whole, part) if name == "_allgather_base" else (part, whole)
+    with watching() as found:
+        getattr(group, name)(*given).wait()
+    assert max(size for _, size in found.totals()) == 8 * MB
+    assert cpu_workspace_bytes(getattr(torch.ops.c10d, f"{name}_").default, given) == 8 * MB

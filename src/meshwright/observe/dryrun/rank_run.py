@@ -132,7 +132,7 @@ class Watched:
         phases = [(phase.name, phase.start) for phase in watch.phases]
         totals = list(accumulate(size for _, size in watch.events()))
         of_parts, of_phases = _highest(totals, self.parts), _highest(totals, phases)
-        peak_at = max(range(len(totals)), key=totals.__getitem__)
+        peak_at = self._peak(totals)
         wanted = {*of_parts, *of_phases, peak_at}
         kinds, alive, found = dict.fromkeys(KINDS, 0), dict[int, int](), dict[int, dict[str, int]]()
         at_peak: dict[int, int] = {}
@@ -162,6 +162,13 @@ class Watched:
             parts=peaks(self.parts, of_parts),
             passes=peaks(phases, of_phases),
         )
+
+    def _peak(self, totals: Sequence[int]) -> int:
+        """The first event of the highest total, one of tensors before one inside an operation, which ends with it."""
+        highest = max(totals)
+        equal = [(at, number) for at, (number, _) in enumerate(self.watch.events()) if totals[at] == highest]
+        lasting = (at for at, number in equal if self.watch.records[number].died != at + 1)
+        return next(lasting, equal[0][0])
 
     def _where(self, alive: dict[int, int]) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -5,6 +5,7 @@ Sources of a GPU's: torch 2.13, aten/src/ATen/native/transformers/cuda/flash_att
 mem_eff_attention/kernel_backward.h. Matrix products have workspaces that stay: they are the planner's reserve.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,18 @@ def workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
 
 
 def cpu_workspace_bytes(operation: Any, args: tuple[Any, ...]) -> int:
-    """The same of a CPU."""
-    return cpu_product.scratch_bytes(*args) if operation is torch.ops.meshwright.cpu_product.default else 0
+    """The same of a CPU, whose ranks speak by Gloo."""
+    of = CPU_WORKSPACES.get(operation)
+    return of(*args) if of else 0
+
+
+def _gathered(whole: Tensor, *_: Any) -> int:
+    """Gloo gathers and scatters in a tensor of its own, as large as the whole (torch 2.13, ProcessGroupGloo.cpp)."""
+    return whole.nbytes
+
+
+def _scattered(part: Tensor, whole: Tensor, *_: Any) -> int:
+    return whole.nbytes
 
 
 def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
@@ -64,4 +75,9 @@ WORKSPACES = {
     compat.attention_backward("flash"): _flash_backward,
     compat.attention_backward("efficient"): _efficient_backward,
     compat.varlen_backward(): _varlen_backward,
+}
+CPU_WORKSPACES: dict[Any, Callable[..., int]] = {
+    torch.ops.meshwright.cpu_product.default: cpu_product.scratch_bytes,
+    torch.ops.c10d._allgather_base_.default: _gathered,
+    torch.ops.c10d._reduce_scatter_base_.default: _scattered,
 }
