@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.kernels import fast, reference
 from tests.counting import saved_bytes
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, tensors
@@ -87,10 +88,13 @@ def test_its_inputs_may_be_views() -> None:
     assert_single(lambda *x: fast().swiglu_linear(*halves(*x)), lambda *x: exact_linear(*halves(*x)), given)
 
 
-def test_the_product_in_between_is_not_kept() -> None:
-    given = [tensor.requires_grad_() for tensor in tensors((30, 50), (30, 50), (8, 50), (8,))]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("native", [False, True], ids=["widened", "native"])
+def test_the_product_in_between_is_not_kept(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: native)
+    given = [tensor.requires_grad_() for tensor in tensors((30, 50), (30, 50), (8, 50), (8,), dtype=dtype)]
     assert saved_bytes(lambda: fast().swiglu_linear(*given), without=given)[1] == 0
-    assert saved_bytes(lambda: reference().swiglu_linear(*given), without=given)[1] == 2 * 30 * 50 * 4
+    assert saved_bytes(lambda: reference().swiglu_linear(*given), without=given)[1] == 2 * 30 * 50 * dtype.itemsize
 
 
 @pytest.mark.parametrize("wanted", range(1, 16))

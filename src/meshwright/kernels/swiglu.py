@@ -16,7 +16,6 @@ from meshwright.kernels.linear import (
     PlainProduct,
     SummedProduct,
     linear_reference,
-    needs_wide,
     weight_product,
 )
 from meshwright.kernels.weight_gradients import as_leaf, is_left
@@ -132,7 +131,7 @@ def swiglu_linear(
 ) -> Tensor:  # fmt: skip
     """As the reference; nothing of the size of the product is saved. `form`: of a product that is not `summed`."""
     summed = summed or PlainProduct(form)
-    if torch.compiler.is_compiling() or needs_wide(gate):
+    if torch.compiler.is_compiling():
         return summed.linear(swiglu(gate, up, prefer), weight, bias)
     in_triton = uses_triton("swiglu", gate, prefer=prefer)
     kept = Kept()
