@@ -13,6 +13,7 @@ from meshwright import compat
 from meshwright.kernels import fast, reference
 from tests.counting import saved_bytes
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
+from tests.operation_recorder import Recording
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -69,6 +70,20 @@ def test_widened_products_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
     x, weight = tensors((4, 64), (8, 64), dtype=torch.bfloat16)
     assert torch.equal(fast().linear(x, weight), (x.double() @ weight.double().T).bfloat16())
+
+
+@pytest.mark.parametrize(("rows", "widened"), [((1,), False), ((2, 1), False), ((3,), True), ((2, 2), True)], ids=str)
+def test_a_matrix_is_not_widened_for_one_row_or_two(
+    rows: tuple[int, ...], widened: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which it would be the larger part of the work."""
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
+    monkeypatch.setattr(compat, "HAS_VECTORS", True)
+    x, weight = tensors((*rows, 64), (8, 64), dtype=torch.bfloat16)
+    with Recording() as found:
+        fast().linear(x, weight)
+    made = [out for _, _, _, out in found.calls if isinstance(out, Tensor) and out.dtype == torch.float32]
+    assert any(out.shape == weight.shape for out in made) is widened
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not CPUINFO.exists(), reason="asks Linux what an x86 CPU has")

@@ -69,6 +69,8 @@ def _cpu_supports(operation: str) -> bool:
     return bool(found()) if found is not None else False
 
 
+HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Whether torch's own code for an x86 CPU uses wide vectors; asked once, since the compiler cannot follow it."""
 _WITHOUT_BF16 = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"))
 """What ONEDNN_MAX_CPU_ISA may limit oneDNN to that has no products of bf16."""
 

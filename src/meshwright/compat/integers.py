@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from meshwright.compat import cpu_multiplies, real_tensors
+from meshwright.compat import HAS_VECTORS, cpu_multiplies, real_tensors
 
 INT4_GROUPS = (32, 64, 128, 256)
 """Inputs that share a scale, which the 4-bit product takes."""
@@ -72,7 +72,7 @@ def _is_exact(inputs: int) -> bool:
 
 def has_int4_product() -> bool:
     """Whether this torch multiplies 16-bit activations with 4-bit weights on this CPU, and by vectors."""
-    by_vectors = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or cpu_multiplies(torch.bfloat16)
+    by_vectors = HAS_VECTORS or cpu_multiplies(torch.bfloat16)
     return by_vectors and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
 
 

@@ -101,6 +101,10 @@ def linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
     return tuple(linear_reference(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
+FEW_ROWS = 2
+"""Rows up to which torch's own code for 16 bits, on vectors, is faster than a matrix takes to be widened."""
+
+
 def needs_wide(x: Tensor) -> bool:
     """Whether 16-bit products on this tensor's device are emulated element by element."""
     return kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
@@ -119,10 +123,10 @@ def weight_product(gradient: Tensor, x: Tensor | fp8.Narrow, dtype: torch.dtype,
 def products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
 ) -> tuple[Tensor, ...]:
-    """As `linears_reference`; where 16-bit products are emulated, in fp32 and rounded once."""
+    """As `linears_reference`; where 16-bit products are emulated, in fp32 and rounded once, but of few rows."""
     if form != SAME:
         return fp8.products(x, weights, biases)
-    if not needs_wide(x):
+    if not needs_wide(x) or (compat.HAS_VECTORS and x.numel() <= FEW_ROWS * x.shape[-1]):
         return tuple(map(partial(cpu_product.linear, x), weights, biases))
     wide = x.float()
     pairs = ((w.float(), None if b is None else b.float()) for w, b in zip(weights, biases, strict=True))
