@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.observe.dryrun.op_cache import OpCache
-from meshwright.observe.dryrun.rank_run import Seen
+from meshwright.observe.dryrun.rank_run import WatchedRank
 from meshwright.observe.dryrun.simulate import see
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
 from meshwright.observe.program import shortened
@@ -122,7 +122,7 @@ def test_an_error_comes_every_time(counted: Counted) -> None:
             torch.empty(3, 4) @ torch.empty(3, 4)
 
 
-def _seen(one: Plan, remembers: bool) -> Seen:
+def _seen(one: Plan, remembers: bool) -> WatchedRank:
     if not remembers:
         OpCache.call = lambda self, operation, args, kwargs: operation(*args, **kwargs)  # type: ignore[method-assign]
     rank = one.layout.world - 1

@@ -31,7 +31,7 @@ from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.runner_setup import follow
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.serving_ranks import RankCommand, ServingRanks
 from meshwright.spec import Layout, Recipe
 from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError
 from meshwright.spec.legal import layout_violations
@@ -167,7 +167,7 @@ def _joined(task: _Task) -> Iterator[TrainedModel | None]:
     finally:
         if not ranks.broken:
             with suppress(RunError):  # who is gone hears no end
-                ranks.say(Said.END)
+                ranks.say(RankCommand.END)
 
 
 def _placing(mesh: Mesh) -> Placing:

@@ -16,14 +16,14 @@ from meshwright.model.linear import Linear
 from meshwright.model.moe import Experts
 from meshwright.training.batches import Batch
 
-Seen = Callable[[str, Tensor, Counts | None], None]
+InputCallback = Callable[[str, Tensor, Counts | None], None]
 """(name of a matrix, what it reads (..., in), of a stack of experts: rows of each)."""
 MOST = 1 / 8
 """Share of columns that outliers may be; beyond it those with the largest activations are taken."""
 
 
 @contextmanager
-def reading(model: Transformer, names: Iterable[str], seen: Seen) -> Iterator[None]:
+def reading(model: Transformer, names: Iterable[str], seen: InputCallback) -> Iterator[None]:
     """Inside, `seen` hears what the matrices of these names read, experts' too."""
     wanted = set(names)
     hooks: list[Any] = []
@@ -46,7 +46,7 @@ def reading(model: Transformer, names: Iterable[str], seen: Seen) -> Iterator[No
             setattr(model.get_submodule(where), "kernels", before)  # noqa: B010  (a module's attributes have no types)
 
 
-def _heard(name: str, seen: Seen) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+def _heard(name: str, seen: InputCallback) -> Callable[[nn.Module, tuple[Any, ...]], None]:
     def hear(module: nn.Module, given: tuple[Any, ...]) -> None:
         seen(name, given[0], None)
 
@@ -54,8 +54,8 @@ def _heard(name: str, seen: Seen) -> Callable[[nn.Module, tuple[Any, ...]], None
 
 
 def _expert_linear(
-    experts: Experts, where: str, wanted: Container[str], seen: Seen, product: Any, rows: Tensor, weights: Tensor,
-    counts: Any,
+    experts: Experts, where: str, wanted: Container[str], seen: InputCallback, product: Any, rows: Tensor,
+    weights: Tensor, counts: Any,
 ) -> Tensor:  # fmt: skip
     """As kernels.expert_linear, of one of the stacks."""
     leaf = next(leaf for leaf in ("gate", "up", "down") if getattr(experts, leaf, None) is weights)

@@ -15,7 +15,7 @@ from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.serve.scheduler import StepPlan
-from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.serving_ranks import RankCommand, ServingRanks
 from meshwright.serve.step_graphs import StepGraphs
 from meshwright.serve.step_words import StepWriter
 
@@ -68,13 +68,13 @@ class Runner:
         if self._ranks is None:
             return self.compute(step, behind)
         assert not behind, "a model whose steps have parts is on one rank"
-        self._ranks.say(Said.STEP, self._writer.words(step))
+        self._ranks.say(RankCommand.STEP, self._writer.words(step))
         return self.compute(step)
 
     def clear(self, blocks: Sequence[int]) -> None:
         """What they held was no numbers."""
         if self._ranks is not None and blocks:
-            self._ranks.say(Said.CLEAR, blocks)
+            self._ranks.say(RankCommand.CLEAR, blocks)
         self.cache.clear(blocks)
 
     def compute(self, step: StepPlan, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:

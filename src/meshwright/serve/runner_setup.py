@@ -15,7 +15,7 @@ from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.prepared_layers import HEADS, PreparedLayers
 from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.serve.runner import Runner
-from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.serving_ranks import RankCommand, ServingRanks
 from meshwright.serve.step_graphs import step_graphs
 from meshwright.serve.step_words import StepReader
 
@@ -106,19 +106,19 @@ def follow(model: Transformer, ranks: ServingRanks) -> None:
     runner, steps, beside = None, StepReader(), RequestAdapters(model, exact=False)
     while True:
         kind, words = ranks.hear()
-        if kind is Said.END:
+        if kind is RankCommand.END:
             return
-        if kind is Said.SETUP:
+        if kind is RankCommand.SETUP:
             setup, steps = RunnerSetup.read(words), StepReader()
             beside = RequestAdapters(model, exact=bool(setup.exact), multiple=ranks.row_multiple)
             runner = setup.runner(model, beside, ranks)
             continue
         assert runner is not None, "the first rank says first how steps are computed"
-        if kind is Said.CLEAR:
+        if kind is RankCommand.CLEAR:
             runner.cache.clear(words)
-        elif kind is Said.ADAPTER:
+        elif kind is RankCommand.ADAPTER:
             ranks.take_adapter(words, beside)
-        elif kind is Said.DROP:
+        elif kind is RankCommand.DROP:
             beside.drop(*words)
         else:
             runner.compute(steps.step(words))

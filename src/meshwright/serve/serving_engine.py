@@ -27,7 +27,7 @@ from meshwright.serve.runner_setup import RunnerSetup
 from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
-from meshwright.serve.serving_ranks import Said, ServingRanks
+from meshwright.serve.serving_ranks import RankCommand, ServingRanks
 from meshwright.serve.speculation import GuessCounts, Guesser, Refuted
 from meshwright.spec.errors import ArgumentError
 
@@ -77,7 +77,7 @@ class ServingEngine:
             )
         setup = RunnerSetup.of(options, number, slots, self._longest)
         if ranks is not None:
-            ranks.say(Said.SETUP, setup.words)
+            ranks.say(RankCommand.SETUP, setup.words)
         drafting = replace(setup, exact=False, graphs=GRAPHS.index("off" if options.cuda_graphs == "off" else "auto"))
         runners = [setup.runner(model, self.adapters.beside, ranks), *(drafting.runner(one) for one in models[1:])]
         self._runner, self.cache = runners[0], runners[0].cache

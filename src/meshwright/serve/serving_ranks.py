@@ -29,8 +29,8 @@ FIRST = 1024
 """Numbers of the first broadcast."""
 
 
-class Said(IntEnum):
-    """What the first rank says."""
+class RankCommand(IntEnum):
+    """What the first rank asks of the others."""
 
     SETUP = auto()
     """How steps are computed: runner_setup.py."""
@@ -79,7 +79,7 @@ class ServingRanks:
                 raise
             raise RunError(self._gone) from error
 
-    def say(self, kind: Said, words: Sequence[int] = ()) -> None:
+    def say(self, kind: RankCommand, words: Sequence[int] = ()) -> None:
         """To all others, who `hear` it."""
         if self.broken:
             raise RunError(self._gone)
@@ -90,21 +90,21 @@ class ServingRanks:
             if len(said) > FIRST:
                 self._group.broadcast(torch.tensor(said[FIRST:]))
 
-    def hear(self) -> tuple[Said, list[int]]:
+    def hear(self) -> tuple[RankCommand, list[int]]:
         """What the first rank says next; waits for it."""
         with self.together():
             kind, length, *words = self._group.broadcast(torch.zeros(FIRST, dtype=torch.int64)).tolist()
             if length > len(words):
                 more = torch.zeros(length - len(words), dtype=torch.int64)
                 words += self._group.broadcast(more).tolist()
-        return Said(kind), words[:length]
+        return RankCommand(kind), words[:length]
 
     def share_adapter(
         self, number: int, tensors: Mapping[str, Tensor], lora: LoRAShape, beside: RequestAdapters
     ) -> bool:  # fmt: skip
         """Let all ranks have their part of an adapter's whole tensors `beside` the model; see take_adapter."""
         words = adapter_words(number, tensors, lora, self._shape)
-        self.say(Said.ADAPTER, words)
+        self.say(RankCommand.ADAPTER, words)
         return self.take_adapter(words, beside, tensors)
 
     def take_adapter(
@@ -142,7 +142,7 @@ class ServingRanks:
 
     def drop_adapter(self, number: int) -> None:
         """Let no other rank have it any more."""
-        self.say(Said.DROP, [number])
+        self.say(RankCommand.DROP, [number])
 
     def whole_logits(self, part: Tensor) -> Tensor:
         """(R, V) of this rank's part (R, share of V), on all ranks."""

@@ -12,7 +12,7 @@ from meshwright.spec.units import gib, many
 
 if TYPE_CHECKING:
     from meshwright.observe.dryrun.dryrun_document import Room
-    from meshwright.observe.dryrun.rank_run import Seen
+    from meshwright.observe.dryrun.rank_run import WatchedRank
     from meshwright.observe.dryrun.simulate import DryRun
 
 SHOWN = 20
@@ -110,7 +110,7 @@ def _table(found: "DryRun") -> Iterator[str]:
     yield f"{'peak':<20}" + "".join(f"{gib(seen.peak_bytes):>12}" for seen in ranks)
 
 
-def _largest(seen: "Seen") -> Iterator[str]:
+def _largest(seen: "WatchedRank") -> Iterator[str]:
     """Equal ones of several layers in one line."""
     from collections import Counter
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.observe.dryrun.rank_run import ProgramPart, Seen
+from meshwright.observe.dryrun.rank_run import ProgramPart, WatchedRank
 from meshwright.observe.dryrun.simulate import DryRun
 from meshwright.parallel.traffic import Counts
 from meshwright.planner.cost.stack import MESHWRIGHT
@@ -152,7 +152,7 @@ def _machine(plan: Plan, machines: int) -> Room:
     return Room(of="this machine", usable_bytes=usable, total_bytes=memory.total_bytes, machines=machines)
 
 
-def _rank(found: DryRun, one: Seen) -> dict[str, Any]:
+def _rank(found: DryRun, one: WatchedRank) -> dict[str, Any]:
     return {
         "rank": one.rank,
         "peak_bytes": one.peak_bytes,
@@ -173,7 +173,7 @@ def _part(part: ProgramPart) -> dict[str, Any]:
     return {"name": part.name, "peak_bytes": part.peak_bytes, "memory": kinds(part.kinds)}
 
 
-def largest(one: Seen) -> list[dict[str, Any]]:
+def largest(one: WatchedRank) -> list[dict[str, Any]]:
     """Rows of the largest tensors."""
     return [{**asdict(large), "shape": list(large.shape)} for large in one.largest]
 

@@ -34,7 +34,7 @@ class ProgramPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class WatchedRank:
     """What one rank's program did."""
 
     rank: int
@@ -64,7 +64,7 @@ class Watched:
         self.parts: list[tuple[str, int]] = []
         self.sent: list[Counts] = []
 
-    def run(self, counts: Sequence[int]) -> Seen:
+    def run(self, counts: Sequence[int]) -> WatchedRank:
         """Build, steps of so many micro-batches, evaluation, state."""
         program, watch = self.program, self.watch
         program.told = self._part
@@ -127,7 +127,7 @@ class Watched:
         found = {tuple(local(p).shape) for p in engine.parameters.values()}
         return found | {tuple(box.sizes) for box in engine.boxes.values()}
 
-    def _seen(self) -> Seen:
+    def _seen(self) -> WatchedRank:
         watch = self.watch
         phases = [(phase.name, phase.start) for phase in watch.phases]
         totals = list(accumulate(size for _, size in watch.events()))
@@ -150,7 +150,7 @@ class Watched:
 
         largest = nlargest(LISTED, at_peak, key=at_peak.__getitem__)
         names = [_name_at(self.parts, peak_at), _name_at(phases, peak_at)]
-        return Seen(
+        return WatchedRank(
             rank=self.program.mesh.rank,
             peak_bytes=totals[peak_at],
             when=", ".join(dict.fromkeys(names)),

@@ -14,7 +14,7 @@ import torch
 from meshwright import compat
 from meshwright.kernels.target import acting_as
 from meshwright.observe.dryrun.op_cache import cached_calls
-from meshwright.observe.dryrun.rank_run import Seen, Watched
+from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.staged_copy import assigned_of
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, FakeWatch
 from meshwright.observe.dryrun.workspaces import cpu_workspace_bytes, workspace_bytes
@@ -45,14 +45,14 @@ class DryRun:
     """With the largest step of its batch ramp as every step."""
     device: str
     """Whose kernels and allocator are stood in for: cuda or cpu."""
-    ranks: tuple[Seen, ...]
+    ranks: tuple[WatchedRank, ...]
     run: dict[int, tuple[int, int]]
     """Micro-batches of the two steps that were made, by rank."""
     costs: dict[int, DryRunCost]
     notes: tuple[str, ...]
 
     @property
-    def worst(self) -> Seen:
+    def worst(self) -> WatchedRank:
         """The rank that needs most."""
         return max(self.ranks, key=lambda seen: seen.peak_bytes)
 
@@ -105,7 +105,7 @@ def dry_run(
     counts = {rank: _counts(plan, rank, whole) for rank in ranks}
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]
-    found: dict[int, Seen] = {}
+    found: dict[int, WatchedRank] = {}
     costs: dict[int, DryRunCost] = {}
     for number, (seen, cost) in in_subprocesses(_task, tasks, processes=processes, limit_s=limit_s):
         found[longest_first[number]], costs[longest_first[number]] = seen, cost
@@ -126,7 +126,7 @@ def device_of(plan: Plan) -> str:
     return "cuda" if plan.cluster.device.is_gpu or torch.cuda.is_available() else "cpu"
 
 
-def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> Seen:
+def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) -> WatchedRank:
     """One rank, in this process; a process can do this once (torch keeps groups by name)."""
     with compat.fake_world(rank, plan.layout.world), compat.fake_tensors() as fake, acting_as(device):
         program = TrainingProgram(
@@ -144,7 +144,7 @@ def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:
     return (every, every) if whole else shortened(plan, rank)
 
 
-def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[Seen, DryRunCost]:
+def _task(plan: Plan, rank: int, device: str, load: float, counts: tuple[int, int]) -> tuple[WatchedRank, DryRunCost]:
     torch.set_num_threads(1)
     found = see(plan, rank, device, load, counts)
     return found, DryRunCost(seconds=time.process_time(), resident_bytes=resident_peak_bytes())

@@ -23,7 +23,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from meshwright.observe.dryrun.rank_run import Seen, Watched
+from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.storage_tracker import ROUNDING_BYTES, StorageWatch
 from meshwright.observe.profile.allocator import AllocatorAccount, recorder_of
 from meshwright.observe.profile.clock import Aligned, align, clock_of
@@ -58,7 +58,7 @@ class RankProfile:
     device: str
     host: str
     account: AllocatorAccount
-    seen: Seen
+    seen: WatchedRank
     memory: tuple[TimelinePeak, ...]
     """The parts of the first steps, in order."""
     traffic: Counts
@@ -247,7 +247,7 @@ class _Rounds:
             del program
         return recorder.account()
 
-    def watched(self) -> tuple[Seen, StorageWatch]:
+    def watched(self) -> tuple[WatchedRank, StorageWatch]:
         """The same under a watch, not compiled."""
         watch = StorageWatch(ROUNDING_BYTES[self.device.type])
         program = self._program(lambda name: None, replace(self.plan.layout, compile="off"))

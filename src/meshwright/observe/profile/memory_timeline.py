@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from meshwright.observe.dryrun.rank_run import Seen
+from meshwright.observe.dryrun.rank_run import WatchedRank
 from meshwright.observe.dryrun.storage_tracker import StorageWatch
 from meshwright.observe.profile.allocator import AllocatorAccount, Stretch
 
@@ -19,7 +19,7 @@ class TimelinePeak(Stretch):
     """By the watch."""
 
 
-def moments(seen: Seen, watch: StorageWatch, account: AllocatorAccount) -> tuple[TimelinePeak, ...]:
+def moments(seen: WatchedRank, watch: StorageWatch, account: AllocatorAccount) -> tuple[TimelinePeak, ...]:
     """The parts of a program that was watched once and told of by the allocator once, in order."""
     starts = [*(phase.start for phase in watch.phases), watch.now]
     told = _paired(watch, account)
