@@ -35,6 +35,7 @@ LONG_ON_PURPOSE: dict[str, str] = {}
 """Modules of 350 lines and more, each with the reason why it is not two."""
 
 READS_ENVIRONMENT: dict[str, str] = {
+    "compat/cpu_units.py": "oneDNN takes the instructions that it may use from the environment alone",
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
     "compat/onednn_cache.py": "oneDNN takes the size of its cache from the environment alone",
     "api/determinism.py": "cuBLAS takes the workspace of a deterministic run from the environment alone",

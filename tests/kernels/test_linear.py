@@ -92,9 +92,20 @@ def test_units_for_bf16_are_those_that_linux_names_and_onednn_may_use(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
     flags = set(CPUINFO.read_text(encoding="utf-8").split())
     cut = limit in ("AVX512_CORE", "avx2")
     assert compat.has_bf16_units() is (not cut and bool(flags & {"avx512_bf16", "amx_bf16"}))
+
+
+def test_an_empty_limit_of_onednn_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then it reads the name that it had before (oneDNN's getenv_string_user)."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
+    for limit, units in (("AVX2", False), ("", True)):
+        monkeypatch.setenv("DNNL_MAX_CPU_ISA", limit)
+        assert compat.has_bf16_units() is units
 
 
 def test_a_result_that_is_not_used_gets_no_gradient_of_its_own() -> None:

@@ -1,7 +1,6 @@
 """Private names of torch and of the C library, in one place, each with its reason."""
 
 import ctypes
-import os
 import platform
 import re
 import sys
@@ -17,6 +16,10 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from meshwright.compat.cpu_units import HAS_VECTORS as HAS_VECTORS
+from meshwright.compat.cpu_units import HAS_WIDE_VECTORS as HAS_WIDE_VECTORS
+from meshwright.compat.cpu_units import cpu_multiplies as cpu_multiplies
+from meshwright.compat.cpu_units import has_bf16_units as has_bf16_units
 from meshwright.compat.fakes import FakeMaker as FakeMaker
 from meshwright.compat.fakes import alike as alike
 from meshwright.compat.fakes import data_dependent as data_dependent
@@ -62,42 +65,6 @@ class BareMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
-
-
-def _cpu_supports(operation: str) -> bool:
-    found = getattr(torch.ops.mkldnn, operation, None)
-    return bool(found()) if found is not None else False
-
-
-HAS_VECTORS = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Whether torch's own code for an x86 CPU uses wide vectors; asked once, since the compiler cannot follow it."""
-_WITHOUT_BF16 = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"))
-"""What ONEDNN_MAX_CPU_ISA may limit oneDNN to that has no products of bf16."""
-
-
-def has_bf16_units() -> bool:
-    """Whether oneDNN has instructions for products of bf16. `supported` says less: on any x86 CPU with AVX-512 it takes
-    bf16 and widens it inside, at a third of the rate of fp32."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", ""))
-    asked = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    return limit.upper() not in _WITHOUT_BF16 and any(ask() for ask in asked if ask is not None)
-
-
-_CPU_MULTIPLIES = {
-    torch.bfloat16: _cpu_supports("_is_mkldnn_bf16_supported") and has_bf16_units(),
-    torch.float16: _cpu_supports("_is_mkldnn_fp16_supported"),
-}
-
-
-def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix products of a 16-bit dtype (AVX512-BF16, AMX ...) that are faster than those of fp32.
-
-    torch has no public question; oneDNN's own answer is `torch.ops.mkldnn._is_mkldnn_*_supported`. Without it torch
-    falls back to a scalar loop of about 1 GFLOP/s, so a missing name counts as no.
-    """
-    return _CPU_MULTIPLIES.get(dtype, False)
 
 
 def _amd_family() -> int:
@@ -292,6 +259,10 @@ def reduce_scatter_into(
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(out, x, op=op, group=group, async_op=async_op)
     return work
+
+
+GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default
+"""What these two call, in every torch."""
 
 
 def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

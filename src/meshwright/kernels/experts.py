@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.kernels import cpu_product, fp8_experts
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.linear import FP8_ALL, SAME, linear, linear_reference, needs_wide, weight_product
+from meshwright.kernels.linear import FP8_ALL, SAME, linear, linear_reference, product_dtype, weight_product
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.weight_gradients import as_leaf, is_left, leaf_at, splits, waits, whole
 
@@ -147,7 +147,7 @@ def _rows_gradient(gradient: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     if isinstance(counts, Tensor):
         found: Tensor = F.grouped_mm(gradient, weights, offs=counts.cumsum(0, dtype=torch.int32))
         return found
-    wide = torch.float32 if needs_wide(gradient) else gradient.dtype
+    wide = product_dtype(gradient)
     parts = zip(torch.split(gradient, counts), weights, strict=True)
     return torch.cat(
         [cpu_product.multiply(part.to(wide), weight.to(wide)).to(gradient.dtype) for part, weight in parts]

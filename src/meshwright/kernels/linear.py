@@ -110,13 +110,18 @@ def needs_wide(x: Tensor) -> bool:
     return kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """In which products of x with matrices of its dtype are taken; they are rounded to that of x."""
+    return torch.float32 if needs_wide(x) else x.dtype
+
+
 def weight_product(gradient: Tensor, x: Tensor | fp8.Narrow, dtype: torch.dtype, form: str = SAME) -> Tensor:
     """gradient (N, out), x (N, in) -> gradient^T x (out, in), rounded to `dtype` once. Of form FP8_ALL x may have been
     narrowed."""
     if form == FP8_ALL:
         return fp8.weight_gradient(gradient, x, dtype)
     assert isinstance(x, Tensor)
-    wide = torch.float32 if needs_wide(x) else x.dtype
+    wide = product_dtype(x)
     return cpu_product.multiply(gradient.to(wide).t(), x.to(wide)).to(dtype)
 
 
@@ -148,7 +153,7 @@ def input_gradient(gradients: Sequence[Tensor], weights: Iterable[Tensor], form:
     if form != SAME:
         return fp8.input_gradient(gradients, tuple(weights))
     first = gradients[0]
-    wide = torch.float32 if needs_wide(first) else first.dtype
+    wide = product_dtype(first)
     total: Tensor | None = None
     following = iter(weights)  # a zip would hold each beside the next
     for gradient in gradients:

@@ -22,7 +22,7 @@ from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product, device_products
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
-from meshwright.kernels.linear import input_gradient, needs_wide, products
+from meshwright.kernels.linear import input_gradient, product_dtype, products
 from meshwright.kernels.quantization import absmax_scale, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import kind
@@ -184,11 +184,10 @@ def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
     if not matrix.keeps_copies:
         return products(rows, (matrix.restored(rows.dtype),), (bias,))[0]
     if takes_int4(matrix, rows):
-        wide_vectors = torch.backends.cpu.get_cpu_capability() == "AVX512"
-        beside_fp32 = wide_vectors and not compat.cpu_multiplies(torch.bfloat16)
+        beside_fp32 = compat.HAS_WIDE_VECTORS and not compat.cpu_multiplies(torch.bfloat16)
         if len(rows) <= (INT4_ROWS_BESIDE_FP32 if beside_fp32 else INT4_ROWS):
             return _int4(rows, matrix, bias)
-    dtype = torch.float32 if needs_wide(rows) else rows.dtype
+    dtype = product_dtype(rows)
     if str(dtype) not in matrix.prepared:
         matrix.prepared[str(dtype)] = matrix.dequantized().to(dtype)
     return cpu_product.linear(rows.to(dtype), matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))

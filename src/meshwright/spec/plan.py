@@ -205,7 +205,7 @@ class Plan:
 
     @property
     def beyond_positions(self) -> str:
-        """RankCommand of a sequence that is longer than rotary positions are meant for; empty where it is not."""
+        """Said of a sequence that is longer than rotary positions are meant for; empty where it is not."""
         if self.model.positions != "rope" or self.recipe.sequence <= self.model.max_positions:
             return ""
         return (

@@ -78,6 +78,6 @@ WORKSPACES = {
 }
 CPU_WORKSPACES: dict[Any, Callable[..., int]] = {
     torch.ops.meshwright.cpu_product.default: cpu_product.scratch_bytes,
-    torch.ops.c10d._allgather_base_.default: _gathered,
-    torch.ops.c10d._reduce_scatter_base_.default: _scattered,
+    compat.GATHER: _gathered,
+    compat.SCATTER: _scattered,
 }
