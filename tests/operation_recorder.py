@@ -65,6 +65,11 @@ class Recording(TorchDispatchMode):
         self.calls.append((function, args, kwargs or {}, out))
         return out
 
+    def products(self) -> set[torch.dtype]:
+        """Dtypes of results of matrix products."""
+        names = ("mm", "addmm", "bmm", "baddbmm", "linear", "cpu_product")
+        return {out.dtype for function, _, _, out in self.calls if function.__name__.partition(".")[0] in names}
+
     @torch.no_grad()
     def repeat(self) -> None:
         for function, args, kwargs, out in self.calls:

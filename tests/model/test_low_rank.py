@@ -7,14 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import Transformer, build
-from meshwright.model.low_rank import merged
+from meshwright.model.linear import Linear
+from meshwright.model.low_rank import LoRA, merged
 from meshwright.spec.errors import PlanError
 from meshwright.spec.inventory import adapter_parts, num_trained_parameters, parameters
 from meshwright.spec.lora import LoRAShape
 from meshwright.training.optimizer import Optimizer
 from tests.model.shrunk import model, shrink, tokens
+from tests.operation_recorder import Recording
 from tests.train.tiny import RECIPE, batch, relative, trained, weights
 
 NAMES = ["llama-3.1-8b", "qwen2.5-0.5b", "gpt2", "deepseek-v3", "qwen3-30b-a3b"]
@@ -95,6 +98,18 @@ def test_with_lengths_of_rows_it_computes_as_the_sum(name: str) -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     trained = {one.name for one in parameters(found.shape) if one.trained}
     assert {key for key, one in found.named_parameters() if one.grad is not None} == trained
+
+
+def test_where_16_bit_products_are_emulated_lengths_of_rows_are_made_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
+    found = adapted("llama-3.1-8b", SCALED)[0].bfloat16()
+    layer = next(one for one in found.modules() if isinstance(one, Linear) and isinstance(one.lora, LoRA))
+    assert isinstance(layer.lora, LoRA)
+    with Recording() as recording:
+        lengths = layer.lora.norms(layer.weight)
+    assert recording.products() == {torch.float32}
+    low = {"a": layer.lora.a.float(), "b": layer.lora.b.float()}
+    torch.testing.assert_close(lengths, merged(layer.weight.float(), low, SCALED).norm(dim=1), rtol=1e-3, atol=0)
 
 
 def test_a_frozen_weight_costs_its_bytes_and_stays() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.serve_quantized import quantized
+from meshwright import compat
 from meshwright.kernels.experts import expert_linear_reference
 from meshwright.model import Transformer, generate
 from meshwright.model.linear import Linear
@@ -28,7 +29,9 @@ from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.inventory import adapter_parts, parameters
 from meshwright.spec.lora import LoRAShape
+from tests.kernels.exactness import LOW, tensors
 from tests.model.shrunk import KINDS, model
+from tests.operation_recorder import Recording
 from tests.serve.test_exact import NEW, PROMPTS, bits, shrunk
 
 FORMS = {
@@ -208,6 +211,24 @@ def test_a_product(rank: int, inputs: int, outputs: int) -> None:
         torch.testing.assert_close(product(rows), right, rtol=1e-4, atol=1e-4)
         if exact:
             assert all(torch.equal(product(rows[:some]), product(rows)[:some]) for some in (1, 5, 16, 17, 36))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_where_16_bit_products_are_emulated_it_is_taken_in_fp32(
+    dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
+    a, b, rows = tensors((3, 24), (40, 3), (37, 24), dtype=dtype)
+    narrow = rows.double() @ a.double().t()
+    product, right = LowRankProduct(a, b, exact=exact), narrow @ b.double().t()
+    with Recording() as found:
+        results = product(rows), product.widened(narrow.to(dtype))
+    assert found.products() <= {torch.float32}
+    assert product.a.dtype == dtype and torch.equal(product.a, a)
+    assert all(one.dtype == dtype for one in results)
+    torch.testing.assert_close(results[0], right.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
+    torch.testing.assert_close(results[1], right.to(dtype), rtol=0.02, atol=0.05)
 
 
 def test_products_of_experts_in_one_call_are_those_one_by_one() -> None:

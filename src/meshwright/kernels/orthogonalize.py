@@ -12,6 +12,7 @@ fp32 1e-6 to 1e-5 (tests/kernels/test_orthogonalize.py).
 import torch
 from torch import Tensor
 
+from meshwright.kernels.linear import needs_wide
 from meshwright.spec.matrix_exchange import ITERATIONS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -19,7 +20,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 def orthogonalized(x: Tensor, epsilon: float) -> Tensor:
     """x (N, R, C), N matrices each by itself, in its own dtype; x is not kept. `epsilon`: the least norm that one is
-    divided by, so that nothing is made of 0."""
+    divided by, so that nothing is made of 0. Where 16-bit products are emulated, in fp32 and one matrix at a time."""
+    if needs_wide(x):
+        for one in x:
+            one.copy_(orthogonalized(one[None].float(), epsilon)[0])
+        return x
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

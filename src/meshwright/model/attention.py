@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
+from meshwright.kernels.linear import product_dtype
 from meshwright.model.kv_cache import Past
 from meshwright.model.linear import Linear, held_rows, is_plain, read, write
 from meshwright.model.norm import RMSNorm
@@ -148,8 +149,13 @@ class LatentAttention(AttentionBase):
         mla = self.mla
         matrix = self.kv_up.weight.view(-1, mla.nope_dim + mla.v_dim, mla.kv_rank)
         of_keys, of_values = matrix.split((mla.nope_dim, mla.v_dim), dim=1)
-        low = torch.einsum("bshn,hnr->bshr", q[0], of_keys)
+        low = _folded("bshn,hnr->bshr", q[0], of_keys)
         keys = torch.cat(k, dim=-1)
         summed = self.over_past(torch.cat((low, q[1]), dim=-1), keys, keys[..., : mla.kv_rank], metadata, cache)
-        out = torch.einsum("bshr,hvr->bshv", summed, of_values)
+        out = _folded("bshr,hvr->bshv", summed, of_values)
         return write(self.seams.dense, out.flatten(2), self.o)
+
+
+def _folded(equation: str, x: Tensor, matrices: Tensor) -> Tensor:
+    dtype = product_dtype(x)
+    return torch.einsum(equation, x.to(dtype), matrices.to(dtype)).to(x.dtype)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.kernels.dropout import dropout
+from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.linear import Linear, Matrix
 from meshwright.model.moe import Experts
@@ -79,7 +80,8 @@ class LoRA(nn.Module):
         """|W + s B A| of each row (out,) fp32, without making that matrix."""
         a, b = self.a.float(), self.b.float()
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
-        of_both = F.linear(self.a.to(weight.dtype), weight).float()  # (rank, out)
+        dtype = product_dtype(weight)
+        of_both = F.linear(self.a.to(dtype), weight.to(dtype)).float()  # (rank, out)
         whole = self.over_inputs(torch.cat((squares, of_both.flatten(), F.linear(a, a).flatten())))
         squares, flat, gram = whole.split((len(squares), of_both.numel(), len(a) ** 2))
         crossed = (flat.view_as(of_both).t() * b).sum(1)

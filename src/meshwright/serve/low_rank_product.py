@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.compiled import library
+from meshwright.kernels.linear import product_dtype
 from meshwright.serve.exact_rows import ORDERS, TILE
 
 Rows = slice | Tensor
@@ -18,12 +19,17 @@ class LowRankProduct:
 
     def __init__(self, a: Tensor, b: Tensor, *, exact: bool) -> None:
         """`a` (rank, in), `b` (out, rank) with s. `exact`: a row's bits are its own, however many there are."""
+        self._dtype, inner = a.dtype, product_dtype(a)
+        a, b = a.to(inner), b.to(inner)
         self._a, self._b = a.t().contiguous(), b.t().contiguous()
         self._panels = _panels(a, b) if library.takes(a, b) else None
         self._tile = self._checked_tile() if exact else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
         """One product after the other."""
+        return self._multiplied(rows.to(self._a.dtype)).to(rows.dtype)
+
+    def _multiplied(self, rows: Tensor) -> Tensor:
         loops = library.loops()
         if loops is not None and self._panels is not None and len(rows) <= loops.rows and library.takes(rows):
             return loops.linear(loops.linear(rows, self._panels[0]), self._panels[1])
@@ -43,11 +49,11 @@ class LowRankProduct:
     @property
     def a(self) -> Tensor:
         """(rank, in)."""
-        return self._a.t()
+        return self._a.t().to(self._dtype)
 
     def widened(self, narrow: Tensor) -> Tensor:
         """Rows times A (R, rank) -> (R, out)."""
-        return torch.mm(narrow, self._b)
+        return torch.mm(narrow.to(self._b.dtype), self._b).to(narrow.dtype)
 
     def _plain(self, rows: Tensor) -> Tensor:
         return torch.mm(torch.mm(rows, self._a), self._b)
