@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import fast, reference
+from meshwright.kernels.target import acting_as
 from tests.counting import saved_bytes
 from tests.kernels.exactness import LOW, assert_not_worse, assert_single, outcome, tensors
 from tests.operation_recorder import Recording
@@ -84,6 +85,16 @@ def test_a_matrix_is_not_widened_for_one_row_or_two(
         fast().linear(x, weight)
     made = [out for _, _, _, out in found.calls if isinstance(out, Tensor) and out.dtype == torch.float32]
     assert any(out.shape == weight.shape for out in made) is widened
+
+
+def test_a_large_matrix_is_not_widened_for_a_few_rows_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
+    monkeypatch.setattr(compat, "HAS_VECTORS", True)
+    weight = torch.empty(2**17 + 1, 64, dtype=torch.bfloat16, device="meta")
+    for rows, dtype in ((8, torch.bfloat16), (9, torch.float32)):
+        with acting_as("cpu"), Recording() as found:
+            fast().linear(weight.new_empty(rows, 64), weight)
+        assert found.products() == {dtype}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64" or not CPUINFO.exists(), reason="asks Linux what an x86 CPU has")
