@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from meshwright import compat
 from meshwright.compat import fake_tensors
 from meshwright.kernels.orthogonalize import COEFFICIENTS
 from meshwright.parallel import Engine, build_engine, make_mesh
@@ -101,8 +102,10 @@ def by_torch(start: dict[str, Tensor], mine: Optimizer, recipe: Recipe, steps: r
     return found
 
 
-def test_every_step_is_that_of_torchs_muon_and_adamw() -> None:
-    """In bf16, in which torch orthogonalizes: masters to fp32's rounding, step by step, experts one by one."""
+def test_every_step_is_that_of_torchs_muon_and_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bf16, in which torch orthogonalizes on every CPU: masters to fp32's rounding, step by step, experts one by
+    one."""
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: True)
     recipe = recipe_of("bf16")
     for steps in range(1, 6):
         _, mine = made(recipe)
