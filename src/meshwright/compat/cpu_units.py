@@ -12,15 +12,16 @@ def _cpu_supports(operation: str) -> bool:
 
 
 HAS_WIDE_VECTORS = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether torch's own code for an x86 CPU uses vectors of 512 bits; asked once, since the compiler cannot follow it."""
 HAS_VECTORS = HAS_WIDE_VECTORS or torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Whether torch's own code for an x86 CPU uses vectors; asked once, since the compiler cannot follow it."""
+"""The same of at least 256."""
 _WITHOUT_BF16 = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"))
 """What ONEDNN_MAX_CPU_ISA may limit oneDNN to that has no products of bf16."""
 
 
 def has_bf16_units() -> bool:
-    """Whether oneDNN has instructions for products of bf16. `supported` says less: on any x86 CPU with AVX-512 it takes
-    bf16 and widens it inside, at a third of the rate of fp32."""
+    """Whether oneDNN has instructions for products of bf16. That it supports bf16 says less: it does on any x86 CPU
+    with AVX-512, and without them widens it inside, at a third of the rate of fp32."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")  # an empty one is none

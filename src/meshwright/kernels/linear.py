@@ -107,7 +107,7 @@ with more elements. Of more than 32 MiB glibc has the system give every page ane
 
 
 def needs_wide(x: Tensor) -> bool:
-    """Whether 16-bit products on this tensor's device are emulated element by element."""
+    """Whether 16-bit products on this tensor's device are emulated: element by element, or widened inside."""
     return kind(x) == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not compat.cpu_multiplies(x.dtype)
 
 
