@@ -145,7 +145,8 @@ def test_products_without_loops(product: Any) -> None:
 
 def test_int8_rows_do_not_depend_on_others_nor_on_the_library(loops: Loops) -> None:
     matrix, x = coded("int8", 48), drawn(33, 128)
-    product = Int8Product([matrix], None)
+    product = prepared_product.prepared_product([matrix], [None])
+    assert isinstance(product, Int8Product)
     with library.used(loops):
         found = product(x)
         for rows in ROWS:

@@ -10,33 +10,26 @@ from typing import final
 
 from torch import Tensor
 
-from meshwright.kernels.compiled.library import LANES, AttentionFields, Loops, Panels, pointer
+from meshwright.kernels.compiled.library import AttentionFields, Loops
+from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER, PanelFields, Panels, pointer
 from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall
 
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 PARTS = ("qkv", "o", "gate_up", "down")
-
-
-class _PanelFields(ctypes.Structure):
-    _fields_ = (
-        ("panels", _POINTER), ("sums", _POINTER), ("scales", _POINTER), ("bias", _POINTER), ("columns", _INT),
-        ("width", _INT),
-    )  # fmt: skip
 
 
 class _BlockFields(ctypes.Structure):
     _fields_ = (
-        ("attention", AttentionFields), *((name, _PanelFields) for name in PARTS), ("norm", _POINTER),
-        ("q_norm", _POINTER), ("k_norm", _POINTER), ("mlp_norm", _POINTER), ("eps", _FLOAT), ("qk_eps", _FLOAT),
-        ("mlp_eps", _FLOAT),
+        ("attention", AttentionFields), *((name, PanelFields) for name in PARTS), ("norm", POINTER),
+        ("q_norm", POINTER), ("k_norm", POINTER), ("mlp_norm", POINTER), ("eps", FLOAT), ("qk_eps", FLOAT),
+        ("mlp_eps", FLOAT),
     )  # fmt: skip
 
 
 class _StepFields(ctypes.Structure):
     _fields_ = (
-        ("cosine", _POINTER), ("sine", _POINTER), ("slots", _POINTER), ("tables", _POINTER), ("offsets", _POINTER),
-        ("last", _POINTER), ("rows", _INT), ("longest", _INT),
+        ("cosine", POINTER), ("sine", POINTER), ("slots", POINTER), ("tables", POINTER), ("offsets", POINTER),
+        ("last", POINTER), ("rows", INT), ("longest", INT),
     )  # fmt: skip
 
 
@@ -100,7 +93,7 @@ class FusedBlock:
         )  # fmt: skip
         norms = [None if one is None else pointer(one.weight) for one in self._norms]
         eps = parts.norm.eps, 0.0 if parts.q_norm is None else parts.q_norm.eps, parts.mlp_norm.eps
-        self._fields = _BlockFields(attention, *(_fields(getattr(parts, name)) for name in PARTS), *norms, *eps)
+        self._fields = _BlockFields(attention, *(getattr(parts, name).fields for name in PARTS), *norms, *eps)
 
     @property
     def _norms(self) -> list[Norm | None]:
@@ -109,9 +102,3 @@ class FusedBlock:
     def __call__(self, x: Tensor, step: FusedStep) -> Tensor:
         """x (1, R, D) fp32, contiguous, of the step's rows -> (1, R, D); their keys and values are kept."""
         return self._loops.block(self._fields, step.fields, x)
-
-
-def _fields(panels: Panels) -> _PanelFields:
-    given = map(pointer, (panels.numbers, panels.sums, panels.scales, panels.bias))
-    held = panels.numbers
-    return _PanelFields(*given, len(held) * LANES, held[0].numel() // LANES)

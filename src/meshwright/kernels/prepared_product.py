@@ -8,6 +8,7 @@ Several matrices that read the same input are one product. Which copy is made:
                        widened for each product
     codes, int8 rows   oneDNN's order of 8-bit numbers; for few rows also panels, if there are compiled loops.
                        Rows have a scale each, and sums are of whole numbers: a row's result depends on no other row
+    up to 4 bits       panels of codes, if there are compiled loops; for more rows restored for each product
     other codes        as plain numbers, restored once
 
 None has a gradient. A result is rounded to the dtype of its rows once.
@@ -24,7 +25,8 @@ from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product
 from meshwright.kernels.compiled import library
-from meshwright.kernels.compiled.library import Panels
+from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.compiled.panels import Panels
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.quantization import absmax_scale, highest
@@ -62,9 +64,11 @@ def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]
     if plain:
         return _of_numbers(plain, bias, plain[0].dtype)
     if all(one.scheme.activations == "int8" for one in coded):
-        return Int8Product(coded, bias) if _share_columns(coded) else None
+        return _of_int8(coded, bias) if _share_columns(coded) else None
     if any(one.scheme.activations == "int8" or not one.keeps_copies for one in coded):
         return None
+    if (loops := library.compiled()) is not None and (panels := _code_panels(loops, coded, bias)) is not None:
+        return CodeProduct(loops, panels)
     return _of_numbers([one.dequantized() for one in coded], bias, torch.float32)
 
 
@@ -83,7 +87,7 @@ def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows:
 def int8_of(weight: Tensor) -> "Int8Product":
     """A product with a plain matrix (N, K), whose rows are rounded to 8 bits with a scale each."""
     codes, scales = rounded_rows(weight.float())
-    return Int8Product.of_codes(codes.to(torch.int8), scales[:, 0])
+    return Int8Product(codes.to(torch.int8), scales[:, 0])
 
 
 def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,33 +117,58 @@ def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dty
         return None
     wide = [one.detach().float() for one in weights]
     whole = wide[0] if len(wide) == 1 else torch.cat(wide)
-    if library.compiled() is not None and (panels := library.float_panels(whole)) is not None:
-        return PanelProduct(panels, whole, bias, own=len(wide) > 1 or whole.data_ptr() != weights[0].data_ptr())
+    if library.compiled() is not None and (panels := Panels.of_numbers(whole, bias)) is not None:
+        return PanelProduct(panels, whole, own=len(wide) > 1 or whole.data_ptr() != weights[0].data_ptr())
     return OnednnProduct(whole, bias) if compat.blas_is_slow() else TransposedProduct(whole, bias)
+
+
+def _code_panels(loops: Loops, matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> Panels | None:
+    """Of matrices of one scheme, side by side; None where loops do not take them."""
+    first = matrices[0]
+    if not loops.has_codes or first.scheme.bits > 4 or any(one.scheme != first.scheme for one in matrices):
+        return None
+    if any(one.before or one.columns is not None for one in matrices):
+        return None
+    zeros = None if first.zeros is None else torch.cat([one.every_zero() for one in matrices])
+    scales = torch.cat([one.every_scale() for one in matrices])
+    codes = torch.cat([one.whole_codes() for one in matrices])
+    table = first.numbers_of_codes(codes.device)
+    return Panels.of_codes(codes, scales, zeros, table, first.scheme.group or first.size_in, bias)
 
 
 @final
 class PanelProduct:
     """By compiled loops for few rows, and by torch for more."""
 
-    def __init__(self, panels: Tensor, weight: Tensor, bias: Tensor | None, *, own: bool) -> None:
-        """`weight` (N, K) fp32, `panels` of it, `bias` (N,). `own`: whether the weight is a copy, too: of several
-        matrices side by side, or of one in another dtype."""
-        self._panels, self._weight, self._bias = panels, weight, bias
-        self.bytes = panels.nbytes + own * weight.nbytes
-
-    @property
-    def panels(self) -> Panels:
-        """As PreparedProduct."""
-        return Panels(self._panels, self._bias)
+    def __init__(self, panels: Panels, weight: Tensor, *, own: bool) -> None:
+        """`weight` (N, K) fp32, `panels` of it. `own`: whether the weight is a copy, too: of several matrices side by
+        side, or of one in another dtype."""
+        self.panels, self._weight = panels, weight
+        self.bytes = panels.bytes + own * weight.nbytes
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
         own = library.loops()
         if own is not None and rows.shape[0] <= own.rows and library.takes(rows):
-            found = own.linear(rows, self._panels)
-            return found if self._bias is None else found.add_(self._bias)
-        return cpu_product.linear(rows.float(), self._weight, self._bias).to(rows.dtype)
+            return own.multiply(rows, self.panels)
+        return cpu_product.linear(rows.float(), self._weight, self.panels.bias).to(rows.dtype)
+
+
+@final
+class CodeProduct:
+    """By compiled loops for few rows, and by torch with restored numbers for more."""
+
+    def __init__(self, loops: Loops, panels: Panels) -> None:
+        """`loops` restore."""
+        self._loops, self.panels = loops, panels
+        self.bytes = panels.bytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As PreparedProduct."""
+        own = library.loops()
+        if own is not None and rows.shape[0] <= own.rows and library.takes(rows):
+            return own.multiply(rows, self.panels)
+        return cpu_product.linear(rows.float(), self._loops.restored(self.panels), self.panels.bias).to(rows.dtype)
 
 
 @final
@@ -192,61 +221,62 @@ def _share_columns(matrices: Sequence[QuantizedMatrix]) -> bool:
 class Int8Product:
     """Of 8-bit rows with 8-bit matrices, by oneDNN; columns that are left out are multiplied apart, and exactly."""
 
-    def __init__(self, matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> None:
-        """`matrices` as `_share_columns`; `bias` (N of all,)."""
-        first = matrices[0]
-        codes = torch.cat([one.codes for one in matrices])
-        self._take(codes, torch.cat([one.scales.float().view(-1) for one in matrices]), bias)
-        if first.columns is not None and first.kept is not None:
-            self._columns: Tensor | None = first.columns.long()
-            self._kept = weights_in_steps(torch.cat([one.kept for one in matrices if one.kept is not None]))
-            self.bytes += self._kept.nbytes
-
-    @classmethod
-    def of_codes(cls, codes: Tensor, scales: Tensor) -> "Int8Product":
-        """Of codes (N, K) int8 and scales (N,)."""
-        made = cls.__new__(cls)
-        made._take(codes, scales, None)
-        return made
-
-    def _take(self, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None = None, apart: "ColumnsApart | None" = None):
+        """Codes (N, K) int8, scales (N,) fp32, bias (N,), of matrices side by side."""
         self._packed, self._scales = integers.packed_int8(codes), scales.contiguous()
         self._zeros = torch.zeros(len(codes), dtype=torch.int64)
-        self._bias, self._columns = bias, None
-        self._rows: tuple[Tensor, Tensor] | None = None  # panels of codes, and sums of their columns, for few rows
-        own, panels = library.compiled(), library.int8_panels(codes)
-        if own is not None and own.has_int8_linear and panels is not None:
-            self._rows = panels, codes.sum(1, dtype=torch.int32)
-        self.bytes = codes.nbytes * (1 if self._rows is None else 2)
+        self._apart, self._bias = apart, bias
+        own = library.compiled()
+        takes = own is not None and own.has_int8
+        self._few = Panels.of_int8(codes, self._scales, None if apart else bias) if takes else None
+        self.bytes = codes.nbytes * (1 if self._few is None else 2) + (apart.bytes if apart else 0)
 
     @property
     def panels(self) -> Panels | None:
         """As PreparedProduct."""
-        if self._rows is None or self._columns is not None:
-            return None
-        return Panels(self._rows[0], self._bias, self._rows[1], self._scales)
+        return None if self._apart else self._few
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """As PreparedProduct."""
-        wide = rows.float()
-        if self._columns is None and self._bias is None:
-            return self._multiplied(wide).to(rows.dtype)
-        left = wide if self._columns is None else wide.index_fill(1, self._columns, 0.0)
-        found = self._multiplied(left)
-        if self._columns is not None:
-            found.add_(exact_product(wide.index_select(1, self._columns), self._kept))
-        if self._bias is not None:
-            found.add_(self._bias)
-        return found.to(rows.dtype)
+        """As PreparedProduct; the same bits by either library."""
+        wide, own = rows.float(), library.loops()
+        left = wide if self._apart is None else wide.index_fill(1, self._apart.columns, 0.0)
+        if own is not None and self._few is not None and rows.shape[0] <= library.INT8_ROWS:
+            found, missing = own.multiply(left, self._few), self._bias if self._apart else None
+        else:
+            found, missing = self._by_onednn(own, left), self._bias
+        if self._apart is not None:
+            found.add_(self._apart(wide))
+        return (found if missing is None else found.add_(missing)).to(rows.dtype)
 
-    def _multiplied(self, rows: Tensor) -> Tensor:
-        """rows (M, K) fp32 -> (M, N); the same bits by either library."""
-        own = library.loops()
-        if own is not None and self._rows is not None and rows.shape[0] <= library.INT8_ROWS:
-            return own.int8_linear(rows, *self._rows, self._scales)
+    def _by_onednn(self, own: Loops | None, rows: Tensor) -> Tensor:
+        """rows (M, K) fp32 -> (M, N), without the bias."""
         if own is None:
             codes, scales = rounded_rows(rows)
             codes = codes.add_(128.0).to(torch.uint8)
         else:
             codes, scales = own.round_rows(rows)
         return integers.int8_product(codes, self._packed, self._scales, self._zeros).mul_(scales)
+
+
+@final
+class ColumnsApart:
+    """Inputs whose weights are not codes."""
+
+    def __init__(self, columns: Tensor, kept: Tensor) -> None:
+        """columns (O,), kept (N, O)."""
+        self.columns, self._kept = columns.long(), weights_in_steps(kept)
+        self.bytes = self._kept.nbytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """rows (M, K) fp32 -> (M, N)."""
+        return exact_product(rows.index_select(1, self.columns), self._kept)
+
+
+def _of_int8(matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> Int8Product:
+    """Of matrices as `_share_columns`."""
+    columns = matrices[0].columns
+    kept = [one.kept for one in matrices if one.kept is not None]
+    codes = torch.cat([one.codes for one in matrices])
+    scales = torch.cat([one.scales.float().view(-1) for one in matrices])
+    apart = None if columns is None or not kept else ColumnsApart(columns, torch.cat(kept))
+    return Int8Product(codes, scales, bias, apart)

@@ -101,7 +101,7 @@ class QuantizedMatrix:
             from meshwright.kernels.triton import restoring
 
             own = zeros.contiguous() if zeros.dim() else None
-            numbers = self._once("numbers", self._numbers_of_codes)
+            numbers = self._once("numbers", self.numbers_of_codes)
             restoring.restore(self.codes, scales.contiguous(), own, numbers, self.scheme.group, found)
             return self._own(found)
         step = max(1, PIECE // (prod(stack) * self.width))
@@ -121,7 +121,7 @@ class QuantizedMatrix:
         plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()
         return plain and uses_triton("restore", like, prefer=self.prefer)
 
-    def _numbers_of_codes(self, device: torch.device) -> Tensor:
+    def numbers_of_codes(self, device: torch.device) -> Tensor:
         """(16,) fp32, less the zero that all of them share."""
         table = torch.tensor(NF4 if self.scheme.codes == "nf4" else range(16), dtype=torch.float32, device=device)
         return table if self.zeros is not None else table - fixed_zero(self.scheme)

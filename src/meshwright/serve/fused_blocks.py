@@ -11,7 +11,8 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from meshwright import compat
-from meshwright.kernels.compiled.library import INT8_ROWS, Loops, Panels, takes
+from meshwright.kernels.compiled.library import INT8_ROWS, Loops, takes
+from meshwright.kernels.compiled.panels import INT8, Panels
 from meshwright.kernels.fused_block import BlockParts, FusedBlock, FusedStep, Norm
 from meshwright.kernels.prepared_product import PreparedProduct
 from meshwright.model.attention import Attention, AttentionMetadata
@@ -69,7 +70,7 @@ class FusedBlocks:
             down=down, keys=cache.keys, values=cache.values, heads=attention.shape.heads, window=block.window,
             scale=attention.scale,
         )  # fmt: skip
-        most = min(self._loops.rows if one.sums is None else INT8_ROWS for one in (qkv, o, gate_up, down))
+        most = min(INT8_ROWS if one.kind == INT8 else self._loops.rows for one in (qkv, o, gate_up, down))
         layers = [layer for group in groups for layer in group]
         return _Fused(FusedBlock(self._loops, parts), cache, layers, most)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.compiled import library
+from meshwright.kernels.compiled.panels import LANES, Panels
 from meshwright.kernels.linear import product_dtype
 from meshwright.serve.exact_rows import ORDERS, TILE
 
@@ -32,7 +33,7 @@ class LowRankProduct:
     def _multiplied(self, rows: Tensor) -> Tensor:
         loops = library.loops()
         if loops is not None and self._panels is not None and len(rows) <= loops.rows and library.takes(rows):
-            return loops.linear(loops.linear(rows, self._panels[0]), self._panels[1])
+            return loops.multiply(loops.multiply(rows, self._panels[0]), self._panels[1])
         if not self._tile:
             return self._plain(rows)
         room = -(-len(rows) // self._tile) * self._tile
@@ -44,7 +45,7 @@ class LowRankProduct:
     @property
     def bytes(self) -> int:
         """Of its matrices, in every order in which they are kept."""
-        return sum(one.nbytes for one in (self._a, self._b, *(self._panels or ())))
+        return self._a.nbytes + self._b.nbytes + sum(one.bytes for one in self._panels or ())
 
     @property
     def a(self) -> Tensor:
@@ -67,10 +68,10 @@ class LowRankProduct:
         return TILE if all(torch.equal(self._plain(rows[order]), right[order]) for order in orders) else 1
 
 
-def _panels(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+def _panels(a: Tensor, b: Tensor) -> tuple[Panels, Panels] | None:
     """Both for compiled loops, with a rank that is filled up with zeros; None where they do not take them."""
-    missing = -len(a) % library.LANES
+    missing = -len(a) % LANES
     wide = torch.cat((a, a.new_zeros(missing, a.shape[1])))
     narrow = torch.cat((b, b.new_zeros(len(b), missing)), dim=1)
-    panels = library.float_panels(wide), library.float_panels(narrow)
+    panels = Panels.of_numbers(wide), Panels.of_numbers(narrow)
     return None if panels[0] is None or panels[1] is None else (panels[0], panels[1])

@@ -1,4 +1,4 @@
-"""rows.c, compiled for this processor when it is first asked for, and called with tensors.
+"""The C sources of this folder, compiled for this processor when it is first asked for, and called with tensors.
 
 Whoever wants it enters `used`: inside, and without gradients, kernels take its functions for fp32 on a CPU in place of
 several operations of torch each. Without a C compiler `loops` is None, and nothing else changes.
@@ -7,11 +7,11 @@ several operations of torch each. Without a C compiler `loops` is None, and noth
 import ctypes
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,62 +20,41 @@ from typing import final
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("rows.c")
+from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER, Panels, pointer
+
+SOURCES = sorted(map(str, Path(__file__).parent.glob("*.c")))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
-    "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+    "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fopenmp-simd",
 )  # fmt: skip
+LINKING = () if sys.platform == "darwin" else ("-Wl,-Bsymbolic",)  # no name of another library takes the place of ours
 FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
 THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
 """Of each the first is taken that the compiler takes."""
 ROWS, INT8_ROWS = 64, 32
-"""Rows up to which `linear` and `int8_linear` are faster than the products of torch's libraries."""
-LANES, FOUR = 16, 4
-"""Columns of a panel, and inputs of 8 bits that a lane adds up at once."""
-
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+"""Rows up to which `multiply` is faster than products of torch's libraries: with numbers and codes, and with int8."""
 
 
 class AttentionFields(ctypes.Structure):
     """Attention, of rows.c."""
 
     _fields_ = (
-        ("q", _POINTER), ("q_row", _INT), ("keys", _POINTER), ("values", _POINTER), ("key_scales", _POINTER),
-        ("value_scales", _POINTER), ("tables", _POINTER), ("offsets", _POINTER), ("last", _POINTER), ("out", _POINTER),
-        ("rows", _INT), ("heads", _INT), ("key_heads", _INT), ("width", _INT), ("value_width", _INT),
-        ("value_stride", _INT), ("block", _INT), ("window", _INT), ("e4m3", _INT), ("scale", _FLOAT),
+        ("q", POINTER), ("q_row", INT), ("keys", POINTER), ("values", POINTER), ("key_scales", POINTER),
+        ("value_scales", POINTER), ("tables", POINTER), ("offsets", POINTER), ("last", POINTER), ("out", POINTER),
+        ("rows", INT), ("heads", INT), ("key_heads", INT), ("width", INT), ("value_width", INT),
+        ("value_stride", INT), ("block", INT), ("window", INT), ("e4m3", INT), ("scale", FLOAT),
     )  # fmt: skip
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Where its numbers lie."""
-    return None if tensor is None else tensor.data_ptr()
-
-
-@dataclass(frozen=True, slots=True)
-class Panels:
-    """A matrix (N, K) as the loops read it."""
-
-    numbers: Tensor
-    """As `float_panels`, or with sums as `int8_panels`."""
-    bias: Tensor | None
-    """(N,) fp32."""
-    sums: Tensor | None = None
-    """(N,) int32: of the codes of each of its rows."""
-    scales: Tensor | None = None
-    """(N,) fp32, of codes."""
-
-
 _ARGUMENTS: dict[str, list[type]] = {
-    "use_threads": [_INT],
-    "rms_norm": [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INT, _INT],
-    "rotate": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT],
-    "swiglu": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
-    "round_rows": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT],
-    "keep_floats": [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
-    "keep_int8": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
-    "linear": [_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT],
-    "int8_linear": [_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT],
+    "use_threads": [INT],
+    "rms_norm": [POINTER, POINTER, POINTER, FLOAT, POINTER, POINTER, INT, INT],
+    "rotate": [POINTER, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT, INT, INT],
+    "swiglu": [POINTER, INT, POINTER, INT, POINTER, INT, INT],
+    "round_rows": [POINTER, INT, POINTER, POINTER, INT, INT],
+    "keep_floats": [POINTER, INT, INT, POINTER, POINTER, INT, INT, INT],
+    "keep_int8": [POINTER, INT, INT, POINTER, POINTER, POINTER, INT, INT, INT],
+    "restore": [POINTER, POINTER],
 }
 
 
@@ -87,20 +66,6 @@ def takes(*tensors: Tensor) -> bool:
     return True
 
 
-def float_panels(weight: Tensor) -> Tensor | None:
-    """(N, K) fp32 -> (N / 16, K, 16); None where N is no multiple of 16."""
-    rows, width = weight.shape
-    return None if rows % LANES else weight.view(-1, LANES, width).permute(0, 2, 1).contiguous()
-
-
-def int8_panels(codes: Tensor) -> Tensor | None:
-    """(N, K) int8 -> (N / 16, K / 4, 16, 4); None where N or K is no such multiple."""
-    rows, width = codes.shape
-    if rows % LANES or width % FOUR:
-        return None
-    return codes.reshape(-1, LANES, width // FOUR, FOUR).permute(0, 2, 1, 3).contiguous()
-
-
 @final
 class Loops:
     """The functions of the library. Tensors are as `takes` says."""
@@ -110,13 +75,14 @@ class Loops:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-        library.attend.argtypes, library.block.argtypes = [_POINTER, _INT], [_POINTER] * 4
-        for name in ("attend", "block", "int8_linear", "has_int8_linear"):
-            getattr(library, name).restype = _INT
+        library.attend.argtypes, library.block.argtypes = [POINTER, INT], [POINTER] * 4
+        library.multiply.argtypes = [POINTER, INT, POINTER, POINTER, INT]
+        for name in ("attend", "block", "multiply", "has_int8", "has_codes"):
+            getattr(library, name).restype = INT
         self._of, self.rows = library, rows
-        """Rows up to which products are `linear`."""
-        self.has_int8_linear = bool(library.has_int8_linear())
-        """Whether this processor has instructions for sums of 8-bit products."""
+        """Rows up to which products with numbers and codes are `multiply`."""
+        self.has_int8, self.has_codes = bool(library.has_int8()), bool(library.has_codes())
+        """Whether this processor has instructions for sums of 8-bit products, and for looks into tables."""
 
     def use_threads(self, count: int) -> None:
         """How many share a product or attention from now on, in all of this process; one at first."""
@@ -199,23 +165,20 @@ class Loops:
             heads, width,
         )  # fmt: skip
 
-    def linear(self, rows: Tensor, panels: Tensor) -> Tensor:
-        """rows (M, K) times a matrix (N, K) as `float_panels` -> (M, N). A sum's order is the same for any M."""
-        (count, width), columns = rows.shape, panels.shape[0] * LANES
-        out = torch.empty(count, columns)
-        self._of.linear(rows.data_ptr(), rows.stride(0), panels.data_ptr(), out.data_ptr(), count, columns, width)
+    def multiply(self, rows: Tensor, panels: Panels) -> Tensor:
+        """rows (M, K) times a matrix (N, K), plus its bias -> (M, N). A sum's order is the same for any M."""
+        count = rows.shape[0]
+        out = torch.empty(count, panels.rows)
+        if self._of.multiply(
+            rows.data_ptr(), rows.stride(0), ctypes.byref(panels.fields), out.data_ptr(), count
+        ):  # fmt: skip
+            raise MemoryError(f"no memory for {count} rows of {panels.width} codes")
         return out
 
-    def int8_linear(self, rows: Tensor, panels: Tensor, sums: Tensor, matrix_scales: Tensor) -> Tensor:
-        """rows (M, K), rounded, times a matrix (N, K) int8 as `int8_panels`, whose rows sum to `sums` (N,) int32 ->
-        (M, N): sums are exact, times matrix_scales (N,), then times the scales of the rows."""
-        (count, width), columns = rows.shape, panels.shape[0] * LANES
-        out = torch.empty(count, columns)
-        if self._of.int8_linear(
-            rows.data_ptr(), rows.stride(0), panels.data_ptr(), sums.data_ptr(), matrix_scales.data_ptr(),
-            out.data_ptr(), count, columns, width,
-        ):  # fmt: skip
-            raise MemoryError(f"no memory for {count} rows of {width} codes")
+    def restored(self, panels: Panels) -> Tensor:
+        """(N, K) fp32 of panels of codes."""
+        out = torch.empty(panels.rows, panels.width)
+        self._of.restore(ctypes.byref(panels.fields), out.data_ptr())
         return out
 
     def attend(
@@ -256,7 +219,7 @@ def _compiled() -> Loops | None:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "rows.so"
         for special, threads in product(FOR_THIS_CPU, THREADS):
-            words = [compiler, *FLAGS, *special, *threads, str(SOURCE), "-o", str(library), "-lm"]
+            words = [compiler, *FLAGS, *special, *threads, *SOURCES, "-o", str(library), "-lm", *LINKING]
             if subprocess.run(words, capture_output=True, check=False).returncode == 0:
                 try:
                     return Loops(ctypes.CDLL(str(library)))

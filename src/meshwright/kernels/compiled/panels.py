@@ -1,0 +1,124 @@
+"""Matrices (N, K) as the compiled loops read them: panels of 16 of their rows, one beside the other in a vector.
+
+    floats   (N / 16, K, 16) fp32
+    bf16     (N / 16, K / 2, 16, 2), the same numbers in 16 bits, where that loses nothing: of models stored so
+    int8     (N / 16, K / 4, 16, 4) codes, and the sum of each row's; rows that are multiplied are rounded, too
+    codes    (N / 16, K / 2, 16) bytes of two codes of at most 4 bits, the first in the lower ones; a table of the
+             numbers they stand for; scales and zeros (N / 16, groups, 16) fp32
+
+A product reads a panel once for some rows, so with few rows its time is that of its bytes.
+"""
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+LANES, FOUR = 16, 4
+"""Rows of a panel, and inputs of 8 bits that a lane adds up at once."""
+FLOATS, BF16, INT8, CODES = range(4)
+"""Kinds, of rows.c."""
+CHECKED = 2**22
+"""Elements that are compared at a time."""
+
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class PanelFields(ctypes.Structure):
+    """Panels, of rows.c."""
+
+    _fields_ = (
+        ("numbers", POINTER), ("sums", POINTER), ("scales", POINTER), ("zeros", POINTER), ("table", POINTER),
+        ("bias", POINTER), ("columns", INT), ("width", INT), ("group", INT), ("kind", INT),
+    )  # fmt: skip
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where its numbers lie."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panels:
+    """A matrix (N, K), and what is added to its products."""
+
+    kind: int
+    rows: int
+    """N."""
+    width: int
+    """K."""
+    numbers: Tensor
+    bias: Tensor | None = None
+    """(N,) fp32."""
+    sums: Tensor | None = None
+    """(N,) int32, of int8."""
+    scales: Tensor | None = None
+    """(N,) fp32 of int8; of codes as above."""
+    zeros: Tensor | None = None
+    table: Tensor | None = None
+    """(16,) fp32."""
+    group: int = 0
+    """Inputs of a row of codes that share a scale."""
+    fields: PanelFields = field(init=False)
+
+    def __post_init__(self) -> None:
+        given = map(pointer, (self.numbers, self.sums, self.scales, self.zeros, self.table, self.bias))
+        object.__setattr__(self, "fields", PanelFields(*given, self.rows, self.width, self.group, self.kind))
+
+    @property
+    def bytes(self) -> int:
+        """Of all its tensors but the bias."""
+        return sum(one.nbytes for one in (self.numbers, self.sums, self.scales, self.zeros) if one is not None)
+
+    @classmethod
+    def of_numbers(cls, weight: Tensor, bias: Tensor | None = None) -> Self | None:
+        """Of a matrix fp32; None where N is no multiple of 16."""
+        rows, width = weight.shape
+        if rows % LANES:
+            return None
+        narrow = not width % 2 and fits_bf16(weight)
+        numbers = weight.bfloat16().view(-1, LANES, width // 2, 2) if narrow else weight.view(-1, LANES, width)
+        numbers = numbers.transpose(1, 2).contiguous()
+        return cls(kind=BF16 if narrow else FLOATS, rows=rows, width=width, numbers=numbers, bias=bias)
+
+    @classmethod
+    def of_int8(cls, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Self | None:
+        """Of codes (N, K) int8 and scales (N,) fp32; None where N or K is no multiple of 16 and 4."""
+        rows, width = codes.shape
+        if rows % LANES or width % FOUR:
+            return None
+        numbers = codes.reshape(-1, LANES, width // FOUR, FOUR).transpose(1, 2).contiguous()
+        sums = codes.sum(1, dtype=torch.int32)
+        return cls(kind=INT8, rows=rows, width=width, numbers=numbers, sums=sums, scales=scales, bias=bias)
+
+    @classmethod
+    def of_codes(
+        cls, codes: Tensor, scales: Tensor, zeros: Tensor | None, table: Tensor, group: int, bias: Tensor | None
+    ) -> Self | None:
+        """Of (table[codes] - zeros) * scales: codes (N, K) uint8 below 16, scales and zeros (N, groups) fp32, each of
+        `group` inputs. None where N is no multiple of 16, or K or the group none of 2."""
+        rows, width = codes.shape
+        if rows % LANES or width % 2 or group % 2:
+            return None
+        pairs = codes[:, ::2] | codes[:, 1::2] << 4
+        numbers, own, low = (_in_panels(one) for one in (pairs, scales, zeros))
+        assert numbers is not None
+        return cls(
+            kind=CODES, rows=rows, width=width, numbers=numbers, scales=own, zeros=low, table=table.contiguous(),
+            group=group, bias=bias,
+        )  # fmt: skip
+
+
+def _in_panels(matrix: Tensor | None) -> Tensor | None:
+    """(N, some) -> (N / 16, some, 16)."""
+    if matrix is None:
+        return None
+    return matrix.view(-1, LANES, matrix.shape[1]).transpose(1, 2).contiguous()
+
+
+def fits_bf16(weight: Tensor) -> bool:
+    """Whether a matrix (N, K) fp32 is the same in bf16."""
+    some = max(1, CHECKED // weight.shape[1])
+    return all(torch.equal(part.bfloat16().float(), part) for part in weight.split(some))
