@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import cross_entropy, linear_divergence, linear_top
+from meshwright import compat
+from meshwright.kernels import cpu_product, cross_entropy, linear_divergence, linear_top
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
 from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, KnownTop, TeacherHead
 from tests.counting import Alive, Operations
@@ -171,6 +172,37 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> N
         [SLACK, 1.05, 1.25],
         None,
     )
+
+
+def loss_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
+    return cross_entropy.linear_cross_entropy(x, weight, targets)
+
+
+def kept_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
+    return linear_top.linear_top(teacher.x, teacher.weight, KEPT).log_probabilities + 0 * (x.sum() + weight.sum())
+
+
+def divergence_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
+    return FUNCTIONS["fast"](x, weight, teacher, targets, form=Divergence(hard=0.2)).loss
+
+
+@pytest.mark.parametrize("function", [loss_alone, kept_alone, divergence_alone])
+def test_a_head_of_16_bits_is_widened_by_rows(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU has no 16-bit products: some words at a time give what all do, gradients too, in less memory."""
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
+    words, width = 1000, 64
+    x, weight, theirs, head = tensors(*[(3, width), (words, width)] * 2, dtype=torch.bfloat16)
+    given = {"teacher": TeacherHead(theirs, head), "targets": targets_of(3)}
+    made, peaks = [], []
+    for at_once in (words, 30):
+        monkeypatch.setattr(cpu_product, "WIDENED_AT_ONCE", at_once * width)
+        made.append(outcome(partial(function, **given), [x, weight]))
+        with torch.no_grad(), Alive([x, weight, theirs, head]) as alive:
+            function(x, weight, **given)
+        peaks.append(alive.peak_bytes)
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-5)
+    assert peaks[0] > 4 * words * width > 2 * peaks[1]
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
