@@ -18,6 +18,7 @@ from meshwright import compat
 from meshwright.kernels import cpu_product, cross_entropy, linear_divergence, linear_top
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
 from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, KnownTop, TeacherHead
+from meshwright.planner.step import teacher_costs
 from tests.counting import Alive, Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors
 
@@ -258,6 +259,18 @@ def test_memory_grows_by_less_than_64_kib_a_token_at_a_vocabulary_of_128k(
         return alive.peak_bytes
 
     assert (peak(64) - peak(32)) / 32 <= 4 * width + 64, "a row of x's gradient"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_chunk_has_no_more_tensors_of_logits_than_are_planned(form: Divergence) -> None:
+    rows, width, vocabulary = 8, 4, 5000
+    x, weight, *theirs = tensors(*[(rows, width), (vocabulary, width)] * 2)
+    teachers = [TeacherHead(*theirs), *([top_of(*theirs, form=form)] if form.beta == 0 else [])]
+    for teacher in teachers:
+        with torch.no_grad(), Alive([x, weight, *teacher]) as alive:
+            FUNCTIONS["fast"](x, weight, teacher, torch.zeros(rows, dtype=torch.int64), form=form)
+        assert alive.peak_bytes <= (linear_divergence.BUFFERS + 0.1) * 4 * rows * vocabulary
+    assert linear_divergence.BUFFERS == teacher_costs.BUFFERS, "what a plan counts"
 
 
 @pytest.mark.parametrize(
