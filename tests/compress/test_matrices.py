@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.kernels import quantized_matrix
 from meshwright.kernels.quantization import absmax, zero_point
 from meshwright.kernels.quantized_linear import quantized_expert_linear, quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from tests.counting import Alive
 
 WORST = {
     "int8": 0.01,
@@ -52,6 +54,22 @@ def test_every_scheme_takes_every_size(name: str, size: tuple[int, ...]) -> None
     assert {part: (tuple(one.shape), str(one.dtype)) for part, one in matrix.tensors.items()} == {
         part: (dims, f"torch.{kind}") for part, (dims, kind) in planned.items()
     }
+
+
+@pytest.mark.parametrize("size", [(64, 96), (3, 64, 96)], ids=str)
+@pytest.mark.parametrize("name", ["int4-hqq", "nf4-double", "int8", "int3"])
+def test_errors_are_found_some_rows_at_a_time(
+    name: str, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the whole, in less memory than the matrix has in fp32."""
+    weight = numbers(*size)
+    matrix = made(name, weight)
+    right = float((weight - matrix.dequantized()).norm() / weight.norm())
+    matrix.prepared.clear()
+    monkeypatch.setattr(quantized_matrix, "PIECE", weight.numel() // 16)
+    with Alive([weight, *matrix.tensors.values(), *matrix.tables.values()]) as alive:
+        assert relative_error(weight, matrix) == pytest.approx(right, rel=1e-6)
+    assert alive.peak_bytes < weight.nbytes
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -23,7 +23,7 @@ from meshwright.compat import integers
 from meshwright.kernels import cpu_product, device_products
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import input_gradient, product_dtype, products
-from meshwright.kernels.quantization import absmax_scale, highest, quantize
+from meshwright.kernels.quantization import absmax_scale, highest
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import kind
 
@@ -57,12 +57,12 @@ def quantized_linears_reference(
 
 
 def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """rows (M, K) -> whole numbers (M, K) fp32 and scales (M, 1), with columns `without` as zeros."""
+    """rows (M, K) -> whole numbers within -127 .. 127 (M, K) fp32, and scales (M, 1); columns `without` as zeros."""
     wide = rows.float()
     if without is not None:
         wide = wide.index_fill(1, without, 0.0)
     scales = absmax_scale(wide.abs().amax(1, keepdim=True), 8)
-    return quantize(wide, scales, 0.0, -highest(8), highest(8)), scales
+    return (wide / scales).round_().clamp_(-highest(8), highest(8)), scales
 
 
 def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tensor]:
@@ -189,7 +189,7 @@ def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
             return _int4(rows, matrix, bias)
     dtype = product_dtype(rows)
     if str(dtype) not in matrix.prepared:
-        matrix.prepared[str(dtype)] = matrix.dequantized().to(dtype)
+        matrix.prepared[str(dtype)] = matrix.restored(dtype)
     return cpu_product.linear(rows.to(dtype), matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
 
 
