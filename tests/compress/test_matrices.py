@@ -86,6 +86,21 @@ def test_rows_of_zeros_and_constants_are_exact_and_nan_is_refused(name: str) -> 
     assert made(name, torch.full((2, 33), 1e-42)).dequantized().isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("nf4", {"bits": 3}, "nf4 has 4"), ("fp8", {"bits": 6}, "e4m3 8"), ("int4-rtn", {"bits": 7}, "one of 2, 3"),
+        ("int8", {"group": 32}, "group=0"), ("int4-rtn", {"group": 48}, "group=48"),
+        ("fp8", {"zeros": "whole"}, "zeros=whole"),
+        ("int4-rtn", {"scales": "double"}, "are for nf4"), ("nf4", {"method": "gptq"}, "whole numbers"),
+        ("int4-sym", {"method": "smooth"}, "activations=int8"), ("llm-int8", {"threshold": 0.0}, "above 0"),
+    ],
+)  # fmt: skip
+def test_a_scheme_that_cannot_be_is_refused(name: str, changes: dict[str, object], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        replace(SCHEMES[name], **changes)  # type: ignore[arg-type]  # fields
+
+
 def test_a_matrix_is_what_the_plain_functions_say() -> None:
     """Scales in fp32 take the rounding of scales away."""
     weight = numbers(6, 70)
