@@ -60,7 +60,7 @@ def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tens
     """rows (M, K) -> whole numbers within -127 .. 127 (M, K) fp32, and scales (M, 1); columns `without` as zeros."""
     wide = rows.float()
     if without is not None:
-        wide = wide.index_fill(1, without, 0.0)
+        wide = wide.index_fill(1, without.long(), 0.0)
     scales = absmax_scale(wide.abs().amax(1, keepdim=True), 8)
     return (wide / scales).round_().clamp_(-highest(8), highest(8)), scales
 
@@ -74,7 +74,7 @@ def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tens
         return (columns, matrix.codes[:, columns].float() * matrix.scales.float()) if len(columns) else (None, rows)
     if matrix.columns is None or matrix.kept is None:
         return None, rows
-    return matrix.columns.long(), matrix.kept
+    return matrix.columns, matrix.kept
 
 
 def quantized_linears(
