@@ -159,11 +159,12 @@ def test_int8_rows_do_not_depend_on_others_nor_on_the_library(loops: Loops) -> N
 
 def test_columns_that_are_kept(loops: Loops) -> None:
     columns = torch.tensor([3, 77], dtype=torch.int32)
-    weight, x = drawn(12, 128), drawn(5, 128)
+    weight, x = drawn(16, 128), drawn(5, 128)
     x[:, 3] *= 50
     matrix = quantize_matrix("w", weight, SCHEMES["llm-int8"], columns, torch.float32)
     product = prepared_product.prepared_product([matrix], [None])
     assert isinstance(product, Int8Product)
+    assert product.panels is None, "they are no part of the panels"
     with library.used(loops):
         found = product(x)
     assert torch.allclose(found, prepared_product.reference([matrix], [None], x), atol=1e-3)

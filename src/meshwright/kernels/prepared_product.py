@@ -24,6 +24,7 @@ from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product
 from meshwright.kernels.compiled import library
+from meshwright.kernels.compiled.library import Panels
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears_reference, row_codes
@@ -38,6 +39,10 @@ class PreparedProduct(Protocol):
 
     bytes: int
     """Of copies of the matrices."""
+
+    @property
+    def panels(self) -> Panels | None:
+        """What compiled loops read, where that is the whole product; None = there are none."""
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows (M, K) -> (M, N of all)."""
@@ -116,6 +121,11 @@ class PanelProduct:
         self._panels, self._weight, self._bias = panels, weight, bias
         self.bytes = panels.nbytes + own * weight.nbytes
 
+    @property
+    def panels(self) -> Panels:
+        """As PreparedProduct."""
+        return Panels(self._panels, self._bias)
+
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
         own = library.loops()
@@ -128,6 +138,8 @@ class PanelProduct:
 @final
 class TransposedProduct:
     """With a matrix as (K, N)."""
+
+    panels = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` (N, K) fp32, `bias` (N,)."""
@@ -144,6 +156,8 @@ class TransposedProduct:
 @final
 class OnednnProduct:
     """With a matrix in oneDNN's own order."""
+
+    panels = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight` (N, K) fp32, `bias` (N,)."""
@@ -197,6 +211,13 @@ class Int8Product:
         if own is not None and own.has_int8_linear and panels is not None:
             self._rows = panels, codes.sum(1, dtype=torch.int32)
         self.bytes = codes.nbytes * (1 if self._rows is None else 2)
+
+    @property
+    def panels(self) -> Panels | None:
+        """As PreparedProduct."""
+        if self._rows is None or self._columns is not None:
+            return None
+        return Panels(self._rows[0], self._bias, self._rows[1], self._scales)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""

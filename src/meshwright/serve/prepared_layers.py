@@ -15,7 +15,9 @@ from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.prepared_product import PreparedProduct, int8_of, prepared_product
 from meshwright.model.linear import Linear, held_rows, is_ours
+from meshwright.model.seams import compute
 from meshwright.model.transformer import Transformer
+from meshwright.serve.fused_blocks import FusedBlocks
 from meshwright.serve.request_adapters import BesideRows
 
 HeadForm = Literal["model", "int8"]
@@ -35,6 +37,7 @@ class PreparedLayers:
         self._known: dict[nn.Module, tuple[PreparedProduct, list[int]] | None] = {}
         weight = model.head_weight
         self._head = int8_of(weight) if head == "int8" else prepared_product([weight], [None]) if packed else None
+        self._blocks = None if loops is None or not self._packed else FusedBlocks(loops, self.product)
 
     @property
     def bytes(self) -> int:
@@ -44,10 +47,7 @@ class PreparedLayers:
 
     def __call__(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
         """As Border.prepared: x (..., in) -> (..., out) of each layer."""
-        first = layers[0]
-        if first not in self._known:
-            self._known[first] = _prepared(layers)
-        known = self._known[first]
+        known = self._prepared(layers)
         if known is None:
             return None
         product, sizes = known
@@ -55,17 +55,33 @@ class PreparedLayers:
         parts = (found,) if len(sizes) == 1 else found.split_with_sizes(sizes, -1)
         return tuple(_beside(layer, x, part) for layer, part in zip(layers, parts, strict=True))
 
+    def product(self, layers: Sequence[nn.Module]) -> PreparedProduct | None:
+        """With the matrices of all of them, side by side; None = they are not prepared."""
+        known = self._prepared(layers)
+        return None if known is None else known[0]
+
+    def _prepared(self, layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] | None:
+        """One product for layers that read one input, and the width of each."""
+        first = layers[0]
+        if first not in self._known:
+            self._known[first] = _prepared(layers)
+        return self._known[first]
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """While it lasts, the model computes with them."""
         seams = self._model.seams
+        call = seams.call
         if self._packed:
             seams.dense.prepared = seams.shared.prepared = self
+        if self._blocks is not None and call is compute:
+            seams.call = self._blocks
         try:
             with library.used(self._loops):
                 yield
         finally:
             seams.dense.prepared = seams.shared.prepared = None
+            seams.call = call
 
     def logits(self, states: Tensor) -> Tensor:
         """Of hidden states (R, D) -> (R, V)."""

@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import final
 
@@ -24,7 +26,8 @@ FLAGS = (
     "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
 )  # fmt: skip
 FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
-"""Of which the first is taken that the compiler takes."""
+THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
+"""Of each the first is taken that the compiler takes."""
 ROWS, INT8_ROWS = 64, 32
 """Rows up to which `linear` and `int8_linear` are faster than the products of torch's libraries."""
 LANES, FOUR = 16, 4
@@ -33,7 +36,9 @@ LANES, FOUR = 16, 4
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class _Attention(ctypes.Structure):
+class AttentionFields(ctypes.Structure):
+    """Attention, of rows.c."""
+
     _fields_ = (
         ("q", _POINTER), ("q_row", _INT), ("keys", _POINTER), ("values", _POINTER), ("key_scales", _POINTER),
         ("value_scales", _POINTER), ("tables", _POINTER), ("offsets", _POINTER), ("last", _POINTER), ("out", _POINTER),
@@ -42,7 +47,27 @@ class _Attention(ctypes.Structure):
     )  # fmt: skip
 
 
+def pointer(tensor: Tensor | None) -> int | None:
+    """Where its numbers lie."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A matrix (N, K) as the loops read it."""
+
+    numbers: Tensor
+    """As `float_panels`, or with sums as `int8_panels`."""
+    bias: Tensor | None
+    """(N,) fp32."""
+    sums: Tensor | None = None
+    """(N,) int32: of the codes of each of its rows."""
+    scales: Tensor | None = None
+    """(N,) fp32, of codes."""
+
+
 _ARGUMENTS: dict[str, list[type]] = {
+    "use_threads": [_INT],
     "rms_norm": [_POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER, _INT, _INT],
     "rotate": [_POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT],
     "swiglu": [_POINTER, _INT, _POINTER, _INT, _POINTER, _INT, _INT],
@@ -85,13 +110,17 @@ class Loops:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-        library.attend.argtypes = [_POINTER, _INT]
-        for name in ("attend", "int8_linear", "has_int8_linear"):
+        library.attend.argtypes, library.block.argtypes = [_POINTER, _INT], [_POINTER] * 4
+        for name in ("attend", "block", "int8_linear", "has_int8_linear"):
             getattr(library, name).restype = _INT
         self._of, self.rows = library, rows
         """Rows up to which products are `linear`."""
         self.has_int8_linear = bool(library.has_int8_linear())
         """Whether this processor has instructions for sums of 8-bit products."""
+
+    def use_threads(self, count: int) -> None:
+        """How many share a product or attention from now on, in all of this process; one at first."""
+        self._of.use_threads(count)
 
     def for_any_rows(self) -> "Loops":
         """The same with products of any number of rows, whose sums then have one order."""
@@ -196,14 +225,21 @@ class Loops:
         """As kernels.paged_attention.attend_rows: q (R, H, E), keys (blocks, block, K, E), values (blocks, block, K, V
         or more), of which `width` are taken, scales (blocks, block, K) of each -> (R, H, width)."""
         out = torch.empty(q.shape[0], q.shape[1], width)
-        asked = _Attention(
+        asked = AttentionFields(
             q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
-            None if scales is None else scales[0].data_ptr(), None if scales is None else scales[1].data_ptr(),
+            *((None, None) if scales is None else map(pointer, scales)),
             tables.data_ptr(), offsets.data_ptr(), last.data_ptr(), out.data_ptr(), q.shape[0], q.shape[1],
             keys.shape[2], q.shape[2], width, values.shape[3], keys.shape[1], window, keys.dtype != torch.int8, scale,
         )  # fmt: skip
         if self._of.attend(ctypes.byref(asked), longest):
             raise MemoryError(f"no memory for the scores of {longest} keys")
+        return out
+
+    def block(self, fields: ctypes.Structure, step: ctypes.Structure, x: Tensor) -> Tensor:
+        """x (..., D) contiguous through a block (kernels/fused_block.py) -> the same shape."""
+        out = torch.empty(x.shape)
+        if self._of.block(ctypes.byref(fields), ctypes.byref(step), x.data_ptr(), out.data_ptr()):
+            raise MemoryError(f"no memory for {x.numel() // x.shape[-1]} rows of a block")
         return out
 
 
@@ -219,8 +255,8 @@ def _compiled() -> Loops | None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "rows.so"
-        for special in FOR_THIS_CPU:
-            words = [compiler, *FLAGS, *special, str(SOURCE), "-o", str(library), "-lm"]
+        for special, threads in product(FOR_THIS_CPU, THREADS):
+            words = [compiler, *FLAGS, *special, *threads, str(SOURCE), "-o", str(library), "-lm"]
             if subprocess.run(words, capture_output=True, check=False).returncode == 0:
                 try:
                     return Loops(ctypes.CDLL(str(library)))
@@ -243,7 +279,9 @@ def loops() -> Loops | None:
 
 @contextmanager
 def used(library: Loops | None) -> Iterator[None]:
-    """Inside, kernels take its functions; None = those of torch."""
+    """Inside, kernels take its functions, with as many threads as torch; None = those of torch."""
+    if library is not None:
+        library.use_threads(torch.get_num_threads())
     token = _used.set(library)
     try:
         yield

@@ -13,7 +13,16 @@
 #include <immintrin.h>
 #endif
 
+#ifdef _OPENMP
+#include <omp.h>
+#define this_thread() omp_get_thread_num()
+#else
+#define this_thread() 0
+#endif
+
 typedef float lanes __attribute__((vector_size(64), aligned(4))); /* 16 numbers, anywhere in memory */
+
+#define ALONE __attribute__((noinline)) /* the same instructions, so the same bits, whoever calls */
 
 static inline float exponential(float x) {
     /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal; 0 below -87. */
@@ -29,7 +38,7 @@ static inline float exponential(float x) {
 }
 
 /* x (R, D) + added (R, D), which may be missing, into total; total / rms(total) * weight (D,) into out. */
-void rms_norm(const float *x, const float *added, const float *weight, float eps, float *out, float *total, int64_t rows,
+ALONE void rms_norm(const float *x, const float *added, const float *weight, float eps, float *out, float *total, int64_t rows,
               int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
         const float *from = x + row * width;
@@ -48,7 +57,7 @@ void rms_norm(const float *x, const float *added, const float *weight, float eps
 
 /* Pairs (i, i + half) of each head of x (R, heads, 2 half) turned by cos and sin (R, half), into out (R, heads, 2 half);
    out may be x. */
-void rotate(const float *x, int64_t x_row, int64_t x_head, const float *cosine, const float *sine, float *out,
+ALONE void rotate(const float *x, int64_t x_row, int64_t x_head, const float *cosine, const float *sine, float *out,
             int64_t out_row, int64_t out_head, int64_t rows, int64_t heads, int64_t half) {
     for (int64_t row = 0; row < rows; row++) {
         const float *c = cosine + row * half, *s = sine + row * half;
@@ -65,7 +74,7 @@ void rotate(const float *x, int64_t x_row, int64_t x_head, const float *cosine, 
 }
 
 /* silu(gate) * up, both (R, D) with a stride of rows, into out (R, D). */
-void swiglu(const float *gate, int64_t gate_row, const float *up, int64_t up_row, float *out, int64_t rows,
+ALONE void swiglu(const float *gate, int64_t gate_row, const float *up, int64_t up_row, float *out, int64_t rows,
             int64_t width) {
     for (int64_t row = 0; row < rows; row++) {
         const float *g = gate + row * gate_row, *u = up + row * up_row;
@@ -132,6 +141,15 @@ int64_t has_int8_linear(void) {
 #define AT_ONCE 8
 #define AHEAD 8192 /* bytes of a panel that are asked of memory before they are read */
 
+/* Threads that share panels, or heads, where there is more to read than LEAST bytes: to begin and to meet again costs
+   them some microseconds. Who computes a sum changes nothing of its order. */
+#define LEAST (1 << 17)
+static int threads = 1;
+
+void use_threads(int64_t count) { threads = (int)count; }
+
+static inline int threads_for(int64_t bytes) { return bytes < LEAST ? 1 : threads; }
+
 #ifdef __AVX512VNNI__
 #define INT8_PANELS(ROWS)                                                                                               \
     case ROWS: {                                                                                                        \
@@ -162,13 +180,14 @@ int64_t has_int8_linear(void) {
 
 /* x (R, D) rounded as by round_rows, times int8 panels, whose columns sum to `sums`; times scales of the matrix (N,), then
    those of the rows, into out (R, N). D is a multiple of 4, N of 16. Returns 0, or 1 where there was no memory. */
-int64_t int8_linear(const float *x, int64_t x_row, const int8_t *panels, const int32_t *sums, const float *matrix_scales,
+ALONE int64_t int8_linear(const float *x, int64_t x_row, const int8_t *panels, const int32_t *sums, const float *matrix_scales,
                     float *out, int64_t rows, int64_t columns, int64_t width) {
 #ifdef __AVX512VNNI__
     uint8_t *codes = malloc(rows * width);
     float *scales = malloc(rows * sizeof(float));
     if (codes && scales) {
         round_rows(x, x_row, codes, scales, rows, width);
+#pragma omp parallel for num_threads(threads_for(columns * width))
         for (int64_t n = 0; n < columns; n += 32) {
             const int8_t *from = panels + n * width;
             const int64_t apart = n + 32 <= columns ? 16 * width : 0;
@@ -208,8 +227,9 @@ int64_t int8_linear(const float *x, int64_t x_row, const int8_t *panels, const i
     } break;
 
 /* x (R, D) times panels of floats, into out (R, N). N is a multiple of 16. A sum has one order, whatever R is. */
-void linear(const float *x, int64_t x_row, const float *panels, float *out, int64_t rows, int64_t columns,
+ALONE void linear(const float *x, int64_t x_row, const float *panels, float *out, int64_t rows, int64_t columns,
             int64_t width) {
+#pragma omp parallel for num_threads(threads_for(columns * width * sizeof(float)))
     for (int64_t n = 0; n < columns; n += 32) {
         const float *from = panels + n * width;
         const int64_t apart = n + 32 <= columns ? 16 * width : 0;
@@ -335,14 +355,12 @@ static inline float softmax(float *restrict scores, int64_t count) {
         if (!parts)                                                                                                     \
             for (int64_t i = 0; i < wide; i++) to[i] *= share;                                                          \
     }                                                                                                                   \
-    static void NAME(const Attention *a, float *scores) {                                                               \
+    static void NAME(const Attention *a, float *scores, int64_t row, int64_t head) {                                    \
         const int64_t alike = a->width == a->value_width && a->width == a->value_stride ? a->width : 0;                 \
-        for (int64_t row = 0; row < a->rows; row++)                                                                     \
-            for (int64_t head = 0; head < a->heads; head++)                                                             \
-                if (alike == 64) NAME##_head(a, scores, row, head, 4);                                                  \
-                else if (alike == 128) NAME##_head(a, scores, row, head, 8);                                            \
-                else if (alike == 32) NAME##_head(a, scores, row, head, 2);                                             \
-                else NAME##_head(a, scores, row, head, 0);                                                              \
+        if (alike == 64) NAME##_head(a, scores, row, head, 4);                                                          \
+        else if (alike == 128) NAME##_head(a, scores, row, head, 8);                                                    \
+        else if (alike == 32) NAME##_head(a, scores, row, head, 2);                                                     \
+        else NAME##_head(a, scores, row, head, 0);                                                                      \
     }
 
 #define SAME(x) (x)
@@ -353,11 +371,88 @@ ATTEND(attend_int8, int8_t, int8_lanes, WHOLE)
 ATTEND(attend_e4m3, uint8_t, e4m3_lanes, e4m3_number)
 
 int64_t attend(const Attention *a, int64_t longest) {
-    float *scores = malloc(longest * sizeof(float));
-    if (!scores) return 1;
-    if (!a->key_scales) attend_floats(a, scores);
-    else if (a->e4m3) attend_e4m3(a, scores);
-    else attend_int8(a, scores);
-    free(scores);
+    const int64_t each = a->width + a->value_width, heads = a->rows * a->heads;
+    const int used = threads_for(heads * longest * each * (a->key_scales ? 1 : sizeof(float)));
+    float *room = malloc(used * longest * sizeof(float));
+    if (!room) return 1;
+#pragma omp parallel for num_threads(used)
+    for (int64_t number = 0; number < heads; number++) {
+        float *scores = room + this_thread() * longest;
+        const int64_t row = number / a->heads, head = number % a->heads;
+        if (!a->key_scales) attend_floats(a, scores, row, head);
+        else if (a->e4m3) attend_e4m3(a, scores, row, head);
+        else attend_int8(a, scores, row, head);
+    }
+    free(room);
     return 0;
+}
+
+/* A matrix (N, D) as int8_linear reads it, or as linear where there are no `sums`; with a bias (N,), or none. */
+typedef struct {
+    const void *panels;
+    const int32_t *sums;
+    const float *scales, *bias;
+    int64_t columns, width;
+} Panels;
+
+static int64_t times(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
+    if (!m->sums) linear(x, x_row, m->panels, out, rows, m->columns, m->width);
+    else if (int8_linear(x, x_row, m->panels, m->sums, m->scales, out, rows, m->columns, m->width)) return 1;
+    if (m->bias)
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < m->columns; i++) out[row * m->columns + i] += m->bias[i];
+    return 0;
+}
+
+/* What a block computes with: x + attention(norm(x)), then x + down(silu(gate) * up) of its norm. Queries, keys and
+   values are one product, as are gate and up. `attention`: stores and sizes. q_norm and k_norm (E,) may be missing. */
+typedef struct {
+    Attention attention;
+    Panels qkv, o, gate_up, down;
+    const float *norm, *q_norm, *k_norm, *mlp_norm;
+    float eps, qk_eps, mlp_eps;
+} Block;
+
+/* The rows of a step: cosine and sine (R, E / 2), slots (R,) where keys and values are kept, and as in Attention. */
+typedef struct {
+    const float *cosine, *sine;
+    const int64_t *slots, *tables, *offsets, *last;
+    int64_t rows, longest;
+} Step;
+
+/* x (R, D) through a block into out (R, D). Returns 0, or 1 where there was no memory. */
+int64_t block(const Block *b, const Step *s, const float *x, float *out) {
+    Attention a = b->attention;
+    const int64_t rows = s->rows, hidden = b->qkv.width, read = b->qkv.columns, ffn = b->down.width;
+    const int64_t width = a.width, queries = a.heads * width, keys = a.key_heads * width;
+    float *room = malloc(rows * (3 * hidden + read + queries + 3 * ffn) * sizeof(float));
+    if (!room) return 1;
+    float *normed = room, *found = normed + rows * hidden, *total = found + rows * hidden, *q = total + rows * hidden;
+    float *attended = q + rows * read, *gate = attended + rows * queries, *gated = gate + rows * 2 * ffn;
+    float *k = q + queries, *v = k + keys;
+
+    rms_norm(x, NULL, b->norm, b->eps, normed, NULL, rows, hidden);
+    int64_t failed = times(normed, hidden, &b->qkv, q, rows);
+    for (int64_t row = 0; b->q_norm && row < rows; row++) {
+        rms_norm(q + row * read, NULL, b->q_norm, b->qk_eps, q + row * read, NULL, a.heads, width);
+        rms_norm(k + row * read, NULL, b->k_norm, b->qk_eps, k + row * read, NULL, a.key_heads, width);
+    }
+    rotate(q, read, width, s->cosine, s->sine, q, read, width, rows, a.heads + a.key_heads, width / 2);
+    if (a.key_scales) {
+        keep_int8(k, read, width, s->slots, (int8_t *)a.keys, (float *)a.key_scales, rows, a.key_heads, width);
+        keep_int8(v, read, width, s->slots, (int8_t *)a.values, (float *)a.value_scales, rows, a.key_heads, width);
+    } else {
+        keep_floats(k, read, width, s->slots, (float *)a.keys, rows, a.key_heads, width);
+        keep_floats(v, read, width, s->slots, (float *)a.values, rows, a.key_heads, width);
+    }
+    a.q = q, a.q_row = read, a.out = attended, a.rows = rows;
+    a.tables = s->tables, a.offsets = s->offsets, a.last = s->last;
+    failed = failed || attend(&a, s->longest) || times(attended, queries, &b->o, found, rows);
+    rms_norm(x, found, b->mlp_norm, b->mlp_eps, normed, total, rows, hidden);
+    failed = failed || times(normed, hidden, &b->gate_up, gate, rows);
+    swiglu(gate, 2 * ffn, gate + ffn, 2 * ffn, gated, rows, ffn);
+    failed = failed || times(gated, ffn, &b->down, found, rows);
+    for (int64_t i = 0; i < rows * hidden; i++) out[i] = total[i] + found[i];
+    free(room);
+    return failed;
 }

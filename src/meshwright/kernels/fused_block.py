@@ -1,0 +1,117 @@
+"""A whole block for the few rows of a step, in one call of the compiled loops.
+
+For small models on a CPU a step is otherwise mostly Python: a dozen calls a layer, of microseconds each. The loops are
+those that the block's parts would be computed with one by one, so the bits are the same.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor
+
+from meshwright.kernels.compiled.library import LANES, AttentionFields, Loops, Panels, pointer
+from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.paged_attention import RowsCall
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+PARTS = ("qkv", "o", "gate_up", "down")
+
+
+class _PanelFields(ctypes.Structure):
+    _fields_ = (
+        ("panels", _POINTER), ("sums", _POINTER), ("scales", _POINTER), ("bias", _POINTER), ("columns", _INT),
+        ("width", _INT),
+    )  # fmt: skip
+
+
+class _BlockFields(ctypes.Structure):
+    _fields_ = (
+        ("attention", AttentionFields), *((name, _PanelFields) for name in PARTS), ("norm", _POINTER),
+        ("q_norm", _POINTER), ("k_norm", _POINTER), ("mlp_norm", _POINTER), ("eps", _FLOAT), ("qk_eps", _FLOAT),
+        ("mlp_eps", _FLOAT),
+    )  # fmt: skip
+
+
+class _StepFields(ctypes.Structure):
+    _fields_ = (
+        ("cosine", _POINTER), ("sine", _POINTER), ("slots", _POINTER), ("tables", _POINTER), ("offsets", _POINTER),
+        ("last", _POINTER), ("rows", _INT), ("longest", _INT),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockParts:
+    """x + o(attention(qkv(norm(x)))), then x + down(silu(gate) * up) of its norm. Letters: H query heads, K key heads,
+    E width of a head, F of the feed-forward."""
+
+    norm: Norm
+    qkv: Panels
+    """(H E + 2 K E, D): queries, keys, values."""
+    q_norm: Norm | None
+    k_norm: Norm | None
+    """Of each head, with the same eps; None = none."""
+    o: Panels
+    mlp_norm: Norm
+    gate_up: Panels
+    """(2 F, D): gate, then what it is for."""
+    down: Panels
+    keys: KeptNumbers
+    values: KeptNumbers
+    """(blocks, block, K, E); as numbers, or int8."""
+    heads: int
+    window: int
+    """Positions that are seen; 0 = all."""
+    scale: float
+
+
+@final
+class FusedStep:
+    """The rows of a step, for all blocks."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, slots: Tensor, call: RowsCall) -> None:
+        """cos and sin (1, R, 1, E / 2), slots (R,)."""
+        self._kept = cos.contiguous(), sin.contiguous(), slots, call
+        given = *self._kept[:3], call.tables, call.offsets, call.last
+        self.fields = _StepFields(*map(pointer, given), len(slots), call.longest)
+
+
+@final
+class FusedBlock:
+    """Parts whose tensors stay where they are."""
+
+    def __init__(self, loops: Loops, parts: BlockParts) -> None:
+        self._loops, self._parts = loops, parts
+        keys, values = parts.keys, parts.values
+        (_, size, key_heads, width), value_width = keys.sizes, values.sizes[3]
+        attention = AttentionFields(
+            keys=pointer(keys.codes), values=pointer(values.codes), key_scales=pointer(keys.scales),
+            value_scales=pointer(values.scales), heads=parts.heads, key_heads=key_heads, width=width,
+            value_width=value_width, value_stride=value_width, block=size, window=parts.window, e4m3=0,
+            scale=parts.scale,
+        )  # fmt: skip
+        norms = [None if one is None else pointer(one.weight) for one in self._norms]
+        eps = parts.norm.eps, 0.0 if parts.q_norm is None else parts.q_norm.eps, parts.mlp_norm.eps
+        self._fields = _BlockFields(attention, *(_fields(getattr(parts, name)) for name in PARTS), *norms, *eps)
+
+    @property
+    def _norms(self) -> list[Norm | None]:
+        return [self._parts.norm, self._parts.q_norm, self._parts.k_norm, self._parts.mlp_norm]
+
+    def __call__(self, x: Tensor, step: FusedStep) -> Tensor:
+        """x (1, R, D) fp32, contiguous, of the step's rows -> (1, R, D); their keys and values are kept."""
+        return self._loops.block(self._fields, step.fields, x)
+
+
+def _fields(panels: Panels) -> _PanelFields:
+    given = map(pointer, (panels.numbers, panels.sums, panels.scales, panels.bias))
+    held = panels.numbers
+    return _PanelFields(*given, len(held) * LANES, held[0].numel() // LANES)

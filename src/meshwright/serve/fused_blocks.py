@@ -1,0 +1,121 @@
+"""Blocks of a step that compiled loops compute whole (kernels/fused_block.py).
+
+Such are blocks of grouped-query attention with rotary positions, RMSNorm and a gated feed-forward, in fp32 on a CPU,
+with the whole block on this rank, and nothing hung on its parts. Keys and values are kept as numbers or int8. Steps are
+those whose rows are few and attended one by one, without adapters. All others are computed as ever, with the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from meshwright import compat
+from meshwright.kernels.compiled.library import INT8_ROWS, Loops, Panels, takes
+from meshwright.kernels.fused_block import BlockParts, FusedBlock, FusedStep, Norm
+from meshwright.kernels.prepared_product import PreparedProduct
+from meshwright.model.attention import Attention, AttentionMetadata
+from meshwright.model.kv_cache import Past
+from meshwright.model.linear import Linear
+from meshwright.model.mlp import GatedMLP
+from meshwright.model.norm import RMSNorm
+from meshwright.model.seams import Border, same
+from meshwright.model.transformer import Block
+from meshwright.serve.paged_cache import PagedLayer, StepPlaces
+
+
+@final
+class FusedBlocks:
+    """What calls the blocks of one model, as BlockCall. Use as PreparedLayers."""
+
+    def __init__(self, loops: Loops, product: Callable[[Sequence[nn.Module]], PreparedProduct | None]) -> None:
+        """`product`: of layers that read one input, if it is prepared."""
+        self._loops, self._product = loops, product
+        self._known: dict[Block, _Fused | None] = {}
+        self._step: tuple[StepPlaces, FusedStep] | None = None
+
+    def __call__(
+        self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Block.compute."""
+        if isinstance(cache, PagedLayer) and cache.places is not None:
+            if block not in self._known:
+                self._known[block] = self._fused(block, cache)
+            known = self._known[block]
+            if known is not None and known.takes(x, cache, metadata):
+                return known.block(x, self._fields(cache.places, metadata)), None
+        return block.compute(x, metadata, cache)
+
+    def _fields(self, places: StepPlaces, metadata: AttentionMetadata) -> FusedStep:
+        """The same for all blocks of a step."""
+        if self._step is None or self._step[0] is not places:
+            assert places.rows is not None and metadata.cos is not None and metadata.sin is not None
+            self._step = places, FusedStep(metadata.cos, metadata.sin, places.slots, places.rows)
+        return self._step[1]
+
+    def _fused(self, block: Block, cache: PagedLayer) -> "_Fused | None":
+        attention, mlp = block.attention, block.mlp
+        if type(attention) is not Attention or type(mlp) is not GatedMLP or not _is_plain(block, cache):
+            return None
+        groups = (attention.q, attention.k, attention.v), (attention.o,), (mlp.gate, mlp.up), (mlp.down,)
+        panels = [_panels(self._product(group)) for group in groups]
+        qkv, o, gate_up, down = panels
+        if qkv is None or o is None or gate_up is None or down is None:
+            return None
+        of_heads = attention.shape.qk_norm
+        parts = BlockParts(
+            norm=_norm(block.attention_norm), qkv=qkv, q_norm=_norm(attention.q_norm) if of_heads else None,
+            k_norm=_norm(attention.k_norm) if of_heads else None, o=o, mlp_norm=_norm(block.mlp_norm), gate_up=gate_up,
+            down=down, keys=cache.keys, values=cache.values, heads=attention.shape.heads, window=block.window,
+            scale=attention.scale,
+        )  # fmt: skip
+        most = min(self._loops.rows if one.sums is None else INT8_ROWS for one in (qkv, o, gate_up, down))
+        layers = [layer for group in groups for layer in group]
+        return _Fused(FusedBlock(self._loops, parts), cache, layers, most)
+
+
+@final
+class _Fused:
+    def __init__(self, block: FusedBlock, cache: PagedLayer, layers: Sequence[Linear], most: int) -> None:
+        """`most`: rows of a step."""
+        self.block, self._cache, self._layers, self._most = block, cache, layers, most
+
+    def takes(self, x: Tensor, cache: PagedLayer, metadata: AttentionMetadata) -> bool:
+        """Whether a step's rows x (B, R, D) are few, attended one by one over this cache, and without adapters."""
+        rows = None if cache.places is None else cache.places.rows
+        return (
+            rows is not None
+            and len(rows.last) == x.shape[1] <= self._most
+            and len(x) == 1
+            and cache is self._cache
+            and x.is_contiguous()
+            and all(layer.lora is None for layer in self._layers)
+        )
+
+
+def _is_plain(block: Block, cache: PagedLayer) -> bool:
+    """Whether nothing but its matrices, which are asked for apart, keeps a block from being one call."""
+    shape, attention = block.attention.shape, block.attention
+    norms: list[Any] = [block.attention_norm, block.mlp_norm]
+    norms += [attention.q_norm, attention.k_norm] if shape.qk_norm else []
+    return (
+        shape.positions == "rope"
+        and not shape.rope_interleaved
+        and cache.keys.form in ("model", "int8")
+        and all(type(norm) is RMSNorm and takes(norm.weight) for norm in norms)
+        and not any(compat.is_hooked(part) for part in (*norms, attention, block.mlp))
+        and _is_here(block.seams.dense)
+    )
+
+
+def _is_here(border: Border) -> bool:
+    """Whether a part of a block is whole on this rank."""
+    return border.leave is same and border.write is None and not border.gathers
+
+
+def _panels(product: PreparedProduct | None) -> Panels | None:
+    return None if product is None else product.panels
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.eps)
