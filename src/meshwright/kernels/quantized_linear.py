@@ -23,7 +23,7 @@ from meshwright.compat import integers
 from meshwright.kernels import cpu_product, device_products
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import input_gradient, product_dtype, products
-from meshwright.kernels.quantization import absmax_scale, highest
+from meshwright.kernels.quantization import absmax_scale, highest, quantize
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import kind
 
@@ -62,7 +62,7 @@ def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tens
     if without is not None:
         wide = wide.index_fill(1, without.long(), 0.0)
     scales = absmax_scale(wide.abs().amax(1, keepdim=True), 8)
-    return (wide / scales).round_().clamp_(-highest(8), highest(8)), scales
+    return quantize(wide, scales, 0.0, -highest(8), highest(8)), scales
 
 
 def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tensor]:
