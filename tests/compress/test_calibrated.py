@@ -19,12 +19,14 @@ from meshwright.api.quantization_text import quantization_text
 from meshwright.cli.main import main
 from meshwright.compress import calibrated_model as calibration
 from meshwright.compress.block_model import BlockModel
-from meshwright.compress.calibrated_block import quantize_block
+from meshwright.compress.calibrated_block import quantize_block, restored_parts
 from meshwright.compress.calibrated_model import calibrate
 from meshwright.compress.input_folds import fold, folds, input_groups
 from meshwright.compress.input_statistics import Inputs
 from meshwright.compress.layer_inputs import reading
 from meshwright.compress.original import OriginalModel, open_original
+from meshwright.kernels import quantized_matrix
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.hub import export_folder
 from meshwright.model.hub.safetensors_files import stored_tensors
@@ -37,6 +39,7 @@ from meshwright.training.batches import Batch
 from tests.cli.toy import train, write_texts
 from tests.compress.test_formats import MOE, SHAPES, SIZES
 from tests.compress.test_quantize import batch
+from tests.counting import Alive
 from tests.train.test_weights import directory
 
 MLA = MLAShape(q_rank=24, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=16)
@@ -134,7 +137,7 @@ def test_what_a_block_gathers_is_what_the_whole_model_reads(name: str) -> None:
     text.enter({one: weights[one] for one in ("embed.weight", "positions.weight") if one in weights})
     for layer in (0, 1):
         own = {one: tensor for one, tensor in weights.items() if one.startswith(f"layers.{layer}.")}
-        with text.block(layer, own):
+        with text.block(layer, own.items()):
             if layer == 0:
                 text.step(0)
                 continue
@@ -194,6 +197,23 @@ def calibrated(out: Path, source: OriginalModel, shape: ModelShape, **more: Any)
 
 def tensors(what: Any) -> list[Tensor]:
     return [what] if isinstance(what, Tensor) else list(what.tensors.values())
+
+
+def test_memory_holds_one_matrix_beside_the_block_that_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block that is read back as codes."""
+    monkeypatch.setattr(quantized_matrix, "PIECE", 256)
+    source, _ = original(SHAPES["llama"])
+    text = BlockModel(source.shape, torch.float32, TEXT)
+    weights = {name: one for name, one in source.weights(torch.float32) if name.startswith("layers.0.")}
+    parts = {
+        name: quantize_matrix(name, one, SCHEMES["int4-rtn"]) if name in quantizable(source.shape) else one
+        for name, one in weights.items()
+    }
+    known = [one for part in parts.values() for one in ([part] if isinstance(part, Tensor) else part.tensors.values())]
+    with Alive(known) as alive, text.block(0, restored_parts(parts, torch.float32)):
+        pass
+    whole, largest = (of(one.nbytes for one in weights.values()) for of in (sum, max))
+    assert whole < alive.peak_bytes < whole + 2 * largest
 
 
 def test_memory_holds_one_block(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.kernels import quantized_matrix
 from meshwright.kernels.quantization import absmax, zero_point
 from meshwright.kernels.quantized_linear import quantized_expert_linear, quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from tests.counting import Alive
 
 WORST = {
     "int8": 0.01,
@@ -54,6 +56,22 @@ def test_every_scheme_takes_every_size(name: str, size: tuple[int, ...]) -> None
     }
 
 
+@pytest.mark.parametrize("size", [(64, 96), (3, 64, 96)], ids=str)
+@pytest.mark.parametrize("name", ["int4-hqq", "nf4-double", "int8", "int3"])
+def test_errors_are_found_some_rows_at_a_time(
+    name: str, size: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the whole, in less memory than the matrix has in fp32."""
+    weight = numbers(*size)
+    matrix = made(name, weight)
+    right = float((weight - matrix.dequantized()).norm() / weight.norm())
+    matrix.prepared.clear()
+    monkeypatch.setattr(quantized_matrix, "PIECE", weight.numel() // 16)
+    with Alive([weight, *matrix.tensors.values(), *matrix.tables.values()]) as alive:
+        assert relative_error(weight, matrix) == pytest.approx(right, rel=1e-6)
+    assert alive.peak_bytes < weight.nbytes
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_rows_of_zeros_and_constants_are_exact_and_nan_is_refused(name: str) -> None:
     weight = numbers(4, 70)
@@ -66,6 +84,21 @@ def test_rows_of_zeros_and_constants_are_exact_and_nan_is_refused(name: str) -> 
         with pytest.raises(PlanError, match="some has 1 weights that are infinite or NaN"):
             made(name, weight)
     assert made(name, torch.full((2, 33), 1e-42)).dequantized().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("nf4", {"bits": 3}, "nf4 has 4"), ("fp8", {"bits": 6}, "e4m3 8"), ("int4-rtn", {"bits": 7}, "one of 2, 3"),
+        ("int8", {"group": 32}, "group=0"), ("int4-rtn", {"group": 48}, "group=48"),
+        ("fp8", {"zeros": "whole"}, "zeros=whole"),
+        ("int4-rtn", {"scales": "double"}, "are for nf4"), ("nf4", {"method": "gptq"}, "whole numbers"),
+        ("int4-sym", {"method": "smooth"}, "activations=int8"), ("llm-int8", {"threshold": 0.0}, "above 0"),
+    ],
+)  # fmt: skip
+def test_a_scheme_that_cannot_be_is_refused(name: str, changes: dict[str, object], why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        replace(SCHEMES[name], **changes)  # type: ignore[arg-type]  # fields
 
 
 def test_a_matrix_is_what_the_plain_functions_say() -> None:

@@ -13,7 +13,8 @@ from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
-from meshwright.kernels.prepared_product import Int8Product, int8_of, rounded_rows
+from meshwright.kernels.prepared_product import Int8Product, int8_of
+from meshwright.kernels.quantized_linear import row_codes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import SCHEMES
@@ -152,7 +153,7 @@ def test_int8_rows_do_not_depend_on_others_nor_on_the_library(loops: Loops) -> N
         for rows in ROWS:
             assert torch.equal(product(x[:rows]), found[:rows])
     assert torch.equal(product(x), found)
-    codes, scales = rounded_rows(x)
+    codes, scales = row_codes(x)
     exact = (codes.double() @ matrix.codes.double().t()).float() * matrix.scales.float().view(-1) * scales
     assert torch.equal(found, exact)
 

@@ -51,6 +51,23 @@ def test_products_are_as_exact_as_torchs(seed: int) -> None:
         assert error(found, wanted) < 1e-6
 
 
+@pytest.mark.parametrize("at_once", [1, 700, 2**20])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_matrix_of_16_bits_is_widened_by_rows(seed: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, some, and all at a time."""
+    monkeypatch.setattr(cpu_product, "WIDENED_AT_ONCE", at_once)
+    rows, inner, columns = sizes(seed)
+    torch.manual_seed(seed)
+    a, bias = torch.randn(rows, inner), torch.randn(columns).bfloat16()
+    b, back = torch.randn(columns, inner).bfloat16(), torch.randn(inner, columns).bfloat16()
+    exact = a.double() @ b.double().t() + bias.double()
+    assert error(cpu_product.widened_linear(a, b, bias), exact) < 1e-6
+    assert error(cpu_product.widened_linear(a.view(1, rows, inner), b, bias)[0], exact) < 1e-6
+    assert cpu_product.widened_linear(a, b, bias, torch.float16).dtype == torch.float16
+    assert error(cpu_product.widened_multiply(a, back), a.double() @ back.double()) < 1e-6
+    assert torch.equal(cpu_product.widened_linear(a.bfloat16(), b), cpu_product.linear(a.bfloat16(), b))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_layer_and_its_gradients(seed: int) -> None:
     rows, inner, columns = sizes(seed)

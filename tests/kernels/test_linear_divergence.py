@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import cross_entropy, linear_divergence, linear_top
+from meshwright import compat
+from meshwright.kernels import cpu_product, cross_entropy, linear_divergence, linear_top
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
 from meshwright.kernels.divergence_rows import DistillationLoss, Divergence, KnownTop, TeacherHead
+from meshwright.planner.step import teacher_costs
 from tests.counting import Alive, Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors
 
@@ -173,6 +175,37 @@ def test_16_bit_is_no_further_from_fp64_than_plain_code(dtype: torch.dtype) -> N
     )
 
 
+def loss_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
+    return cross_entropy.linear_cross_entropy(x, weight, targets)
+
+
+def kept_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
+    return linear_top.linear_top(teacher.x, teacher.weight, KEPT).log_probabilities + 0 * (x.sum() + weight.sum())
+
+
+def divergence_alone(x: Tensor, weight: Tensor, teacher: TeacherHead, targets: Tensor) -> Tensor:
+    return FUNCTIONS["fast"](x, weight, teacher, targets, form=Divergence(hard=0.2)).loss
+
+
+@pytest.mark.parametrize("function", [loss_alone, kept_alone, divergence_alone])
+def test_a_head_of_16_bits_is_widened_by_rows(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a CPU has no 16-bit products: some words at a time give what all do, gradients too, in less memory."""
+    monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
+    words, width = 1000, 64
+    x, weight, theirs, head = tensors(*[(3, width), (words, width)] * 2, dtype=torch.bfloat16)
+    given = {"teacher": TeacherHead(theirs, head), "targets": targets_of(3)}
+    made, peaks = [], []
+    for at_once in (words, 30):
+        monkeypatch.setattr(cpu_product, "WIDENED_AT_ONCE", at_once * width)
+        made.append(outcome(partial(function, **given), [x, weight]))
+        with torch.no_grad(), Alive([x, weight, theirs, head]) as alive:
+            function(x, weight, **given)
+        peaks.append(alive.peak_bytes)
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-5)
+    assert peaks[0] > 4 * words * width > 2 * peaks[1]
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_large_logits_overflow_nowhere(beta: float) -> None:
     """Logits of several hundred carry an error of some 1e-5 themselves."""
@@ -226,6 +259,18 @@ def test_memory_grows_by_less_than_64_kib_a_token_at_a_vocabulary_of_128k(
         return alive.peak_bytes
 
     assert (peak(64) - peak(32)) / 32 <= 4 * width + 64, "a row of x's gradient"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_chunk_has_no_more_tensors_of_logits_than_are_planned(form: Divergence) -> None:
+    rows, width, vocabulary = 8, 4, 5000
+    x, weight, *theirs = tensors(*[(rows, width), (vocabulary, width)] * 2)
+    teachers = [TeacherHead(*theirs), *([top_of(*theirs, form=form)] if form.beta == 0 else [])]
+    for teacher in teachers:
+        with torch.no_grad(), Alive([x, weight, *teacher]) as alive:
+            FUNCTIONS["fast"](x, weight, teacher, torch.zeros(rows, dtype=torch.int64), form=form)
+        assert alive.peak_bytes <= (linear_divergence.BUFFERS + 0.1) * 4 * rows * vocabulary
+    assert linear_divergence.BUFFERS == teacher_costs.BUFFERS, "what a plan counts"
 
 
 @pytest.mark.parametrize(

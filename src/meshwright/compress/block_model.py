@@ -22,7 +22,7 @@ class BlockModel:
     """The model, the text, and what the next block reads of it: (B, S, D) for each batch."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, batches: Iterable[Batch]) -> None:
-        self.batches = list(batches)
+        self.batches, self.dtype = list(batches), dtype
         self.device = self.batches[0].tokens.device
         self.model = skeleton(shape).eval()
         shrink(self.model, dtype)
@@ -46,8 +46,9 @@ class BlockModel:
             part.to("meta")
 
     @contextmanager
-    def block(self, layer: int, weights: Mapping[str, Tensor]) -> Iterator[Block]:
-        """One block with its weights by name, inside; afterwards its memory is free again."""
+    def block(self, layer: int, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Block]:
+        """One block with its weights by name, inside; afterwards its memory is free again. No weight is held beside the
+        next."""
         block = self.model.blocks[layer]
         block.to_empty(device=self.device)
         self.fill(layer, weights)
@@ -57,11 +58,12 @@ class BlockModel:
             block.to("meta")
 
     @torch.no_grad()
-    def fill(self, layer: int, weights: Mapping[str, Tensor]) -> None:
+    def fill(self, layer: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Give weights, by name, to a block that has memory."""
         prefix, places = f"layers.{layer}.", self.model.blocks[layer].state_dict()
-        for name, tensor in weights.items():
+        for name, tensor in weights:
             places[name.removeprefix(prefix)].copy_(tensor)
+            del tensor
 
     @torch.no_grad()
     def listen(self, layer: int, name: str, hear: Callable[[Tensor, Counts | None], None]) -> None:

@@ -1,7 +1,7 @@
 """One block: inputs are scaled where that helps, then matrices are rounded in the order in which they are applied, each
 by what it reads behind those that are rounded already."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,7 +36,7 @@ def quantize_block(
 ) -> QuantizedBlock:
     """`weights` of a block by name, as they are stored; `schemes` of its matrices; `stored`: dtype of what has none.
     The block is the text's next one. PlanError for weights or activations that are not finite."""
-    with text.block(layer, weights):
+    with text.block(layer, weights.items()):
         for place in folds(text.model.shape, layer, schemes):
             _scale(text, layer, place, schemes, stored)
         live = text.model.state_dict()
@@ -48,7 +48,7 @@ def quantize_block(
             for name in group:
                 made[name], records[name] = _rounded(name, live[name], schemes[name], inputs)
             for name in group:
-                live[name].copy_(made[name].dequantized())
+                live[name].copy_(made[name].restored(live[name].dtype))
         kept = {name: live[name].to(tensor.dtype) for name, tensor in weights.items() if name not in made}
     parts: Parts = {name: made[name] if name in made else kept[name] for name in weights}
     return QuantizedBlock(parts, tuple(records[name] for name in schemes))
@@ -65,9 +65,14 @@ def _rounded(
 
 def advance(text: BlockModel, layer: int, parts: Mapping[str, Tensor | QuantizedMatrix]) -> None:
     """From what a block reads to what the next one does, with its parts as they are written."""
-    restored = {name: one.dequantized() if isinstance(one, QuantizedMatrix) else one for name, one in parts.items()}
-    with text.block(layer, restored):
+    with text.block(layer, restored_parts(parts, text.dtype)):
         text.step(layer)
+
+
+def restored_parts(parts: Mapping[str, Tensor | QuantizedMatrix], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Parameters as numbers, one after the other: none is restored beside the next."""
+    for name, one in parts.items():
+        yield name, one.restored(dtype) if isinstance(one, QuantizedMatrix) else one
 
 
 def _inputs(text: BlockModel, layer: int, name: str, weight: Tensor, wanted: Wanted) -> Inputs:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.quantized_linear import row_codes
-from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.kernels.weight_codes import coded
 from meshwright.spec.quantization_schemes import Scheme
 
 Tied = Callable[[Tensor], Tensor]
@@ -75,4 +75,4 @@ def _best(tried: Sequence[Tensor], error: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _restored(weight: Tensor, scheme: Scheme) -> Tensor:
-    return quantize_matrix("a scaled matrix", weight, scheme).dequantized()
+    return coded(weight, scheme).dequantized()

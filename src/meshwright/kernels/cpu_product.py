@@ -22,6 +22,9 @@ AT_ONCE = 2**18
 COPIED_AT_ONCE, FEWEST_ROWS = 2**20, 512
 """Elements of a transposed first operand that are copied at a time, since oneDNN reads rows: 4 MiB. Below 512 rows a
 product is slower; from there on it is as fast as of one copy, or faster: that one leaves the cache."""
+WIDENED_AT_ONCE = 2**20
+"""Elements of a matrix of 16 bits that are widened at a time, where products are taken in fp32: 4 MiB, which the cache
+holds. Of more than 32 MiB glibc has the system give every page anew, which costs more than a product of few rows."""
 
 _library = torch.library.Library("meshwright", "FRAGMENT")
 _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
@@ -118,3 +121,33 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     for some, part in zip(total.split(rows), a.split(rows), strict=True):
         some.add_(multiply(part, b))
     return total
+
+
+def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x (..., K) times weight (N, K) transposed, plus bias (N,) -> (..., N), rounded to `dtype` once (None: as x). The
+    weight is of x's dtype, or of 16 bits beside fp32: then it is widened some rows at a time."""
+    rows = _widened_rows(x, weight)
+    if rows >= len(weight):
+        return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype)).to(dtype or x.dtype)
+    found = x.new_empty(*x.shape[:-1], len(weight), dtype=dtype)
+    for start in range(0, len(weight), rows):
+        some = slice(start, start + rows)
+        found[..., some] = linear(x, weight[some].float(), None if bias is None else bias[some].float())
+    return found
+
+
+def widened_multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K) times b (K, N) -> (M, N), b of a's dtype, or of 16 bits beside fp32: as `widened_linear`."""
+    rows = _widened_rows(a, b)
+    if rows >= len(b):
+        return multiply(a, b.to(a.dtype))
+    total = multiply(a[:, :rows], b[:rows].float())
+    for start in range(rows, len(b), rows):
+        add_product(total, a[:, start : start + rows], b[start : start + rows].float())
+    return total
+
+
+def _widened_rows(x: Tensor, matrix: Tensor) -> int:
+    """Of a matrix, as many as are widened at a time for x. The compiler would unroll the loop."""
+    whole = matrix.dtype == x.dtype or torch.compiler.is_compiling()
+    return len(matrix) if whole else max(1, WIDENED_AT_ONCE // max(1, matrix.shape[1]))

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import cpu_product
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.purpose import takes
@@ -131,16 +131,16 @@ class _Chunks:
     def losses(self, factor: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Of each chunk: its rows, -log softmax of their targets (R,) fp32, and which of them count (R,)."""
         parts, factor = self.vocabulary, None if factor is None else factor.float()
-        weights = self.weight.float() if needs_wide(self.x) else self.weight
-        rows = chunk_rows(len(self.x), parts.most if parts else len(weights), kind(self.x))
-        in_triton = uses_triton("loss_rows", weights, prefer=self.prefer)
+        weight, dtype = self.weight, product_dtype(self.weight)
+        rows = chunk_rows(len(self.x), parts.most if parts else len(weight), kind(self.x))
+        in_triton = uses_triton("loss_rows", weight, prefer=self.prefer)
         for start in range(0, len(self.x), rows):
             here = slice(start, start + rows)
             targets, valid = self.targets[here], self.targets[here] != IGNORED
             each = factor[here] if factor is not None and factor.dim() else factor
             kept = kept_rows(valid, parts)
-            part = (self.x[here] if kept is None else self.x[here][kept]).to(weights.dtype)
-            logits = cpu_product.linear(part, weights)
+            part = (self.x[here] if kept is None else self.x[here][kept]).to(dtype)
+            logits = cpu_product.widened_linear(part, weight)
             if not in_triton:
                 logits = logits.float()
             make = self._in_triton if in_triton else self._chunk
@@ -154,7 +154,7 @@ class _Chunks:
             if self._wants_gradients:
                 logits = logits.to(part.dtype)
             if self.x_gradient is not None:
-                found = cpu_product.multiply(logits, weights)
+                found = cpu_product.widened_multiply(logits, weight)
                 if kept is None:
                     self.x_gradient[here] = found
                 else:

@@ -145,18 +145,22 @@ class RowDivergence:
         else:
             t.div_(their_whole.unsqueeze(1))
             theirs.sub_(their_whole.log().unsqueeze(1))
-            made, soft = self._between(ours - whole.log().unsqueeze(1), theirs, s, t)
+            made, soft = self._between(ours, whole.log().unsqueeze(1), theirs, s, t)
         return made, s, soft, (whole, *rest)
 
-    def _between(self, ours: Tensor, theirs: Tensor, s: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """(gradient, D) of log-probabilities and probabilities (R, V) of both; all but `s` are used up."""
+    def _between(
+        self, ours: Tensor, log_whole: Tensor, theirs: Tensor, s: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(gradient, D) of the student's logits and the logarithm of their sum of exponentials (R, 1), of the teacher's
+        log-probabilities, and of probabilities (R, V) of both. What is the teacher's is used up. One more (R, V) is
+        alive: log m, then log s/m."""
         beta = self.form.beta
-        mixed = torch.logaddexp(ours + log_of(1 - beta), theirs + log_of(beta))
-        over = t.mul_(theirs.sub_(mixed)).sum(1)
-        ours.sub_(mixed)
-        del mixed
-        over, under = self._total(torch.stack((over, (ours * s).sum(1)))).unbind(0)
-        return ours.sub_(under.unsqueeze(1)).mul_(s).mul_(1 - beta), beta * over + (1 - beta) * under
+        made = ours - (log_whole - log_of(1 - beta) + log_of(beta))
+        torch.logaddexp(made, theirs, out=made).add_(log_of(beta))
+        over = t.mul_(theirs.sub_(made)).sum(1)
+        made.neg_().add_(ours).sub_(log_whole)
+        over, under = self._total(torch.stack((over, torch.mul(made, s, out=t).sum(1)))).unbind(0)
+        return made.sub_(under.unsqueeze(1)).mul_(s).mul_(1 - beta), beta * over + (1 - beta) * under
 
     def _add_hard(
         self, made: Tensor, ours: Tensor, probabilities: Tensor, total: Tensor, index: Tensor, mine: Tensor,

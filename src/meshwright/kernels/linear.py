@@ -101,9 +101,8 @@ def linears_reference(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
     return tuple(linear_reference(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
-FEW_ROWS, FEW_OF_LARGE, LARGE = 2, 8, 2**23
-"""Rows up to which torch's own code for 16 bits, on vectors, is faster than a matrix takes to be widened; and of one
-with more elements. Of more than 32 MiB glibc has the system give every page anew, which costs more than the product."""
+FEW_ROWS = 2
+"""Up to which torch's own code for 16 bits, on vectors, is faster than a matrix takes to be widened."""
 
 
 def needs_wide(x: Tensor) -> bool:
@@ -114,11 +113,6 @@ def needs_wide(x: Tensor) -> bool:
 def product_dtype(x: Tensor) -> torch.dtype:
     """In which products of x with matrices of its dtype are taken; they are rounded to that of x."""
     return torch.float32 if needs_wide(x) else x.dtype
-
-
-def _are_few(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    few = FEW_OF_LARGE if max([weight.numel() for weight in weights]) > LARGE else FEW_ROWS
-    return x.numel() <= few * x.shape[-1]
 
 
 def weight_product(gradient: Tensor, x: Tensor | fp8.Narrow, dtype: torch.dtype, form: str = SAME) -> Tensor:
@@ -137,11 +131,10 @@ def products(
     """As `linears_reference`; where 16-bit products are emulated, in fp32 and rounded once, but of few rows."""
     if form != SAME:
         return fp8.products(x, weights, biases)
-    if not needs_wide(x) or (compat.HAS_VECTORS and _are_few(x, weights)):
+    if not needs_wide(x) or (compat.HAS_VECTORS and x.numel() <= FEW_ROWS * x.shape[-1]):
         return tuple(map(partial(cpu_product.linear, x), weights, biases))
     wide = x.float()
-    pairs = ((w.float(), None if b is None else b.float()) for w, b in zip(weights, biases, strict=True))
-    return tuple(cpu_product.linear(wide, *pair).to(x.dtype) for pair in pairs)
+    return tuple(cpu_product.widened_linear(wide, *pair, x.dtype) for pair in zip(weights, biases, strict=True))
 
 
 def products_of_pieces(

@@ -37,7 +37,7 @@ from meshwright.kernels.divergence_rows import (
     TeacherHead,
     log_of,
 )
-from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
 
@@ -94,46 +94,40 @@ class _DivergenceChunks:
         """Sums (2,) fp32 over valid rows: T^2 D and the cross-entropy."""
         self.x_gradient = torch.empty_like(self.x) if of_x else None
         self.weight_gradient = torch.zeros_like(self.weight, dtype=torch.float32) if of_weight else None
-        wide = needs_wide(self.x)
-        weights = self.weight.float() if wide else self.weight
-        theirs = self.teacher.weight if isinstance(self.teacher, TeacherHead) else None
-        theirs = theirs.float() if theirs is not None and wide else theirs
-        columns = self.vocabulary.most if self.vocabulary else len(weights)
+        columns = self.vocabulary.most if self.vocabulary else len(self.weight)
         rows = chunk_rows(len(self.x), BUFFERS * columns, kind(self.x))
         total = torch.zeros(2, dtype=torch.float32, device=self.x.device)
         for start in range(0, len(self.x), rows):
             here = slice(start, start + rows)
             valid = self.targets[here] != IGNORED
-            total += self._chunk(here, valid, kept_rows(valid, self.vocabulary), weights, theirs, scale)
+            total += self._chunk(here, valid, kept_rows(valid, self.vocabulary), scale)
         return total
 
-    def _chunk(
-        self, here: slice, valid: Tensor, kept: Tensor | None, weights: Tensor, theirs: Tensor | None,
-        scale: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    def _chunk(self, here: slice, valid: Tensor, kept: Tensor | None, scale: Tensor | None) -> Tensor:
         def some(tensor: Tensor) -> Tensor:
             return tensor[here] if kept is None else tensor[here][kept]
 
-        part, targets = some(self.x).to(weights.dtype), some(self.targets)
+        part, targets = some(self.x).to(product_dtype(self.weight)), some(self.targets)
         valid = valid if kept is None else valid[kept]
         by_row = RowDivergence(self.vocabulary, self.form)
-        logits = cpu_product.linear(part, weights).float()
+        logits = cpu_product.widened_linear(part, self.weight).float()
         factor = valid.float() if scale is None else valid * scale.float()
-        if isinstance(self.teacher, TeacherHead) and theirs is not None:
-            other = cpu_product.linear(some(self.teacher.x).to(theirs.dtype), theirs).float()
+        if isinstance(self.teacher, TeacherHead):
+            head = self.teacher.weight
+            other = cpu_product.widened_linear(some(self.teacher.x).to(product_dtype(head)), head).float()
             found = by_row.of_logits(logits, other, targets, factor)
             del other
         else:
             found = by_row.of_known(logits, KnownTop(*map(some, self.teacher)), targets, factor)
         del logits
         if self.x_gradient is not None or self.weight_gradient is not None:
-            self._add_gradients(found.gradient.to(part.dtype), part, weights, here, kept)
+            self._add_gradients(found.gradient.to(part.dtype), part, here, kept)
         return torch.stack([(one * valid).sum() for one in (found.soft, found.hard)])
 
-    def _add_gradients(self, made: Tensor, part: Tensor, weights: Tensor, here: slice, kept: Tensor | None) -> None:
+    def _add_gradients(self, made: Tensor, part: Tensor, here: slice, kept: Tensor | None) -> None:
         """Of x and of the weight, from those of a chunk's logits (R, V)."""
         if self.x_gradient is not None:
-            found = cpu_product.multiply(made, weights).to(self.x_gradient.dtype)
+            found = cpu_product.widened_multiply(made, self.weight).to(self.x_gradient.dtype)
             if kept is None:
                 self.x_gradient[here] = found
             else:

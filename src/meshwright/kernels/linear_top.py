@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright.kernels import cpu_product
 from meshwright.kernels.cross_entropy import Vocabulary, chunk_rows
 from meshwright.kernels.divergence_rows import LEAST_LOG, KnownTop
-from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
 
@@ -32,13 +32,12 @@ def linear_top(
 ) -> KnownTop:  # fmt: skip
     """As the reference, chunk by chunk, without a gradient; with a vocabulary `weight` is a part of the head, and every
     part is given what is found in all of them."""
-    weights = weight.float() if needs_wide(x) else weight
-    most = vocabulary.most if vocabulary else len(weights)
+    most = vocabulary.most if vocabulary else len(weight)
     rows = chunk_rows(len(x), 2 * most, kind(x))
     found = []
     for start in range(0, len(x), rows):
-        part = x[start : start + rows].to(weights.dtype)
-        found.append(_of_rows(cpu_product.linear(part, weights).float().div_(temperature), number, vocabulary))
+        part = x[start : start + rows].to(product_dtype(weight))
+        found.append(_of_rows(cpu_product.widened_linear(part, weight).float().div_(temperature), number, vocabulary))
     if not found:
         found = [KnownTop(x.new_zeros((0, number), dtype=torch.int64), x.new_zeros((0, number + 1)).float())]
     return KnownTop(*(torch.cat(parts) for parts in zip(*found, strict=True)))

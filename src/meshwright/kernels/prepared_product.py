@@ -29,8 +29,7 @@ from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.compiled.panels import Panels
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.quantization import absmax_scale, highest
-from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears_reference
+from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears_reference, row_codes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 
 Matrix = Tensor | QuantizedMatrix
@@ -86,14 +85,8 @@ def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows:
 
 def int8_of(weight: Tensor) -> "Int8Product":
     """A product with a plain matrix (N, K), whose rows are rounded to 8 bits with a scale each."""
-    codes, scales = rounded_rows(weight.float())
+    codes, scales = row_codes(weight)
     return Int8Product(codes.to(torch.int8), scales[:, 0])
-
-
-def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """rows (M, K) fp32 -> whole numbers within -127 .. 127 (M, K) fp32, and scales (M, 1)."""
-    scales = absmax_scale(rows.abs().amax(1, keepdim=True), 8)
-    return (rows / scales).round_().clamp_(-highest(8), highest(8)), scales
 
 
 def _device(matrix: Matrix) -> torch.device:
@@ -251,7 +244,7 @@ class Int8Product:
     def _by_onednn(self, own: Loops | None, rows: Tensor) -> Tensor:
         """rows (M, K) fp32 -> (M, N), without the bias."""
         if own is None:
-            codes, scales = rounded_rows(rows)
+            codes, scales = row_codes(rows)
             codes = codes.add_(128.0).to(torch.uint8)
         else:
             codes, scales = own.round_rows(rows)

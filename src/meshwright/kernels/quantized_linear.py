@@ -57,10 +57,10 @@ def quantized_linears_reference(
 
 
 def row_codes(rows: Tensor, without: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """rows (M, K) -> whole numbers (M, K) fp32 and scales (M, 1), with columns `without` as zeros."""
+    """rows (M, K) -> whole numbers within -127 .. 127 (M, K) fp32, and scales (M, 1); columns `without` as zeros."""
     wide = rows.float()
     if without is not None:
-        wide = wide.index_fill(1, without, 0.0)
+        wide = wide.index_fill(1, without.long(), 0.0)
     scales = absmax_scale(wide.abs().amax(1, keepdim=True), 8)
     return quantize(wide, scales, 0.0, -highest(8), highest(8)), scales
 
@@ -74,7 +74,7 @@ def outliers(rows: Tensor, matrix: QuantizedMatrix) -> tuple[Tensor | None, Tens
         return (columns, matrix.codes[:, columns].float() * matrix.scales.float()) if len(columns) else (None, rows)
     if matrix.columns is None or matrix.kept is None:
         return None, rows
-    return matrix.columns.long(), matrix.kept
+    return matrix.columns, matrix.kept
 
 
 def quantized_linears(
@@ -189,7 +189,7 @@ def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Ten
             return _int4(rows, matrix, bias)
     dtype = product_dtype(rows)
     if str(dtype) not in matrix.prepared:
-        matrix.prepared[str(dtype)] = matrix.dequantized().to(dtype)
+        matrix.prepared[str(dtype)] = matrix.restored(dtype)
     return cpu_product.linear(rows.to(dtype), matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
 
 

@@ -8,7 +8,7 @@
 What a device multiplies with is made of it at the first product (kernels/quantized_linear.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -95,27 +95,34 @@ class QuantizedMatrix:
     def restored(self, dtype: torch.dtype) -> Tensor:
         """(..., N, K), in fp32 rounded once, some rows at a time."""
         *stack, rows, _ = self.scales.shape
-        found = torch.empty(*stack, rows, self.width, dtype=dtype, device=self.codes.device)
-        scales, zeros = self.every_scale(), self.every_zero()
-        if self._in_one_kernel(found):
-            from meshwright.kernels.triton import restoring
+        found = torch.empty(*stack, rows, self.size_in, dtype=dtype, device=self.codes.device)
+        if not self._in_one_kernel(found):
+            for some, numbers in self.restored_rows():
+                found[..., some, :] = numbers
+                del numbers
+            return found
+        from meshwright.kernels.triton import restoring
 
-            own = zeros.contiguous() if zeros.dim() else None
-            numbers = self._once("numbers", self.numbers_of_codes)
-            restoring.restore(self.codes, scales.contiguous(), own, numbers, self.scheme.group, found)
-            return self._own(found)
+        found = found.new_empty(rows, self.width) if self.before else found
+        zeros = self.every_zero()
+        own = zeros.contiguous() if zeros.dim() else None
+        numbers = self._once("numbers", self.numbers_of_codes)
+        restoring.restore(self.codes, self.every_scale().contiguous(), own, numbers, self.scheme.group, found)
+        return found[..., self.before :].contiguous() if self.before else found
+
+    def restored_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Where rows stand among N, and they (..., R, K) fp32, as many at a time as PIECE says."""
+        *stack, rows, _ = self.scales.shape
+        scales, zeros = self.every_scale(), self.every_zero()
         step = max(1, PIECE // (prod(stack) * self.width))
         for start in range(0, rows, step):
             some = slice(start, start + step)
             own = zeros[..., some, :] if zeros.dim() else zeros
-            found[..., some, :] = self._rows(self.codes[..., some, :], scales[..., some, :], own)
-        if self.columns is not None and self.kept is not None:
-            found[..., self.columns.long()] = self.kept.to(dtype)
-        return self._own(found)
-
-    def _own(self, found: Tensor) -> Tensor:
-        """Restored rows without what stands before them."""
-        return found[..., self.before :].contiguous() if self.before else found
+            found = self._rows(self.codes[..., some, :], scales[..., some, :], own)[..., self.before :]
+            if self.columns is not None and self.kept is not None:
+                found[..., self.columns.long()] = self.kept[..., some, :].float()
+            yield some, found
+            del found
 
     def _in_one_kernel(self, like: Tensor) -> bool:
         plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()

@@ -96,8 +96,9 @@ class Scheme:
     """Above which the verb fails, unless another limit is given."""
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS or (self.codes == "nf4") != (self.codes == "nf4" and self.bits == 4):
-            raise PlanError(f"bits={self.bits} is not supported: take one of {', '.join(map(str, BITS))}; nf4 has 4")
+        if self.bits not in BITS or self.bits != {"nf4": 4, "e4m3": 8}.get(self.codes, self.bits):
+            known = ", ".join(map(str, BITS))
+            raise PlanError(f"bits={self.bits} is not supported: take one of {known}; nf4 has 4, and e4m3 8")
         if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
             raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
         if self.activations != "same" and (self.group or self.bits < 8):

@@ -170,9 +170,7 @@ def many_rows(rows: int, columns: int, inner: int, processors: int) -> ProgramTi
     return ProgramTile(columns=64, rows=128, inner=inner, warps=4, stages=3)
 
 
-def parts_of(
-    rows: int, columns: int, inner: int, tile: ProgramTile, processors: int, row_share: int = ROW_SHARE
-) -> int:
+def parts_of(rows: int, columns: int, inner: int, tile: ProgramTile, processors: int) -> int:
     """Into how many runs K is cut, where blocks are fewer than processors: two programs for each, if runs stay longer
     than two steps, and parts small beside the matrix."""
     blocks = ceil_div(columns, tile.columns) * ceil_div(rows, tile.rows)
