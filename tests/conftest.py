@@ -28,6 +28,14 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def code_of_this_cpu() -> None:
+    """Tests that compile by themselves meet no code of `make test-isa`, which has another width of vectors."""
+    from meshwright.compat.torch_compile import keep_code_by_cpu
+
+    keep_code_by_cpu()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Token caches of a test session never meet those of the user."""
     patch = pytest.MonkeyPatch()

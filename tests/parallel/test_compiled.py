@@ -371,6 +371,43 @@ def test_a_second_run_compiles_nothing(recompute: str, tmp_path: Path) -> None:
     assert "fxgraph_cache_miss" not in second
 
 
+WIDE = """
+import json, torch
+from meshwright.parallel.compiling import prepare
+
+prepare()
+double = torch.compile(lambda x: x * 2 + 1)
+x = torch.arange(2**20, dtype=torch.float32)
+hits = torch._dynamo.utils.counters["inductor"]
+print(json.dumps([int((double(x) != x * 2 + 1).sum()), hits["fxgraph_cache_hit"], torch.compiler.config.cache_key_tag]))
+"""
+
+
+@pytest.mark.slow
+def test_code_for_other_vectors_is_not_taken(tmp_path: Path) -> None:
+    """With one cache folder, code of wide vectors first: found by a CPU of narrow ones it would leave out half of the
+    numbers. The same CPU again finds its own."""
+    found = []
+    for width in ("avx512", "avx2", "avx512"):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "ATEN_CPU_CAPABILITY": width}
+        command = [sys.executable, "-W", "ignore", "-c", WIDE]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
+        found.append(json.loads(done.stdout))
+    wrong, hits, tags = zip(*found, strict=True)
+    assert wrong == (0, 0, 0)
+    assert hits == ((0, 0, 1) if tags[0] != tags[1] else (0, 1, 1))  # a CPU without AVX-512 has one width
+
+
+def test_a_tag_of_the_cache_is_kept_beside_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own, from TORCH_COMPILE_CACHE_KEY_TAG; named once however often it is asked for."""
+    width = torch.backends.cpu.get_cpu_capability()
+    for given, wanted in (("mine", f"mine{width}"), ("", width)):
+        monkeypatch.setattr(torch.compiler.config, "cache_key_tag", given)
+        for _ in range(2):
+            torch_compile.keep_code_by_cpu()
+            assert torch.compiler.config.cache_key_tag == wanted
+
+
 def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """auto says so once, at the start; `on` never gets to the first step."""
     lacks = "a C compiler (gcc or clang)"

@@ -1,5 +1,5 @@
-"""What torch.compile needs of a machine, what its backward passes keep, how often it may compile one function, and what
-it says when that is used up.
+"""What torch.compile needs of a machine, what its backward passes keep, how often it may compile one function, what it
+says when that is used up, and for which CPU it keeps code on disk.
 
 Of this torch has no public question: Inductor's and Triton's own searches for a compiler end in an exception in the
 first step, and the limit is a setting of `torch._dynamo.config` whose name has changed once (cache_size_limit).
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch._functorch.config
+import torch.compiler.config
 
 LIMIT_SAID = "torch._dynamo hit config."
 """How torch's own warning begins."""
@@ -67,6 +68,19 @@ def raise_recompile_limit(limit: int) -> None:
         if hasattr(config, name):
             setattr(config, name, max(limit, getattr(config, name)))
             return
+
+
+def keep_code_by_cpu() -> None:
+    """Have torch keep the code of each width of vectors apart on disk.
+
+    Of a CPU's code it keeps the source (Inductor's FX graph cache, torch 2.11 to 2.13), in which loops advance by the
+    width. It looks for it without the width, and compiles what it finds for the CPU that asks: loops of AVX2 (8 fp32)
+    write 32 bytes behind a tensor with AVX-512, and loops of AVX-512 leave out half of the numbers with AVX2.
+    """
+    config: Any = torch.compiler.config
+    width = torch.backends.cpu.get_cpu_capability()
+    if not config.cache_key_tag.endswith(width):
+        config.cache_key_tag += width
 
 
 @contextmanager

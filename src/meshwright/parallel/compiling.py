@@ -85,7 +85,8 @@ def compile_notes(layout: Layout, device: torch.device, shape: ModelShape | None
 
 
 def prepare() -> None:
-    """Raise torch's limit of kinds of calls, and say so where that is hit."""
+    """Raise torch's limit of kinds of calls, and say so where that is hit; no code of another CPU is taken."""
+    torch_compile.keep_code_by_cpu()
     torch_compile.raise_recompile_limit(VARIANTS)
     torch_compile.when_recompile_limit_is_hit(_say_limit)
 
