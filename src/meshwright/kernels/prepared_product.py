@@ -29,7 +29,7 @@ from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.compiled.panels import Panels
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.quantized_linear import INT8_INPUTS, quantized_linears_reference, row_codes
+from meshwright.kernels.quantized_linear import INT8_INPUTS, code_panels, quantized_linears_reference, row_codes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 
 Matrix = Tensor | QuantizedMatrix
@@ -66,7 +66,7 @@ def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]
         return _of_int8(coded, bias) if _share_columns(coded) else None
     if any(one.scheme.activations == "int8" or not one.keeps_copies for one in coded):
         return None
-    if (loops := library.compiled()) is not None and (panels := _code_panels(loops, coded, bias)) is not None:
+    if (loops := library.compiled()) is not None and (panels := code_panels(loops, coded, bias)) is not None:
         return CodeProduct(loops, panels)
     return _of_numbers([one.dequantized() for one in coded], bias, torch.float32)
 
@@ -113,20 +113,6 @@ def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dty
     if library.compiled() is not None and (panels := Panels.of_numbers(whole, bias)) is not None:
         return PanelProduct(panels, whole, own=len(wide) > 1 or whole.data_ptr() != weights[0].data_ptr())
     return OnednnProduct(whole, bias) if compat.blas_is_slow() else TransposedProduct(whole, bias)
-
-
-def _code_panels(loops: Loops, matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> Panels | None:
-    """Of matrices of one scheme, side by side; None where loops do not take them."""
-    first = matrices[0]
-    if not loops.has_codes or first.scheme.bits > 4 or any(one.scheme != first.scheme for one in matrices):
-        return None
-    if any(one.before or one.columns is not None for one in matrices):
-        return None
-    zeros = None if first.zeros is None else torch.cat([one.every_zero() for one in matrices])
-    scales = torch.cat([one.every_scale() for one in matrices])
-    codes = torch.cat([one.whole_codes() for one in matrices])
-    table = first.numbers_of_codes(codes.device)
-    return Panels.of_codes(codes, scales, zeros, table, first.scheme.group or first.size_in, bias)
 
 
 @final

@@ -6,8 +6,8 @@ Two kinds of product:
     int8            x has a scale for each row and W one for each output; sums are of whole numbers, and exact:
                     y = (Qx Qw) sw sx + x_O W_O. Columns O of x are left out of Qx and multiplied in 16 bit or more
 
-What runs on a GPU, device_products says. On a CPU the second is oneDNN's; of the first, 4-bit weights have a product of
-their own for a few rows, and for more rows a copy that is restored once. Beside adapters W is restored for each product
+What runs on a GPU, device_products says. On a CPU the second is oneDNN's; of the first, few rows are multiplied with up
+to 4 bits by compiled loops, or without a C compiler with 4 bits by torch, more rows with a copy that is restored once. Beside adapters W is restored for each product
 and gone behind it, in the dtype of x. None has a gradient for W; that of x is G W, with W restored again.
 """
 
@@ -21,6 +21,9 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product, device_products
+from meshwright.kernels.compiled import library
+from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.compiled.panels import Panels
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
 from meshwright.kernels.linear import input_gradient, product_dtype, products
 from meshwright.kernels.quantization import absmax_scale, highest, quantize
@@ -29,6 +32,8 @@ from meshwright.kernels.target import kind
 
 INT8_INPUTS = 2**31 // 127**2
 """Inputs of which sums of 8-bit products cannot leave 32 bits."""
+CODE_ROWS, CODE_ROWS_BESIDE_FP32 = 8, 24
+"""Rows up to which compiled loops multiply codes faster than a CPU multiplies a restored copy in 16 bits, or in fp32."""
 INT4_ROWS, INT4_ROWS_BESIDE_FP32 = 8, 24
 """Rows up to which a CPU's 4-bit product is faster than one with a restored copy: in bf16 or, with AVX2 alone, in fp32;
 and in fp32 with AVX-512 that has no units for bf16 (benchmarks/quantized_rates.py)."""
@@ -183,14 +188,57 @@ def _of_weights(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, know
 def _restored(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     if not matrix.keeps_copies:
         return products(rows, (matrix.restored(rows.dtype),), (bias,))[0]
+    dtype = product_dtype(rows)
+    if kind(rows) == "cpu" and len(rows) <= (CODE_ROWS_BESIDE_FP32 if dtype == torch.float32 else CODE_ROWS):
+        found = _of_codes(rows, matrix, bias)
+        if found is not None:
+            return found
     if takes_int4(matrix, rows):
         beside_fp32 = compat.HAS_WIDE_VECTORS and not compat.cpu_multiplies(torch.bfloat16)
         if len(rows) <= (INT4_ROWS_BESIDE_FP32 if beside_fp32 else INT4_ROWS):
             return _int4(rows, matrix, bias)
-    dtype = product_dtype(rows)
+    packs = kind(rows) == "cpu" and _packs(matrix, dtype)
     if str(dtype) not in matrix.prepared:
-        matrix.prepared[str(dtype)] = matrix.restored(dtype)
-    return cpu_product.linear(rows.to(dtype), matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
+        restored = matrix.restored(dtype)
+        matrix.prepared[str(dtype)] = compat.onednn_packed(restored) if packs else restored
+    product = compat.onednn_product if packs else cpu_product.linear
+    given = rows.to(dtype).contiguous() if packs else rows.to(dtype)
+    return product(given, matrix.prepared[str(dtype)], None if bias is None else bias.to(dtype))
+
+
+def _packs(matrix: QuantizedMatrix, dtype: torch.dtype) -> bool:
+    """Whether a copy is kept in oneDNN's order, which no product then makes of it: where it is oneDNN's product."""
+    by_onednn = compat.blas_is_slow() if dtype == torch.float32 else compat.cpu_multiplies(dtype)
+    return by_onednn and matrix.size_out * matrix.size_in >= cpu_product.LEAST and not compat.is_fake(matrix.codes)
+
+
+def code_panels(loops: Loops, matrices: Sequence[QuantizedMatrix], bias: Tensor | None) -> Panels | None:
+    """Of matrices of one scheme of up to 4 bits, side by side; None where loops do not take them."""
+    first = matrices[0]
+    if not loops.has_codes or first.scheme.bits > 4 or any(one.scheme != first.scheme for one in matrices):
+        return None
+    if any(one.before or one.columns is not None for one in matrices):
+        return None
+    zeros = None if first.zeros is None else torch.cat([one.every_zero() for one in matrices])
+    scales = torch.cat([one.every_scale() for one in matrices])
+    codes = torch.cat([one.whole_codes() for one in matrices])
+    table = first.numbers_of_codes(codes.device)
+    return Panels.of_codes(codes, scales, zeros, table, first.scheme.group or first.size_in, bias)
+
+
+def _of_codes(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor | None:
+    """By compiled loops; None where these do not take the matrix."""
+    loops = None if compat.is_fake(rows) or torch.compiler.is_compiling() else library.compiled()
+    if loops is None:
+        return None
+    if "panels" not in matrix.prepared:
+        matrix.prepared["panels"] = code_panels(loops, [matrix], None)
+    panels = matrix.prepared["panels"]
+    if panels is None:
+        return None
+    with library.used(loops):
+        found = loops.multiply(rows.float().contiguous(), panels)
+    return found if bias is None else found.add_(bias)
 
 
 def takes_int4(matrix: QuantizedMatrix, rows: Tensor) -> bool:
