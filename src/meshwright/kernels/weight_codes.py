@@ -94,11 +94,12 @@ def extremes(runs: Tensor, scheme: Scheme) -> Tensor:
 
 def grid_of(found: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     """Scales, in the dtype they are stored in, and zeros of their size, from extremes. Real zeros are those to begin
-    with (kernels/hqq.py)."""
+    with (kernels/hqq.py). Normal floats of zeros have a scale of 0, as bitsandbytes has it: where scales are codes, 1
+    would coarsen those of others."""
     if scheme.zeros == "fixed":
         (peaks,) = found
         if scheme.codes == "nf4":
-            return _stored(peaks, scheme), None
+            return peaks.to(getattr(torch, scheme.scales)), None
         return _stored(e4m3_scale(peaks) if scheme.codes == "e4m3" else absmax_scale(peaks, scheme.bits), scheme), None
     low, high = -found[0], found[1]
     scales = _stored(zero_point_grid(low, high, scheme.bits)[0], scheme)
