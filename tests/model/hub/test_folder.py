@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from meshwright.data import Tokenizer
 from meshwright.model.hub import export_folder, import_folder
+from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError
 from tests.model.hub.test_weights import assert_same, random_tensors
@@ -158,3 +159,18 @@ def test_what_is_no_directory_is_refused_in_one_line(content: str | None, words:
     assert "\n" not in str(error.value)
     with pytest.raises(HubError, match="is no folder"):
         import_folder(tmp_path / "absent")
+
+
+def test_folders_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> None:
+    """In the middle of a long file, as where an adapter was merged: what a teacher said is found by it."""
+    shape = ModelShape(vocab=256, layers=3, hidden=256, heads=2, ffn=512, max_positions=64)
+    exported(tmp_path / "out", shape, tokenizer=None)
+    before = import_folder(tmp_path / "out").fingerprint()
+    assert import_folder(tmp_path / "out").fingerprint() == before
+    name, file = "model.layers.1.mlp.up_proj.weight", tmp_path / "out" / "model.safetensors"
+    one = stored_tensors(tmp_path / "out")[name]
+    assert one.start > 2**20 and one.start + one.num_bytes < file.stat().st_size - 2**20
+    raw = bytearray(file.read_bytes())
+    raw[one.start : one.start + one.num_bytes] = bytes(one.num_bytes)
+    file.write_bytes(raw)
+    assert import_folder(tmp_path / "out").fingerprint() != before
