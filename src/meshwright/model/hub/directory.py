@@ -257,8 +257,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HubError(f"{folder} is not empty: take another folder, or empty this one")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_of(folder)
     partial.mkdir()
     try:
         yield partial
@@ -270,6 +269,29 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync(folder.parent)
+
+
+def partial_of(path: Path) -> Path:
+    """The name under which this process makes what `path` will be. What killed processes left of it is removed."""
+    start = f".{path.name}.partial-"
+    for left in list(path.parent.iterdir()):
+        if left.name.startswith(start) and not _runs(left.name.removeprefix(start)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return path.with_name(f"{start}{os.getpid()}")
+
+
+def _runs(process: str) -> bool:
+    """Whether another process of this number is alive, or may be."""
+    if process == str(os.getpid()):
+        return False
+    try:
+        if os.name == "posix" and process.isdigit():
+            os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _sync(path: Path) -> None:
