@@ -79,6 +79,18 @@ def test_rows_that_decayed_to_almost_nothing_spoil_no_weight(name: str, size: fl
     assert restored.isfinite().all() and restored[2].abs().max() < (0.1 if name == "nf4-double" else 8 * size)
 
 
+@pytest.mark.parametrize(
+    ("name", "size", "changes"), [("int4-rtn", 1e6, {"scales": "float16"}), ("nf4-double", 3e37, {})]
+)
+def test_weights_beyond_what_scales_can_say_are_refused(name: str, size: float, changes: dict[str, object]) -> None:
+    weight = numbers(64, 256)
+    weight[3:60] *= size
+    with pytest.raises(
+        PlanError, match=r"some has weights that are too large for scales in (fp32|float16): take format"
+    ):
+        made(name, weight, **changes)
+
+
 def test_zeros_coarsen_no_other_scale_that_is_a_code() -> None:
     """Codes of scales are relative to the largest of their run."""
     weight = numbers(64, 256) * 0.02

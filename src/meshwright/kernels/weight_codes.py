@@ -21,9 +21,11 @@ def quantize_matrix(
     name: str, weight: Tensor, scheme: Scheme, columns: Tensor | None = None, kept: torch.dtype = torch.bfloat16
 ) -> QuantizedMatrix:
     """Of a matrix (N, K) or a stack (X, N, K). `columns` (O,) are not quantized: they stay as they are, in `kept`, and
-    are out of the scales. PlanError names a matrix with numbers that are not finite."""
+    are out of the scales. PlanError names a matrix with numbers that are not finite, or too large for its scales."""
     check_finite(name, weight.detach())
-    return coded(weight, scheme, columns, kept)
+    found = coded(weight, scheme, columns, kept)
+    check_scales(name, scheme, found.scales if found.offset is None else found.offset)
+    return found
 
 
 def coded(
@@ -72,6 +74,15 @@ def check_finite(name: str, weight: Tensor) -> None:
     if not bool(weight.isfinite().all()):
         bad = int((~weight.isfinite()).sum())
         raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
+
+
+def check_scales(name: str, scheme: Scheme, scales: Tensor) -> None:
+    """PlanError names a matrix whose numbers are beyond what the dtype of scales can say."""
+    if not bool(scales.isfinite().all()):
+        there = "fp32" if scheme.scales == "double" else scheme.scales
+        raise PlanError(
+            f"{name} has weights that are too large for scales in {there}: take format=meshwright, or keep it"
+        )
 
 
 def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
