@@ -1,6 +1,7 @@
 """Folders of codes: written, read back to the bit, refused where damaged, opened by compressed-tensors itself."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -184,6 +185,22 @@ def test_a_damaged_folder_is_refused_in_one_line(name: str, tmp_path: Path) -> N
     _, folder = quantized(tmp_path, "llama", "int4-rtn", format)
     changed(folder, damage)
     with pytest.raises((HubError, PlanError), match=said):
+        mw.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("format", "scheme", "part"),
+    [("meshwright", "int4-hqq", "scales"), (CT, "int4-rtn", "scale"), (CT, "fp8", "weight")],
+)
+def test_codes_that_stand_for_no_number_are_refused(format: str, scheme: str, part: str, tmp_path: Path) -> None:
+    """Torch's attention would make numbers of queries that are none."""
+    _, folder = quantized(tmp_path, "llama", scheme, format)
+    stored = stored_tensors(folder)
+    one = stored[next(name for name in stored if re.search(rf"layers.*[._]q.*{part}$|q_proj.*{part}$", name))]
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    raw[one.start : one.start + one.num_bytes] = b"\xff" * one.num_bytes
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(HubError, match="has numbers that are infinite or NaN: damaged"):
         mw.load(folder)
 
 

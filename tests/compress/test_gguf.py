@@ -250,6 +250,16 @@ def test_a_file_whose_parts_do_not_fit_is_refused(
         mw.load(rewritten(path, keys, tensors))
 
 
+def test_codes_that_stand_for_no_number_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"]), "q8_0")
+    one = read_gguf_header(path).tensors["blk.1.attn_q.weight"]
+    raw = bytearray(path.read_bytes())
+    raw[one.start : one.start + 2] = b"\xff\xff"
+    path.write_bytes(raw)
+    with pytest.raises(HubError, match=r"blk.1.attn_q.weight is infinite or NaN"):
+        mw.load(path)
+
+
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     shape, good = SHAPES["llama"], drawn(SHAPES["llama"])
     for name, value, said in (("layers.1.mlp.up.weight", torch.nan, "has weights that are infinite or NaN"),

@@ -135,6 +135,21 @@ def test_tables_of_other_sizes_are_refused(tmp_path: Path) -> None:
         kept.make()
 
 
+@pytest.mark.parametrize(
+    ("table", "value", "said"),
+    [(0, SHAPE.vocab, "names token 257 of 257"), (1, np.nan, "do not sum to 1"), (1, 0.0, "do not sum to 1")],
+)
+def test_tables_that_were_changed_between_runs_are_refused(
+    table: int, value: float, said: str, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP, steps=2)
+    trained(asked)
+    tables_of(asked).tables("r+")[table][...] = value
+    with pytest.raises(RunError, match=rf"was changed: .*{said}: remove it"):
+        trained(replace(asked, run=f"{asked.run}-changed"))
+
+
 def test_bytes_and_a_disk_without_room(tmp_path: Path) -> None:
     assert TableSizes(rows=1, sequence=1, top=32, vocab=65_536).token_bytes == 130
     wide = TableSizes(rows=2**40, sequence=2**12, top=32, vocab=128_256)

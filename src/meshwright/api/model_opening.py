@@ -16,8 +16,7 @@ from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
 from meshwright.model.quantized_formats.folder_format import fill
-from meshwright.model.quantized_formats.format_table import FORMATS
-from meshwright.model.quantized_formats.quantized_folder import is_quantized, open_quantized, quant_method
+from meshwright.model.quantized_formats.quantized_folder import decoded_parts, is_quantized, open_quantized
 from meshwright.model.quantized_model import build_quantized
 from meshwright.model.transformer import skeleton
 from meshwright.spec.errors import ArgumentError
@@ -114,7 +113,7 @@ def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
     found = open_quantized(folder)
     wanted = DTYPES[dtype] if dtype else folder.dtype
     model = build_quantized(folder.shape, found.schemes, kept=found.kept, dtype=wanted, device=pick_device())
-    fill(model, FORMATS[quant_method(path)].decoded(path, found))
+    fill(model, decoded_parts(path, found))
     return _with_tokenizer(model, folder, path)
 
 

@@ -8,7 +8,7 @@ from meshwright.compress.clipping import clipped_scales
 from meshwright.compress.input_statistics import Inputs, InputStatistics
 from meshwright.kernels.quantized_linear import quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
-from meshwright.kernels.weight_codes import check_finite, scales_of
+from meshwright.kernels.weight_codes import check_finite, check_scales, scales_of
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import Scheme
 
@@ -20,11 +20,13 @@ def quantize_calibrated(
     name: str, weight: Tensor, scheme: Scheme, inputs: Inputs | None
 ) -> tuple[QuantizedMatrix, int]:  # fmt: skip
     """Of a matrix (N, K) or a stack (X, N, K), and how many of a stack had too few rows: these are rounded to nearest,
-    as all are without inputs. PlanError names a matrix with numbers that are not finite."""
+    as all are without inputs. PlanError names a matrix with numbers that are not finite, or too large for
+    its scales."""
     wide = weight.detach().float()
     check_finite(name, wide)
     stack = wide.view(-1, *wide.shape[-2:])
     scales, zeros = scales_of(stack, scheme)
+    check_scales(name, scheme, scales)
     parts, found, rare = [], [], 0
     for number, one in enumerate(stack):
         own, zero = scales[number], None if zeros is None else zeros[number]

@@ -8,6 +8,7 @@ no error be large, and Z is that of least squares. Z is a real number: rounded t
 that of round-to-nearest, and zero itself is then off by less than half a step.
 """
 
+import torch
 from torch import Tensor
 
 NORM, PENALTY, GROWTH, TURNS = 0.7, 10.0, 1.01, 20
@@ -16,14 +17,16 @@ NORM, PENALTY, GROWTH, TURNS = 0.7, 10.0, 1.01, 20
 
 def find_zeros(runs: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
     """Z (..., groups) for runs (..., groups, size) with scales and first zeros (..., groups), fp32. The first ones are
-    real, too: from rounded ones the turns end in a worse place."""
+    real, too: from rounded ones the turns end in a worse place. Where scales are so small that 1 over them is not
+    finite, they stay."""
     wide, found, penalty = 1 / scales.unsqueeze(-1), zeros.unsqueeze(-1), PENALTY
     for _ in range(TURNS):
         codes = (runs * wide + found).round().clamp(0, 2**bits - 1)
         large = shrunk(runs - (codes - found) / wide, penalty)
         found = (codes - (runs - large) * wide).mean(-1, keepdim=True)
         penalty *= GROWTH
-    return found.squeeze(-1)
+    found = found.squeeze(-1)
+    return torch.where(found.isfinite(), found, zeros)
 
 
 def shrunk(x: Tensor, penalty: float) -> Tensor:

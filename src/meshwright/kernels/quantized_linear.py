@@ -7,8 +7,9 @@ Two kinds of product:
                     y = (Qx Qw) sw sx + x_O W_O. Columns O of x are left out of Qx and multiplied in 16 bit or more
 
 What runs on a GPU, device_products says. On a CPU the second is oneDNN's; of the first, few rows are multiplied with up
-to 4 bits by compiled loops, or without a C compiler with 4 bits by torch, more rows with a copy that is restored once. Beside adapters W is restored for each product
-and gone behind it, in the dtype of x. None has a gradient for W; that of x is G W, with W restored again.
+to 4 bits by compiled loops, or without a C compiler with 4 bits by torch, more rows with a copy that is restored once.
+Beside adapters W is restored for each product and gone behind it, in the dtype of x. None has a gradient for W; that of
+x is G W, with W restored again.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from meshwright.kernels.target import kind
 INT8_INPUTS = 2**31 // 127**2
 """Inputs of which sums of 8-bit products cannot leave 32 bits."""
 CODE_ROWS, CODE_ROWS_BESIDE_FP32 = 8, 24
-"""Rows up to which compiled loops multiply codes faster than a CPU multiplies a restored copy in 16 bits, or in fp32."""
+"""Rows up to which compiled loops multiply codes faster than a CPU multiplies a restored copy, in 16 bits or fp32."""
 INT4_ROWS, INT4_ROWS_BESIDE_FP32 = 8, 24
 """Rows up to which a CPU's 4-bit product is faster than one with a restored copy: in bf16 or, with AVX2 alone, in fp32;
 and in fp32 with AVX-512 that has no units for bf16 (benchmarks/quantized_rates.py)."""

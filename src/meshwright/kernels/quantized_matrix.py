@@ -189,7 +189,7 @@ def nearest(scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None
 def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes of the size of `numbers`, in whose dtype they are found; scales and zeros broadcast against them."""
     if scheme.codes == "nf4":
-        return nf4_codes(numbers / scales)
+        return nf4_codes(numbers / torch.where(scales == 0, torch.ones_like(scales), scales))
     if scheme.codes == "e4m3":
         return (numbers / scales).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     if zeros is not None:

@@ -21,9 +21,11 @@ def quantize_matrix(
     name: str, weight: Tensor, scheme: Scheme, columns: Tensor | None = None, kept: torch.dtype = torch.bfloat16
 ) -> QuantizedMatrix:
     """Of a matrix (N, K) or a stack (X, N, K). `columns` (O,) are not quantized: they stay as they are, in `kept`, and
-    are out of the scales. PlanError names a matrix with numbers that are not finite."""
+    are out of the scales. PlanError names a matrix with numbers that are not finite, or too large for its scales."""
     check_finite(name, weight.detach())
-    return coded(weight, scheme, columns, kept)
+    found = coded(weight, scheme, columns, kept)
+    check_scales(name, scheme, found.scales if found.offset is None else found.offset)
+    return found
 
 
 def coded(
@@ -74,6 +76,15 @@ def check_finite(name: str, weight: Tensor) -> None:
         raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
 
 
+def check_scales(name: str, scheme: Scheme, scales: Tensor) -> None:
+    """PlanError names a matrix whose numbers are beyond what the dtype of scales can say."""
+    if not bool(scales.isfinite().all()):
+        there = "fp32" if scheme.scales == "double" else scheme.scales
+        raise PlanError(
+            f"{name} has weights that are too large for scales in {there}: take format=meshwright, or keep it"
+        )
+
+
 def scales_of(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     """Scales (..., N, groups), in the dtype they are stored in, and zeros of their size, for a finite matrix."""
     runs = grouped(weight, scheme.group)
@@ -94,11 +105,12 @@ def extremes(runs: Tensor, scheme: Scheme) -> Tensor:
 
 def grid_of(found: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     """Scales, in the dtype they are stored in, and zeros of their size, from extremes. Real zeros are those to begin
-    with (kernels/hqq.py)."""
+    with (kernels/hqq.py). Normal floats of zeros have a scale of 0, as bitsandbytes has it: where scales are codes, 1
+    would coarsen those of others."""
     if scheme.zeros == "fixed":
         (peaks,) = found
         if scheme.codes == "nf4":
-            return _stored(peaks, scheme), None
+            return peaks.to(getattr(torch, scheme.scales)), None
         return _stored(e4m3_scale(peaks) if scheme.codes == "e4m3" else absmax_scale(peaks, scheme.bits), scheme), None
     low, high = -found[0], found[1]
     scales = _stored(zero_point_grid(low, high, scheme.bits)[0], scheme)

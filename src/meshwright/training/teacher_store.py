@@ -29,6 +29,8 @@ _FORMAT = 1
 IDS, LOGS, DONE, ABOUT = "ids.bin", "logs.bin", "done.bin", "about.json"
 NARROW = 2**16
 """The largest vocabulary whose ids take two bytes."""
+ROUNDED = 0.02
+"""By so much probabilities of fp16 logarithms may miss 1 together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +81,23 @@ class TeacherTables:
             if read_json(self.folder / ABOUT) != said or any(
                 (self.folder / name).stat().st_size != size for name, size in self._files().items()
             ):
-                raise RunError(f"{self.folder} was changed: remove it, and what a teacher says is asked anew")
+                raise self._changed("")
             return
         for name, size in self._files().items():
             with (self.folder / name).open("wb") as file:
                 file.truncate(size)
         write_json(self.folder / ABOUT, said)
+
+    def check(self, ids: NDArray[Any], logs: NDArray[np.float16]) -> None:
+        """RunError where rows (B, S, K) and (B, S, K + 1) are no distributions, so that somebody changed them."""
+        if ids.size and int(ids.max()) >= self.sizes.vocab:
+            raise self._changed(f": it names token {int(ids.max())} of {self.sizes.vocab}")
+        off = np.abs(np.exp(logs, dtype=np.float32).sum(-1) - 1)
+        if not bool((off <= ROUNDED).all()):
+            raise self._changed(": probabilities do not sum to 1")
+
+    def _changed(self, how: str) -> RunError:
+        return RunError(f"{self.folder} was changed{how}: remove it, and what a teacher says is asked anew")
 
     def _files(self) -> dict[str, int]:
         each = self.sizes

@@ -86,12 +86,14 @@ def sizes_of(plan: Plan, rows: int) -> TableSizes:
 
 
 def reader(kept: TeacherTables, rows: Sampler | SampleRows) -> OfRows:
-    """Rows of the tables in the order of a run."""
+    """Rows of the tables in the order of a run. RunError where they were changed."""
     ids, logs = kept.tables()
 
     def read(cursor: int, count: int) -> Mapping[str, NDArray[Any]]:
         numbers = rows.windows(cursor, count)
-        return {LIKELIEST: ids[numbers].astype(np.int32), LOGS: np.ascontiguousarray(logs[numbers])}
+        likeliest, theirs = ids[numbers], np.ascontiguousarray(logs[numbers])
+        kept.check(likeliest, theirs)
+        return {LIKELIEST: likeliest.astype(np.int32), LOGS: theirs}
 
     return read
 

@@ -1,6 +1,9 @@
 """A whole directory: what lies in it, that it appears at once or not at all, and what is read of foreign ones."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,9 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from meshwright.data import Tokenizer
+from meshwright.model.gguf.gguf_writer import fresh_file
 from meshwright.model.hub import export_folder, import_folder
+from meshwright.model.hub.safetensors_files import stored_tensors
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import HubError
 from tests.model.hub.test_weights import assert_same, random_tensors
@@ -158,3 +163,31 @@ def test_what_is_no_directory_is_refused_in_one_line(content: str | None, words:
     assert "\n" not in str(error.value)
     with pytest.raises(HubError, match="is no folder"):
         import_folder(tmp_path / "absent")
+
+
+def test_folders_that_differ_in_one_matrix_are_told_apart(tmp_path: Path) -> None:
+    """In the middle of a long file, as where an adapter was merged: what a teacher said is found by it."""
+    shape = ModelShape(vocab=256, layers=3, hidden=256, heads=2, ffn=512, max_positions=64)
+    exported(tmp_path / "out", shape, tokenizer=None)
+    before = import_folder(tmp_path / "out").fingerprint()
+    assert import_folder(tmp_path / "out").fingerprint() == before
+    name, file = "model.layers.1.mlp.up_proj.weight", tmp_path / "out" / "model.safetensors"
+    one = stored_tensors(tmp_path / "out")[name]
+    assert one.start > 2**20 and one.start + one.num_bytes < file.stat().st_size - 2**20
+    raw = bytearray(file.read_bytes())
+    raw[one.start : one.start + one.num_bytes] = bytes(one.num_bytes)
+    file.write_bytes(raw)
+    assert import_folder(tmp_path / "out").fingerprint() != before
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_that_writes_there(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for process in (gone.pid, os.getppid()):
+        (tmp_path / f".out.partial-{process}").mkdir()
+    exported(tmp_path / "out")
+    assert names(tmp_path) == {"out", f".out.partial-{os.getppid()}"}
+    (tmp_path / f".a.gguf.partial-{gone.pid}").write_bytes(b"x")
+    with fresh_file(tmp_path / "a.gguf") as partial:
+        partial.write_bytes(b"y")
+    assert names(tmp_path) == {"out", f".out.partial-{os.getppid()}", "a.gguf"}

@@ -59,10 +59,14 @@ class GGUFModel:
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by our names, layer after layer, restored from codes in fp32 and cast."""
+        """Every parameter by our names, layer after layer, restored from codes in fp32 and cast. HubError for codes
+        that stand for no number."""
         for binding in self.bound:
             stored = [self.header.tensors[name] for name in binding.theirs]
             tensors = [decode(one.kind.name, one.read()).view(one.size) for one in stored]
+            for one, tensor in zip(stored, tensors, strict=True):
+                if not is_float(one.kind.name) and not bool(tensor.isfinite().all()):
+                    raise HubError(f"{one.file}: {min(binding.theirs)} is infinite or NaN; copy or download it again")
             rows = [size[0] for size in binding.ours.values()]
             restored = binding.transform.restore(tensors, rows, self.shape)
             for name, tensor in zip(binding.ours, restored, strict=True):

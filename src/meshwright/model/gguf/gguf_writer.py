@@ -22,6 +22,7 @@ from meshwright.model.gguf.gguf_header import (
     Value,
     padded,
 )
+from meshwright.model.hub.directory import partial_of
 from meshwright.model.hub.safetensors_files import pieces
 from meshwright.spec.block_types import BlockType
 from meshwright.spec.errors import HubError
@@ -144,7 +145,7 @@ def fresh_file(path: Path) -> Iterator[Path]:
     if path.exists():
         raise HubError(f"{path} is there already: take another name, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = partial_of(path)
     try:
         yield partial
         partial.rename(path)

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model.hub.config import config_from_shape, dtype_from_config, shape_from_config, unwritable
+from meshwright.model.hub.safetensors_files import Stored, read_header
 from meshwright.model.hub.weights import load_weights, save_weights
 from meshwright.spec.errors import HubError
 from meshwright.spec.shape import ModelShape
@@ -26,8 +27,9 @@ MOST_JSON_BYTES = 2**24
 """Of a file beside the weights; the largest published config has 2**18. Small values take 20 times their text."""
 MOST_TOKENIZER_BYTES = 2**27
 """A tokenizer of 262,144 words has 2**25."""
-ENDS_BYTES = 2**20
-"""Read of each end of a file to tell it from another."""
+ENDS_BYTES, MIDDLE_BYTES = 2**20, 2**14
+"""Read of each end of a file, and of the middle of each tensor, to tell it from another: an adapter that was merged
+changes neither end."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
@@ -90,7 +92,7 @@ class HubFolder:
         )
 
     def fingerprint(self) -> str:
-        """Of its weights: names, sizes, first and last bytes of their files."""
+        """Of its weights: names, sizes, first and last bytes of their files, and some of each tensor."""
         found = hashlib.blake2b(digest_size=16)
         for path in sorted(self.path.glob("*.safetensors")):
             size = path.stat().st_size
@@ -98,7 +100,17 @@ class HubFolder:
                 found.update(f"{path.name} {size} ".encode() + file.read(ENDS_BYTES))
                 file.seek(max(0, size - ENDS_BYTES))
                 found.update(file.read())
+                for one in _tensors(path):
+                    file.seek(one.start + max(0, one.num_bytes - MIDDLE_BYTES) // 2)
+                    found.update(file.read(min(one.num_bytes, MIDDLE_BYTES)))
         return found.hexdigest()
+
+
+def _tensors(path: Path) -> Iterable[Stored]:
+    """Of a file; none of one that is not read as weights."""
+    with suppress(HubError):
+        return read_header(path).values()
+    return ()
 
 
 def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
@@ -245,8 +257,7 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HubError(f"{folder} is not empty: take another folder, or empty this one")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = partial_of(folder)
     partial.mkdir()
     try:
         yield partial
@@ -258,6 +269,29 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _sync(folder.parent)
+
+
+def partial_of(path: Path) -> Path:
+    """The name under which this process makes what `path` will be. What killed processes left of it is removed."""
+    start = f".{path.name}.partial-"
+    for left in list(path.parent.iterdir()):
+        if left.name.startswith(start) and not _runs(left.name.removeprefix(start)):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return path.with_name(f"{start}{os.getpid()}")
+
+
+def _runs(process: str) -> bool:
+    """Whether another process of this number is alive, or may be."""
+    if process == str(os.getpid()):
+        return False
+    try:
+        if os.name == "posix" and process.isdigit():
+            os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -55,12 +55,31 @@ def decoded_weights(
     """Parameters by our names, layer after layer; matrices as the codes that files hold. Of what is stored together and
     not `wanted` at all nothing is read. HubError where a file is damaged."""
     sizes = quantizable(model.shape)
-    for name, found in FORMATS[quant_method(folder)].decoded(folder, model, wanted):
+    for name, found in decoded_parts(folder, model, wanted):
         if isinstance(found, Tensor):
             yield name, found
             continue
         parts: dict[str, Any] = dict(found)
         yield name, QuantizedMatrix(scheme=model.schemes[name], size_in=sizes[name][-1], keeps_copies=False, **parts)
+
+
+def decoded_parts(
+    folder: Path, model: QuantizedModel, wanted: Wanted = every
+) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:  # fmt: skip
+    """As decoded_weights, with the tensors of a matrix by name. HubError also where one is infinite or NaN: short
+    sequences hide that, since torch's attention makes numbers of queries that are none."""
+    for name, found in FORMATS[quant_method(folder)].decoded(folder, model, wanted):
+        for part, tensor in found.items() if isinstance(found, dict) else ():
+            if tensor.is_floating_point() and not _finite(tensor):
+                raise HubError(
+                    f"{folder}: {name}.{part} has numbers that are infinite or NaN: damaged; quantize the model again"
+                )
+        yield name, found
+
+
+def _finite(tensor: Tensor) -> bool:
+    wide = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch asks no 8-bit number
+    return bool(wide.isfinite().all())
 
 
 def base_of(folder: HubFolder, model: QuantizedModel) -> str:
