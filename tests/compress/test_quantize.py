@@ -125,6 +125,14 @@ def test_a_folder_that_is_taken_and_weights_that_are_not_finite_are_refused(fold
     assert not [one.name for one in folder.iterdir() if "q" in one.name.split(".")[0] or "partial" in one.name]
 
 
+def test_names_of_gguf_files_are_for_their_schemes(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"small.gguf names a GGUF file, which has schemes of its own: q8_0"):
+        mw.quantize(folder / "hf", "int8", folder / "small.gguf", quality=False)
+    (folder / "taken.gguf").write_bytes(b"GGUF")
+    with pytest.raises(PlanError, match=r"taken.gguf is there: name another"):
+        mw.quantize(folder / "hf", "q8_0", folder / "taken.gguf", quality=False)
+
+
 def test_a_kill_leaves_nothing_under_the_name(folder: Path) -> None:
     code = (
         "import sys, time, meshwright as mw\nfrom meshwright.compress import stream\n"
