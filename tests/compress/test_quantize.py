@@ -75,6 +75,18 @@ def test_what_is_printed_begins_with_the_answer(folder: Path, capsys: pytest.Cap
     assert all(line.split()[-1].startswith("layers.1.") for line in lines[-5:])
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name", "said"),
+    [("q6_k", "small.gguf", "types Q8_0 for 16 matrices"), ("llm-int8", "q", "no column was kept in 16 bit")],
+)
+def test_what_a_scheme_became_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str], scheme: str, name: str, said: str
+) -> None:
+    given = [str(folder / "hf"), "--scheme", scheme, "-o", str(folder / name), "--data", str(folder / "text.txt")]
+    main(["quantize", *given, "--no-quality", *(["--threshold", "1e6"] if scheme == "llm-int8" else [])])
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
