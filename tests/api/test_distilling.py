@@ -13,7 +13,7 @@ from meshwright.cli.main import main
 from meshwright.compress.distill_student import shape_of_layers, spread, student_of_layers
 from meshwright.model.hub import import_folder
 from meshwright.planfile import read
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.store.model_weights import locate, weights
 from tests.train.distilling import ROUTED, TEACHER, taught
 from tests.train.running import MOE
@@ -91,6 +91,24 @@ def test_the_verb_trains_and_goes_on(
 def test_what_is_missing_is_named(teacher_of: str, student: str, sentence: str) -> None:
     with pytest.raises((PlanError, ArgumentError), match=sentence):
         distillation_plan([], teacher_of, student)
+
+
+def test_a_student_nobody_chose_and_one_that_is_larger_are_named(teacher: Path) -> None:
+    notes: list[str] = []
+    distillation_plan(["model.vocab=257"], str(teacher), "", notes=notes)
+    assert any("distillation default: student=llama-tiny" in one for one in notes)
+    assert any("more parameters than its teacher" in one for one in notes)
+    notes.clear()
+    distillation_plan([], str(teacher), "teacher:layers=2", notes=notes)
+    assert not any("student=" in one or "more parameters" in one for one in notes)
+
+
+def test_a_run_as_a_student_is_told_to_be_exported(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text("model: llama-tiny\n")
+    with pytest.raises(ArgumentError, match=r"is a run: give the folder that `meshwright export"):
+        distillation_plan([], str(teacher), str(tmp_path))
+    with pytest.raises(HubError, match=r"it is a run: `meshwright export"):
+        import_folder(tmp_path)
 
 
 def test_another_vocabulary_ends_with_exit_code_2(

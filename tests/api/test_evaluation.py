@@ -55,6 +55,15 @@ def test_losses_of_other_tokens_are_not_compared(files: Path) -> None:
         mw.evaluate(files / "run", against=files / "none")
 
 
+def test_a_gguf_file_is_held_against_what_it_was_made_of(files: Path) -> None:
+    mw.quantize(files / "hf", "q8_0", files / "small.gguf", quality=False)
+    found = mw.evaluate(files / "small.gguf", against=files / "hf", data=files / "chat.jsonl")
+    assert [one.metric for one in found.figures] and abs(found.rows()[0]["difference"]) < 0.05
+    directory(files / "other", SHAPES["llama"], Tokenizer.bytes())
+    with pytest.raises(ArgumentError, match="another tokenizer than"):
+        mw.evaluate(files / "small.gguf", against=files / "other", data=files / "chat.jsonl")
+
+
 def test_tasks_need_their_extra(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.api.evaluation.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'meshwright\[eval\]'"):

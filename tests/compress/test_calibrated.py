@@ -309,7 +309,7 @@ def test_blocks_of_other_content_and_damaged_ones_are_made_again(folder: Path) -
 
 def test_what_cannot_be_calibrated_is_refused_and_leaves_nothing(folder: Path) -> None:
     out = folder / "q"
-    with pytest.raises(DataError, match=r"has 64 tokens to calibrate on, and layers.0.mlp.down.weight has 96 inputs"):
+    with pytest.raises(DataError, match=r"has 64 tokens .*mlp.down.weight has 96 inputs: raise calibration="):
         mw.quantize(folder / "hf", "int4-gptq", out, data=folder / "text.txt", calibration=1, sequences=8)
     with pytest.raises(ArgumentError, match="calibration=0 must be 1 or more"):
         mw.quantize(folder / "hf", "int4-gptq", out, data=folder / "text.txt", calibration=0)

@@ -75,6 +75,18 @@ def test_what_is_printed_begins_with_the_answer(folder: Path, capsys: pytest.Cap
     assert all(line.split()[-1].startswith("layers.1.") for line in lines[-5:])
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name", "said"),
+    [("q6_k", "small.gguf", "types Q8_0 for 16 matrices"), ("llm-int8", "q", "no column was kept in 16 bit")],
+)
+def test_what_a_scheme_became_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str], scheme: str, name: str, said: str
+) -> None:
+    given = [str(folder / "hf"), "--scheme", scheme, "-o", str(folder / name), "--data", str(folder / "text.txt")]
+    main(["quantize", *given, "--no-quality", *(["--threshold", "1e6"] if scheme == "llm-int8" else [])])
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +135,14 @@ def test_a_folder_that_is_taken_and_weights_that_are_not_finite_are_refused(fold
     with pytest.raises(PlanError, match=r"layers\.1\.mlp\.up\.weight has 1 weights that are infinite or NaN"):
         mw.quantize(folder / "bad", "int8", folder / "q", quality=False)
     assert not [one.name for one in folder.iterdir() if "q" in one.name.split(".")[0] or "partial" in one.name]
+
+
+def test_names_of_gguf_files_are_for_their_schemes(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"small.gguf names a GGUF file, which has schemes of its own: q8_0"):
+        mw.quantize(folder / "hf", "int8", folder / "small.gguf", quality=False)
+    (folder / "taken.gguf").write_bytes(b"GGUF")
+    with pytest.raises(PlanError, match=r"taken.gguf is there: name another"):
+        mw.quantize(folder / "hf", "q8_0", folder / "taken.gguf", quality=False)
 
 
 def test_a_kill_leaves_nothing_under_the_name(folder: Path) -> None:

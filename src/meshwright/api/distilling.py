@@ -1,7 +1,7 @@
 """`distill`: `train` with a teacher, and students by shape, by folder or by layers of the teacher."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
 from meshwright.spec import Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
+from meshwright.spec.inventory import num_parameters
 from meshwright.spec.objective_traits import DISTILL
 from meshwright.spec.plan import RANDOM
 from meshwright.spec.worlds import world_violation
@@ -65,7 +66,18 @@ def distillation_plan(
         found, resume = read_plan([*added, RATE, *words], {}, processes=processes, notes=[])
         if notes is not None:
             notes.append(f"distillation default: {RATE}, for a student that begins with weights")
+    if notes is not None:
+        notes.extend(_doubts(found, not student and not whole and "model" not in given))
     return found, resume
+
+
+def _doubts(found: Plan, unnamed: bool) -> Iterator[str]:
+    """About a student that nobody chose, and one that is as large as its teacher."""
+    if unnamed:
+        yield f"distillation default: student={found.model.name}; teacher:layers=N takes layers of the teacher"
+    size, theirs = num_parameters(found.model.base), num_parameters(found.teacher.base) if found.teacher else 0
+    if size > theirs:
+        yield f"the student has more parameters than its teacher: {size:,} and {theirs:,}"
 
 
 def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list[str]:
@@ -93,7 +105,12 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
 
 
 def _check_student(student: str) -> None:
-    """ArgumentError for a name that is neither a preset nor a folder."""
+    """ArgumentError for a name that is neither a preset nor a folder, and for a run."""
+    if (Path(student).expanduser() / "plan.yaml").is_file():
+        raise ArgumentError(
+            f"student={student!r} is a run: give the folder that `meshwright export {student} OUT` writes, or take "
+            "layers of the teacher, as teacher:layers=6"
+        )
     if not Path(student).expanduser().exists():
         try:
             presets.published(student, f"student={student[: presets.LONGEST]!r}")

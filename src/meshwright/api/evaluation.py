@@ -13,8 +13,9 @@ from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
-from meshwright.api.model_opening import load
+from meshwright.api.model_opening import described, load
 from meshwright.api.trained_model import TrainedModel
+from meshwright.compress.gguf_reading import is_gguf_path
 from meshwright.data import Tokenizer
 from meshwright.data.rendering import ROLES
 from meshwright.model.hub.adapter import base_folder, is_adapter
@@ -175,8 +176,8 @@ def evaluate(
         if value is not None and value < least:
             raise ArgumentError(f"{name}={value} must be {least} or more")
     for place, named in ((path, ""), *([(other, "against=")] if other is not None else [])):
-        if not place.is_dir():  # said before the harness is loaded, which takes seconds
-            raise RunError(f"{named}{place} does not exist: give a run folder or a Hugging Face directory")
+        if not place.exists():  # said before the harness is loaded, which takes seconds
+            raise RunError(f"{named}{place} does not exist: give a run, a Hugging Face directory or a .gguf file")
     models: dict[str, Loader] = {"": lambda: load(path, dtype, checkpoint=checkpoint)}
     before: Loader | None = None if other is None else partial(load, other, dtype)
     if adapters:
@@ -288,12 +289,17 @@ def _by_weight(each: Sequence[Sequence[EvaluatedFigure]], weights: Sequence[floa
 
 def _check_tokenizers(path: Path, other: Path) -> None:
     """Nats per token of two models compare where their tokens are the same."""
-    one, two = (Tokenizer.load(_run_of(place)).fingerprint for place in (path, other))
+    one, two = (_fingerprint(place) for place in (path, other))
     if one != two:
         raise ArgumentError(
             f"against={other} has another tokenizer than {path}, so that losses per token do not compare: compare them "
             "on tasks=, or each by itself in bits per byte"
         )
+
+
+def _fingerprint(place: Path) -> str | None:
+    found = described(place).tokenizer if is_gguf_path(place) else Tokenizer.load(_run_of(place))
+    return found.fingerprint if found else None
 
 
 def _run_of(place: Path) -> Path:

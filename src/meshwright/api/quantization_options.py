@@ -53,7 +53,8 @@ def check_options(
     if dtype is not None and dtype not in DTYPES:
         raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise PlanError(f"out={target} is not empty: take another folder, or empty this one")
+        what = "is not empty: take another folder, or empty this one" if target.is_dir() else "is there: name another"
+        raise PlanError(f"out={target} {what}")
 
 
 def matrices_left(original: OriginalModel, keep: Sequence[str]) -> list[str]:

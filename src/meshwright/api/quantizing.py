@@ -19,6 +19,7 @@ from meshwright.api.quantization_options import check_options, chosen_scheme, ma
 from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
 from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
 from meshwright.compress.bit_budget import bits_of, ladder
+from meshwright.compress.gguf_reading import is_gguf_path
 from meshwright.compress.gguf_stream import check_gguf_path, plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
@@ -208,6 +209,8 @@ def quantize(
         )  # fmt: skip
     taken = chosen_scheme(scheme, group, outliers, threshold)
     check_options(format, sequences, calibration, max_kl, dtype, target)
+    if is_gguf_path(target):
+        raise ArgumentError(f"out={target} names a GGUF file, which has schemes of its own: {', '.join(GGUF_SCHEMES)}")
     if format in FP16_SCALES:
         taken = replace(taken, scales="float16")
     limit = None if budget is None else bytes_of(budget)

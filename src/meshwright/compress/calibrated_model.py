@@ -44,8 +44,8 @@ def check_text(model: QuantizedModel, batches: Sequence[Batch]) -> None:
     tokens, inputs = sum(batch.valid for batch in batches), sizes[widest][-1]
     if tokens < inputs:
         raise DataError(
-            f"the text has {tokens} tokens to calibrate on, and {widest} has {inputs} inputs: give data= at least "
-            f"{inputs} tokens beside those that are scored, or take a scheme without text, as int4-hqq"
+            f"the text has {tokens} tokens to calibrate on, and {widest} has {inputs} inputs: raise calibration=, "
+            f"give data= at least {inputs} tokens beside those that are scored, or take a scheme without text: int4-hqq"
         )
 
 

@@ -1,5 +1,6 @@
 """What `quantize` prints: how good the smaller model is, its size, and the layers that moved most."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from meshwright.api.quantizing import QuantizeAnswer
@@ -29,8 +30,14 @@ def _details(found: QuantizeAnswer) -> Iterator[str]:
     yield f"left alone  {', '.join((left, *found.skipped))}"
     if found.note:
         yield f"tokenizer   {found.note}"
+    if found.format == GGUF:
+        types = Counter(one.scheme for one in found.layers).most_common()
+        each = ", ".join(f"{kind} for {many(number, 'matrix', 'matrices')}" for kind, number in types)
+        yield f"types       {each}"
     if found.outlier_share:
         yield f"outliers    {100 * found.outlier_share:.2f}% of inputs stay in 16 bit"
+    elif found.scheme == "llm-int8":
+        yield "outliers    no column was kept in 16 bit beforehand"
     if found.budget_bytes is not None:
         each = ", ".join(f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in found.bits.items())
         yield f"budget      {found.budget_bytes:,} bytes: {each}"

@@ -120,7 +120,8 @@ def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
         raise HubError(f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors")
     config = read_json(folder / CONFIG)
     if config is None:
-        raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory")
+        also = f"; it is a run: `meshwright export {folder} OUT` makes one" if (folder / "plan.yaml").is_file() else ""
+        raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory{also}")
     with _about(folder):
         known = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
         shape, dtype = shape_from_config(known), dtype_from_config(config)
