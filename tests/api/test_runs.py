@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import meshwright as mw
 from meshwright.api.documents import plain
+from meshwright.api.model_opening import dtype_on
 from meshwright.cli.main import main
-from meshwright.spec.errors import OutsideTolerance, RunError
+from meshwright.spec.errors import ArgumentError, OutsideTolerance, RunError
 from tests.api.test_markup import parsed
 from tests.cli.toy import RECIPE, SHAPE, write_texts
 
@@ -85,6 +87,15 @@ def test_a_trained_model_says_what_generate_says(run: Any, capsys: pytest.Captur
     assert by_ids.ids == answer.ids and by_ids.logprobs == answer.logprobs
     with pytest.raises(mw.PlanError, match="must be 0 or more"):
         model.generate("x", max_new_tokens=-1)
+
+
+def test_weights_are_in_fp32_on_a_cpu_and_as_stored_on_a_gpu(run: Any, tmp_path: Path) -> None:
+    assert main(["export", str(run.run), str(tmp_path / "hf"), "--dtype", "bf16"]) == 0
+    assert {one.dtype for one in mw.load(tmp_path / "hf", None).model.parameters()} == {torch.bfloat16}
+    assert {one.dtype for one in mw.load(tmp_path / "hf").model.parameters()} == {torch.float32}
+    assert (dtype_on(torch.device("cuda")), dtype_on(torch.device("cpu"))) == (None, "fp32")
+    with pytest.raises(ArgumentError, match="dtype=fp8 is not known: take one of auto, fp32"):
+        mw.load(tmp_path / "hf", "fp8")
 
 
 def test_many_prompts_are_answered_at_once(run: Any) -> None:

@@ -120,15 +120,21 @@ def test_a_measured_machine_is_planned_and_run(tmp_path: Path) -> None:
         mw.plan_serving("llama-tiny", cluster=str(path), framework="vllm", input_length=20, output_length=5)
 
 
-def test_copies_of_matrices_are_planned() -> None:
-    """Of sizes that are whole panels: matrices that read one input are kept side by side, too."""
+@pytest.mark.parametrize("width", [4, 2])
+def test_copies_of_matrices_are_planned(width: int) -> None:
+    """Of sizes that are whole panels: matrices that read one input are kept side by side, too. Numbers that were
+    stored in bf16 are half as wide in panels."""
     assert library.compiled() is not None, "the tests need a C compiler"
-    found = columns(times(), Load(input_tokens=5, output_tokens=3, concurrency=1, waves=1))
     shape = presets.model("llama-tiny")
+    model = build(shape)
+    if width == 2:
+        model = model.bfloat16().float()
+    found = columns(times(), Load(input_tokens=5, output_tokens=3, concurrency=1, waves=1), model.eval())
     joined = shape.hidden * (shape.hidden + 2 * shape.kv_heads * shape.head_dim + 2 * shape.ffn)
     alone = shape.hidden * (shape.hidden + shape.ffn)
-    numbers = shape.layers * (2 * joined + alone) + shape.vocab * shape.hidden
-    assert found.planned_copies_bytes == found.measured_copies_bytes == 4 * numbers
+    numbers = shape.layers * (joined + alone) + shape.vocab * shape.hidden
+    wide = 4 * shape.layers * joined
+    assert found.planned_copies_bytes == found.measured_copies_bytes == width * numbers + wide
 
 
 def test_a_served_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

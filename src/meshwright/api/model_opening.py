@@ -31,15 +31,16 @@ from meshwright.training.precision import DTYPES
 
 Put = Callable[[str, Tensor], object]
 """Takes a whole weight by its name."""
+AUTO = "auto"
 Placing = Callable[[ModelShape, torch.dtype], tuple[Transformer, Put]]
 """Makes a model of a shape, or this rank's part of it, and what fills its weights in."""
 
 
 @checked
-def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> TrainedModel:
-    """A trained model, its weights in `dtype` (fp32, bf16, fp16; None = as they were trained or stored). `path`: a run
-    folder, one of its checkpoints, a Hugging Face directory, a GGUF file, an adapter in PEFT's format, or the answer of
-    `train`.
+def load(path: Place, dtype: str | None = AUTO, *, checkpoint: str = LAST) -> TrainedModel:
+    """A trained model, its weights in `dtype`: fp32, bf16, fp16; None = as they were trained or stored; auto = the same
+    on a GPU, and on a CPU fp32, which its loops are made for. `path`: a run folder, one of its checkpoints,
+    a Hugging Face directory, a GGUF file, an adapter in PEFT's format, or the answer of `train`.
     `checkpoint` of a run: last, best (of the lowest held-out loss), or the number of a step.
 
     fp32 of a run in less are its master weights. RunError where `path` is neither run nor directory; CheckpointError
@@ -50,8 +51,9 @@ def load(path: Place, dtype: str | None = "fp32", *, checkpoint: str = LAST) -> 
 
 def opened(path: Path, dtype: str | None, checkpoint: str, place: Placing) -> TrainedModel:
     """As `load`, into a model that `place` makes."""
-    if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in (AUTO, *DTYPES):
+        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join((AUTO, *DTYPES))}")
+    dtype = dtype_on(pick_device()) if dtype == AUTO else dtype
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
         return _open_run(path, dtype, checkpoint, place)
     if (path / "config.json").is_file():
@@ -65,6 +67,11 @@ def opened(path: Path, dtype: str | None, checkpoint: str, place: Placing) -> Tr
     if is_adapter(path):
         return _open_hub(base_folder(path), dtype, place, adapter=path)
     raise no_model(path)
+
+
+def dtype_on(device: torch.device) -> str | None:
+    """What `auto` is; None = as stored."""
+    return "fp32" if device.type == "cpu" else None
 
 
 def _whole(shape: ModelShape, dtype: torch.dtype) -> tuple[Transformer, Put]:

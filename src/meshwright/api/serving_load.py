@@ -11,6 +11,7 @@ from typing import final
 import torch
 
 from meshwright.api.serving_calibration import Clock
+from meshwright.kernels.compiled.panels import fits_bf16
 from meshwright.model import Transformer, build
 from meshwright.model.transformer import skeleton
 from meshwright.planner.serving.cached_layers import sequence_bytes
@@ -67,12 +68,14 @@ def columns_of(times: StepTimes, load: Load, run: "LoadRun", seconds: Sequence[f
     """As `columns`, of a load that has run; `seconds` of its steps."""
     of = times.of
     blocks = round(load.concurrency) * _blocks(load)
+    matrices = (one for one in run.engine.model.parameters() if one.dim() == 2)
+    width = 2.0 if all(map(fits_bf16, matrices)) else 4.0
     dry_weights, dry_cache = dry(of.model.shape, blocks)
     return ServingColumns(
         planned_weights_bytes=weights_bytes(of), dry_weights_bytes=dry_weights,
         measured_weights_bytes=sum(one.nbytes for one in run.engine.model.parameters()),
         planned_cache_bytes=blocks * sequence_bytes(of.model, BLOCK, of.cache_width),
-        dry_cache_bytes=dry_cache, measured_cache_bytes=run.cache_bytes, planned_copies_bytes=copies_bytes(of),
+        dry_cache_bytes=dry_cache, measured_cache_bytes=run.cache_bytes, planned_copies_bytes=copies_bytes(of, width),
         measured_copies_bytes=run.engine.copies_bytes, planned=serve(times, load), measured=run.served(seconds),
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ class _Task:
 
 @contextmanager
 def sharded_engine(
-    path: Place, options: EngineOptions | None = None, *, tp: int, ep: int = 1, dtype: str | None = "fp32",
+    path: Place, options: EngineOptions | None = None, *, tp: int, ep: int = 1, dtype: str | None = "auto",
     checkpoint: str = LAST, adapters: Mapping[str, str | Path] | None = None,
 ) -> Iterator[ServingEngine | None]:  # fmt: skip
     """An engine of a trained model over `tp` ranks; `ep`: over how many of them experts are spread, each whole.
@@ -80,7 +80,7 @@ def sharded_engine(
 
 @contextmanager
 def sharded_model(
-    path: Place, *, tp: int, ep: int = 1, dtype: str | None = "fp32", checkpoint: str = LAST
+    path: Place, *, tp: int, ep: int = 1, dtype: str | None = "auto", checkpoint: str = LAST
 ) -> Iterator[TrainedModel | None]:
     """The first rank's part of a model, for an engine alone; None on other ranks. As `sharded_engine`."""
     task = _Task(path=folder_of(path), dtype=dtype, checkpoint=checkpoint, layout=_layout(tp, ep))

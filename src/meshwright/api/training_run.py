@@ -75,7 +75,7 @@ class TrainAnswer(Answer):
         """The document that `meshwright train --json` prints."""
         return {"run": str(self.run), **asdict(self.summary)}
 
-    def load(self, dtype: str | None = "fp32", *, checkpoint: str = "last") -> "TrainedModel":
+    def load(self, dtype: str | None = "auto", *, checkpoint: str = "last") -> "TrainedModel":
         """The trained model; `checkpoint`: last, best, or the number of a step."""
         from meshwright.api.model_opening import load
 

@@ -40,7 +40,7 @@ def generate(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, as stored on a GPU.")] = "auto",
     adapter: OneAdapter = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print ids, log-probabilities and text as one document.")

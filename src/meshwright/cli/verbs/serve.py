@@ -39,7 +39,7 @@ def serve(
     name: Annotated[
         str | None, typer.Option("--name", help="What requests call the model.  [default: its folder]")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, as stored on a GPU.")] = "auto",
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
