@@ -25,10 +25,10 @@ from meshwright import compat
 from meshwright.compat import integers
 from meshwright.kernels import cpu_product
 from meshwright.kernels.compiled import library
-from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.compiled.library import ROWS, ROWS_BESIDE_BF16, Loops
 from meshwright.kernels.compiled.panels import Panels
 from meshwright.kernels.exact_sums import exact_product, weights_in_steps
-from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.linear import needs_wide, products
 from meshwright.kernels.quantized_linear import INT8_INPUTS, code_panels, quantized_linears_reference, row_codes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 
@@ -61,14 +61,14 @@ def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]
         return None
     bias = _joined(biases, [_rows(one) for one in matrices])
     if plain:
-        return _of_numbers(plain, bias, plain[0].dtype)
+        return _of_numbers(plain, biases, bias)
     if all(one.scheme.activations == "int8" for one in coded):
         return _of_int8(coded, bias) if _share_columns(coded) else None
     if any(one.scheme.activations == "int8" or not one.keeps_copies for one in coded):
         return None
     if (loops := library.compiled()) is not None and (panels := code_panels(loops, coded, bias)) is not None:
         return CodeProduct(loops, panels)
-    return _of_numbers([one.dequantized() for one in coded], bias, torch.float32)
+    return _of_numbers([one.dequantized() for one in coded], biases, bias, own=True)
 
 
 def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows: Tensor) -> Tensor:
@@ -105,32 +105,43 @@ def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | N
     return torch.cat(each)
 
 
-def _of_numbers(weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype) -> PreparedProduct | None:
-    if dtype != torch.float32 and not needs_wide(weights[0]):
+def _of_numbers(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], bias: Tensor | None, own: bool = False
+) -> PreparedProduct | None:
+    """`bias`: of all; `own`: whether the weights are copies, which nobody else has."""
+    given = [one.detach() for one in weights]
+    wide = given[0].dtype == torch.float32 or needs_wide(given[0])
+    if library.compiled() is not None:
+        narrow = given[0].dtype == torch.bfloat16 and not given[0].shape[1] % 2
+        if narrow or wide:
+            whole = torch.cat([one if narrow else one.float() for one in given])
+            if (panels := Panels.of_numbers(whole, bias)) is not None:
+                return PanelProduct(panels, given, biases, most=ROWS if wide else ROWS_BESIDE_BF16, own=own)
+    if not wide:
         return None
-    wide = [one.detach().float() for one in weights]
-    whole = wide[0] if len(wide) == 1 else torch.cat(wide)
-    if library.compiled() is not None and (panels := Panels.of_numbers(whole, bias)) is not None:
-        return PanelProduct(panels, whole, own=len(wide) > 1 or whole.data_ptr() != weights[0].data_ptr())
+    whole = torch.cat([one.float() for one in given])
     return OnednnProduct(whole, bias) if compat.blas_is_slow() else TransposedProduct(whole, bias)
 
 
 @final
 class PanelProduct:
-    """By compiled loops for few rows, and by torch for more."""
+    """By compiled loops for few rows, and for more as any other product."""
 
-    def __init__(self, panels: Panels, weight: Tensor, *, own: bool) -> None:
-        """`weight` (N, K) fp32, `panels` of it. `own`: whether the weight is a copy, too: of several matrices side by
-        side, or of one in another dtype."""
-        self.panels, self._weight = panels, weight
-        self.bytes = panels.bytes + own * weight.nbytes
+    def __init__(
+        self, panels: Panels, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, most: int = ROWS,
+        own: bool = False,
+    ) -> None:  # fmt: skip
+        """`weights` (some of N, K), `panels` of all of them; `most`: rows that are few; `own`: as _of_numbers."""
+        self.panels, self._weights, self._biases, self._most = panels, weights, biases, most
+        self.bytes = panels.bytes + own * sum(one.nbytes for one in weights)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
-        own = library.loops()
-        if own is not None and rows.shape[0] <= own.rows and library.takes(rows):
-            return own.multiply(rows, self.panels)
-        return cpu_product.linear(rows.float(), self._weight, self.panels.bias).to(rows.dtype)
+        loops = library.loops()
+        if loops is not None and loops.few(rows.shape[0], self._most) and rows.device.type == "cpu":
+            return loops.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
+        found = products(rows, self._weights, self._biases)
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 @final
@@ -145,8 +156,8 @@ class CodeProduct:
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
         own = library.loops()
-        if own is not None and rows.shape[0] <= own.rows and library.takes(rows):
-            return own.multiply(rows, self.panels)
+        if own is not None and own.few(rows.shape[0]):
+            return own.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
         return cpu_product.linear(rows.float(), self._loops.restored(self.panels), self.panels.bias).to(rows.dtype)
 
 

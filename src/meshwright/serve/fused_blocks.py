@@ -70,23 +70,30 @@ class FusedBlocks:
             down=down, keys=cache.keys, values=cache.values, heads=attention.shape.heads, window=block.window,
             scale=attention.scale,
         )  # fmt: skip
-        most = min(INT8_ROWS if one.kind == INT8 else self._loops.rows for one in (qkv, o, gate_up, down))
+        has_int8 = any(one.kind == INT8 for one in (qkv, o, gate_up, down))
         layers = [layer for group in groups for layer in group]
-        return _Fused(FusedBlock(self._loops, parts), cache, layers, most)
+        return _Fused(FusedBlock(self._loops, parts), cache, layers, _few_int8 if has_int8 else self._loops.few)
+
+
+def _few_int8(rows: int) -> bool:
+    return rows <= INT8_ROWS
 
 
 @final
 class _Fused:
-    def __init__(self, block: FusedBlock, cache: PagedLayer, layers: Sequence[Linear], most: int) -> None:
-        """`most`: rows of a step."""
-        self.block, self._cache, self._layers, self._most = block, cache, layers, most
+    def __init__(
+        self, block: FusedBlock, cache: PagedLayer, layers: Sequence[Linear], few: Callable[[int], bool]
+    ) -> None:  # fmt: skip
+        """`few`: whether so many rows are."""
+        self.block, self._cache, self._layers, self._few = block, cache, layers, few
 
     def takes(self, x: Tensor, cache: PagedLayer, metadata: AttentionMetadata) -> bool:
         """Whether a step's rows x (B, R, D) are few, attended one by one over this cache, and without adapters."""
         rows = None if cache.places is None else cache.places.rows
         return (
             rows is not None
-            and len(rows.last) == x.shape[1] <= self._most
+            and len(rows.last) == x.shape[1]
+            and self._few(x.shape[1])
             and len(x) == 1
             and cache is self._cache
             and x.is_contiguous()

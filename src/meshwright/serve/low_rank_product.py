@@ -32,7 +32,7 @@ class LowRankProduct:
 
     def _multiplied(self, rows: Tensor) -> Tensor:
         loops = library.loops()
-        if loops is not None and self._panels is not None and len(rows) <= loops.rows and library.takes(rows):
+        if loops is not None and self._panels is not None and loops.few(len(rows)) and library.takes(rows):
             return loops.multiply(loops.multiply(rows, self._panels[0]), self._panels[1])
         if not self._tile:
             return self._plain(rows)

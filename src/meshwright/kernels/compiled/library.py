@@ -31,8 +31,9 @@ LINKING = () if sys.platform == "darwin" else ("-Wl,-Bsymbolic",)  # no name of 
 FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
 THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
 """Of each the first is taken that the compiler takes."""
-ROWS, INT8_ROWS = 64, 32
-"""Rows up to which `multiply` is faster than products of torch's libraries: with numbers and codes, and with int8."""
+ROWS, INT8_ROWS, ROWS_BESIDE_BF16 = 64, 32, 8
+"""Rows up to which `multiply` is faster than products of torch's libraries: with numbers and codes, with int8, and with
+bf16 where the CPU has units for it."""
 
 
 class AttentionFields(ctypes.Structure):
@@ -70,8 +71,7 @@ def takes(*tensors: Tensor) -> bool:
 class Loops:
     """The functions of the library. Tensors are as `takes` says."""
 
-    def __init__(self, library: ctypes.CDLL, rows: int = ROWS) -> None:
-        """`rows`: see there."""
+    def __init__(self, library: ctypes.CDLL, any_rows: bool = False) -> None:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
@@ -79,8 +79,7 @@ class Loops:
         library.multiply.argtypes = [POINTER, INT, POINTER, POINTER, INT]
         for name in ("attend", "block", "multiply", "has_int8", "has_codes"):
             getattr(library, name).restype = INT
-        self._of, self.rows = library, rows
-        """Rows up to which products with numbers and codes are `multiply`."""
+        self._of, self._any_rows = library, any_rows
         self.has_int8, self.has_codes = bool(library.has_int8()), bool(library.has_codes())
         """Whether this processor has instructions for sums of 8-bit products, and for looks into tables."""
 
@@ -90,7 +89,11 @@ class Loops:
 
     def for_any_rows(self) -> "Loops":
         """The same with products of any number of rows, whose sums then have one order."""
-        return Loops(self._of, rows=2**62)
+        return Loops(self._of, any_rows=True)
+
+    def few(self, rows: int, most: int = ROWS) -> bool:
+        """Whether products of so many rows with numbers and codes are `multiply`; `most`: where it is no slower."""
+        return self._any_rows or rows <= most
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As kernels.rms_norm."""

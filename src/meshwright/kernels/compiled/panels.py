@@ -74,11 +74,11 @@ class Panels:
 
     @classmethod
     def of_numbers(cls, weight: Tensor, bias: Tensor | None = None) -> Self | None:
-        """Of a matrix fp32; None where N is no multiple of 16."""
+        """Of a matrix fp32, or bf16 with an even K; None where N is no multiple of 16."""
         rows, width = weight.shape
         if rows % LANES:
             return None
-        narrow = not width % 2 and fits_bf16(weight)
+        narrow = not width % 2 and (weight.dtype == torch.bfloat16 or fits_bf16(weight))
         numbers = weight.bfloat16().view(-1, LANES, width // 2, 2) if narrow else weight.view(-1, LANES, width)
         numbers = numbers.transpose(1, 2).contiguous()
         return cls(kind=BF16 if narrow else FLOATS, rows=rows, width=width, numbers=numbers, bias=bias)

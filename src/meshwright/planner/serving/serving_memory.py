@@ -100,13 +100,11 @@ def adapters_bytes(of: Deployment) -> float:
 
 def copies_bytes(of: Deployment, width: float = 4.0) -> float:
     """Of matrices in another order beside fp32 weights: those of attention, MLPs and the head, which Meshwright's
-    engine keeps on a CPU with a C compiler. Those that read one input together are kept side by side in fp32, too.
-    Experts stay as they are. `width`: bytes of a number in that order, 2 where all numbers are the same in bf16."""
+    engine keeps on a CPU with a C compiler. Experts stay as they are. `width`: bytes of a number in that order, 2 where
+    all numbers are the same in bf16."""
     shape = of.model.shape
     found = [part for part in parameters(shape) if part.group in ("attention", "mlp", "head") and len(part.shape) > 1]
-    joined = {"q", "k", "v"} | ({"gate", "up"} if any(".mlp.gate." in part.name for part in found) else set())
-    beside = sum(part.numel for part in found if part.name.split(".")[-2] in joined)
-    return width * (sum(part.numel for part in found) + shape.tied * shape.vocab * shape.hidden) + 4.0 * beside
+    return width * (sum(part.numel for part in found) + shape.tied * shape.vocab * shape.hidden)
 
 
 def _width(of: Deployment, part: Parameter) -> float:
