@@ -1,4 +1,4 @@
-"""Decoding with 8-bit weights: the serving engine beside transformers in fp32 and llama.cpp's Q8_0.
+"""Decoding with weights of 8 and 4 bits: the serving engine beside transformers in fp32 and llama.cpp.
 
     python -m benchmarks.serve_quantized [--json] [--rounds 3] [--new 24]
 
@@ -8,8 +8,11 @@ thread; counted are seconds of the processor from the second new token on, of ea
 
     hf       transformers, fp32, `generate`
     engine   the engine, fp32
+    bf16     the engine, fp32, with weights that were stored in bf16
     int8     the engine with weights in int8, made by `quantize`'s scheme int8, and its head's product in int8
+    int4     the same with `int4-rtn`: groups of 32, a scale and a zero each
     llama    llama.cpp, Q8_0, a batch of one token a sequence; only where llama-cpp-python is installed
+    llama4   the same, Q4_0: groups of 32, a scale each
 
 `top1` is the share of the int8 engine's tokens that the fp32 engine gives, too; random weights have no other quality.
 """
@@ -44,6 +47,7 @@ SHAPE = ModelShape(
     max_positions=2048, tied=True,
 )  # fmt: skip
 BATCHES, PROMPT = (1, 4, 16), 32
+PAIRS = (("int8", "hf"), ("int8", "llama"), ("int4", "llama4"), ("bf16", "engine"))
 Decoding = Callable[[list[list[int]], int], float]
 """Prompts, and how many new tokens behind the first each gets -> seconds of the processor for these."""
 
@@ -84,10 +88,10 @@ def engine(model: Transformer, answers: dict[int, list[list[int]]], **options: A
     return decode
 
 
-def llama(folder: Path) -> Decoding:
+def llama(folder: Path, kind: str = "q8_0") -> Decoding:
     """llama.cpp, by its own C interface."""
     library = import_module("llama_cpp")
-    path = written(folder / "model.gguf", model_of(SHAPE), "q8_0")
+    path = written(folder / f"{kind}.gguf", model_of(SHAPE), kind)
     settings = library.llama_model_default_params()
     loaded = library.llama_model_load_from_file(str(path).encode(), settings)
     room = library.llama_context_default_params()
@@ -141,17 +145,25 @@ def quantized(model: Transformer, scheme: str) -> Transformer:
     return found.eval()
 
 
+def model_in_bf16() -> Transformer:
+    """Its numbers are those of bf16."""
+    return build(SHAPE).bfloat16().float().eval()
+
+
 def race(rounds: int, new: int) -> dict[str, float]:
     """All contestants in turns."""
     model = build(SHAPE).eval()
     ways: dict[str, Decoding] = {"hf": hf(model)}
     answers: dict[str, dict[int, list[list[int]]]] = {"engine": {}, "int8": {}}
     ways["engine"] = engine(model, answers["engine"])
+    ways["bf16"] = engine(model_in_bf16(), {})
     ways["int8"] = engine(quantized(model, "int8"), answers["int8"], head="int8")
+    ways["int4"] = engine(quantized(model, "int4-rtn"), {}, head="int8")
     chance = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         if find_spec("llama_cpp"):
             ways["llama"] = llama(Path(folder))
+            ways["llama4"] = llama(Path(folder), "q4_0")
         best = {(name, batch): float("inf") for name in ways for batch in BATCHES}
         for _ in range(rounds):
             for batch in BATCHES:
@@ -160,9 +172,9 @@ def race(rounds: int, new: int) -> dict[str, float]:
                     best[name, batch] = min(best[name, batch], way(prompts, new))
     found = {f"{name}_{batch}_tokens_per_second": batch * new / seconds for (name, batch), seconds in best.items()}
     for batch in BATCHES:
-        for peer in ("hf", "llama"):
+        for ours, peer in PAIRS:
             if peer in ways:
-                found[f"int8_over_{peer}_{batch}"] = best[peer, batch] / best["int8", batch]
+                found[f"{ours}_over_{peer}_{batch}"] = best[peer, batch] / best[ours, batch]
     pairs = [
         (one, other)
         for batch in BATCHES

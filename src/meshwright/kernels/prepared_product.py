@@ -8,7 +8,7 @@ Several matrices that read the same input are one product. Which copy is made:
                        widened for each product
     codes, int8 rows   oneDNN's order of 8-bit numbers; for few rows also panels, if there are compiled loops.
                        Rows have a scale each, and sums are of whole numbers: a row's result depends on no other row
-    up to 4 bits       panels of codes, if there are compiled loops; for more rows restored for each product
+    up to 4 bits       panels of codes, if there are compiled loops; for very many rows restored for each product
     other codes        as plain numbers, restored once
 
 None has a gradient. A result is rounded to the dtype of its rows once.
@@ -144,9 +144,13 @@ class PanelProduct:
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
+CODE_ROWS = 1024
+"""Rows up to which looking codes up costs less than restoring the matrix for a product."""
+
+
 @final
 class CodeProduct:
-    """By compiled loops for few rows, and by torch with restored numbers for more."""
+    """By compiled loops, and by torch with restored numbers for very many rows."""
 
     def __init__(self, loops: Loops, panels: Panels) -> None:
         """`loops` restore."""
@@ -156,7 +160,7 @@ class CodeProduct:
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
         own = library.loops()
-        if own is not None and own.few(rows.shape[0]):
+        if own is not None and own.few(rows.shape[0], CODE_ROWS):
             return own.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
         return cpu_product.linear(rows.float(), self._loops.restored(self.panels), self.panels.bias).to(rows.dtype)
 
