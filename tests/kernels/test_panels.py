@@ -75,9 +75,9 @@ def test_codes(coded: Loops, scheme: Scheme, rows: int, columns: int) -> None:
 @pytest.mark.parametrize("scheme", FEW_BITS, ids=lambda one: one.name)
 def test_codes_of_several_matrices_and_many_rows(coded: Loops, scheme: Scheme) -> None:
     matrices = [quantize_matrix("w", drawn(rows, 64, seed=rows), scheme) for rows in (32, 16, 20, 12)]
-    product, x = product_of(*matrices), drawn(prepared_product.CODE_ROWS + 1, 64)
+    product, x = product_of(*matrices), drawn(prepared_product.LOOKED_UP_ROWS + 1, 64)
     right = torch.cat([F.linear(x, one.dequantized()) for one in matrices], -1)
-    for rows in (7, prepared_product.CODE_ROWS + 1):
+    for rows in (7, prepared_product.LOOKED_UP_ROWS + 1):
         with library.used(coded):
             assert torch.allclose(product(x[:rows]), right[:rows], atol=1e-4)
     assert product.bytes == product.panels.bytes < right.shape[1] * 64 * (1.1 if scheme.group in (0, 128) else 1.6)

@@ -144,7 +144,7 @@ class PanelProduct:
         return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
-CODE_ROWS = 1024
+LOOKED_UP_ROWS = 1024
 """Rows up to which looking codes up costs less than restoring the matrix for a product."""
 
 
@@ -160,7 +160,7 @@ class CodeProduct:
     def __call__(self, rows: Tensor) -> Tensor:
         """As PreparedProduct."""
         own = library.loops()
-        if own is not None and own.few(rows.shape[0], CODE_ROWS):
+        if own is not None and own.few(rows.shape[0], LOOKED_UP_ROWS):
             return own.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
         return cpu_product.linear(rows.float(), self._loops.restored(self.panels), self.panels.bias).to(rows.dtype)
 

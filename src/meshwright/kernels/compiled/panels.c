@@ -51,7 +51,7 @@ int64_t has_codes(void) {
             for (int64_t g = 0; g < (n + 32 <= m->columns ? 2 : 1); g++) {                                              \
                 __m512i shift = _mm512_slli_epi32(_mm512_loadu_si512(m->sums + n + 16 * g), 7);                         \
                 __m512 found = _mm512_cvtepi32_ps(_mm512_sub_epi32(total[r][g], shift));                                \
-                found = _mm512_mul_ps(found, _mm512_loadu_ps(m->scales + n + 16 * g));                                  \
+                found = _mm512_mul_ps(found, _mm512_loadu_ps((const float *)m->scales + n + 16 * g));                                  \
                 found = _mm512_mul_ps(found, _mm512_set1_ps(scales[begin + r]));                                        \
                 _mm512_storeu_ps(out + (begin + r) * m->columns + n + 16 * g, found);                                   \
             }                                                                                                           \
@@ -194,9 +194,10 @@ static inline lanes looked_up(const lanes *table, whole_lanes codes) {
             CODES_ADDED(ROWS, g * m->group, end_of(m, g))                                                               \
             for (int p = 0; p < (apart ? 2 : 1); p++) {                                                                 \
                 const int64_t place = ((n / 16 + p) * groups + g) * 16;                                                 \
-                const lanes scale = *(const lanes *)(m->scales + place);                                                \
+                const lanes scale = of_group(m, m->scales, place);                                                      \
+                const lanes zero = m->zeros ? of_group(m, m->zeros, place) : (lanes){0};                                \
                 for (int r = 0; r < ROWS; r++) {                                                                        \
-                    if (m->zeros) total[r][p] -= *(const lanes *)(m->zeros + place) * sums[(begin + r) * groups + g];   \
+                    if (m->zeros) total[r][p] -= zero * sums[(begin + r) * groups + g];                                 \
                     found[r][p] += scale * total[r][p];                                                                 \
                 }                                                                                                       \
             }                                                                                                           \
@@ -206,6 +207,16 @@ static inline lanes looked_up(const lanes *table, whole_lanes codes) {
             if (apart) *(lanes *)(out + (begin + r) * m->columns + n + 16) = found[r][1];                               \
         }                                                                                                               \
     } break;
+
+typedef uint16_t half_lanes __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t wide_lanes __attribute__((vector_size(64)));
+
+/* 16 scales or zeros of a panel's group. */
+static inline lanes of_group(const Panels *m, const void *numbers, int64_t place) {
+    if (!m->narrow) return *(const lanes *)((const float *)numbers + place);
+    const half_lanes half = *(const half_lanes *)((const uint16_t *)numbers + place);
+    return (lanes)(__builtin_convertvector(half, wide_lanes) << 16);
+}
 
 static inline int64_t end_of(const Panels *m, int64_t group) {
     return (group + 1) * m->group < m->width ? (group + 1) * m->group : m->width;
@@ -257,8 +268,8 @@ void restore(const Panels *m, float *out) {
             const int64_t some = width - i < 16 ? width - i : 16;
             for (int64_t j = 0; j < some; j += 2) {
                 const int64_t place = (n / 16 * groups + (i + j) / m->group) * 16;
-                const lanes scale = *(const lanes *)(m->scales + place);
-                const lanes zero = m->zeros ? *(const lanes *)(m->zeros + place) : (lanes){0};
+                const lanes scale = of_group(m, m->scales, place);
+                const lanes zero = m->zeros ? of_group(m, m->zeros, place) : (lanes){0};
                 const whole_lanes codes = bytes_of(from + 8 * (i + j));
                 *(lanes *)tile[j] = (looked_up(table, codes) - zero) * scale;
                 *(lanes *)tile[j + 1] = (looked_up(table, codes >> 4) - zero) * scale;

@@ -4,7 +4,7 @@
     bf16     (N / 16, K / 2, 16, 2), the same numbers in 16 bits, where that loses nothing: of models stored so
     int8     (N / 16, K / 4, 16, 4) codes, and the sum of each row's; rows that are multiplied are rounded, too
     codes    (N / 16, K / 2, 16) bytes of two codes of at most 4 bits, the first in the lower ones; a table of the
-             numbers they stand for; scales and zeros (N / 16, groups, 16) fp32
+             numbers they stand for; scales and zeros (N / 16, groups, 16) fp32, or bf16 where that loses nothing
 
 A product reads a panel once for some rows, so with few rows its time is that of its bytes.
 """
@@ -31,7 +31,7 @@ class PanelFields(ctypes.Structure):
 
     _fields_ = (
         ("numbers", POINTER), ("sums", POINTER), ("scales", POINTER), ("zeros", POINTER), ("table", POINTER),
-        ("bias", POINTER), ("columns", INT), ("width", INT), ("group", INT), ("kind", INT),
+        ("bias", POINTER), ("columns", INT), ("width", INT), ("group", INT), ("kind", INT), ("narrow", INT),
     )  # fmt: skip
 
 
@@ -64,8 +64,10 @@ class Panels:
     fields: PanelFields = field(init=False)
 
     def __post_init__(self) -> None:
+        sizes = self.rows, self.width, self.group, self.kind
+        narrow = self.scales is not None and self.scales.dtype == torch.bfloat16
         given = map(pointer, (self.numbers, self.sums, self.scales, self.zeros, self.table, self.bias))
-        object.__setattr__(self, "fields", PanelFields(*given, self.rows, self.width, self.group, self.kind))
+        object.__setattr__(self, "fields", PanelFields(*given, *sizes, narrow))
 
     @property
     def bytes(self) -> int:
@@ -103,6 +105,8 @@ class Panels:
         if rows % LANES or width % 2 or group % 2:
             return None
         pairs = codes[:, ::2] | codes[:, 1::2] << 4
+        if all(one is None or fits_bf16(one) for one in (scales, zeros)):
+            scales, zeros = scales.bfloat16(), None if zeros is None else zeros.bfloat16()
         numbers, own, low = (_in_panels(one) for one in (pairs, scales, zeros))
         assert numbers is not None
         return cls(

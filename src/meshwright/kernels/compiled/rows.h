@@ -48,8 +48,9 @@ static inline int threads_for(int64_t bytes) { return bytes < LEAST ? 1 : thread
 typedef struct {
     const void *numbers;
     const int32_t *sums;
-    const float *scales, *zeros, *table, *bias;
-    int64_t columns, width, group, kind; /* N, D */
+    const void *scales, *zeros; /* fp32, or of codes bf16 where `narrow` */
+    const float *table, *bias;
+    int64_t columns, width, group, kind, narrow; /* N, D */
 } Panels;
 enum { FLOATS, BF16, INT8, CODES };
 
