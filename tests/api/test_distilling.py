@@ -15,6 +15,7 @@ from meshwright.model.hub import import_folder
 from meshwright.planfile import read
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.store.model_weights import locate, weights
+from meshwright.store.run_folder import RunFolder
 from tests.train.distilling import ROUTED, TEACHER, taught
 from tests.train.running import MOE
 
@@ -101,6 +102,19 @@ def test_a_student_nobody_chose_and_one_that_is_larger_are_named(teacher: Path) 
     notes.clear()
     distillation_plan([], str(teacher), "teacher:layers=2", notes=notes)
     assert not any("student=" in one or "more parameters" in one for one in notes)
+
+
+def test_the_text_of_a_teacher_that_is_a_run_is_read_where_no_other_is_named(teacher: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    theirs, own = RunFolder.open(teacher).plan.data, teacher / "tokenizer.json"
+    found, _ = distillation_plan([f"teacher={teacher}", "data.packing=off"], "", "teacher:layers=2", notes=notes)
+    assert Path(theirs.path).is_dir() and Path(found.data.tokenizer).read_bytes() == own.read_bytes()
+    assert found.data == replace(theirs, tokenizer=found.data.tokenizer, packing="off")
+    assert f"distillation default: data={theirs.path}, which the teacher was trained on" in notes
+    for word in (f"data={tmp_path}", f"data.path={tmp_path}"):
+        notes.clear()
+        found, _ = distillation_plan([word], str(teacher), "teacher:layers=2", notes=notes)
+        assert found.data.path == str(tmp_path) and not any("was trained on" in one for one in notes)
 
 
 def test_a_run_as_a_student_is_told_to_be_exported(teacher: Path, tmp_path: Path) -> None:
