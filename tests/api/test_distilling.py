@@ -1,6 +1,10 @@
 """`distill` in Python and on the command line: students by shape, by folder, by layers; and what is refused."""
 
 import json
+import os
+import re
+import shlex
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import torch
 import meshwright as mw
 from meshwright.api.distilling import distillation_plan
 from meshwright.cli.main import main
+from meshwright.cli.terminal.display import PlainDisplay
 from meshwright.compress.distill_student import shape_of_layers, spread, student_of_layers
 from meshwright.model.hub import import_folder
 from meshwright.planfile import read
@@ -115,6 +120,25 @@ def test_the_text_of_a_teacher_that_is_a_run_is_read_where_no_other_is_named(tea
         notes.clear()
         found, _ = distillation_plan([word], str(teacher), "teacher:layers=2", notes=notes)
         assert found.data.path == str(tmp_path) and not any("was trained on" in one for one in notes)
+
+
+@pytest.mark.long
+def test_the_hint_of_a_stopped_run_has_the_words_that_were_given(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(PlainDisplay, "stepped", lambda self, metrics: os.kill(os.getpid(), signal.SIGINT))
+    words = ["recipe.steps=3", "recipe.sequence=12", "recipe.global_batch=4", "layout.compile=off"]
+    given = ["--teacher", str(teacher), "--student", "teacher:layers=2"]
+    assert main(["distill", *given, *words, "--no-dry-run"]) == 130
+    [line] = [line for line in capsys.readouterr().out.splitlines() if " to continue: " in line]
+    asked = shlex.split(line.partition(" distill ")[2])
+    assert asked[:4] == given and "--no-dry-run" in asked and not any("recipe.objective" in word for word in asked)
+    [run] = [word for word in asked if word.startswith("run=")]
+    assert re.fullmatch(r"run=runs/\d{4}-\d\d-\d\d-[a-z-]+-2-layers", run), "no hash is in its name"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main(["distill", *asked]) == 0
 
 
 def test_a_run_as_a_student_is_told_to_be_exported(teacher: Path, tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ def distill(
 ) -> TrainAnswer:
     """Train a student on the distributions of a teacher, in this process.
 
-    `teacher`: a Hugging Face folder or a run, whose data is read where no other is named. `student`: a preset, a Hugging
-    Face folder, or "teacher:layers=6" for so many layers of the teacher with their weights. All else is as for train.
-    PlanError, DataError, RunError, DoesNotFit.
+    `teacher`: a Hugging Face folder or a run, whose data is read where no other is named. `student`: a preset, a
+    Hugging Face folder, or "teacher:layers=6" for so many layers of the teacher with their weights. All else is as for
+    train. PlanError, DataError, RunError, DoesNotFit.
     """
     words = [*plan, *(word for key, value in keys.items() for word in words_of(key, value))]
     asked, also = distillation_plan(words, str(teacher), str(student))
