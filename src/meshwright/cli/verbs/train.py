@@ -118,8 +118,9 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
                 print_json(answer.to_dict())
             elif not answer.done:
                 where = f"step {answer.summary.step} of {answer.summary.steps}"
+                done = f"Saved after {where}" if answer.summary.checkpoint else "Stopped before the first step"
                 print(
-                    f"Saved after {where}; to continue: {again(verb, [*words, *options.words], str(answer.run))}",
+                    f"{done}; to continue: {again(verb, [*words, *options.words], str(answer.run))}",
                     flush=True,
                 )
             elif dry_run and (said := memory_summary(answer.run, answer.summary)):
