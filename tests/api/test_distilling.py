@@ -1,6 +1,10 @@
 """`distill` in Python and on the command line: students by shape, by folder, by layers; and what is refused."""
 
 import json
+import os
+import re
+import shlex
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +14,13 @@ import torch
 import meshwright as mw
 from meshwright.api.distilling import distillation_plan
 from meshwright.cli.main import main
+from meshwright.cli.terminal.display import PlainDisplay
 from meshwright.compress.distill_student import shape_of_layers, spread, student_of_layers
 from meshwright.model.hub import import_folder
 from meshwright.planfile import read
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.store.model_weights import locate, weights
+from meshwright.store.run_folder import RunFolder
 from tests.train.distilling import ROUTED, TEACHER, taught
 from tests.train.running import MOE
 
@@ -101,6 +107,38 @@ def test_a_student_nobody_chose_and_one_that_is_larger_are_named(teacher: Path) 
     notes.clear()
     distillation_plan([], str(teacher), "teacher:layers=2", notes=notes)
     assert not any("student=" in one or "more parameters" in one for one in notes)
+
+
+def test_the_text_of_a_teacher_that_is_a_run_is_read_where_no_other_is_named(teacher: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    theirs, own = RunFolder.open(teacher).plan.data, teacher / "tokenizer.json"
+    found, _ = distillation_plan([f"teacher={teacher}", "data.packing=off"], "", "teacher:layers=2", notes=notes)
+    assert Path(theirs.path).is_dir() and Path(found.data.tokenizer).read_bytes() == own.read_bytes()
+    assert found.data == replace(theirs, tokenizer=found.data.tokenizer, packing="off")
+    assert f"distillation default: data={theirs.path}, which the teacher was trained on" in notes
+    for word in (f"data={tmp_path}", f"data.path={tmp_path}"):
+        notes.clear()
+        found, _ = distillation_plan([word], str(teacher), "teacher:layers=2", notes=notes)
+        assert found.data.path == str(tmp_path) and not any("was trained on" in one for one in notes)
+
+
+@pytest.mark.long
+def test_the_hint_of_a_stopped_run_has_the_words_that_were_given(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(PlainDisplay, "stepped", lambda self, metrics: os.kill(os.getpid(), signal.SIGINT))
+    words = ["recipe.steps=3", "recipe.sequence=12", "recipe.global_batch=4", "layout.compile=off"]
+    given = ["--teacher", str(teacher), "--student", "teacher:layers=2"]
+    assert main(["distill", *given, *words, "--no-dry-run"]) == 130
+    [line] = [line for line in capsys.readouterr().out.splitlines() if " to continue: " in line]
+    asked = shlex.split(line.partition(" distill ")[2])
+    assert asked[:4] == given and "--no-dry-run" in asked and not any("recipe.objective" in word for word in asked)
+    [run] = [word for word in asked if word.startswith("run=")]
+    assert re.fullmatch(r"run=runs/\d{4}-\d\d-\d\d-[a-z-]+-2-layers", run), "no hash is in its name"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert main(["distill", *asked]) == 0
 
 
 def test_a_run_as_a_student_is_told_to_be_exported(teacher: Path, tmp_path: Path) -> None:

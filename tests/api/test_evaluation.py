@@ -64,6 +64,18 @@ def test_a_gguf_file_is_held_against_what_it_was_made_of(files: Path) -> None:
         mw.evaluate(files / "small.gguf", against=files / "other", data=files / "chat.jsonl")
 
 
+def test_a_folder_is_held_against_a_run_on_what_that_held_out(files: Path) -> None:
+    loop.run(plan(files, *WORDS, "recipe.steps=25"))
+    right = mw.evaluate(files / "run", against=files / "hf")
+    found = mw.evaluate(files / "hf", against=files / "run")
+    for one, other in zip(found.rows(), right.rows(), strict=True):
+        assert (one["metric"], one["items"]) == (other["metric"], other["items"])
+        assert one["value"] == pytest.approx(other["before"], rel=1e-6)
+        assert one["difference"] == pytest.approx(-other["difference"], rel=1e-5)
+    with pytest.raises(ArgumentError, match="does not say which text"):
+        mw.evaluate(files / "hf", against=files / "hf")
+
+
 def test_tasks_need_their_extra(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.api.evaluation.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'meshwright\[eval\]'"):

@@ -159,6 +159,7 @@ def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
         run = os.readlink("runs/latest")
         assert (
             line.startswith("Saved after step 1 of 9; ")
+            and " --no-dry-run " in line
             and f" run=runs/{run} " in line
             and line.endswith(" resume=auto")
         )

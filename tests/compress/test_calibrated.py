@@ -358,6 +358,23 @@ def test_a_run_calibrates_on_what_it_trained_on_and_is_scored_on_the_rest(
     assert read and not read & scored
 
 
+def test_a_text_below_two_windows_is_told_in_tokens_and_one_of_two_is_enough(folder: Path) -> None:
+    opened = mw.load(folder / "hf")
+    assert opened.tokenizer is not None
+    window = opened.model.shape.max_positions
+    short = folder / "short.txt"
+    for words in (3, 20, 90, 4 * window):
+        short.write_text("a = 1\n" * words)
+        tokens = len(opened.tokenizer.encode(short.read_text()))
+        if tokens > window + 2:
+            found = quantization_text(opened, short, 64, None)
+            assert found.calibration and found.scored, tokens
+            continue
+        with pytest.raises(DataError, match=rf"a window has {window:,}: .*\({window + 2:,} tokens\)"):
+            quantization_text(opened, short, 64, None)
+    assert tokens > window + 2, "both ways were tried"
+
+
 def test_sharded_models_are_read_as_they_come(folder: Path) -> None:
     found = mw.load(folder / "hf")
     export_folder(

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +120,32 @@ def test_bad_input_is_refused_before_anything_is_made(
     with pytest.raises(kind, match=said):
         mw.quantize(**given)
     assert not (folder / "q").exists()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "out", "room"), [("int4-rtn", "q", 1.0), ("int4-gptq", "q", 1.02), ("q8_0", "q.gguf", 1.0)]
+)
+def test_a_disk_without_room_is_said_before_anything_is_written(
+    scheme: str,
+    out: str,
+    room: float,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks of a calibrated method are beside its folder until the end; those of an earlier run are there already."""
+    given = ["quantize", str(folder / "hf"), "--scheme", scheme, "--data", str(folder / "text.txt"), "--no-quality"]
+    assert main([*given, "-o", str(folder / f"first-{out}"), "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)["predicted_bytes"]
+    free = int(predicted * room)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free - 1))
+    assert main([*given, "-o", str(folder / out)]) == 2
+    said = capsys.readouterr().err
+    [needed] = [int(one.replace(",", "")) for one in re.findall(r"needs .*? \(([\d,]+) bytes\)", said)]
+    assert f"({free - 1:,} bytes) free" in said and not list(folder.glob(f"*{out}.*")) and not (folder / out).exists()
+    assert needed == predicted if scheme != "int4-gptq" else free <= needed < 1.1 * predicted
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=needed))
+    assert main([*given, "-o", str(folder / out)]) == 0
 
 
 def test_a_folder_that_is_taken_and_weights_that_are_not_finite_are_refused(folder: Path) -> None:

@@ -74,6 +74,27 @@ def test_everything_is_there_offline(browser: Browser, pages: dict[str, Path]) -
 
 
 @in_browser
+def test_held_out_text_of_a_distilled_run_is_beside_its_cross_entropy(browser: Browser, tmp_path: Path) -> None:
+    """Its loss is a divergence, of another size."""
+    run = write(tmp_path / "runs" / "distilled", ALONE, ledger=None)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row.get("kind") != "eval":
+            row |= {"cross_entropy": row["loss"], "loss": row["loss"] / 100}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "page.html").write_text(page([open_run(run)]), encoding="utf-8")
+    opened(browser, tmp_path / "page.html")
+    assert browser.complaints == []
+    assert count(browser, "[data-curve='loss'] circle") == 0
+    inside = browser.evaluate(
+        "[...document.querySelectorAll(\"[data-curve='cross_entropy'] circle\")].map((dot) =>"
+        " +dot.getAttribute('cy') >= 8 && +dot.getAttribute('cy') <= 168)"
+    )
+    assert inside == [True] * 4
+    assert "meshwright compare runs/distilled makes it" in text(browser, "#moments")
+
+
+@in_browser
 def test_bars_are_as_long_as_the_bytes(browser: Browser, pages: dict[str, Path]) -> None:
     opened(browser, pages["full"])
     widths = browser.evaluate(

@@ -1,5 +1,7 @@
 """What is kept of a teacher: the numbers, their place on disk, runs that read them, and what goes wrong."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,18 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from meshwright.api.model_opening import load
 from meshwright.data import prepare
+from meshwright.data.cache_folder import default_root
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
+from meshwright.parallel import Mesh
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import RunError
 from meshwright.training import loop, teacher_targets
 from meshwright.training.teacher_store import DONE, TableSizes, TeacherTables, cached
 from meshwright.training.teacher_targets import samples_of
 from tests.train.distilling import student_plan, taught, trained
-from tests.train.running import SHAPE
+from tests.train.running import SHAPE, Notes
 
 TOP = 8
 
@@ -120,6 +125,53 @@ def test_rows_that_a_longer_run_needs_are_added(
     caplog.clear()
     trained(longer)
     assert "the teacher is asked about 8 rows" in asked_about(caplog)
+
+
+def _stopped_while_asking(asked: Plan, rank: int) -> tuple[str, int, int]:
+    """(how it ended, steps, rows that are there) of a run of which one rank is told to stop after its first batch."""
+    watcher, keep = Notes(), teacher_targets._together
+
+    def told(mesh: Mesh, mine: NDArray[np.int64], stops: bool) -> tuple[NDArray[np.int64], bool]:
+        if mesh.rank == rank and not stops:
+            os.kill(os.getpid(), signal.SIGINT)
+        return keep(mesh, mine, stops)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teacher_targets, "_together", told)
+        summary = loop.run(asked, watchers=[watcher])
+    [done] = (default_root() / "teachers").glob("*/done.bin")
+    return summary.stopped, len(watcher.steps), int(np.fromfile(done, dtype=np.uint8).sum())
+
+
+def _on_two(asked: Plan, cache: Path) -> tuple[str, int, int]:
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    return _stopped_while_asking(asked, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_ends_the_asking_after_a_batch_and_a_rerun_goes_on(
+    ranks: int, teacher: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(teacher_targets, "TOLD_S", 0.0)
+    asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP, steps=4)
+    rows = samples_of(asked.recipe)
+    if ranks == 1:
+        found = _stopped_while_asking(asked, 0)
+    else:
+        layout = Layout(compile="off", dp_shard=2, zero=3)
+        asked = replace(asked, layout=layout)
+        [found, other] = on_ranks(2, _on_two, asked, tmp_path / "cache")
+        assert found[0] == other[0] == "interrupted", "the other rank ends too"
+    stopped, steps, done = found
+    assert (stopped, steps) == ("interrupted", 0) and 0 < done < rows
+    caplog.clear()
+    if ranks == 1:
+        watcher = Notes()
+        assert loop.run(asked, resume="auto", watchers=[watcher]).stopped == "done"
+        assert len(watcher.steps) == 4
+        assert f"asked about {rows - done} rows" in asked_about(caplog)
+        assert f"of {rows - done} rows, " in asked_about(caplog) and " left" in asked_about(caplog)
 
 
 def test_tables_of_other_sizes_are_refused(tmp_path: Path) -> None:

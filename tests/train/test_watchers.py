@@ -182,3 +182,12 @@ def test_why_a_step_was_skipped_is_no_number(tmp_path: Path, monkeypatch: pytest
     service.stepped(replace(watched.step(3), skipped="non-finite", skipped_steps=2, grad_norm=math.nan))
     assert logged[0]["train/skipped_steps"] == 2
     assert not {"train/skipped", "train/grad_norm"} & set(logged[0])
+
+
+def test_the_plot_of_a_distilled_run_shows_what_its_held_out_points_are() -> None:
+    steps = [{**one, "cross_entropy": 5.0, "loss": 0.01} for one in rows(20) if one.get("kind") != "eval"]
+    points = [{"kind": "eval", "step": 10, "loss": 5.5, "tokens": 9}]
+    axes = _figure(steps, points, "", None).axes[0]
+    labels = [line.get_label() for line in axes.get_lines()]
+    assert "cross entropy of each step" in labels and "held out, cross entropy: 5.500 at the end" in labels
+    assert axes.get_ylim()[1] > 5.4, "both are on the chart"

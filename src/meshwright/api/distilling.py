@@ -1,7 +1,9 @@
 """`distill`: `train` with a teacher, and students by shape, by folder or by layers of the teacher."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +11,15 @@ from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.documents import check_new_file
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
-from meshwright.spec import Plan, presets
+from meshwright.planfile.overrides import said
+from meshwright.planfile.writing import dump
+from meshwright.spec import Data, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.objective_traits import DISTILL
 from meshwright.spec.plan import RANDOM
 from meshwright.spec.worlds import world_violation
+from meshwright.store.run_folder import RunFolder
 from meshwright.training.watch import Watcher
 
 if TYPE_CHECKING:
@@ -24,6 +29,8 @@ OF_TEACHER = re.compile(r"teacher:layers=(\d+)")
 """A student by layers of its teacher."""
 RATE = "recipe.learning_rate=1e-4"
 """Of a student that begins with weights: a third of what one begins with that has none."""
+TEXTS = frozenset(("data", "data.path", "data.mixture", "mixture"))
+"""Keys that name a text."""
 
 
 @checked
@@ -39,8 +46,9 @@ def distill(
 ) -> TrainAnswer:
     """Train a student on the distributions of a teacher, in this process.
 
-    `teacher`: a Hugging Face folder or a run. `student`: a preset, a Hugging Face folder, or "teacher:layers=6" for so
-    many layers of the teacher with their weights. All else is as for train. PlanError, DataError, RunError, DoesNotFit.
+    `teacher`: a Hugging Face folder or a run, whose data is read where no other is named. `student`: a preset, a
+    Hugging Face folder, or "teacher:layers=6" for so many layers of the teacher with their weights. All else is as for
+    train. PlanError, DataError, RunError, DoesNotFit.
     """
     words = [*plan, *(word for key, value in keys.items() for word in words_of(key, value))]
     asked, also = distillation_plan(words, str(teacher), str(student))
@@ -56,7 +64,8 @@ def distillation_plan(
 ) -> tuple[Plan, str]:
     """(plan, resume), as read_plan, of a student and its teacher. A student of its teacher's layers is made here, where
     it is not there yet."""
-    added = distillation_words(words, teacher, student)
+    text = _text_of_teacher(words, _named_teacher(words, teacher))
+    added = [*distillation_words(words, teacher, student), *text]
     found, resume = read_plan([*added, *words], {}, processes=processes, notes=notes)
     if found.teacher is None:
         raise PlanError("distill learns from a teacher: give teacher=DIR, a Hugging Face folder or a run")
@@ -67,6 +76,9 @@ def distillation_plan(
         if notes is not None:
             notes.append(f"distillation default: {RATE}, for a student that begins with weights")
     if notes is not None:
+        if text:
+            read = ", ".join(one.path for one in found.data.mixture) or found.data.path
+            notes.append(f"distillation default: data={read}, which the teacher was trained on")
         notes.extend(_doubts(found, not student and not whole and "model" not in given))
     return found, resume
 
@@ -82,8 +94,7 @@ def _doubts(found: Plan, unnamed: bool) -> Iterator[str]:
 
 def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list[str]:
     """KEY=VALUE words of what the arguments say. ArgumentError where a student of layers has no teacher's folder."""
-    named = [str(word).partition("=")[2] for word in words if str(word).startswith("teacher=")]
-    theirs = teacher or (named[-1] if named else "")
+    theirs = _named_teacher(words, teacher)
     added = [f"recipe.objective={DISTILL}", *([f"teacher={teacher}"] if teacher else [])]
     if not student:
         return added
@@ -102,6 +113,25 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
     from meshwright.compress.distill_student import student_of_layers
 
     return [*added, f"model={student_of_layers(folder, int(layers[1]))}"]
+
+
+def _named_teacher(words: Sequence[Any], teacher: str) -> str:
+    """As it was given, by argument or as a word; empty = it was not."""
+    named = [str(word).partition("=")[2] for word in words if str(word).startswith("teacher=")]
+    return teacher or (named[-1] if named else "")
+
+
+def _text_of_teacher(words: Sequence[Any], teacher: str) -> list[str]:
+    """The data of a teacher that is a run, as a word; nothing where the words name a text, or are a whole plan."""
+    folder = Path(teacher).expanduser()
+    if any(plan_of(word) is not None or "=" not in str(word) or said(str(word)) & TEXTS for word in words):
+        return []
+    if not teacher or not (folder / "plan.yaml").is_file():
+        return []
+    plan = RunFolder.open(folder).plan
+    plan = replace(plan, data=replace(plan.data, tokenizer=Data().tokenizer))  # the one beside the teacher
+    known = plan.data == Data() or plan.recipe.traits.pairs
+    return [] if known else [f"data={json.dumps(dump(plan)['data'], ensure_ascii=False)}"]
 
 
 def _check_student(student: str) -> None:

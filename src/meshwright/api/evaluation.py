@@ -164,8 +164,8 @@ def evaluate(
     loaded once, and each in turn is merged into it.
 
     `tasks`: YAML files of lm-evaluation-harness, or folders of them, with local data; without them the held-out part of
-    the run, or all of `data`. `limit`: items of each task, `sequences`: rows of text, 0 = all. `shots`: examples before
-    each item, None = as the task says. `chat`: prompts are written by the model's chat template. ArgumentError,
+    either run, or all of `data`. `limit`: items of each task, `sequences`: rows of text, 0 = all. `shots`: examples
+    before each item, None = as the task says. `chat`: prompts are written by the model's chat template. ArgumentError,
     PlanError where the extra `eval` is missing, DataError.
     """
     places = [str(tasks)] if isinstance(tasks, str | Path) else [str(one) for one in tasks]
@@ -191,14 +191,13 @@ def evaluate(
     else:
         if other is not None:
             _check_tokenizers(path, other)
-        found = _on_held_out(models, before, data, sequences)
+        found = _on_held_out(models, before, other, data, sequences)
     return EvaluationAnswer(run=path, against=other, figures=tuple(found))
 
 
 def _on_tasks(
     models: Mapping[str, Loader], before: Loader | None, places: Sequence[str], limit: int | None,
-    shots: int | None, chat: bool,
-    progress: Progress | None,
+    shots: int | None, chat: bool, progress: Progress | None,
 ) -> list[EvaluatedFigure]:  # fmt: skip
     if find_spec("lm_eval") is None:
         raise PlanError("tasks need lm-evaluation-harness, which is not installed: pip install 'meshwright[eval]'")
@@ -232,22 +231,23 @@ def _text_model(opened: TrainedModel, *, chat: bool) -> Any:
 
 
 def _on_held_out(
-    models: Mapping[str, Loader], before: Loader | None, data: str | Path | None, sequences: int
+    models: Mapping[str, Loader], before: Loader | None, other: Path | None, data: str | Path | None, sequences: int
 ) -> list[EvaluatedFigure]:
-    """Nats per token, of all and of each role; items are conversations, or windows of a text. Of a mixture their means
-    by weight, as the run has them, and then those of each source."""
+    """Nats per token, of all and of each role; items are conversations, or windows of a text, of `other` where the
+    model is no run. Of a mixture their means by weight, as the run has them, and then those of each source."""
     opening, *others = models.values()
     opened = opening()
-    whole = opened.held_out_rows(data, sequences, apart=True)
-    parts = whole.parts
+    theirs = None if other is None or opened.plan is not None else _run_of(other)
+    reads = described(theirs) if theirs is not None and (theirs / "plan.yaml").is_file() else opened
+    parts = reads.held_out_rows(data, sequences, apart=True).parts
 
     def scored(found: TrainedModel) -> list[_ByMetric]:
         engine, device = on_one_device(found.model), found.model.embed.weight.device
         return [_by_role(row_losses(engine, one.batches(device, by_role=True)).tolist(), one.items) for one in parts]
 
     after = [scored(opened)]
-    sources = opened.plan.data.mixture if opened.plan and len(parts) > 1 else ()
-    del opened  # two models need not have room at once
+    sources = reads.plan.data.mixture if reads.plan and len(parts) > 1 else ()
+    del opened, reads  # two models need not have room at once
     after += [scored(one()) for one in others]
     own: Sequence[_ByMetric | None] = scored(before()) if before else [None] * len(parts)
     named = [(f"{HELD_OUT} {one.path}", one.weight) for one in sources] or [(HELD_OUT, 1.0)]

@@ -8,10 +8,12 @@ from pathlib import Path
 from meshwright.compress.original import OriginalModel
 from meshwright.model.quantized_formats.format_table import FORMATS
 from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError, PlanError, RunError
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.presets import nearest
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
+from meshwright.spec.units import gib
+from meshwright.store.durable import free_bytes
 from meshwright.training.precision import DTYPES
 
 
@@ -55,6 +57,16 @@ def check_options(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         what = "is not empty: take another folder, or empty this one" if target.is_dir() else "is there: name another"
         raise PlanError(f"out={target} {what}")
+
+
+def check_room(target: Path, needed: int) -> None:
+    """RunError where the disk of `target` has no room for so many bytes."""
+    free = free_bytes(target)
+    if free is not None and needed > free:
+        raise RunError(
+            f"out={target} needs {gib(needed)} ({needed:,} bytes) while it is made, and its disk has {gib(free)} "
+            f"({free:,} bytes) free: free some space, or choose another OUT"
+        )
 
 
 def matrices_left(original: OriginalModel, keep: Sequence[str]) -> list[str]:

@@ -2,19 +2,23 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshwright.api.model_opening import load
+from meshwright.api.quantization_options import check_room
 from meshwright.api.quantization_text import QuantizationText
 from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.calibrated_model import calibrate
+from meshwright.compress.finished_blocks import FinishedBlocks
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality, compare, output_errors
 from meshwright.compress.stream import QuantizedLayer, write_quantized
 from meshwright.model import Transformer
+from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Weights
 from meshwright.spec import num_parameters
 
@@ -29,6 +33,13 @@ class QuantizedFolder:
         self.target, self.original, self.model, self.form = target, original, model, form
         self.layers: list[QuantizedLayer] = []
         self.bytes = self.resumed = 0
+
+    def check_room(self, predicted: int, *, calibrated: bool) -> None:
+        """RunError where there is no room for files of so many bytes and, beside them until the end, for the blocks of
+        a calibrated method that are not there yet."""
+        outside = sum(prod(size) for name, size in tensor_sizes(self.model.shape).items() if "layers." not in name)
+        blocks = predicted - outside * self.model.dtype.itemsize - FinishedBlocks(self.target).bytes
+        check_room(self.target, predicted + (max(0, blocks) if calibrated else 0))
 
     def rounded(self, columns: Mapping[str, Tensor]) -> None:
         """Each matrix by itself."""

@@ -44,9 +44,13 @@ def quantization_text(
         return replace(found, calibration=_batches(rows), of="what the run trained on")
     beside = OUTLIER_WINDOWS if windows is None else windows
     rows = opened.held_out_rows(data, sequences + beside)
-    batches = _batches(replace(rows, at_once=max(1, min(rows.at_once, sequences // 8))))
+    batches = _batches(replace(rows, at_once=max(1, min(rows.at_once, sequences // 8, len(rows.rows) // 2))))
     if len(batches) < 2:
-        raise DataError("the text has too few windows to calibrate and measure on: at least 2 are needed; give more")
+        window = max((one.tokens.shape[1] for one in batches), default=0)
+        raise DataError(
+            f"the text has {rows.stream.num_tokens:,} tokens, and a window has {window:,}: at least 2 windows are "
+            f"needed ({window + 2:,} tokens), to calibrate and to measure on; give more text"
+        )
     used = min(len(batches) - 1, max(1, round(len(batches) * beside / (sequences + beside))))
     of = "what the run held out" if data is None else str(data)
     return QuantizationText(calibration=batches[:used], scored=batches[used:], of=of)

@@ -15,7 +15,7 @@ from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
 from meshwright.api.model_opening import described
 from meshwright.api.quantization_budget import bytes_of, within_budget
-from meshwright.api.quantization_options import check_options, chosen_scheme, matrices_left
+from meshwright.api.quantization_options import check_options, check_room, chosen_scheme, matrices_left
 from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
 from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
 from meshwright.compress.bit_budget import bits_of, ladder
@@ -233,6 +233,7 @@ def quantize(
         whole_model = within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
     predicted = predicted_bytes(FORMATS[format], whole_model)
     made = QuantizedFolder(target, original, whole_model, FORMATS[format])
+    made.check_room(predicted, calibrated=taken.calibrated)
     with one_line(target, "OUT"):
         if taken.calibrated:
             assert text is not None
@@ -272,6 +273,7 @@ def _as_gguf(
     wanted, names = DTYPES[dtype] if dtype else original.dtype, matrices_left(original, keep)
     kept = tuple(one for one in quantizable(original.shape) if one not in names)
     plan = plan_gguf(original, wanted, taken, kept)
+    check_room(target, plan.bytes)
     text = quantization_text(described(path, checkpoint), data, sequences, None) if quality else None
     layers: list[QuantizedLayer] = []
     with one_line(target, "OUT"):

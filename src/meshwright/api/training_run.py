@@ -167,7 +167,8 @@ def run(
 def stopped(summary: Summary) -> str:
     """Of a run that a signal ended."""
     signal = {"interrupted": "Ctrl-C", "terminated": "SIGTERM"}[summary.stopped]
-    return f'stopped by {signal} after step {summary.step} of {summary.steps} and saved; resume="auto" continues'
+    saved = " and saved" if summary.checkpoint else ""
+    return f'stopped by {signal} after step {summary.step} of {summary.steps}{saved}; resume="auto" continues'
 
 
 class Chosen(Watcher):

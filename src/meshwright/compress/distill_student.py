@@ -37,7 +37,7 @@ def spread(layers: int, wanted: int) -> list[int]:
 
 def shape_of_layers(teacher: ModelShape, kept: Sequence[int]) -> ModelShape:
     """The teacher's shape with some of its layers; PlanError where these are of other kinds than it has there."""
-    found = replace(teacher, layers=len(kept), name=f"{teacher.name}-{len(kept)}-layers")
+    found = replace(teacher, layers=len(kept), name=f"{teacher.name.removesuffix(' (changed)')}-{len(kept)}-layers")
     for own, layer in enumerate(kept):
         same = found.is_moe_layer(own) == teacher.is_moe_layer(layer)
         if not same or found.window_of(own) != teacher.window_of(layer):
@@ -55,7 +55,7 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
     kept = spread(source.shape.layers, wanted)
     shape = shape_of_layers(source.shape, kept)
     digest = hashlib.blake2b(repr((_FORMAT, source.fingerprint(), kept)).encode(), digest_size=8).hexdigest()
-    out = default_root() / "students" / f"{shape.name}-{digest}"
+    out = default_root() / "students" / digest / shape.name
     if out.is_dir():
         return out
     dtype, chat = _dtype(source), source.hub.chat_template if source.hub else None

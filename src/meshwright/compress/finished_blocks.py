@@ -100,6 +100,11 @@ class FinishedBlocks:
                 found[name] = QuantizedMatrix(scheme=schemes[name], size_in=sizes[name][-1], **parts)
         return found
 
+    @property
+    def bytes(self) -> int:
+        """Of the files of parameters that are there."""
+        return sum(file.stat().st_size for file in self.path.glob(f"[0-9]*/{SINGLE}"))
+
     def remove(self) -> None:
         """All of them."""
         shutil.rmtree(self.path, ignore_errors=True)

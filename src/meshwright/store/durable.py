@@ -1,6 +1,7 @@
 """Files that are whole or not there at all, also after a power cut."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,15 @@ def sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def free_bytes(path: Path) -> int | None:
+    """Free in the file system where `path` is, or will be; None where it does not say, as some network ones."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        return shutil.disk_usage(there).free
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Room for checkpoints, asked before the first step instead of found out at the first save."""
 
-import shutil
 from pathlib import Path
 
 from meshwright.spec import Plan, parameters
@@ -10,6 +9,7 @@ from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import MIB, gib, many
 from meshwright.store import checkpoint_folder
+from meshwright.store.durable import free_bytes
 
 
 def checkpoint_bytes(shape: ModelShape, recipe: Recipe) -> int:
@@ -32,10 +32,8 @@ def check_space(plan: Plan) -> str | None:
     there = checkpoint_folder.listing(run / "checkpoints")
     if there and there[-1].step >= recipe.steps:
         return None
-    place = next(path for path in (run, *run.absolute().parents) if path.is_dir())
-    try:
-        free = shutil.disk_usage(place).free
-    except OSError:  # some network file systems do not say
+    free = free_bytes(run)
+    if free is None:
         return None
     size = checkpoint_bytes(plan.model, recipe)
     if free < size + OTHER_BYTES:

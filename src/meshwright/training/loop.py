@@ -112,7 +112,7 @@ def run(
             check_resumed(plan, corpus, found)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
-        kept = ask(plan, corpus, mesh, target, first) if recipe.distillation_top_k else None
+        kept = ask(plan, corpus, mesh, target, first, stop) if recipe.distillation_top_k else None
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)

@@ -68,6 +68,9 @@ def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> N
     )
     axes.plot(tokens, _smooth(steps, kept), color=BLUE, linewidth=1.8, label="smoothed")
     points = _points(steps, held_out)
+    apart = [row["cross_entropy"] for row in kept if points and "cross_entropy" in row]  # a distilled run's
+    if apart and len(apart) == len(kept):
+        axes.plot(tokens, apart, color=ORANGE, alpha=0.4, linewidth=0.8, label="cross entropy of each step")
     if points:
         axes.plot(
             *zip(*points, strict=True),
@@ -76,10 +79,10 @@ def _draw_loss(axes: "Axes", steps: Sequence[Row], held_out: Sequence[Row]) -> N
             marker="o",
             markersize=6,
             markeredgecolor="white",
-            label=f"held out: {points[-1][1]:.3f} at the end",
+            label=f"held out{', cross entropy' if apart else ''}: {points[-1][1]:.3f} at the end",
         )
-    low, high = _limits([row["loss"] for row in steps] + [loss for _, loss in points])
-    axes.set_ylim(low, high)
+    low, high = _limits([row["loss"] for row in steps] + [loss for _, loss in points] + apart)
+    axes.set_ylim(low, max([high, *(1.05 * loss for _, loss in points if apart)]))
     axes.set_ylabel("loss (nats per token)")
     if steps:
         axes.legend(frameon=False, loc="upper right")

@@ -12,7 +12,6 @@ Letters: S positions of a row, K kept tokens.
 
 import hashlib
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from meshwright.data.cache_folder import default_root, read_json, write_json
 from meshwright.spec.errors import RunError
 from meshwright.spec.units import GB
+from meshwright.store.durable import free_bytes
 
 _FORMAT = 1
 """Raised whenever the same teacher and text would give other numbers."""
@@ -131,15 +131,10 @@ class TeacherTables:
 
     def check_room(self, rows: int) -> None:
         """RunError where the disk has no room for so many more rows."""
-        needed, free = rows * self.sizes.row_bytes, shutil.disk_usage(_there(self.folder)).free
-        if needed > free:
+        needed, free = rows * self.sizes.row_bytes, free_bytes(self.folder)
+        if free is not None and needed > free:
             raise RunError(
                 f"what is kept of the teacher takes {needed / GB:.1f} GB ({self.sizes.token_bytes} bytes per token) "
                 f"in {self.folder}, and {free / GB:.1f} GB are free: take a smaller recipe.distillation_top_k, fewer "
                 "recipe.steps, or another cache folder (XDG_CACHE_HOME)"
             )
-
-
-def _there(path: Path) -> Path:
-    """The path, or the folder above it that is there."""
-    return path if path.exists() else _there(path.parent)

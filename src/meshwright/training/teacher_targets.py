@@ -1,7 +1,7 @@
 """A teacher that is asked once: what it says of every row that a run reads, kept on disk and read as targets.
 
 It is laid out as the student will be, and gone before the student is made. Ranks share the rows; each writes what it
-has. Rows that are there already, from a run before or from one that was killed, are not asked again.
+has. Rows that are there already, from a run before or from one that was stopped or killed, are not asked again.
 
 Letters: B rows, S positions that are here, K kept tokens.
 """
@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ from meshwright.store.durable import one_line
 from meshwright.training.batches import Batch, OfRows, Share, to_batch
 from meshwright.training.distillation import LIKELIEST, LOGS
 from meshwright.training.evaluate import evaluating, runs
+from meshwright.training.interrupt import Interrupt
 from meshwright.training.precision import DTYPES
 from meshwright.training.step import EVALUATION, MicroPass
 from meshwright.training.teacher import build_teacher, fill, folder_of, shared_tokens
 from meshwright.training.teacher_store import TableSizes, TeacherTables, cached
 
 log = logging.getLogger(__name__)
+TOLD_S = 15.0
+"""Between two lines about how far the asking is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +64,12 @@ def samples_of(recipe: Recipe) -> int:
     return read
 
 
-def ask(plan: Plan, corpus: Corpus, mesh: Mesh, device: torch.device, first: FirstRank) -> TeacherTargets:
+def ask(
+    plan: Plan, corpus: Corpus, mesh: Mesh, device: torch.device, first: FirstRank, stop: Interrupt
+) -> TeacherTargets:  # fmt: skip
     """What the teacher of a plan says of all rows that its run reads; asked where it is not on disk. All ranks
-    together. RunError where there is no room for it."""
+    together. A signal that any rank has ends the asking after a batch: the run then makes no step, since the signal
+    stands, and what was asked stays. RunError where there is no room for it."""
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
     assert isinstance(rows, Sampler | SampleRows), "spec.distillation_rules refuses mixtures"
     assert plan.teacher is not None, "a distillation has one"
@@ -70,10 +77,10 @@ def ask(plan: Plan, corpus: Corpus, mesh: Mesh, device: torch.device, first: Fir
     needed = np.unique(rows.windows(0, min(samples_of(plan.recipe), len(rows)))) if len(rows) else np.zeros(0, np.int64)
     missing = first.for_all(lambda: _prepared(kept, needed).tolist())
     began = time.perf_counter()
-    if missing:
-        _fill(kept, np.array(missing), plan, rows, mesh, device, first)
+    asked = _fill(kept, np.array(missing), plan, rows, mesh, device, first, stop) if missing else 0
     each = f"{kept.sizes.top} log-probabilities per token, {kept.sizes.token_bytes} bytes, {kept.folder}"
-    took = f"asked in {duration(time.perf_counter() - began)}" if missing else "found"
+    some = "" if asked == len(missing) else f"stopped after {asked:,} of {len(missing):,} rows, "
+    took = f"{some}asked in {duration(time.perf_counter() - began)}" if missing else "found"
     return TeacherTargets(of_rows=reader(kept, rows), said=f"{took}: {each}")
 
 
@@ -124,8 +131,9 @@ def _prepared(kept: TeacherTables, needed: NDArray[np.int64]) -> NDArray[np.int6
 
 def _fill(
     kept: TeacherTables, missing: NDArray[np.int64], plan: Plan, rows: Sampler | SampleRows, mesh: Mesh,
-    device: torch.device, first: FirstRank,
-) -> None:  # fmt: skip
+    device: torch.device, first: FirstRank, stop: Interrupt,
+) -> int:  # fmt: skip
+    """How many rows were asked: all, unless a rank was told to stop."""
     engine = build_teacher(plan, mesh, device)
     fill(engine, folder_of(Path(plan.teacher_init)).weights(DTYPES[plan.recipe.precision]))
     columns, parts = engine.columns(plan.recipe.sequence), plan.layout.dp
@@ -133,6 +141,7 @@ def _fill(
     size = plan.layout.micro_batch_of(plan.recipe.global_batch)
     ids, logs = kept.tables("r+")
     writes = mesh["tp"].index == 0
+    pace, asked_rows = _Pace(len(missing)), 0
     with evaluating(engine):
         for some in runs(_batches(missing, rows, size, share, plan.recipe.document_mask, device), mesh["pp"].size):
             asked = [
@@ -149,18 +158,41 @@ def _fill(
                 logs[where] = one.found.log_probabilities[here].half().cpu().numpy()
             ids.flush()  # type: ignore[attr-defined]  # a mapped array
             logs.flush()  # type: ignore[attr-defined]  # the same
-            done = np.concatenate([numbers for _, numbers in some])
-            _together(mesh, done, kept, first)
+            mine = np.concatenate([numbers for _, numbers in some])
+            done, stops = _together(mesh, mine, stop.requested is not None)
+            first.alone(partial(kept.mark, done))
+            asked_rows += len(done)
+            if first.here:
+                pace.tell(asked_rows)
+            if stops:
+                break
+    return asked_rows
 
 
-def _together(mesh: Mesh, done: NDArray[np.int64], kept: TeacherTables, first: FirstRank) -> None:
-    """Every rank has written its rows, then they are marked by the first, which knows of its own alone."""
+def _together(mesh: Mesh, mine: NDArray[np.int64], stops: bool) -> tuple[NDArray[np.int64], bool]:
+    """Rows that the ranks have written, and whether any was told to stop; the same on every rank."""
     world = mesh["world"]
-    if world.size == 1:
-        kept.mark(done)
-        return
-    every = gathered(done.tolist(), world.process_group)
-    first.alone(lambda: kept.mark(np.unique(np.array([number for one in every for number in one], dtype=np.int64))))
+    every = gathered((mine.tolist(), stops), world.process_group) if world.size > 1 else [(mine.tolist(), stops)]
+    rows = [number for numbers, _ in every for number in numbers]
+    return np.unique(np.array(rows, dtype=np.int64)), any(asked for _, asked in every)
+
+
+class _Pace:
+    """Says how far the asking is, every TOLD_S seconds."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.began = rows, time.monotonic()
+        self.said = self.began
+
+    def tell(self, done: int) -> None:
+        now = time.monotonic()
+        if now - self.said < TOLD_S or done == self.rows:
+            return
+        self.said, rate = now, done / (now - self.began)
+        left = duration((self.rows - done) / rate)
+        log.warning(
+            "the teacher was asked about %s of %s rows, %.3g rows/s, %s left", f"{done:,}", f"{self.rows:,}", rate, left
+        )
 
 
 def _batches(

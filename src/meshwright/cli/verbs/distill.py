@@ -56,7 +56,7 @@ def distill(
     keeps what it said on disk. recipe.distillation_beta, distillation_temperature and distillation_hard say which loss.
     All else is as for train.
     """
-    from meshwright.api.distilling import distillation_plan, distillation_words, write_answers
+    from meshwright.api.distilling import distillation_plan, write_answers
     from meshwright.api.documents import check_new_file
 
     if sequences is not None:
@@ -76,5 +76,5 @@ def distill(
     notes: list[str] = []
     plan, resume = distillation_plan(words or (), teacher, student, processes=processes(), notes=notes)
     options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
-    again = [*(word for word in distillation_words(words or (), teacher, student)), *(words or ())]
-    start("distill", again, plan, resume, notes, options)
+    named = [*(["--teacher", teacher] if teacher else []), *(["--student", student] if student else [])]
+    start("distill", [*named, *(words or ())], plan, resume, notes, options)

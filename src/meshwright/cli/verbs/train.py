@@ -78,6 +78,13 @@ class Options:
     dry_run: bool
     json: bool
 
+    @property
+    def words(self) -> list[str]:
+        """As they are given on a command line, those that are not the default."""
+        flags = {"--tensorboard": self.tensorboard, "--wandb": self.wandb, "--anyway": self.anyway, "--json": self.json}
+        after = [] if self.hang_after is None else ["--hang-after", f"{self.hang_after:g}"]
+        return [*(flag for flag, on in flags.items() if on), *after, *([] if self.dry_run else ["--no-dry-run"])]
+
 
 def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Sequence[str], options: Options) -> None:
     """Train a plan that was read from `words`, watched; `notes` are said before."""
@@ -111,7 +118,11 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
                 print_json(answer.to_dict())
             elif not answer.done:
                 where = f"step {answer.summary.step} of {answer.summary.steps}"
-                print(f"Saved after {where}; to continue: {again(verb, words, str(answer.run))}", flush=True)
+                done = f"Saved after {where}" if answer.summary.checkpoint else "Stopped before the first step"
+                print(
+                    f"{done}; to continue: {again(verb, [*words, *options.words], str(answer.run))}",
+                    flush=True,
+                )
             elif dry_run and (said := memory_summary(answer.run, answer.summary)):
                 print(f"{said}\nmore: {command(['compare', str(answer.run)])}", flush=True)
     if answer.summary.stopped == "interrupted":

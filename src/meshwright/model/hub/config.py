@@ -169,6 +169,6 @@ def _check_quantization(entries: Entries) -> None:
         method = quantization.text("quant_method", "unknown")
         if method != "fp8" or not quantization.raw("weight_block_size", None):
             raise quantization.fail(
-                f"weights quantized by {method!r} are not supported (supported: fp8 by blocks): take the folder they "
-                "were made from"
+                f"weights are quantized already, by {method!r}, and of codes only fp8 by blocks is read as numbers: "
+                "take the original folder, which they were made from"
             )

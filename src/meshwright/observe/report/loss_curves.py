@@ -9,7 +9,7 @@ from meshwright.training.smooth import Smoothed
 
 POINTS = 600
 """Of a curve; more are no longer told apart on a screen."""
-SERIES = ("loss", "grad_norm", "tokens_per_second", "mfu_causal", "lr", "step_seconds")
+SERIES = ("loss", "cross_entropy", "grad_norm", "tokens_per_second", "mfu_causal", "lr", "step_seconds")
 PLACES = ("step", "tokens", "seconds")
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -66,6 +67,11 @@ def _names(runs: Sequence[Finished]) -> list[str]:
     return ["/".join(p[-deep:]) for p in parts]
 
 
+def _place(path: Path) -> str:
+    """The folder as a command names it; of a full path the last two names alone, for the rest is this machine's."""
+    return str(Path(*path.parts[-2:])) if path.is_absolute() else str(path)
+
+
 def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> dict[str, Any]:
     """All that the page shows of a run."""
     plan = run.plan_as_run
@@ -74,6 +80,7 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
     measured = three[2].found
     return {
         "name": name,
+        "place": _place(run.path),
         "model": plan.model.name,
         "parameters": num_parameters(plan.model),
         "layout": layout_words(replace(plan.layout, micro_batch=plan.layout.micro_batch_of(plan.recipe.global_batch))),

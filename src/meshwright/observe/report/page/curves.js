@@ -2,6 +2,7 @@
 
 const CURVES = [
   {key: "loss", title: "Loss", unit: "nats per token; line: smoothed, dots: held out", smooth: true, evaluated: true},
+  {key: "cross_entropy", title: "Cross entropy", unit: "nats per token of the text; dots: held out", evaluated: true},
   {key: "grad_norm", title: "Gradient norm", unit: "before clipping", log: true},
   {key: "tokens_per_second", title: "Throughput", unit: "tokens/s, all ranks", zero: true, say: counted},
   {key: "mfu_causal", title: "MFU", unit: "attention counted by half", zero: true, say: percent},
@@ -37,6 +38,9 @@ function coincides(n) {
   return null;
 }
 
+// A distilled run's loss is a divergence from its teacher; held-out text is scored by cross entropy.
+const evaluatedOn = (run) => run.curves.cross_entropy ? "cross_entropy" : "loss";
+
 function placesOf(run) {
   const known = run.curves[state.along];
   return known && known.length ? known : run.curves.step;
@@ -54,6 +58,9 @@ function rangeOf(curve) {
     for (const name of [curve.key, `${curve.key}_low`, `${curve.key}_high`])
       for (const value of run.curves[name] ?? [])
         if (value !== null && !(curve.log && value <= 0)) [low, high] = [Math.min(low, value), Math.max(high, value)];
+  if (curve.evaluated)
+    for (const run of RUNS.filter((one) => evaluatedOn(one) === curve.key))
+      for (const value of run.evaluations.loss) if (value !== null) [low, high] = [Math.min(low, value), Math.max(high, value)];
   if (!(low <= high)) return null;
   if (curve.zero) low = 0;
   if (low === high) [low, high] = curve.log ? [low / 2, high * 2] : [low - 0.5 * Math.abs(low || 1), high + 0.5 * Math.abs(high || 1)];
@@ -131,7 +138,7 @@ function linesOf(run, n, curve, x, y) {
   const faint = curve.smooth ? " faint" : "";
   parts.push(`<path class="line${faint}" stroke="${colour}"${dashes} d="${path(places, positive(values), x, y)}"/>`);
   if (curve.smooth) parts.push(`<path class="line" stroke="${colour}"${dashes} d="${path(places, run.curves.smooth, x, y)}"/>`);
-  if (curve.evaluated)
+  if (curve.evaluated && evaluatedOn(run) === curve.key)
     run.evaluations.step.forEach((step, k) => {
       const place = placeOfStep(run, step), value = run.evaluations.loss[k];
       if (place !== null && value !== null)

@@ -85,7 +85,7 @@ function drawMoments() {
     `<option${one === rank ? " selected" : ""}>${one}</option>`).join("")}</select></label>` : "";
   const both = [["dryrun", "Dry run"], ["measured", "Measured"]];
   const most = Math.max(1, ...both.flatMap(([key]) => (run.moments[key][rank] ?? []).map(([, , sizes]) => sizes.reduce((a, b) => a + b, 0))));
-  const missing = {dryrun: `No dry run in this folder: meshwright compare ${run.name} makes it.`, measured: "Training keeps no timeline: meshwright profile measures it."};
+  const missing = {dryrun: `No dry run in this folder: meshwright compare ${run.place} makes it.`, measured: "Training keeps no timeline: meshwright profile measures it."};
   box.innerHTML = both.map(([key, title]) => {
     const moments = run.moments[key][rank];
     return `<div><h3>${title}<small>${moments ? momentsAbout(moments) : ""}</small></h3>${moments ? `<canvas data-moments="${key}" data-of="${rank}" height="190" style="height:190px" role="img" tabindex="0" aria-label="${title}: memory over the program; arrow keys walk along it"></canvas>` : none(missing[key])}</div>`;
