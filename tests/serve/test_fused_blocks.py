@@ -1,5 +1,6 @@
 """Blocks that compiled loops compute whole, against the same blocks part by part: bit for bit."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -12,6 +13,12 @@ from benchmarks.serve_quantized import quantized
 from meshwright.kernels.compiled.library import Loops, compiled
 from meshwright.model import Transformer, build
 from meshwright.serve import fused_blocks
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.request_adapters import ServedAdapter
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.serving_engine import ServingEngine
+from meshwright.spec.inventory import parameters
+from meshwright.spec.lora import LoRAShape
 from tests.model.shrunk import KINDS, shrink
 from tests.serve.test_exact import PROMPTS, bits, served
 
@@ -24,9 +31,9 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each block that is computed whole."""
     rows, plain = list[int](), Loops.block
 
-    def counted(self: Loops, fields: Any, step: Any, x: torch.Tensor) -> torch.Tensor:
+    def counted(self: Loops, fields: Any, step: Any, beside: Any, x: torch.Tensor) -> torch.Tensor:
         rows.append(x.shape[1])
-        return plain(self, fields, step, x)
+        return plain(self, fields, step, beside, x)
 
     monkeypatch.setattr(Loops, "block", counted)
     return rows
@@ -83,6 +90,39 @@ def test_codes(name: str, scheme: str, blocks: list[int], monkeypatch: pytest.Mo
     right = by_parts(monkeypatch, found, exact=False)
     assert bits(served(found, PROMPTS, exact=False)[0]) == right
     assert bool(blocks) == ("int8" not in scheme or own().has_int8)
+
+
+def adapters(name: str) -> dict[str, ServedAdapter]:
+    """Of different ranks and targets, loud enough to change answers."""
+    found = {}
+    for seed, (called, rank, targets) in enumerate((("one", 3, "attention"), ("all", 18, "all"), ("two", 8, "v,down"))):
+        lora, chance = LoRAShape(rank=rank, alpha=rank, targets=targets), torch.Generator().manual_seed(seed)
+        low = [part for part in parameters(replace(wide(name).shape, lora=lora)) if part.adapts]
+        tensors = {part.name: torch.randn(part.shape, generator=chance) * 0.3 for part in low}
+        found[called] = ServedAdapter(lora, tensors)
+    return found
+
+
+def adapted(name: str, exact: bool) -> list[object]:
+    """Answers of a batch in which requests have adapters, in turns, or none."""
+    options = EngineOptions(block=4, most_tokens=24, most_sequences=8, exact=exact)
+    engine = ServingEngine(wide(name), options, adapters=adapters(name))
+    called = itertools.cycle(("one", None, "all", "two", "one"))
+    asked = [engine.add(one, RequestOptions(max_new_tokens=8, logprobs=3, adapter=next(called))) for one in PROMPTS]
+    engine.run(asked)
+    return bits(asked)
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b", "qwen3-0.6b"])
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_adapters_beside_them(name: str, exact: bool, blocks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(fused_blocks, "_is_plain", lambda *_: False)
+        right = adapted(name, exact)
+    assert not blocks
+    assert adapted(name, exact) == right
+    assert max(blocks) > 5, "rows of several adapters"
+    assert right != bits(served(wide(name), PROMPTS, exact=exact)[0])
 
 
 @pytest.mark.usefixtures("threads")

@@ -2,10 +2,11 @@
 
 Such are blocks of grouped-query attention with rotary positions, RMSNorm and a gated feed-forward, in fp32 on a CPU,
 with the whole block on this rank, and nothing hung on its parts. Keys and values are kept as numbers or int8. Steps are
-those whose rows are few and attended one by one, without adapters. All others are computed as ever, with the same bits.
+those whose rows are few and attended one by one. All others are computed as ever, with the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -13,16 +14,17 @@ from torch import Tensor, nn
 from meshwright import compat
 from meshwright.kernels.compiled.library import INT8_ROWS, Loops, takes
 from meshwright.kernels.compiled.panels import INT8, Panels
-from meshwright.kernels.fused_block import BlockParts, FusedBlock, FusedStep, Norm
+from meshwright.kernels.fused_block import PARTS, BlockParts, FusedBlock, FusedStep, LowRankRows, Norm
 from meshwright.kernels.prepared_product import PreparedProduct
 from meshwright.model.attention import Attention, AttentionMetadata
 from meshwright.model.kv_cache import Past
-from meshwright.model.linear import Linear
+from meshwright.model.linear import Linear, held_rows
 from meshwright.model.mlp import GatedMLP
 from meshwright.model.norm import RMSNorm
 from meshwright.model.seams import Border, same
 from meshwright.model.transformer import Block
 from meshwright.serve.paged_cache import PagedLayer, StepPlaces
+from meshwright.serve.request_adapters import BesideRows
 
 
 @final
@@ -43,8 +45,10 @@ class FusedBlocks:
             if block not in self._known:
                 self._known[block] = self._fused(block, cache)
             known = self._known[block]
-            if known is not None and known.takes(x, cache, metadata):
-                return known.block(x, self._fields(cache.places, metadata)), None
+            if known is not None and known.takes(x, cache):
+                beside = known.beside(self._loops)
+                if beside is not None:
+                    return known.block(x, self._fields(cache.places, metadata), beside), None
         return block.compute(x, metadata, cache)
 
     def _fields(self, places: StepPlaces, metadata: AttentionMetadata) -> FusedStep:
@@ -71,8 +75,13 @@ class FusedBlocks:
             scale=attention.scale,
         )  # fmt: skip
         has_int8 = any(one.kind == INT8 for one in (qkv, o, gate_up, down))
-        layers = [layer for group in groups for layer in group]
+        layers = dict(zip(PARTS, map(_at_columns, groups), strict=True))
         return _Fused(FusedBlock(self._loops, parts), cache, layers, _few_int8 if has_int8 else self._loops.few)
+
+
+def _at_columns(layers: Sequence[Linear]) -> list[tuple[Linear, int]]:
+    ends = accumulate(held_rows(layer, layer.out_features) for layer in layers)
+    return list(zip(layers, (0, *ends), strict=False))
 
 
 def _few_int8(rows: int) -> bool:
@@ -82,13 +91,14 @@ def _few_int8(rows: int) -> bool:
 @final
 class _Fused:
     def __init__(
-        self, block: FusedBlock, cache: PagedLayer, layers: Sequence[Linear], few: Callable[[int], bool]
+        self, block: FusedBlock, cache: PagedLayer, layers: Mapping[str, Sequence[tuple[Linear, int]]],
+        few: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        """`few`: whether so many rows are."""
+        """`layers` of each part, and at which column of its product each begins; `few`: whether so many rows are."""
         self.block, self._cache, self._layers, self._few = block, cache, layers, few
 
-    def takes(self, x: Tensor, cache: PagedLayer, metadata: AttentionMetadata) -> bool:
-        """Whether a step's rows x (B, R, D) are few, attended one by one over this cache, and without adapters."""
+    def takes(self, x: Tensor, cache: PagedLayer) -> bool:
+        """Whether a step's rows x (B, R, D) are few, and attended one by one over this cache."""
         rows = None if cache.places is None else cache.places.rows
         return (
             rows is not None
@@ -97,8 +107,25 @@ class _Fused:
             and len(x) == 1
             and cache is self._cache
             and x.is_contiguous()
-            and all(layer.lora is None for layer in self._layers)
         )
+
+    def beside(self, loops: Loops) -> Mapping[str, Sequence[LowRankRows]] | None:
+        """What adapters of requests add, by part; None = not all of it is for loops."""
+        found: dict[str, list[LowRankRows]] = {}
+        for part, layers in self._layers.items():
+            for layer, column in layers:
+                if layer.lora is None:
+                    continue
+                if not isinstance(layer.lora, BesideRows):
+                    return None
+                for product, rows in layer.lora.now:
+                    if product.panels is None:
+                        return None
+                    one = LowRankRows(*product.panels, rows, column)
+                    if not loops.few(one.count):
+                        return None
+                    found.setdefault(part, []).append(one)
+        return found
 
 
 def _is_plain(block: Block, cache: PagedLayer) -> bool:

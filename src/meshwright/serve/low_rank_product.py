@@ -43,6 +43,11 @@ class LowRankProduct:
         return torch.cat([self._plain(some) for some in tiles])[: len(rows)]
 
     @property
+    def panels(self) -> tuple[Panels, Panels] | None:
+        """A and s B for compiled loops; None = these do not take them."""
+        return self._panels
+
+    @property
     def bytes(self) -> int:
         """Of its matrices, in every order in which they are kept."""
         return self._a.nbytes + self._b.nbytes + sum(one.bytes for one in self._panels or ())

@@ -75,7 +75,7 @@ class Loops:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
-        library.attend.argtypes, library.block.argtypes = [POINTER, INT], [POINTER] * 4
+        library.attend.argtypes, library.block.argtypes = [POINTER, INT], [POINTER] * 5
         library.multiply.argtypes = [POINTER, INT, POINTER, POINTER, INT]
         for name in ("attend", "block", "multiply", "has_int8", "has_codes"):
             getattr(library, name).restype = INT
@@ -201,10 +201,13 @@ class Loops:
             raise MemoryError(f"no memory for the scores of {longest} keys")
         return out
 
-    def block(self, fields: ctypes.Structure, step: ctypes.Structure, x: Tensor) -> Tensor:
+    def block(
+        self, fields: ctypes.Structure, step: ctypes.Structure, beside: ctypes.Structure | None, x: Tensor
+    ) -> Tensor:  # fmt: skip
         """x (..., D) contiguous through a block (kernels/fused_block.py) -> the same shape."""
         out = torch.empty(x.shape)
-        if self._of.block(ctypes.byref(fields), ctypes.byref(step), x.data_ptr(), out.data_ptr()):
+        low_rank = None if beside is None else ctypes.byref(beside)
+        if self._of.block(ctypes.byref(fields), ctypes.byref(step), low_rank, x.data_ptr(), out.data_ptr()):
             raise MemoryError(f"no memory for {x.numel() // x.shape[-1]} rows of a block")
         return out
 
