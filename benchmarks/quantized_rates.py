@@ -101,8 +101,8 @@ def measured(size: int, rows: Sequence[int], rounds: int) -> dict[str, object]:
         times[str(count)] = {name: 1e3 * one for name, one in fastest.items() if not name.endswith(OURS)}
     over = {count: {name: row["bf16"] / row[f"{name} bf16"] for name in WAYS} for count, row in times.items()}
     rate, one = copy_rate(rounds), times[str(rows[0])]
-    read = made["int4-rtn"][0].prepared.get("int4")  # by the product of 4 bits, where this CPU has one
-    stored = sum(one.nbytes for one in read if isinstance(one, torch.Tensor)) if read else float("nan")
+    panels = made["int4-rtn"][0].prepared.get("panels")  # which the product of few rows reads, where there is one
+    stored = panels.bytes if panels else float("nan")
     return {
         "milliseconds": times,
         "copy_bytes_per_second": rate,

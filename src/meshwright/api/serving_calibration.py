@@ -2,7 +2,7 @@
 context, prompts, and products as the engine has them. A part of `calibrate`."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, product
@@ -41,15 +41,15 @@ class ServingEffort:
     window_s: float = 0.003
     long: int = 1024
     """Tokens of the long context."""
-    prompts: tuple[int, int] = (128, 512)
+    prompts: tuple[int, int, int] = (72, 192, 512)
     """Tokens of prompts that are one step each."""
     vocab: int = 8192
     """Of the model whose logits are many."""
 
 
 QUICK = ServingEffort(
-    rows=(1, 16), dims=(64, 256), pools=(2**16, 2**18), steps=6, rounds=1, window_s=0.001, long=128, prompts=(32, 128),
-    vocab=1024,
+    rows=(1, 16), dims=(64, 256), pools=(2**16, 2**18), steps=6, rounds=1, window_s=0.001, long=128,
+    prompts=(16, 32, 128), vocab=1024,
 )  # fmt: skip
 
 
@@ -83,19 +83,21 @@ def engine_rates(effort: ServingEffort | None = None, clock: Clock = time.perf_c
     sequence_s = max(1e-8, (wide - one) / 7 - 256 * logit_s)
     long, short = probe.step(4, 8, effort.long, 256), probe.step(4, 8, 16, 256)
     read = 4 * 8 * (effort.long - 16) * 2 * 256 * 4.0
-    linear_s, square_s = _by_tokens(*((n, probe.prompt(4, n, 256) - one - 4 * layer_s) for n in effort.prompts))
+    once_s, linear_s, square_s = _by_tokens([(n, probe.prompt(4, n, 256) - one - 4 * layer_s) for n in effort.prompts])
     return EngineRates(
         step_s=max(1e-7, one - layer_s - sequence_s - 256 * logit_s), sequence_s=sequence_s, logit_s=logit_s,
         layer_s=layer_s, token_layer_s=linear_s / (4 * 256), cached_bytes_per_s=read / max(1e-6, long - short),
-        prompt_flop_per_s=2.0 * 4 * 256 / square_s, products=probe.grid,
+        prompt_flop_per_s=2.0 * 4 * 256 / square_s, products=probe.grid, prompt_layer_s=once_s / 4,
     )  # fmt: skip
 
 
-def _by_tokens(short: tuple[int, float], long: tuple[int, float]) -> tuple[float, float]:
-    """Seconds of prompts by their tokens -> (for each token, for each pair)."""
-    each_short, each_long = (max(1e-9, seconds / tokens) for tokens, seconds in (short, long))
-    square = max(1e-12, (each_long - each_short) / (long[0] - short[0]))
-    return max(0.0, each_short - square * short[0]), square
+def _by_tokens(prompts: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
+    """Seconds of three prompts by their tokens -> (of any, for each token, for each pair)."""
+    (few, first), (some, second), (many, third) = prompts
+    lower, upper = (second - first) / (some - few), (third - second) / (many - some)
+    square = max(1e-12, (upper - lower) / (many - few))
+    each = max(0.0, (third - first) / (many - few) - square * (many + few))
+    return max(0.0, first - each * few - square * few**2), each, square
 
 
 def _shape(layers: int, hidden: int, positions: int, vocab: int) -> ModelShape:
@@ -116,15 +118,18 @@ def _products_s(shape: ModelShape, rows: int, logits: int, grid: RateGrid) -> fl
 
 def _products(effort: ServingEffort, clock: Clock) -> RateGrid:
     """By the products that the engine prepares, inputs (m, k) and weights (n, k). Each call takes the next of many
-    weights, as a step of a model does, whose matrices are as large together."""
+    weights, as a step of a model does, whose matrices are as large together. Products of few rows are without what a
+    call costs: a step makes them inside of a block's call, whose cost is a layer's."""
     rates = dict[tuple[float, ...], float]()
     numbers = torch.randn(max(effort.pools))
     with torch.no_grad(), library.used(library.compiled()):
+        call_s = _least(partial(_product(numbers[:256].view(16, 16)), torch.randn(1, 16)), effort, clock)
         for k, n in product(effort.dims, effort.dims):
             every = numbers[: max(1, numbers.numel() // int(k * n)) * int(k * n)].view(-1, int(n), int(k))
             ready = [_product(one) for one in every]
             for m in effort.rows:
-                rates.update(_by_pool(ready, torch.randn(int(m), int(k)), (m, k, n), effort, clock))
+                beside_s = call_s if m <= library.ROWS else 0.0
+                rates.update(_by_pool(ready, torch.randn(int(m), int(k)), (m, k, n), effort, clock, beside_s))
     places = product((4.0 * one for one in effort.pools), effort.rows, effort.dims, effort.dims)
     return RateGrid(
         (tuple(4.0 * one for one in effort.pools), effort.rows, effort.dims, effort.dims),
@@ -133,15 +138,18 @@ def _products(effort: ServingEffort, clock: Clock) -> RateGrid:
 
 
 def _by_pool(
-    ready: list[Callable[[Tensor], Tensor]], x: Tensor, sizes: tuple[float, ...], effort: ServingEffort, clock: Clock
-) -> Iterator[tuple[tuple[float, ...], float]]:
-    """FLOP per second of one product, by the bytes of all weights and its sizes."""
+    ready: list[Callable[[Tensor], Tensor]], x: Tensor, sizes: tuple[float, ...], effort: ServingEffort, clock: Clock,
+    beside_s: float,
+) -> Iterator[tuple[tuple[float, ...], float]]:  # fmt: skip
+    """FLOP per second of one product, by the bytes of all weights and its sizes. `beside_s`: of a call, but the
+    product, which is at least a tenth of the time that is measured."""
     m, k, n = sizes
     known = dict[int, float]()
     for pool in effort.pools:
         count = min(len(ready), max(1, pool // int(k * n)))
         if count not in known:
-            known[count] = 2 * m * k * n / _least(partial(_next_product, x, cycle(ready[:count])), effort, clock)
+            call_s = _least(partial(_next_product, x, cycle(ready[:count])), effort, clock)
+            known[count] = 2 * m * k * n / max(call_s - beside_s, call_s / 10)
         yield (4.0 * pool, *sizes), known[count]
 
 

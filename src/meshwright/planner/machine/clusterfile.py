@@ -258,7 +258,8 @@ def _serving(table: Any) -> EngineRates:
     _known("serving", table, (*SERVING_SCALARS, "products"))
     if "products" not in table:
         raise ValueError(f"serving.products is missing: {MENDING}")
-    scalars = {name: _number(f"serving.{name}", table.get(name), zero=True) for name in SERVING_SCALARS}
+    given = {"prompt_layer_s": 0.0, **table}  # of a file from before it was measured
+    scalars = {name: _number(f"serving.{name}", given.get(name), zero=True) for name in SERVING_SCALARS}
     return EngineRates(products=_grid("serving.products", "engine_products", table["products"]), **scalars)
 
 

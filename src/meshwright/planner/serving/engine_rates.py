@@ -7,7 +7,7 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRates:
-    """Of one process, fp32. Time of a step beside its products and its attention follows from five numbers."""
+    """Of one process, fp32. Time of a step beside its products and its attention follows from these numbers."""
 
     step_s: float
     """Of any step: scheduler, tables."""
@@ -25,3 +25,5 @@ class EngineRates:
     """Of attention over a prompt, of which half the pairs of tokens are counted."""
     products: RateGrid
     """FLOP per second by (bytes of all matrices of a step, m, k, n): a model that the caches hold is read sooner."""
+    prompt_layer_s: float = 0.0
+    """More, of each layer of a step with a prompt: such a layer is not one call."""

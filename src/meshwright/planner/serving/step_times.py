@@ -36,7 +36,8 @@ class StepTimes:
             kernels += self.core_s(batch, context)
         shape = self.of.model.shape
         launched = shape.layers * self.of.framework.launched_us * (LATENT if shape.mla else 1.0) / 1e6
-        return max(kernels / self.of.framework.share, launched) + self._host(batch)
+        beside = shape.layers * self.of.framework.prompt_layer_us / 1e6
+        return max(kernels / self.of.framework.share, launched) + beside + self._host(batch)
 
     def decode_s(self, batch: float, context: float) -> float:
         """Of a step in which each of `batch` sequences gets a token, or several with drafts."""
