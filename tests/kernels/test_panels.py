@@ -1,5 +1,6 @@
 """Products with matrices in panels, against the same matrices as numbers."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.compiled.panels import BF16, CODES, FLOATS, LANES, Panels, fits_bf16
 from meshwright.kernels.prepared_product import CodeProduct
+from meshwright.kernels.quantized_linear import quantized_linears
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
@@ -125,3 +127,17 @@ def test_which_numbers_fit_bf16() -> None:
         assert found is not None and found.kind == FLOATS
     odd = Panels.of_numbers(weight[:, :63].contiguous())
     assert odd is not None and odd.kind == FLOATS
+
+
+@pytest.mark.parametrize("name", ["int4-rtn", "nf4-double", "int8", "llm-int8"])
+@pytest.mark.parametrize("rows", [2, 64])
+def test_matrices_are_copied_after_they_were_multiplied_with(name: str, rows: int) -> None:
+    """What products made of them stays behind: a place in memory is none in a copy."""
+    matrix, x = quantize_matrix("w", drawn(32, 64), SCHEMES[name]), drawn(rows, 64, seed=1)
+    (right,) = quantized_linears(x, [matrix], [None])
+    assert matrix.prepared
+    other = copy.deepcopy(matrix)
+    assert not other.prepared and torch.equal(other.codes, matrix.codes) and other.codes is not matrix.codes
+    matrix.codes.zero_()
+    del matrix
+    assert torch.equal(quantized_linears(x, [other], [None])[0], right)

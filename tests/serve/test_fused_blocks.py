@@ -1,5 +1,6 @@
 """Blocks that compiled loops compute whole, against the same blocks part by part: bit for bit."""
 
+import copy
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,8 +13,11 @@ import torch
 from benchmarks.serve_quantized import quantized
 from meshwright.kernels.compiled.library import Loops, compiled
 from meshwright.model import Transformer, build
+from meshwright.model.seams import compute
+from meshwright.model.transformer import Block
 from meshwright.serve import fused_blocks
 from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
@@ -138,3 +142,57 @@ def test_threads_change_no_bit(scheme: str, blocks: list[int]) -> None:
         answers.append(bits(served(found, prompts, exact=True, most_tokens=64)[0]))
     assert answers[0] == answers[1] == answers[2]
     assert bool(blocks) == ("int8" not in scheme or own().has_int8)
+
+
+@pytest.mark.parametrize("part", ["attention_norm", "attention", "attention.q_norm", "attention.o", "mlp", "mlp.gate"])
+def test_hooks_come_and_go_between_steps(part: str, blocks: list[int]) -> None:
+    """They run, and the block is whole again without them: answers are those of engines that began so."""
+    found = wide("qwen3-0.6b")
+
+    def fresh() -> ServingEngine:
+        return ServingEngine(found, EngineOptions(block=4, most_tokens=24, most_sequences=8))
+
+    engine = fresh()
+    plain = answered(engine)
+    assert plain == answered(fresh())
+    hook = found.blocks[0].get_submodule(part).register_forward_hook(lambda _, __, given: given * 1.5)
+    try:
+        hooked = answered(engine)
+        assert hooked == answered(fresh()) != plain
+    finally:
+        hook.remove()
+    blocks.clear()
+    assert answered(engine) == plain and blocks
+
+
+def answered(engine: ServingEngine) -> list[object]:
+    options = RequestOptions(max_new_tokens=8, logprobs=3, salt=None)
+    asked = [engine.add(one, options) for one in PROMPTS]
+    engine.run(asked)
+    return bits(asked)
+
+
+def test_steps_of_two_engines_on_one_model_may_overlap() -> None:
+    """The one that began first is the one that ends first, and nothing of either stays on the model."""
+    found = wide("llama-3.1-8b")
+    one, other = (PreparedLayers(found, packed=True, head="model", loops=own()) for _ in range(2))
+    first, second = one.used(), other.used()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert found.seams.call is compute and found.seams.dense.prepared is None
+
+
+def test_a_changed_block_computes_itself(blocks: list[int]) -> None:
+    class Louder(Block):
+        def compute(self, *given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            x, balance = super().compute(*given, **named)
+            return x * 1.5, balance
+
+    found = copy.deepcopy(wide("llama-3.1-8b"))
+    plain = bits(served(found, PROMPTS, exact=False)[0])
+    for block in found.blocks:
+        block.__class__ = Louder
+    blocks.clear()
+    assert bits(served(found, PROMPTS, exact=False)[0]) != plain and not blocks

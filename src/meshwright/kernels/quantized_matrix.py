@@ -9,7 +9,7 @@ What a device multiplies with is made of it at the first product (kernels/quanti
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from math import prod
 from typing import Any
@@ -58,6 +58,11 @@ class QuantizedMatrix:
     def size_out(self) -> int:
         """N."""
         return self.scales.shape[-2]
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Of a copy, which makes what products need anew: oneDNN's tensors and places in memory cannot be copied."""
+        fresh: dict[str, Any] = {"prepared": {}, "tables": {}}
+        return None, {one.name: getattr(self, one.name) for one in fields(self)} | fresh
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -35,13 +35,14 @@ class FusedBlocks:
         """`product`: of layers that read one input, if it is prepared."""
         self._loops, self._product = loops, product
         self._known: dict[Block, _Fused | None] = {}
+        self._parts: dict[Block, list[nn.Module]] = {}
         self._step: tuple[StepPlaces, FusedStep] | None = None
 
     def __call__(
         self, block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None
     ) -> tuple[Tensor, Tensor | None]:
         """As Block.compute."""
-        if isinstance(cache, PagedLayer) and cache.places is not None:
+        if isinstance(cache, PagedLayer) and cache.places is not None and not self._is_hooked(block):
             if block not in self._known:
                 self._known[block] = self._fused(block, cache)
             known = self._known[block]
@@ -50,6 +51,12 @@ class FusedBlocks:
                 if beside is not None:
                     return known.block(x, self._fields(cache.places, metadata), beside), None
         return block.compute(x, metadata, cache)
+
+    def _is_hooked(self, block: Block) -> bool:
+        """Whether something hangs on its parts, from which it may be gone again at the next step."""
+        if block not in self._parts:
+            self._parts[block] = [part for part in block.modules() if part is not block]
+        return any(map(compat.is_hooked, self._parts[block]))
 
     def _fields(self, places: StepPlaces, metadata: AttentionMetadata) -> FusedStep:
         """The same for all blocks of a step."""
@@ -134,11 +141,11 @@ def _is_plain(block: Block, cache: PagedLayer) -> bool:
     norms: list[Any] = [block.attention_norm, block.mlp_norm]
     norms += [attention.q_norm, attention.k_norm] if shape.qk_norm else []
     return (
-        shape.positions == "rope"
+        type(block) is Block
+        and shape.positions == "rope"
         and not shape.rope_interleaved
         and cache.keys.form in ("model", "int8")
         and all(type(norm) is RMSNorm and takes(norm.weight) for norm in norms)
-        and not any(compat.is_hooked(part) for part in (*norms, attention, block.mlp))
         and _is_here(block.seams.dense)
     )
 

@@ -11,6 +11,7 @@ from typing import Literal, final
 
 from torch import Tensor, nn
 
+from meshwright import compat
 from meshwright.kernels.compiled import library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.prepared_product import PreparedProduct, int8_of, prepared_product
@@ -62,6 +63,8 @@ class PreparedLayers:
 
     def _prepared(self, layers: Sequence[nn.Module]) -> tuple[PreparedProduct, list[int]] | None:
         """One product for layers that read one input, and the width of each."""
+        if any(map(compat.is_hooked, layers)):  # at any time: what is known is for when they are gone
+            return None
         first = layers[0]
         if first not in self._known:
             self._known[first] = _prepared(layers)
@@ -71,17 +74,18 @@ class PreparedLayers:
     def used(self) -> Iterator[None]:
         """While it lasts, the model computes with them."""
         seams = self._model.seams
-        call = seams.call
+        calls = self._blocks if seams.call is compute else None
         if self._packed:
             seams.dense.prepared = seams.shared.prepared = self
-        if self._blocks is not None and call is compute:
-            seams.call = self._blocks
+        if calls is not None:
+            seams.call = calls
         try:
             with library.used(self._loops):
                 yield
         finally:
             seams.dense.prepared = seams.shared.prepared = None
-            seams.call = call
+            if calls is not None:
+                seams.call = compute
 
     def logits(self, states: Tensor) -> Tensor:
         """Of hidden states (R, D) -> (R, V)."""

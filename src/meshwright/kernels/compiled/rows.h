@@ -31,8 +31,8 @@ static inline float exponential(float x) {
     r = r - n * 1.42860682030941723e-6f;
     float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666671633720f + r * (0.0416666455566883f +
               r * (0.00833336170762777f + r * 0.00139316345565021f)))));
-    union { int32_t i; float f; } power;
-    power.i = ((int32_t)n + 127) << 23;
+    union { uint32_t i; float f; } power;
+    power.i = (uint32_t)((int32_t)n + 127) << 23;
     return p * power.f;
 }
 
