@@ -196,3 +196,23 @@ def test_a_changed_block_computes_itself(blocks: list[int]) -> None:
         block.__class__ = Louder
     blocks.clear()
     assert bits(served(found, PROMPTS, exact=False)[0]) != plain and not blocks
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("scheme", ["", "int4-rtn", "int8"])
+def test_defaults_of_torch_change_nothing(name: str, scheme: str) -> None:
+    """Loops write fp32 into what they are given: with narrower numbers they would write behind it."""
+    found = quantized(wide(name), scheme) if scheme else wide(name)
+    tokens = torch.tensor([PROMPTS[0][:3]])
+
+    def answers() -> tuple[list[object], torch.Tensor]:
+        with torch.no_grad():
+            return bits(served(found, PROMPTS, exact=False)[0]), found(tokens)
+
+    right, logits = answers()
+    torch.set_default_dtype(torch.float64)
+    try:
+        answered, again = answers()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert answered == right and torch.equal(again, logits)

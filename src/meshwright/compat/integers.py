@@ -66,7 +66,9 @@ def _is_exact(inputs: int) -> bool:
     """Whether the largest sum of so many products but one is exact. It is odd, before and after 128 is taken away."""
     x, codes = torch.full((32, inputs), 255, dtype=torch.uint8), torch.full((16, inputs), 127, dtype=torch.int8)
     x[:, 0] = 254
-    found = _product(x, 128, packed_int8(codes), torch.ones(16), torch.zeros(16, dtype=torch.int64))
+    found = _product(
+        x, 128, packed_int8(codes), torch.ones(16, dtype=torch.float32), torch.zeros(16, dtype=torch.int64)
+    )
     return bool((found.double() == (x.double() - 128) @ codes.double().t()).all())
 
 

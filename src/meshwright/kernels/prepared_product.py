@@ -101,7 +101,10 @@ def _joined(biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | N
     """(N of all,) fp32, zero where there is none; None = there is none at all."""
     if all(one is None for one in biases):
         return None
-    each = [torch.zeros(size) if one is None else one.detach().float() for one, size in zip(biases, sizes, strict=True)]
+    like = next(one for one in biases if one is not None).detach().float()
+    each = [
+        like.new_zeros(size) if one is None else one.detach().float() for one, size in zip(biases, sizes, strict=True)
+    ]
     return torch.cat(each)
 
 

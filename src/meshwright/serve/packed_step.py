@@ -236,7 +236,7 @@ class RowPacker:
         seen = key <= query
         if window:
             seen &= key > query - window
-        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, HIDDEN)[:, None]
+        return torch.zeros(seen.shape, dtype=torch.float32, device=seen.device).masked_fill_(~seen, HIDDEN)[:, None]
 
 
 def _begun(runs: Sequence[Run], begin: int) -> Iterable[tuple[Run, int]]:

@@ -37,7 +37,7 @@ bf16 where the CPU has units for it."""
 
 
 class AttentionFields(ctypes.Structure):
-    """Attention, of rows.c."""
+    """Attention, of rows.h."""
 
     _fields_ = (
         ("q", POINTER), ("q_row", INT), ("keys", POINTER), ("values", POINTER), ("key_scales", POINTER),
@@ -65,6 +65,11 @@ def takes(*tensors: Tensor) -> bool:
         if one.dtype != torch.float32 or one.device.type != "cpu" or one.stride(-1) != 1:
             return False
     return True
+
+
+def _floats(*size: int) -> Tensor:
+    """Room for numbers that loops write: fp32 on a CPU, whatever torch's defaults are."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 @final
@@ -97,7 +102,7 @@ class Loops:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As kernels.rms_norm."""
-        x, out = x.contiguous(), torch.empty(x.shape)
+        x, out = x.contiguous(), _floats(*x.shape)
         width = x.shape[-1]
         rows = x.numel() // width
         self._of.rms_norm(x.data_ptr(), None, weight.data_ptr(), eps, out.data_ptr(), None, rows, width)
@@ -105,7 +110,7 @@ class Loops:
 
     def add_rms_norm(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """As kernels.add_rms_norm."""
-        x, added, out, total = x.contiguous(), added.contiguous(), torch.empty(x.shape), torch.empty(x.shape)
+        x, added, out, total = x.contiguous(), added.contiguous(), _floats(*x.shape), _floats(*x.shape)
         width = x.shape[-1]
         self._of.rms_norm(
             x.data_ptr(), added.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), total.data_ptr(),
@@ -115,7 +120,7 @@ class Loops:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> Tensor:
         """x (1, S, H, E), cos and sin (1, S, 1, E / 2) contiguous: as kernels.rotate, not interleaved."""
-        out = x if in_place else torch.empty(x.shape)
+        out = x if in_place else _floats(*x.shape)
         self._of.rotate(
             x.data_ptr(), x.stride(1), x.stride(2), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), out.stride(1),
             out.stride(2), x.shape[1], x.shape[2], x.shape[3] // 2,
@@ -138,7 +143,7 @@ class Loops:
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate and up (..., F) with one stride from row to row: as kernels.swiglu."""
-        out = torch.empty(gate.shape)
+        out = _floats(*gate.shape)
         rows = gate.numel() // gate.shape[-1]
         strides = gate.stride(-2), up.stride(-2)
         self._of.swiglu(
@@ -149,7 +154,7 @@ class Loops:
     def round_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows (M, K) -> codes (M, K) uint8, each 128 more than it stands for, and scales (M, 1)."""
         count, width = rows.shape
-        codes, scales = torch.empty(count, width, dtype=torch.uint8), torch.empty(count, 1)
+        codes, scales = rows.new_empty(count, width, dtype=torch.uint8), _floats(count, 1)
         self._of.round_rows(rows.data_ptr(), rows.stride(0), codes.data_ptr(), scales.data_ptr(), count, width)
         return codes, scales
 
@@ -171,7 +176,7 @@ class Loops:
     def multiply(self, rows: Tensor, panels: Panels) -> Tensor:
         """rows (M, K) times a matrix (N, K), plus its bias -> (M, N). A sum's order is the same for any M."""
         count = rows.shape[0]
-        out = torch.empty(count, panels.rows)
+        out = _floats(count, panels.rows)
         if self._of.multiply(
             rows.data_ptr(), rows.stride(0), ctypes.byref(panels.fields), out.data_ptr(), count
         ):  # fmt: skip
@@ -180,7 +185,7 @@ class Loops:
 
     def restored(self, panels: Panels) -> Tensor:
         """(N, K) fp32 of panels of codes."""
-        out = torch.empty(panels.rows, panels.width)
+        out = _floats(panels.rows, panels.width)
         self._of.restore(ctypes.byref(panels.fields), out.data_ptr())
         return out
 
@@ -190,7 +195,7 @@ class Loops:
     ) -> Tensor:  # fmt: skip
         """As kernels.paged_attention.attend_rows: q (R, H, E), keys (blocks, block, K, E), values (blocks, block, K, V
         or more), of which `width` are taken, scales (blocks, block, K) of each -> (R, H, width)."""
-        out = torch.empty(q.shape[0], q.shape[1], width)
+        out = _floats(q.shape[0], q.shape[1], width)
         asked = AttentionFields(
             q.data_ptr(), q.stride(0), keys.data_ptr(), values.data_ptr(),
             *((None, None) if scales is None else map(pointer, scales)),
@@ -205,7 +210,7 @@ class Loops:
         self, fields: ctypes.Structure, step: ctypes.Structure, beside: ctypes.Structure | None, x: Tensor
     ) -> Tensor:  # fmt: skip
         """x (..., D) contiguous through a block (kernels/fused_block.py) -> the same shape."""
-        out = torch.empty(x.shape)
+        out = _floats(*x.shape)
         low_rank = None if beside is None else ctypes.byref(beside)
         if self._of.block(ctypes.byref(fields), ctypes.byref(step), low_rank, x.data_ptr(), out.data_ptr()):
             raise MemoryError(f"no memory for {x.numel() // x.shape[-1]} rows of a block")

@@ -19,7 +19,7 @@ from torch import Tensor
 LANES, FOUR = 16, 4
 """Rows of a panel, and inputs of 8 bits that a lane adds up at once."""
 FLOATS, BF16, INT8, CODES = range(4)
-"""Kinds, of rows.c."""
+"""Kinds, of rows.h."""
 CHECKED = 2**22
 """Elements that are compared at a time."""
 
@@ -27,7 +27,7 @@ POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class PanelFields(ctypes.Structure):
-    """Panels, of rows.c."""
+    """Panels, of rows.h."""
 
     _fields_ = (
         ("numbers", POINTER), ("sums", POINTER), ("scales", POINTER), ("zeros", POINTER), ("table", POINTER),
