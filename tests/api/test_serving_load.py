@@ -86,6 +86,11 @@ def test_the_cluster_file_keeps_the_rates(tmp_path: Path) -> None:
     assert kept is not None and replace(kept, products=RATES.products) == RATES
     assert kept.products.axes == RATES.products.axes and kept.products.values == RATES.products.values
     assert clusterfile.load(_written(tmp_path, text(_file()))).serving is None
+    lines = text(replace(_file(), serving=replace(RATES, prompt_layer_s=1e-6))).splitlines()
+    older = [line for line in lines if not line.startswith("prompt_layer_s")]
+    assert len(older) == len(lines) - 1, "of a file from before it was measured"
+    read = clusterfile.load(_written(tmp_path, "\n".join(older))).serving
+    assert read is not None and replace(read, products=RATES.products) == replace(RATES, prompt_layer_s=0.0)
     with pytest.raises(PlanError, match=r"serving\.products is missing"):
         clusterfile.load(_written(tmp_path, text(_file()) + "\n[serving]\nstep_s = 1\n"))
 

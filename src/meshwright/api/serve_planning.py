@@ -301,12 +301,9 @@ def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[
     def timed(of: Deployment) -> StepTimes:
         sequence_s = rates.sequence_s + rates.logit_s * of.model.shape.vocab
         rules = of.framework._replace(
-            layer_us=rates.layer_s * 1e6,
-            step_us=rates.step_s * 1e6,
-            sequence_us=sequence_s * 1e6,
-            fuses=True,
+            layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=sequence_s * 1e6, fuses=True,
             prompt_layer_us=rates.prompt_layer_s * 1e6,
-        )
+        )  # fmt: skip
         return StepTimes(replace(of, framework=rules), EngineKernels(speeds, links, rates, weights_bytes(of)))
 
     return timed
