@@ -16,6 +16,7 @@ from meshwright.kernels.prepared_product import CodeProduct
 from meshwright.kernels.quantized_linear import quantized_linears
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 
 ROWS = (1, 2, 3, 5, 8, 9, 33)
@@ -141,3 +142,15 @@ def test_matrices_are_copied_after_they_were_multiplied_with(name: str, rows: in
     matrix.codes.zero_()
     del matrix
     assert torch.equal(quantized_linears(x, [other], [None])[0], right)
+
+
+@pytest.mark.parametrize("name", ["int4-rtn", "nf4", "int8"])
+@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("way", ["take", "load_state_dict"])
+def test_what_products_made_ends_with_the_tensors_that_it_was_made_of(name: str, rows: int, way: str) -> None:
+    first, second = (quantize_matrix("w", drawn(32, 64, seed=seed), SCHEMES[name]) for seed in (0, 1))
+    weight, x = QuantizedWeight(SCHEMES[name], (32, 64), 0, torch.float32), drawn(rows, 64, seed=2)
+    weight.take(first)
+    assert torch.equal(quantized_linears(x, [weight.matrix], [None])[0], quantized_linears(x, [first], [None])[0])
+    weight.take(second) if way == "take" else weight.load_state_dict(second.tensors)
+    assert torch.equal(quantized_linears(x, [weight.matrix], [None])[0], quantized_linears(x, [second], [None])[0])

@@ -55,6 +55,7 @@ class QuantizedWeight(nn.Module):
         self.register_parameter("run", None)
         self._made: tuple[nn.Parameter | None, QuantizedMatrix] | None = None
         """The matrix, and the run of which it is made."""
+        self.register_load_state_dict_post_hook(_forget)  # type: ignore[no-untyped-call]  # torch has no annotations there
 
     def cut(self, box: Box) -> None:
         """Have room for a part of the matrix, before there is memory."""
@@ -98,6 +99,7 @@ class QuantizedWeight(nn.Module):
     def take(self, matrix: QuantizedMatrix, share: Tensor | None = None, first: int = 0) -> None:
         """Have its tensors be those of a matrix of its scheme and size; of a part, that part of them. `share`: of a
         run, the lines that are here, from the `first` on."""
+        self._made = None  # what products made of the tensors before
         matrix = matrix if self.part is None else cut(matrix, self.part)
         if self.run is None:
             for name, tensor in matrix.tensors.items():
@@ -120,6 +122,11 @@ class QuantizedWeight(nn.Module):
             found[name] = flat[start : start + size].view(getattr(torch, kind)).view(dims)
             start += LINE_BYTES * lines(((dims, kind),))
         return found
+
+
+def _forget(weight: QuantizedWeight, _: object) -> None:
+    """What products made of other tensors than those that were loaded."""
+    weight._made = None
 
 
 def is_run(name: str) -> bool:
