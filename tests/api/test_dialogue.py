@@ -90,6 +90,18 @@ def test_the_verb_reads_lines(
     assert main(["chat", folder, "--max-new-tokens", "0"]) == 2
 
 
+def test_a_model_without_a_chat_template_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written(tmp_path / "hf")
+    for template in ("", "{{ messages[-1].content }}"):
+        if template:
+            (folder / "chat_template.jinja").write_text(template)
+        monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+        assert main(["chat", str(folder), "--greedy", "--max-new-tokens", "2"]) == 0
+        assert (f"{folder} has no chat template" in capsys.readouterr().err) is (not template)
+
+
 def test_ctrl_c_stops_an_answer_and_not_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

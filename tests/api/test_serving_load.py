@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,27 @@ def test_copies_of_matrices_are_planned(width: int) -> None:
     alone = shape.hidden * (shape.hidden + shape.ffn)
     numbers = shape.layers * (joined + alone) + shape.vocab * shape.hidden
     assert found.planned_copies_bytes == found.measured_copies_bytes == width * numbers
+
+
+def test_a_plan_leaves_room_for_copies_of_matrices(tmp_path: Path) -> None:
+    """Of each rank: without them a model of half a machine's memory would be said to fit. Codes have none."""
+    path = str(_written(tmp_path, text(replace(_file(), serving=RATES))))
+    asked = partial(mw.plan_serving, "llama-tiny", cluster=path, input_length=20, output_length=5, concurrency=2)
+    plain = asked().best.memory
+    run = columns(times(), Load(input_tokens=20, output_tokens=5, concurrency=2, waves=1))
+    assert plain.copies_bytes == run.measured_copies_bytes > 0
+    assert plain.usable_bytes - plain.cache_bytes >= plain.weights_bytes + plain.copies_bytes
+    codes = asked(quantization="int8")
+    assert codes.best.memory.copies_bytes == 0 and codes.to_dict()["best"]["copies_bytes"] == 0
+
+
+def test_a_plan_says_that_times_of_codes_were_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _written(tmp_path, text(replace(_file(), serving=RATES)))
+    words = "plan", "llama-tiny", "--serve", "--cluster", path, "--input-length", "20", "--output-length", "5"
+    _, plain, _ = call(capsys, *words)
+    _, codes, _ = call(capsys, *words, "--quantization", "int8")
+    assert "copies of matrices" in plain and "those of fp32 products" not in plain and "million parameters" in plain
+    assert "those of fp32 products" in codes and "copies of matrices" not in codes
 
 
 def test_a_served_run_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,7 @@ def test_what_does_not_fit_names_what_would(capsys: pytest.CaptureFixture[str]) 
         (["--layout", "tp=3"], "none of the degrees"),
         (["--input-length", "140000"], "shorten one"),
         (["--concurrency", "-1"], "must be at least 1"),
+        (["--cluster", "local"], "measure this machine with calibrate"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,5 +241,5 @@ def _known(found: Plan, given: str) -> None:
     if missing:
         raise ArgumentError(
             f"{given} lacks {', '.join(missing)}: name a known device, as "
-            'cluster="h100x8", or give these figures in a plan file'
+            'cluster="h100x8", measure this machine with calibrate, or give these figures in a plan file'
         )

@@ -119,8 +119,7 @@ class ServingAnswer(Answer):
             "parameters": self.parameters,
             "cluster": {
                 "device": asked.cluster.device.name, "devices_per_node": asked.cluster.devices_per_node,
-                "nodes": asked.cluster.nodes,
-            },
+                "nodes": asked.cluster.nodes},
             "framework": asked.framework.name,
             "quantization": self.quantization,
             "kv_dtype": self.kv_dtype,
@@ -169,11 +168,10 @@ def row_of(one: ServingLayout) -> dict[str, Any]:
         "tokens_per_second": one.tokens_per_s if served_ else None,
         "tokens_per_second_per_gpu": one.tokens_per_s_per_gpu if served_ else None,
         "weights_bytes": round(memory.weights_bytes), "adapters_bytes": round(memory.adapters_bytes),
-        "activations_bytes": round(memory.activations_bytes),
-        "graphs_bytes": round(memory.graphs_bytes),
+        "activations_bytes": round(memory.activations_bytes), "copies_bytes": round(memory.copies_bytes),
+        "graphs_bytes": round(memory.graphs_bytes), "waits": one.waits,
         "cache_bytes": _whole(memory.cache_bytes), "cache_bytes_per_token": round(memory.position_bytes),
         "cache_bytes_per_sequence": round(memory.sequence_bytes), "most_requests": _whole(one.most_requests),
-        "waits": one.waits,
     }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.api.serve_planning import ServingAnswer
 from meshwright.cli.terminal.screen_text import dot, marked, width, wrapped
+from meshwright.planner.serving.engine_kernels import EngineKernels
+from meshwright.planner.serving.serving_memory import quantized
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
 from meshwright.spec.units import GIB, short_gib
 
@@ -55,12 +57,13 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
     note = f" ({engines} of {best.degrees.gpus}{', recommended' if len(answer.layouts) > 1 else ''})"
     yield from marked([f"  {word}  {best.words}{note}"], word, colour)
     first, each = f"first token {_ms(served.first_token_s)}", f"per token {_ms(served.per_token_s)}"
-    yield from wrapped([first, each, f"{best.tokens_per_s:,.0f} tokens/s"], width(), "    speed    ")
+    yield from wrapped([first, each, f"{_rate(best.tokens_per_s)} tokens/s"], width(), "    speed    ")
     if memory.usable_bytes < float("inf"):
         graphs = [f"CUDA graphs {short_gib(memory.graphs_bytes)}"] if memory.graphs_bytes else []
         cache = f"cache {short_gib(memory.cache_bytes)} of {short_gib(memory.usable_bytes)}"
         states = f"weights {short_gib(memory.weights_bytes)}", f"activations {short_gib(memory.activations_bytes)}"
-        yield from wrapped([*states, *graphs, cache], width(), "    memory   ")
+        copies = [f"copies of matrices {short_gib(memory.copies_bytes)}"] if memory.copies_bytes else []
+        yield from wrapped([*states, *graphs, *copies, cache], width(), "    memory   ")
     adapter = answer.asked.adapter
     if adapter is not None:
         yield (
@@ -71,6 +74,8 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
     each = f"{memory.position_bytes / 1024:,.0f} KiB per token and {device}"
     cache = f"{each}, {short_gib(memory.sequence_bytes)} per sequence; {_requests(best)}"
     yield from wrapped(cache, width(), "    cache    ")
+    if isinstance(answer.timed(best.deployment).kernels, EngineKernels) and quantized(best.deployment):
+        yield "    times    those of fp32 products: calibrate measures none with codes"
     if best.waits:
         yield (
             f"    {answer.asked.concurrency:,} requests in flight are more than fit; the rest waits: lower "
@@ -109,6 +114,10 @@ def _ms(seconds: float) -> str:
     return f"{milliseconds:,.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
 
 
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
 def _table(rows: tuple[ServingLayout, ...]) -> Iterator[str]:
     length = max(20, *(len(one.words) for one in rows))
     yield f"    {'Also possible':<{length}}  first token  per token  tokens/s  weights GiB  most"
@@ -117,7 +126,7 @@ def _table(rows: tuple[ServingLayout, ...]) -> Iterator[str]:
         most = "" if one.most_requests == float("inf") else f"{one.most_requests:,.0f}"
         yield (
             f"    {one.words:<{length}}  {_ms(one.served.first_token_s):>11}  {_ms(one.served.per_token_s):>9}  "
-            f"{one.tokens_per_s:>8,.0f}  {one.memory.weights_bytes / GIB:>11.1f}  {most:>4}"
+            f"{_rate(one.tokens_per_s):>8}  {one.memory.weights_bytes / GIB:>11.1f}  {most:>4}"
         )
 
 
@@ -126,13 +135,17 @@ def _curve(best: ServingLayout, points: tuple[CurvePoint, ...]) -> Iterator[str]
     for one in points:
         yield (
             f"    {one.concurrency:>20,}  {_ms(one.first_token_s):>11}  {_ms(one.per_token_s):>9}  "
-            f"{one.tokens_per_s:>8,.0f}"
+            f"{_rate(one.tokens_per_s):>8}"
         )
+
+
+def _parameters(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
 
 
 def _bytes(answer: ServingAnswer) -> str:
     weights = answer.best.memory.weights_bytes * answer.best.degrees.gpus / answer.parameters
     return (
-        f"{answer.parameters / 1e9:.2f} billion parameters: {weights:.1f} bytes per parameter in weights, "
+        f"{_parameters(answer.parameters)} parameters: {weights:.1f} bytes per parameter in weights, "
         f"{answer.bytes_per_parameter:.1f} with the cache of these requests."
     )

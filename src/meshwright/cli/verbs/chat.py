@@ -11,6 +11,7 @@ from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 
 if TYPE_CHECKING:
     from meshwright.api.dialogue import Dialogue, TurnFigures
+    from meshwright.api.trained_model import TrainedModel
 
 RESET, QUIT = "/reset", "/quit"
 MARK = "> "
@@ -51,7 +52,18 @@ def chat(
     options = RequestOptions(
         max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed
     )  # fmt: skip  # refused before the model loads
-    talk(Dialogue(load(model, dtype, checkpoint=checkpoint), options, system=system, adapter=adapter))
+    opened = load(model, dtype, checkpoint=checkpoint)
+    say_of_template(opened)
+    talk(Dialogue(opened, options, system=system, adapter=adapter))
+
+
+def say_of_template(model: "TrainedModel") -> None:
+    """One line on stderr where a tokenizer came without a chat template, and the default one is taken."""
+    if model.tokenizer is not None and not model.tokenizer.chat_template:
+        print(
+            f"{model.path} has no chat template: turns begin with '### user', which a model without fine-tuning on "
+            "conversations has not learned", file=sys.stderr,
+        )  # fmt: skip
 
 
 def talk(conversation: "Dialogue") -> None:

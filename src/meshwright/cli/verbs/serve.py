@@ -131,10 +131,13 @@ def serve(
         def opened() -> "HostedModel":
             from meshwright.api.model_opening import load
             from meshwright.api.sharded_serving import sharded_model
+            from meshwright.cli.verbs.chat import say_of_template
 
             guesses = load(draft, dtype).model if draft else None
             if tp == ep == 1:
-                return load(model, dtype, checkpoint=checkpoint).hosted(called, draft=guesses, adapters=adapters)
+                one = load(model, dtype, checkpoint=checkpoint)
+                say_of_template(one)
+                return one.hosted(called, draft=guesses, adapters=adapters)
             found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
             assert found is not None, "no launcher has started this process"
             return found.hosted(called, draft=guesses, adapters=adapters)

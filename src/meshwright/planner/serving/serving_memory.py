@@ -33,6 +33,8 @@ class ServingMemory:
     """Of all that are held beside the model."""
     graphs_bytes: float
     """Of the CUDA graphs of Meshwright's engine; those of others are in what is not usable."""
+    copies_bytes: float
+    """Of matrices in a second order, which Meshwright's engine keeps on a CPU."""
     usable_bytes: float
     """What the framework takes of the device; infinite where its memory is not known."""
     sequence_bytes: float
@@ -43,7 +45,8 @@ class ServingMemory:
     @property
     def held_bytes(self) -> float:
         """Of all but the cache."""
-        return self.weights_bytes + self.adapters_bytes + self.activations_bytes + self.graphs_bytes
+        beside = self.adapters_bytes + self.activations_bytes + self.graphs_bytes + self.copies_bytes
+        return self.weights_bytes + beside
 
     @property
     def cache_bytes(self) -> float:
@@ -72,6 +75,7 @@ def serving_memory(of: Deployment, length: float) -> ServingMemory:
         activations_bytes=activations_bytes(of),
         adapters_bytes=adapters_bytes(of),
         graphs_bytes=graphs_bytes(of, length),
+        copies_bytes=_kept_copies(of),
         usable_bytes=usable,
         sequence_bytes=one,
         position_bytes=one - sequence_bytes(of.model, length - 1, of.cache_width, tp),
@@ -100,11 +104,24 @@ def adapters_bytes(of: Deployment) -> float:
 
 def copies_bytes(of: Deployment, width: float = 4.0) -> float:
     """Of matrices in another order beside fp32 weights: those of attention, MLPs and the head, which Meshwright's
-    engine keeps on a CPU with a C compiler. Experts stay as they are. `width`: bytes of a number in that order, 2 where
-    all numbers are the same in bf16."""
+    engine keeps on a CPU with a C compiler, of one rank. Experts stay as they are. `width`: bytes of a number in that
+    order, 2 where all numbers are the same in bf16."""
     shape = of.model.shape
     found = [part for part in parameters(shape) if part.group in ("attention", "mlp", "head") and len(part.shape) > 1]
-    return width * (sum(part.numel for part in found) + shape.tied * shape.vocab * shape.hidden)
+    tied = shape.tied * shape.vocab * shape.hidden / of.degrees.tp
+    return width * (sum(part.numel / _ranks(of, part) for part in found) + tied)
+
+
+def _kept_copies(of: Deployment) -> float:
+    """As copies_bytes, where there are some. Codes lie in one order, so of quantized weights nothing is counted."""
+    own = of.framework.name == MESHWRIGHT.name and not of.device.is_gpu
+    return 0.0 if not own or quantized(of) else copies_bytes(of, of.formats.other)
+
+
+def quantized(of: Deployment) -> bool:
+    """Whether some matrices have fewer bits than the rest."""
+    formats = of.formats
+    return min(formats.attention.width, formats.mlp.width, formats.experts.width) < formats.other
 
 
 def _width(of: Deployment, part: Parameter) -> float:
@@ -150,10 +167,9 @@ def graphs_bytes(of: Deployment, length: float) -> float:
     """Of the CUDA graphs of Meshwright's engine, on one GPU: the pool, with the parts of attention that are added up
     over runs of positions; and beside it the rows that graphs read, and their logits in fp32. Several ranks have
     none, nor have quantized weights, or latent attention that is wider than its kernel takes."""
-    shape, formats = of.model.shape, of.formats
+    shape = of.model.shape
     ours = of.framework.name == MESHWRIGHT.name and of.device.is_gpu and of.degrees.gpus == 1
-    quantized = min(formats.attention.width, formats.mlp.width, formats.experts.width) < formats.other
-    if not ours or quantized or (shape.mla and shape.mla.kv_rank + shape.mla.rope_dim > WIDEST):
+    if not ours or quantized(of) or (shape.mla and shape.mla.kv_rank + shape.mla.rope_dim > WIDEST):
         return 0.0
     longest = next(one for one in position_numbers(shape.max_positions) if one >= min(length, shape.max_positions))
     runs = longest // SPLIT if longest > SPLIT else 0
