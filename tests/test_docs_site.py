@@ -1,5 +1,7 @@
 """The site that `make docs` builds: nothing is fetched from elsewhere, pages fit their window, search finds ZeRO-2."""
 
+import fcntl
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -26,9 +28,15 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    assert site.main([]) == 0
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site.SITE)))
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a copy, made while no other process of the tests builds the site in the same place."""
+    copied = tmp_path_factory.mktemp("site") / "site"
+    site.SITE.parent.mkdir(exist_ok=True)
+    with (site.SITE.parent / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert site.main([]) == 0
+        shutil.copytree(site.SITE, copied)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(copied)))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
