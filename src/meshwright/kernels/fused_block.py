@@ -34,7 +34,9 @@ class _StepFields(ctypes.Structure):
     )  # fmt: skip
 
 
-class _LowRankFields(ctypes.Structure):
+class LowRankFields(ctypes.Structure):
+    """LowRank, of block.c: a low-rank matrix beside a part of a block's product, for some rows of a step."""
+
     _fields_ = (
         ("a", POINTER), ("b", POINTER), ("rows", POINTER), ("begin", INT), ("count", INT), ("column", INT),
     )  # fmt: skip
@@ -42,32 +44,6 @@ class _LowRankFields(ctypes.Structure):
 
 class _LowRanksFields(ctypes.Structure):
     _fields_ = (("some", POINTER * len(PARTS)), ("counts", INT * len(PARTS)))
-
-
-@dataclass(frozen=True, slots=True)
-class LowRankRows:
-    """A low-rank matrix beside a part of a block's product, for some rows of a step."""
-
-    a: Panels
-    """(rank, in)."""
-    b: Panels
-    """(out, rank)."""
-    rows: slice | Tensor
-    """A run of them, or their numbers int64."""
-    column: int
-    """Of the product, at which its results begin."""
-
-    @property
-    def count(self) -> int:
-        """Of rows."""
-        return self.rows.stop - self.rows.start if isinstance(self.rows, slice) else len(self.rows)
-
-    def fields(self) -> _LowRankFields:
-        """For C."""
-        by_number = None if isinstance(self.rows, slice) else self.rows.data_ptr()
-        begin = self.rows.start if isinstance(self.rows, slice) else 0
-        both = ctypes.addressof(self.a.fields), ctypes.addressof(self.b.fields)
-        return _LowRankFields(*both, by_number, begin, self.count, self.column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +112,11 @@ class FusedBlock:
     def _norms(self) -> list[Norm | None]:
         return [self._parts.norm, self._parts.q_norm, self._parts.k_norm, self._parts.mlp_norm]
 
-    def __call__(self, x: Tensor, step: FusedStep, beside: Mapping[str, Sequence[LowRankRows]]) -> Tensor:
+    def __call__(self, x: Tensor, step: FusedStep, beside: Mapping[str, Sequence[LowRankFields]]) -> Tensor:
         """x (1, R, D) fp32, contiguous, of the step's rows -> (1, R, D); their keys and values are kept. `beside`: what
         is added to products, by PARTS."""
         if not beside:
             return self._loops.block(self._fields, step.fields, None, x)
-        some = [[one.fields() for one in beside.get(name, ())] for name in PARTS]
-        arrays = [(_LowRankFields * len(fields))(*fields) for fields in some]
+        arrays = [(LowRankFields * len(some))(*some) for some in (beside.get(name, ()) for name in PARTS)]
         both = (POINTER * len(PARTS))(*map(ctypes.addressof, arrays)), (INT * len(PARTS))(*map(len, arrays))
         return self._loops.block(self._fields, step.fields, _LowRanksFields(*both), x)

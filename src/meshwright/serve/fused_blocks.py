@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from meshwright import compat
 from meshwright.kernels.compiled.library import INT8_ROWS, Loops, takes
 from meshwright.kernels.compiled.panels import INT8, Panels
-from meshwright.kernels.fused_block import PARTS, BlockParts, FusedBlock, FusedStep, LowRankRows, Norm
+from meshwright.kernels.fused_block import PARTS, BlockParts, FusedBlock, FusedStep, LowRankFields, Norm
 from meshwright.kernels.prepared_product import PreparedProduct
 from meshwright.model.attention import Attention, AttentionMetadata
 from meshwright.model.kv_cache import Past
@@ -116,22 +116,19 @@ class _Fused:
             and x.is_contiguous()
         )
 
-    def beside(self, loops: Loops) -> Mapping[str, Sequence[LowRankRows]] | None:
+    def beside(self, loops: Loops) -> Mapping[str, Sequence[LowRankFields]] | None:
         """What adapters of requests add, by part; None = not all of it is for loops."""
-        found: dict[str, list[LowRankRows]] = {}
+        found: dict[str, list[LowRankFields]] = {}
         for part, layers in self._layers.items():
             for layer, column in layers:
                 if layer.lora is None:
                     continue
-                if not isinstance(layer.lora, BesideRows):
+                now = layer.lora.now if isinstance(layer.lora, BesideRows) else ()
+                some = [product.fields(rows, column, loops) for product, rows in now]
+                known = [one for one in some if one is not None]
+                if not known or len(known) < len(some):
                     return None
-                for product, rows in layer.lora.now:
-                    if product.panels is None:
-                        return None
-                    one = LowRankRows(*product.panels, rows, column)
-                    if not loops.few(one.count):
-                        return None
-                    found.setdefault(part, []).append(one)
+                found.setdefault(part, []).extend(known)
         return found
 
 

@@ -1,12 +1,15 @@
 """The product of rows with a low-rank matrix, (x A^T) (s B)^T: what an adapter of requests adds for its rows."""
 
+from ctypes import addressof
 from typing import final
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels.compiled import library
+from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.compiled.panels import LANES, Panels
+from meshwright.kernels.fused_block import LowRankFields
 from meshwright.kernels.linear import product_dtype
 from meshwright.serve.exact_rows import ORDERS, TILE
 
@@ -24,6 +27,7 @@ class LowRankProduct:
         a, b = a.to(inner), b.to(inner)
         self._a, self._b = a.t().contiguous(), b.t().contiguous()
         self._panels = _panels(a, b) if library.takes(a, b) else None
+        self._places = None if self._panels is None else [addressof(one.fields) for one in self._panels]
         self._tile = self._checked_tile() if exact else 0
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -42,10 +46,16 @@ class LowRankProduct:
         tiles = (some.clone() for some in padded.split(self._tile))  # each begins where memory was allocated
         return torch.cat([self._plain(some) for some in tiles])[: len(rows)]
 
-    @property
-    def panels(self) -> tuple[Panels, Panels] | None:
-        """A and s B for compiled loops; None = these do not take them."""
-        return self._panels
+    def fields(self, rows: Rows, column: int, loops: Loops) -> LowRankFields | None:
+        """For a block in one call: beside its product from a `column` on, for rows of a step. None = it is not for
+        loops."""
+        if self._places is None:
+            return None
+        if isinstance(rows, slice):
+            begin, count, numbers = rows.start, rows.stop - rows.start, None
+        else:
+            begin, count, numbers = 0, len(rows), rows.data_ptr()
+        return LowRankFields(*self._places, numbers, begin, count, column) if loops.few(count) else None
 
     @property
     def bytes(self) -> int:
