@@ -398,14 +398,14 @@ def test_code_for_other_vectors_is_not_taken(tmp_path: Path) -> None:
     assert hits == ((0, 0, 1) if tags[0] != tags[1] else (0, 1, 1))  # a CPU without AVX-512 has one width
 
 
-def test_a_tag_of_the_cache_is_kept_beside_the_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tag_of_the_cache_is_kept_beside_the_width() -> None:
     """The user's own, from TORCH_COMPILE_CACHE_KEY_TAG; named once however often it is asked for."""
     width = torch.backends.cpu.get_cpu_capability()
     for given, wanted in (("mine", f"mine{width}"), ("", width)):
-        monkeypatch.setattr(torch.compiler.config, "cache_key_tag", given)
-        for _ in range(2):
-            torch_compile.keep_code_by_cpu()
-            assert torch.compiler.config.cache_key_tag == wanted
+        with torch.compiler.config.patch(cache_key_tag=given):
+            for _ in range(2):
+                torch_compile.keep_code_by_cpu()
+                assert torch.compiler.config.cache_key_tag == wanted
 
 
 def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterator
+from contextvars import copy_context
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -177,10 +178,11 @@ def test_steps_of_two_engines_on_one_model_may_overlap() -> None:
     found = wide("llama-3.1-8b")
     one, other = (PreparedLayers(found, packed=True, head="model", loops=own()) for _ in range(2))
     first, second = one.used(), other.used()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    second.__exit__(None, None, None)
+    threads = copy_context(), copy_context()
+    threads[0].run(first.__enter__)
+    threads[1].run(second.__enter__)
+    threads[0].run(first.__exit__, None, None, None)
+    threads[1].run(second.__exit__, None, None, None)
     assert found.seams.call is compute and found.seams.dense.prepared is None
 
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from meshwright.cli.inputs import engine_arguments as asked
+from meshwright.cli.verbs.chat import say_of_template
 from meshwright.spec.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from meshwright.api.trained_model import TrainedModel
     from meshwright.serve.speculation import Speculation
     from meshwright.server.hosted_model import HostedModel
     from meshwright.server.http_server import HttpServer
@@ -126,23 +128,24 @@ def serve(
         from meshwright.observe.ranks import start_server
 
         start_server()  # here, where Ctrl-C can be kept from it
+    loaded = list["TrainedModel"]()
     with ExitStack() as ranks:
 
         def opened() -> "HostedModel":
             from meshwright.api.model_opening import load
             from meshwright.api.sharded_serving import sharded_model
-            from meshwright.cli.verbs.chat import say_of_template
 
             guesses = load(draft, dtype).model if draft else None
             if tp == ep == 1:
-                one = load(model, dtype, checkpoint=checkpoint)
-                say_of_template(one)
-                return one.hosted(called, draft=guesses, adapters=adapters)
+                loaded.append(load(model, dtype, checkpoint=checkpoint))
+                return loaded[0].hosted(called, draft=guesses, adapters=adapters)
             found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
             assert found is not None, "no launcher has started this process"
             return found.hosted(called, draft=guesses, adapters=adapters)
 
         server = server_of(called, opened, options, engine, ready)
+        for one in loaded:
+            say_of_template(one)  # not before: what is refused is one line alone
         shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
         print(f"configuration: {' '.join(f'{key}={value}' for key, value in shown.items())}", flush=True)
         run(server)
