@@ -1,6 +1,6 @@
 """The serving engine beside transformers, on requests of mixed lengths; and what its parts cost.
 
-    python -m benchmarks.serve_speed [--json] [--rounds 3] [--part load|prefix|blocks|scheduler]
+    python -m benchmarks.serve_speed [--json] [--rounds 3] [--part load|prefix|cache|arrival|blocks|scheduler]
 
 Load: the same 32 requests (prompts of 16 to 256 tokens, answers of 16 to 128, greedy) to the same random llama-10m in
 fp32, answered by transformers one after another, in batches of 8 with left padding, and by its continuous batching; by
@@ -10,7 +10,9 @@ asked for: what a batch computes beyond that is its own loss. Answers are compar
 own two likeliest tokens are within 1e-4 of the logit, either is right, and that is counted.
 
 Prefix: seconds until the first token behind a prefix of 1,024 tokens and 32 more, with the prefix in the cache over
-without; also where it had to make way, and comes from host memory. Blocks: seconds per operation of a pool of 100,000
+without; also where it had to make way, and comes from host memory. Cache: the load with hits looked for over without,
+none being there; and the share of positions in held blocks that hold nothing. Arrival: eight sequences get 300 tokens
+each while a prompt of 2,048 arrives; the 99th percentile of the seconds between tokens over their median. Blocks: seconds per operation of a pool of 100,000
 blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences that decode, without the model.
 """
 
@@ -19,6 +21,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -178,6 +181,49 @@ def _from_host(model: Transformer, chance: random.Random, rounds: int) -> float:
     return best
 
 
+def cache(rounds: int) -> dict[str, float]:
+    """What looking for hits costs where there are none, and how much of held blocks is empty."""
+    model = build(presets.model("llama-10m")).eval()
+    load = requests(model.shape.vocab, REQUESTS, seed=7)
+    best = {"": float("inf"), None: float("inf")}
+    for _ in range(2 * rounds):
+        best = {salt: min(seconds, _of_load(model, load, salt)) for salt, seconds in best.items()}
+    engine, held, filled = ServingEngine(model, EngineOptions(cache_bytes=2**28, most_tokens=2048)), 0, 0
+    for prompt, count in load:
+        engine.add(prompt, RequestOptions(max_new_tokens=count, salt=None))
+    while not engine.idle:
+        engine.step()
+        held += sum(len(one.table) * engine.cache.size for one in engine.scheduler.running)
+        filled += sum(one.computed for one in engine.scheduler.running)
+    return {"no_hit_costs": best[""] / best[None] - 1, "cache_waste": 1 - filled / held}
+
+
+def _of_load(model: Transformer, load: Load, salt: str | None) -> float:
+    """Seconds; `salt` None = hits are not looked for."""
+    engine = ServingEngine(model, EngineOptions(cache_bytes=2**28, most_tokens=2048))
+    asked = [engine.add(prompt, RequestOptions(max_new_tokens=count, salt=salt)) for prompt, count in load]
+    return cpu_seconds(lambda: engine.run(asked))[0]
+
+
+def arrival(rounds: int, sequences: int = 8, tokens: int = 300) -> dict[str, float]:
+    """Of sequences that decode while a long prompt arrives, with the engine's defaults."""
+    model = build(replace(presets.model("llama-10m"), max_positions=4096)).eval()
+    chance, found = random.Random(2), []
+    for _ in range(rounds):
+        engine, gaps = ServingEngine(model, EngineOptions(cache_bytes=2**28)), []
+        prompts = [
+            [chance.randrange(model.shape.vocab) for _ in range(length)] for length in (32,) * sequences + (2048,)
+        ]
+        asked = [engine.add(one, RequestOptions(max_new_tokens=tokens)) for one in prompts[:-1]]
+        while any(len(one.answers[0].ids) < tokens for one in asked):
+            if len(gaps) == tokens // 3:
+                engine.add(prompts[-1], RequestOptions(max_new_tokens=1))
+            gaps.append(cpu_seconds(engine.step)[0])
+        gaps.sort()
+        found.append(gaps[len(gaps) * 99 // 100] / median(gaps))
+    return {"arrival_p99_over_p50": median(found)}
+
+
 def block_operations(rounds: int) -> dict[str, float]:
     """A mixture of all operations of a pool, most of whose blocks have content."""
     best = dict.fromkeys((1000, 100_000), float("inf"))
@@ -240,7 +286,8 @@ def _stepped(scheduler: Scheduler) -> Any:
 
 
 PARTS: dict[str, Callable[[int], dict[str, float]]] = {
-    "load": race, "prefix": prefix, "blocks": block_operations, "scheduler": scheduler_step,
+    "load": race, "prefix": prefix, "cache": cache, "arrival": arrival, "blocks": block_operations,
+    "scheduler": scheduler_step,
 }  # fmt: skip
 
 
