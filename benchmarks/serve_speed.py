@@ -12,8 +12,9 @@ own two likeliest tokens are within 1e-4 of the logit, either is right, and that
 Prefix: seconds until the first token behind a prefix of 1,024 tokens and 32 more, with the prefix in the cache over
 without; also where it had to make way, and comes from host memory. Cache: the load with hits looked for over without,
 none being there; and the share of positions in held blocks that hold nothing. Arrival: eight sequences get 300 tokens
-each while a prompt of 2,048 arrives; the 99th percentile of the seconds between tokens over their median. Blocks: seconds per operation of a pool of 100,000
-blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences that decode, without the model.
+each while a prompt of 2,048 arrives; the 99th percentile of the seconds between tokens over their median. Blocks:
+seconds per operation of a pool of 100,000 blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences
+that decode, without the model.
 """
 
 import argparse

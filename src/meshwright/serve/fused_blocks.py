@@ -34,7 +34,7 @@ class FusedBlocks:
     def __init__(self, loops: Loops, product: Callable[[Sequence[nn.Module]], PreparedProduct | None]) -> None:
         """`product`: of layers that read one input, if it is prepared."""
         self._loops, self._product = loops, product
-        self._known: dict[Block, _Fused | None] = {}
+        self._known: dict[Block, _PreparedBlock | None] = {}
         self._parts: dict[Block, list[nn.Module]] = {}
         self._step: tuple[StepPlaces, FusedStep] | None = None
 
@@ -65,7 +65,7 @@ class FusedBlocks:
             self._step = places, FusedStep(metadata.cos, metadata.sin, places.slots, places.rows)
         return self._step[1]
 
-    def _fused(self, block: Block, cache: PagedLayer) -> "_Fused | None":
+    def _fused(self, block: Block, cache: PagedLayer) -> "_PreparedBlock | None":
         attention, mlp = block.attention, block.mlp
         if type(attention) is not Attention or type(mlp) is not GatedMLP or not _is_plain(block, cache):
             return None
@@ -83,7 +83,7 @@ class FusedBlocks:
         )  # fmt: skip
         has_int8 = any(one.kind == INT8 for one in (qkv, o, gate_up, down))
         layers = dict(zip(PARTS, map(_at_columns, groups), strict=True))
-        return _Fused(FusedBlock(self._loops, parts), cache, layers, _few_int8 if has_int8 else self._loops.few)
+        return _PreparedBlock(FusedBlock(self._loops, parts), cache, layers, _few_int8 if has_int8 else self._loops.few)
 
 
 def _at_columns(layers: Sequence[Linear]) -> list[tuple[Linear, int]]:
@@ -96,7 +96,7 @@ def _few_int8(rows: int) -> bool:
 
 
 @final
-class _Fused:
+class _PreparedBlock:
     def __init__(
         self, block: FusedBlock, cache: PagedLayer, layers: Mapping[str, Sequence[tuple[Linear, int]]],
         few: Callable[[int], bool],
