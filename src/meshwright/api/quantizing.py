@@ -1,7 +1,7 @@
 """`quantize`: a smaller model, and how far its predictions moved."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from meshwright.compress.stream import QuantizedLayer, model_bytes, predicted_by
 from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_formats.format_table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_weights import quantizable
+from meshwright.observe.quality_page.quality_page import page
 from meshwright.spec.errors import ArgumentError, OutsideTolerance
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import Scheme
@@ -133,7 +134,7 @@ class QuantizeAnswer(Answer):
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright quantize --json` prints."""
         found = self.quality
-        figures = ("kl", "kl_error", "kl_p99", "top1", "perplexity_before", "perplexity_after", "tokens")
+        figures = [one.name for one in fields(Quality)]
         return {
             name: plain(value)
             for name, value in {
@@ -147,6 +148,10 @@ class QuantizeAnswer(Answer):
                 "note": self.note,
             }.items()
         }  # fmt: skip
+
+    def page(self) -> str:
+        """All of it as one HTML page with pictures, for a browser offline."""
+        return page(self.to_dict())
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each quantized matrix."""

@@ -16,6 +16,8 @@ from meshwright.training.batches import Batch
 
 LOGITS = 2**24
 """Logits that are alive at once, of each model."""
+SHARES = (0.0, *(place / 20 for place in range(1, 20)), 0.98, 0.99, 0.995, 0.999, 1.0)
+"""Of tokens, in order of their divergence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class Quality:
     """Share of tokens for which both find the same one likeliest."""
     perplexity_before: float
     perplexity_after: float
+    kl_quantiles: tuple[tuple[float, float], ...] = ()
+    """Shares of tokens, and the KL that theirs is no larger than."""
 
 
 @torch.no_grad()
@@ -47,11 +51,17 @@ def compare(before: Transformer, after: Transformer, batches: Iterable[Batch]) -
         tokens=count,
         kl=float(divergence.mean()),
         kl_error=deviation / math.sqrt(count),
-        kl_p99=float(ordered[min(count - 1, math.ceil(0.99 * count) - 1)]),
+        kl_p99=_quantile(ordered, 0.99),
         top1=float(agreed.mean()),
         perplexity_before=math.exp(min(float(first.mean()), 700.0)),
         perplexity_after=_perplexity(float(second.mean())),
+        kl_quantiles=tuple((share, _quantile(ordered, share)) for share in SHARES),
     )
+
+
+def _quantile(ordered: Tensor, share: float) -> float:
+    """Of so large a share of the numbers none is larger."""
+    return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
 
 
 def _perplexity(loss: float) -> float:

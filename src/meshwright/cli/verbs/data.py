@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright import planfile
-from meshwright.api.documents import check_page
+from meshwright.api.documents import check_page, write_page
 from meshwright.api.plan_reading import read_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
@@ -18,7 +18,6 @@ from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, 
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data
 from meshwright.spec.units import count, many, text_size
-from meshwright.store.durable import one_line, replace_file
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
 _NAMES_SHOWN = 3
@@ -33,8 +32,7 @@ def show(plan: Path | None, overrides: list[str], json: bool, html: Path | None 
     rows = 1 if html is None else rows_of(settings.recipe.sequence)
     found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)), rows=rows)
     if html is not None:
-        with one_line(html, "--html "):
-            replace_file(html, page(found).encode())
+        write_page(html, page(found))
         if not json:
             print(f"{html}: {many(1 + len(found.more), 'row')}; open it in a browser")
             return

@@ -72,6 +72,9 @@ def quantize(
     quality: Annotated[
         bool, typer.Option("--quality/--no-quality", help="Compare both models on held-out text.")
     ] = True,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE.html", help="Also write one page, for a browser offline.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Quantize the matrices of a model and compare it with the original on held-out text.
@@ -80,10 +83,13 @@ def quantize(
     Exit code 4 where the predictions moved further than --max-kl; the folder is there all the same.
     """
     from meshwright.api import quantizing
+    from meshwright.api.documents import check_page, write_page
     from meshwright.cli.terminal.output import console, print_json
     from meshwright.cli.terminal.quantize_answer import answer
     from meshwright.cli.terminal.screen_text import show
 
+    if html is not None:
+        check_page(html, "quality.html", option="--html ")
     with console(json=True).status("quantize") as status:
 
         def on_block(block: int, blocks: int) -> None:
@@ -94,8 +100,12 @@ def quantize(
             data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
             dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
         )  # fmt: skip
+    if html is not None:
+        write_page(html, found.page())
     if json:
         print_json(found.to_dict())
     else:
         show(answer(found))
+        if html is not None:
+            print(f"\n  {html}: open it in a browser")
     found.check()

@@ -108,13 +108,14 @@ def rent(
 def _answer(
     model: str, asked: dict[str, Any], *, serve: bool, html: Path | None, every: bool, json: bool
 ) -> None:  # fmt: skip
-    from meshwright.api.documents import check_page
+    from meshwright.api.documents import check_page, write_page
     from meshwright.api.renting import RentAnswer
     from meshwright.api.renting import rent as money_and_time
     from meshwright.api.renting_serving import ServeRentAnswer, rent_serving
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.terminal.rent_answer import rent_answer, serve_rent_answer
     from meshwright.cli.terminal.screen_text import show
+    from meshwright.planner.rent.page import page
 
     if html is not None:
         check_page(html, "rent.html", option="--html ")
@@ -127,7 +128,7 @@ def _answer(
         lines = rent_answer(found, every=every)
     document = found.to_dict()
     if html is not None:
-        _write(html, document)
+        write_page(html, page(document))
     if json:
         print_json(document)
     else:
@@ -135,14 +136,6 @@ def _answer(
         if html is not None:
             print(f"\n  {html}: open it in a browser")
     found.check()
-
-
-def _write(file: Path, document: dict[str, Any]) -> None:
-    from meshwright.planner.rent.page import page
-    from meshwright.store.durable import one_line, replace_file
-
-    with one_line(file, "--html"):
-        replace_file(file, page(document).encode())
 
 
 def _given(value: object) -> bool:

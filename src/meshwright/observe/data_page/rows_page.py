@@ -60,7 +60,7 @@ def page(found: DataView) -> str:
         f"{escape(found.fingerprint[:16])}</footer>",
     ]
     details = json.dumps([_details(row, pairs) for row in rows], separators=(",", ":")).replace("<", "\\u003c")
-    style = source("colours.css") + _report_style() + _own("rows_page.css")
+    style = source("colours.css") + report_style() + _own("rows_page.css")
     script = f"const ROWS = {details};\n{_own('rows_page.js')}"
     return (
         f"{HEAD}<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>{''.join(body)}"
@@ -78,7 +78,7 @@ def _own(name: str) -> str:
     return (files("meshwright.observe.data_page") / name).read_text(encoding="utf-8")
 
 
-def _report_style() -> str:
+def report_style() -> str:
     """Of all pages about runs."""
     return (files("meshwright.observe.report") / "page" / "page.css").read_text(encoding="utf-8")
 

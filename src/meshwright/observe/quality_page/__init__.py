@@ -1,0 +1,1 @@
+"""What a quantized model lost as one HTML page for offline use."""
