@@ -49,6 +49,7 @@ class Simulation:
     window: int = 0
     most_tokens: int = 12
     most_sequences: int = 5
+    prompt_tokens: int | None = None
     host: int = 0
     """Slots of host memory."""
     scheduler: Scheduler = field(init=False)
@@ -65,7 +66,9 @@ class Simulation:
     def __post_init__(self) -> None:
         pool = BlockPool(self.size, HostTier(self.host) if self.host else None)
         tables = BlockTables(pool, self.block, self.window)
-        self.scheduler = Scheduler(tables, most_tokens=self.most_tokens, most_sequences=self.most_sequences)
+        self.scheduler = Scheduler(
+            tables, most_tokens=self.most_tokens, most_sequences=self.most_sequences, prompt_tokens=self.prompt_tokens
+        )
 
     @property
     def longest(self) -> int:

@@ -11,10 +11,11 @@ own two likeliest tokens are within 1e-4 of the logit, either is right, and that
 
 Prefix: seconds until the first token behind a prefix of 1,024 tokens and 32 more, with the prefix in the cache over
 without; also where it had to make way, and comes from host memory. Cache: the load with hits looked for over without,
-none being there; and the share of positions in held blocks that hold nothing. Arrival: eight sequences get 300 tokens
-each while a prompt of 2,048 arrives; the 99th percentile of the seconds between tokens over their median. Blocks:
-seconds per operation of a pool of 100,000 blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences
-that decode, without the model.
+none being there; and the share of positions in held blocks that hold nothing, of that load and of one whose lengths are
+those of people's chats. Arrival: eight sequences of a llama-100m decode while a prompt of 2,048 arrives; the 99th
+percentile of the seconds between tokens meanwhile over their median before, and seconds until the prompt's first token,
+with some numbers of tokens that prompts may have in such a step. Blocks: seconds per operation of a pool of 100,000
+blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences that decode, without the model.
 """
 
 import argparse
@@ -27,8 +28,10 @@ from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
+from benchmarks.chat_file import ANSWER, PROMPT, SIGMA, TURNS
 from benchmarks.serve_peers import continuous, exported, vllm_engine
 from meshwright.model import Transformer, build
 from meshwright.serve.block_pool import BlockPool
@@ -41,6 +44,8 @@ from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec import presets
 
 REQUESTS, BATCH = 32, 8
+STEADY = (0, 32, 8, 4)
+"""Tokens of prompts in a step in which others decode; 0 = the engine's default."""
 TIE = 1e-4
 """Of the logit: two tokens as near as this are as likely."""
 Answers = list[list[int]]
@@ -189,14 +194,42 @@ def cache(rounds: int) -> dict[str, float]:
     best = {"": float("inf"), None: float("inf")}
     for _ in range(2 * rounds):
         best = {salt: min(seconds, _of_load(model, load, salt)) for salt, seconds in best.items()}
-    engine, held, filled = ServingEngine(model, EngineOptions(cache_bytes=2**28, most_tokens=2048)), 0, 0
+    return {
+        "no_hit_costs": best[""] / best[None] - 1,
+        "cache_waste": _waste(load),
+        "chat_waste": _waste(chats(4 * REQUESTS)),
+    }
+
+
+def chats(number: int, seed: int = 8) -> Load:
+    """Last turns of conversations: prompts with all turns before, and answers, as long as people's (`chat_file`)."""
+    chance, mean = np.random.default_rng(seed), SIGMA**2 / 2
+
+    def length(of: float) -> int:
+        return max(1, round(chance.lognormal(np.log(of) - mean, SIGMA)))
+
+    def prompt() -> int:
+        return length(PROMPT) + sum(length(PROMPT) + length(ANSWER) for _ in range(chance.geometric(1 / TURNS) - 1))
+
+    return [([1] * min(prompt(), 3000), min(length(ANSWER), 1000)) for _ in range(number)]
+
+
+def _waste(load: Load, block: int = 16) -> float:
+    """Share of the positions of held blocks that hold nothing, over all steps of a load."""
+    scheduler = Scheduler(BlockTables(BlockPool(2**14), block), most_tokens=512, most_sequences=64, prompt_tokens=128)
     for prompt, count in load:
-        engine.add(prompt, RequestOptions(max_new_tokens=count, salt=None))
-    while not engine.idle:
-        engine.step()
-        held += sum(len(one.table) * engine.cache.size for one in engine.scheduler.running)
-        filled += sum(one.computed for one in engine.scheduler.running)
-    return {"no_hit_costs": best[""] / best[None] - 1, "cache_waste": 1 - filled / held}
+        scheduler.add(prompt, len(prompt) + count, salt=None)
+    held = filled = 0
+    while not scheduler.idle:
+        plan = _stepped(scheduler)
+        held += sum(len(one.table) * block for one in scheduler.running)
+        filled += sum(one.computed for one in scheduler.running)
+        for sequence in plan.chunks:
+            if sequence.computed == len(sequence.tokens):
+                sequence.tokens.append(0)
+                if len(sequence.tokens) == sequence.limit:
+                    scheduler.end(sequence)
+    return 1 - filled / held
 
 
 def _of_load(model: Transformer, load: Load, salt: str | None) -> float:
@@ -206,23 +239,36 @@ def _of_load(model: Transformer, load: Load, salt: str | None) -> float:
     return cpu_seconds(lambda: engine.run(asked))[0]
 
 
-def arrival(rounds: int, sequences: int = 8, tokens: int = 300) -> dict[str, float]:
-    """Of sequences that decode while a long prompt arrives, with the engine's defaults."""
-    model = build(replace(presets.model("llama-10m"), max_positions=4096)).eval()
-    chance, found = random.Random(2), []
-    for _ in range(rounds):
-        engine, gaps = ServingEngine(model, EngineOptions(cache_bytes=2**28)), []
-        prompts = [
-            [chance.randrange(model.shape.vocab) for _ in range(length)] for length in (32,) * sequences + (2048,)
-        ]
-        asked = [engine.add(one, RequestOptions(max_new_tokens=tokens)) for one in prompts[:-1]]
-        while any(len(one.answers[0].ids) < tokens for one in asked):
-            if len(gaps) == tokens // 3:
-                engine.add(prompts[-1], RequestOptions(max_new_tokens=1))
-            gaps.append(cpu_seconds(engine.step)[0])
-        gaps.sort()
-        found.append(gaps[len(gaps) * 99 // 100] / median(gaps))
-    return {"arrival_p99_over_p50": median(found)}
+def arrival(rounds: int) -> dict[str, float]:
+    """Of sequences that decode while a long prompt arrives."""
+    model = build(replace(presets.model("llama-100m"), max_positions=4096)).eval()
+    found: dict[int, list[tuple[float, float]]] = {number: [] for number in STEADY}
+    for _ in range(1 + rounds // 3):
+        for number, rows in found.items():
+            rows.append(_arrival(model, EngineOptions(cache_bytes=2**28, prompt_tokens=number)))
+    return {
+        f"arrival_{number or 'default'}_{name}": median(figures)
+        for number, rows in found.items()
+        for name, figures in zip(("p99_over_p50", "first_token_s"), zip(*rows, strict=True), strict=True)
+    }
+
+
+def _arrival(
+    model: Transformer, options: EngineOptions, sequences: int = 8, tokens: int = 800
+) -> tuple[float, float]:  # fmt: skip
+    """(99th percentile of seconds between tokens while the prompt is read, over the median before; seconds of the
+    prompt's first token)."""
+    chance, engine = random.Random(2), ServingEngine(model, options)
+    prompts = [[chance.randrange(model.shape.vocab) for _ in range(length)] for length in (32,) * sequences + (2048,)]
+    for one in prompts[:-1]:
+        engine.add(one, RequestOptions(max_new_tokens=tokens))
+    for _ in range(4):
+        engine.step()
+    before = [cpu_seconds(engine.step)[0] for _ in range(100)]
+    late, gaps = engine.add(prompts[-1], RequestOptions(max_new_tokens=1)), list[float]()
+    while not late.answers[0].ids:
+        gaps.append(cpu_seconds(engine.step)[0])
+    return sorted(gaps)[len(gaps) * 99 // 100] / median(before), sum(gaps)
 
 
 def block_operations(rounds: int) -> dict[str, float]:

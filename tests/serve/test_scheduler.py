@@ -24,11 +24,13 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         size=st.integers(8, 16), window=st.sampled_from([0, 0, 3, 9]), tokens=st.integers(3, 12), sequences=st.data(),
-        host=st.sampled_from([0, 1, 2, 5, 16]),
+        host=st.sampled_from([0, 1, 2, 5, 16]), beside=st.sampled_from([None, 1, 2, 5]),
     )  # fmt: skip
-    def begin(self, size: int, window: int, tokens: int, sequences: Any, host: int) -> None:
+    def begin(self, size: int, window: int, tokens: int, sequences: Any, host: int, beside: int | None) -> None:
         most = sequences.draw(st.integers(1, min(5, tokens - 1)))
-        self.simulation = Simulation(size, window=window, most_tokens=tokens, most_sequences=most, host=host)
+        self.simulation = Simulation(
+            size, window=window, most_tokens=tokens, most_sequences=most, host=host, prompt_tokens=beside
+        )
 
     @rule(
         target=asked, prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), more=st.integers(1, 12),
@@ -93,6 +95,41 @@ def test_a_prompt_is_cut_into_chunks_beside_tokens_of_others() -> None:
         found.advance(plan)
         first.tokens.append(3)
     assert sizes == [(1, 7), (1, 7), (1, 6)]
+
+
+def test_prompts_have_fewer_tokens_beside_those_that_grow() -> None:
+    tables = BlockTables(BlockPool(40), 4)
+    found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=3)
+    first, alone = found.add([1] * 14, 30), []
+    for _ in range(2):
+        plan = found.plan()
+        alone.append(plan.chunks[first])
+        found.advance(plan)
+    assert alone == [8, 6], "nobody waits for it"
+    first.tokens.append(2)
+    second, third = found.add([3] * 4, 10), found.add([4] * 9, 20)
+    sizes = []
+    for _ in range(5):
+        plan = found.plan()
+        assert plan.chunks[first] == 1
+        sizes.append((plan.chunks.get(second, 0), plan.chunks.get(third, 0)))
+        found.advance(plan)
+        first.tokens.append(2)
+        if second.computed == len(second.tokens):
+            second.tokens.append(5)
+    assert sizes == [(3, 0), (1, 3), (1, 3), (1, 3), (1, 0)], "the last token of a prompt is as one that grows"
+
+
+def test_guesses_have_what_is_kept_from_prompts() -> None:
+    tables = BlockTables(BlockPool(40), 4)
+    found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=2)
+    first = found.add([1] * 4, 30)
+    found.advance(found.plan())
+    first.tokens += [2, 3, 3, 3]
+    first.guessed = 3
+    second = found.add([4] * 9, 20)
+    plan = found.plan()
+    assert plan.chunks == {first: 4, second: 2}
 
 
 def test_the_last_to_come_makes_way_and_goes_on_where_its_prefix_is_found() -> None:

@@ -37,6 +37,7 @@ from meshwright.spec import Cluster, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.lora import LoRAShape
+from meshwright.spec.prompt_chunks import BESIDE_ANSWERS
 from meshwright.spec.units import gib
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes
     each = host.layer(plan.model.base, routed=plan.model.moe is not None, experts=0)[0] if host else 0.0
 
     def timed(of: Deployment) -> StepTimes:
-        rules = of.framework._replace(layer_us=each * 1e6)
+        rules = of.framework._replace(layer_us=each * 1e6, beside=0 if of.device.is_gpu else BESIDE_ANSWERS)
         return StepTimes(replace(of, framework=rules), MeasuredKernels(estimator.speeds, estimator.links))
 
     return timed
@@ -300,7 +301,7 @@ def engine_times(rates: EngineRates, speeds: Speeds, links: Links) -> Callable[[
         sequence_s = rates.sequence_s + rates.logit_s * of.model.shape.vocab
         rules = of.framework._replace(
             layer_us=rates.layer_s * 1e6, step_us=rates.step_s * 1e6, sequence_us=sequence_s * 1e6, fuses=True,
-            prompt_layer_us=rates.prompt_layer_s * 1e6,
+            prompt_layer_us=rates.prompt_layer_s * 1e6, beside=BESIDE_ANSWERS,
         )  # fmt: skip
         return StepTimes(replace(of, framework=rules), EngineKernels(speeds, links, rates, weights_bytes(of)))
 

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from meshwright.kernels.kept_numbers import FORMS, CacheForm
 from meshwright.serve.prepared_layers import HEADS, HeadForm
 from meshwright.serve.scheduler import check_budget
 from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.prompt_chunks import BESIDE_ANSWERS
 
 Graphs = Literal["auto", "on", "off"]
 """Whether steps are CUDA graphs; auto: where they can be."""
@@ -36,6 +39,9 @@ class EngineOptions:
     """Positions of a block of the cache."""
     most_tokens: int = 512
     """Of a step: new tokens of all sequences, and chunks of prompts."""
+    prompt_tokens: int = 0
+    """Most tokens of prompts in a step in which answers grow: fewer make a long prompt slower and those answers
+    steadier. 0 = 128 on a CPU, and as many as a step has on a GPU."""
     most_sequences: int = 64
     """Answers that are made at once; others wait."""
     longest: int = 0
@@ -57,6 +63,10 @@ class EngineOptions:
     there has been need of it (step_graphs.py). `on`: refused where they cannot be. Answers differ by rounding, since
     rows are padded; rows of adapters run as they are."""
 
+    def beside_answers(self, device: torch.device) -> int:
+        """`prompt_tokens` on a device."""
+        return self.prompt_tokens or (BESIDE_ANSWERS if device.type == "cpu" else self.most_tokens)
+
     @property
     def most_rows(self) -> int:
         """Rows of the largest step without chunks of prompts."""
@@ -71,6 +81,7 @@ class EngineOptions:
             "host_cache_bytes": 0,
             "copies_bytes": 0,
             "longest": 0,
+            "prompt_tokens": 0,
         }.items():
             if getattr(self, name) < least:
                 raise ArgumentError(f"{name}={getattr(self, name)} must be at least {least}")

@@ -33,7 +33,7 @@ def _lengths(longest: int, size: int, part: int) -> list[int]:
     return [blocks * size for blocks in found]
 
 
-CHUNK = 16
+CHUNK = 32
 """Tokens of a run from which on one call is faster than compiled loops, which read keys once for each."""
 PART = 2
 """Of a length that the next one is longer by: calls are fewer, or hide fewer keys for nothing."""

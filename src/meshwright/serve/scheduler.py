@@ -37,10 +37,14 @@ class StepPlan:
 class Scheduler:
     """Sequences that wait and run over one pool of blocks."""
 
-    def __init__(self, tables: BlockTables, *, most_tokens: int, most_sequences: int) -> None:
-        """`most_tokens` of a step; more than `most_sequences`, which run at once. ArgumentError."""
+    def __init__(
+        self, tables: BlockTables, *, most_tokens: int, most_sequences: int, prompt_tokens: int | None = None
+    ) -> None:
+        """`most_tokens` of a step; more than `most_sequences`, which run at once. `prompt_tokens`: those of prompts in
+        a step in which others decode, None = all that is left of it. ArgumentError."""
         check_budget(most_tokens, most_sequences)
         self.tables, self.most_tokens, self.most_sequences = tables, most_tokens, most_sequences
+        self.prompt_tokens = most_tokens if prompt_tokens is None else prompt_tokens
         self.running: list[CachedSequence] = []
         """In order of rank."""
         self.preemptions = 0
@@ -123,6 +127,9 @@ class Scheduler:
                 left -= 1
             elif sequence.phase is Phase.RUNNING and self._grow(sequence, 1, step):
                 left -= 1
+        spare = 0  # kept from prompts beside those that decode: guesses may have it
+        if step.chunks and left > self.prompt_tokens:
+            left, spare = self.prompt_tokens, left - self.prompt_tokens
         for sequence in prompts:
             count = min(left, len(sequence.tokens) - sequence.computed)
             if count and sequence.phase is Phase.RUNNING and self._grow(sequence, count, step):
@@ -135,6 +142,7 @@ class Scheduler:
                 break
             else:  # beams that wait for one of their groups hold all there is: the last in order makes way
                 self._preempt(self.running[-1], step)
+        left += spare
         for sequence in [one for one in step.chunks if one.guessed]:
             left -= self._grow_guesses(sequence, left, step)
         pool = self.tables.pool

@@ -63,10 +63,8 @@ class ServingEngine:
         self.adapters = LoadedAdapters(model, lambda: self.scheduler.adapters, exact=options.exact, ranks=ranks)
         size = options.block
         most = options.most_sequences * -(-self._longest // size)
-        models = [
-            model,
-            *([options.speculation.draft.eval()] if options.speculation and options.speculation.draft else []),
-        ]
+        draft = options.speculation and options.speculation.draft
+        models = [model, *([draft.eval()] if draft else [])]
         bytes_each = sum(bytes_per_block(one, size, options.cache_dtype) for one in models)
         number = max(1, min(most, options.cache_bytes // bytes_each))
         slots = options.host_cache_bytes // bytes_each
@@ -86,7 +84,8 @@ class ServingEngine:
             BlockPool(number, HostTier(slots) if slots else None), size, max(widest) if all(widest) else 0
         )
         self.scheduler = Scheduler(
-            self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences
+            self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences,
+            prompt_tokens=options.beside_answers(model.embed.weight.device),
         )  # fmt: skip
         self._draft = DraftModel(runners[1]) if runners[1:] else None
         self._guesser = Guesser(options.speculation) if options.speculation else None
@@ -199,6 +198,8 @@ class ServingEngine:
     def step(self) -> list[ServedAnswer]:
         """Compute one step. Answers that have one more token, or several where guesses were right; those of
         beams, when they are whole."""
+        if self.idle:
+            return []
         if self._guesser is not None:
             growing = self._growing
             free = [one for one in self.scheduler.running if one in growing and growing[one][1].row.grammar is None]

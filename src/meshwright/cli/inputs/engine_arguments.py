@@ -62,6 +62,14 @@ MostTokens = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]
+PromptTokens = Annotated[
+    int,
+    typer.Option(
+        "--prompt-tokens",
+        help="Of prompts, in a step in which answers grow; 0 = 128 on a CPU, all there is room for on a GPU.",
+        rich_help_panel=ENGINE,
+    ),
+]
 MostSequences = Annotated[
     int, typer.Option("--most-sequences", help="Answers that are made at once.", rich_help_panel=ENGINE)
 ]

@@ -56,6 +56,7 @@ def serve(
     longest: asked.Longest = 0,
     most_sequences: asked.MostSequences = 64,
     most_tokens: asked.MostTokens = 0,
+    prompt_tokens: asked.PromptTokens = 0,
     packed: asked.Packed = True,
     compiled: asked.Compiled = True,
     head: asked.Head = "model",
@@ -107,7 +108,8 @@ def serve(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
         cache_dtype=cast(CacheForm, cache_dtype), block=block,
         copies_bytes=(256 if copies_mib is None else copies_mib) * 2**20, longest=longest,
-        most_sequences=most_sequences, most_tokens=most_tokens or max(512, 2 * most_sequences), packed=packed,
+        most_sequences=most_sequences, most_tokens=most_tokens or max(512, 2 * most_sequences),
+        prompt_tokens=prompt_tokens, packed=packed,
         compiled=compiled, head=cast(HeadForm, head), speculation=_guesses(guess_tokens, guess_ngram, draft),
         cuda_graphs=cast(Graphs, cuda_graphs),
     )  # fmt: skip

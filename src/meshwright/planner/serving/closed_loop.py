@@ -117,6 +117,8 @@ class _Loop:
         self.steps = 0.0
         batch = float(len(self.running))
         budget = self.rules.budget - (batch if self.rules.mixes else 0.0)
+        if batch and self.rules.beside:
+            budget = min(budget, self.rules.beside)
         chunks: list[tuple[_Request, float]] = []
         for one in self.waiting:
             if one.sent_s + self.rules.turn_us / 1e6 > max(self.planned, 0.0) and one.sent_s and self.running:
