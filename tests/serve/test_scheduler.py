@@ -154,6 +154,31 @@ def test_priority_goes_first_even_where_that_preempts() -> None:
     assert late.preemptions == 1 and late.computed == 0
 
 
+def test_priority_goes_before_a_prompt_that_is_being_read() -> None:
+    found = Scheduler(BlockTables(BlockPool(40), 4), most_tokens=8, most_sequences=4, prompt_tokens=2)
+    grows = found.add([1], 30)
+    found.advance(found.plan())
+    grows.tokens.append(1)
+    late = found.add([2] * 50, 60, priority=1)
+    found.advance(found.plan())
+    grows.tokens.append(1)
+    urgent = found.add([3] * 3, 10)
+    assert found.plan().chunks == {grows: 1, urgent: 2} and not late.preemptions
+
+
+def test_who_is_given_up_while_it_waits_is_forgotten() -> None:
+    found = scheduler(sequences=1)
+    first = found.add([1], 20)
+    found.advance(found.plan())
+    first.tokens.append(1)
+    waits = found.add([2], 3)
+    for _ in range(3):
+        found.end(found.add([3], 3, priority=1))
+    assert len(found._waiting) == found.waiting == 1, "although it never came first"
+    found.end(first)
+    assert list(found.plan().chunks) == [waits]
+
+
 def test_refusals_name_what_to_change() -> None:
     with pytest.raises(ArgumentError, match=r"takes 9 blocks .* the cache has 8"):
         scheduler().add([1] * 30, 34)

@@ -134,13 +134,21 @@ def test_a_request_is_cancelled_before_it_begins() -> None:
     assert asked.ended and serving.idle and serving.scheduler.idle and not serving.step()
 
 
-def test_a_broken_model_is_an_error_and_spoils_nobody() -> None:
+@pytest.mark.parametrize(
+    ("requests", "asked"), [(1, {}), (1, {"n": 2}), (1, {"beams": 2}), (2, {})], ids=["one", "n", "beams", "prefix"]
+)
+def test_a_broken_model_is_an_error_and_spoils_nobody(requests: int, asked: dict[str, Any]) -> None:
     found = model("llama-3.1-8b").eval()
     with torch.no_grad():
         found.embed.weight[60] = float("nan")
-    serving = engine(found)
-    with pytest.raises(RunError, match="no numbers"):
-        serving.run([serving.add([60, 1], RequestOptions(max_new_tokens=2))])
+    serving = engine(found, compiled=False, block=4, most_tokens=8, most_sequences=4)
+    prompt = [60, *range(1, 12)]  # of which the first step computes two blocks, which a second request finds
+    broken = [serving.add(prompt, RequestOptions(max_new_tokens=2, **asked)) for _ in range(requests)]
+    for one in broken:
+        with pytest.raises(RunError, match="no numbers"):
+            serving.run([one])
+    pool = serving.tables.pool
+    assert not any(map(pool.key_of, range(pool.size))), "nobody finds what is no numbers"
     # the same blocks again, of which a part is read that is not written
     assert serving.idle and answers(serving)[0].ids == answers(engine(found))[0].ids
 

@@ -73,7 +73,9 @@ class Runner:
 
     def clear(self, blocks: Sequence[int]) -> None:
         """What they held was no numbers."""
-        if self._ranks is not None and blocks:
+        if not blocks:
+            return
+        if self._ranks is not None:
             self._ranks.say(RankCommand.CLEAR, blocks)
         self.cache.clear(blocks)
 

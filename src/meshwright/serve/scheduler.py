@@ -11,7 +11,7 @@ what would not fit alone), and computes one token at least in each step: so it e
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from meshwright.serve.block_tables import BlockTables
@@ -94,23 +94,25 @@ class Scheduler:
         if sequence.phase is Phase.RUNNING:
             self.running.remove(sequence)
             self.tables.give_back(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self._waiting.remove((sequence.rank, sequence))
+            heapify(self._waiting)
         sequence.phase = Phase.ENDED
 
     @property
     def waiting(self) -> int:
         """Sequences that wait."""
-        return sum(one.phase is Phase.WAITING for _, one in self._waiting)
+        return len(self._waiting)
 
     @property
     def adapters(self) -> set[int]:
         """Numbers of those that sequences have."""
-        waiting = (one for _, one in self._waiting if one.phase is Phase.WAITING)
-        return {one.adapter for one in chain(self.running, waiting)}
+        return {one.adapter for one in chain(self.running, (one for _, one in self._waiting))}
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute."""
-        return not self.running and self._next_waiting() is None
+        return not self.running and not self._waiting
 
     def plan(self) -> StepPlan:
         """The next step. `advance` follows it."""
@@ -131,11 +133,16 @@ class Scheduler:
         if step.chunks and left > self.prompt_tokens:
             left, spare = self.prompt_tokens, left - self.prompt_tokens
         for sequence in prompts:
+            while left and self._waiting and self._waiting[0][0] < sequence.rank:
+                count = self._admit(self._waiting[0][1], left, step)
+                if not count:
+                    break
+                left -= count
             count = min(left, len(sequence.tokens) - sequence.computed)
             if count and sequence.phase is Phase.RUNNING and self._grow(sequence, count, step):
                 left -= count
-        while left and (waiting := self._next_waiting()) is not None:
-            count = self._admit(waiting, left, step)
+        while left and self._waiting:
+            count = self._admit(self._waiting[0][1], left, step)
             if count:
                 left -= count
             elif step.chunks or not self.running:
@@ -239,12 +246,6 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         heappush(self._waiting, (sequence.rank, sequence))
-
-    def _next_waiting(self) -> CachedSequence | None:
-        """The first that waits; those that were given up in the meantime are dropped."""
-        while self._waiting and self._waiting[0][1].phase is not Phase.WAITING:
-            heappop(self._waiting)
-        return self._waiting[0][1] if self._waiting else None
 
 
 def _rank(sequence: CachedSequence) -> tuple[int, int]:

@@ -338,8 +338,9 @@ class ServingEngine:
         return logits[rows] if len(rows) > len(logits) else logits
 
     def _forget(self, sequence: CachedSequence) -> None:
-        """Blocks that have keys and values of a sequence whose logits are no numbers."""
+        """A sequence whose logits are no numbers ends, and the blocks that it was the last to hold become zero."""
         self._runner.clear(self.tables.withdraw(sequence))
+        self.scheduler.end(sequence)
 
     def _end(self, sequence: CachedSequence) -> None:
         self.scheduler.end(sequence)
