@@ -330,3 +330,19 @@ def test_at_random(seed: int) -> None:
         right = alone.add(one.prompt, replace(one.options, salt=None))
         alone.run([right])
         assert bits([one]) == bits([right])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama-3.1-8b", LowRankProduct), ("mixtral-8x7b", StackProducts)])
+def test_bytes_are_told_while_another_thread_loads_and_drops(
+    name: str, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = ServingEngine(shrunk(name), adapters={"large": adapters(name)["large"]})
+    changes = iter([lambda: serving.adapters.load("other", adapters(name)["large"])])
+
+    def between(one: object) -> int:
+        for change in changes:
+            change()
+        return 1
+
+    monkeypatch.setattr(kind, "bytes", property(between))
+    assert serving.adapters.bytes

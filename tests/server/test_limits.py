@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.serve.engine_options import EngineOptions
+from meshwright.server.prompt_reader import PromptReader
 from meshwright.server.server_options import ServerLimits
 from tests.server.running import KEYS, Running, answers, letters, running, small
 
@@ -353,3 +354,15 @@ def test_threads_and_processes_end_with_the_server() -> None:
         children = list(service.reader._children)
         assert len(children) == 1
     until(lambda: threading.active_count() <= before and all(one.poll() is not None for one in children))
+
+
+def test_a_process_for_prompts_that_died_is_replaced() -> None:
+    reader = PromptReader(letters(), limit_s=30)
+    right = reader._answer(b'"ab"')
+    (child,) = reader._children
+    child.kill()
+    child.wait()
+    assert reader._answer(b'"ab"') == right
+    assert len(reader._children) == 1 and child not in reader._children
+    assert child.stdin is not None and child.stdin.closed
+    reader.close()

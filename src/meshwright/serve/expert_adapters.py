@@ -138,9 +138,9 @@ class ExpertAdapters:
 
     @property
     def bytes(self) -> int:
-        """Of all of them, on this rank."""
-        stacks = (stacks for beside in self._beside.values() for stacks in beside.adapters.values())
-        return sum(one.bytes for some in stacks for one in some.values())
+        """Of all of them, on this rank. Another thread may ask."""
+        stacks = (stacks for beside in list(self._beside.values()) for stacks in list(beside.adapters.values()))
+        return sum(one.bytes for some in stacks for one in list(some.values()))
 
     @contextmanager
     def over(self, rows: Mapping[int, Rows]) -> Iterator[None]:

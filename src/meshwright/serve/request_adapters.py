@@ -154,8 +154,8 @@ class RequestAdapters:
 
     @property
     def bytes(self) -> int:
-        """Of all adapters, on this rank."""
-        products = (product for beside in self._layers.values() for product in beside.products.values())
+        """Of all adapters, on this rank. Another thread may ask."""
+        products = (product for beside in list(self._layers.values()) for product in list(beside.products.values()))
         return sum(one.bytes for one in products) + self._experts.bytes
 
     @contextmanager

@@ -90,8 +90,11 @@ class PromptReader:
 
     def _own_child(self) -> "subprocess.Popen[bytes]":
         """Of this thread; started where there is none that lives."""
-        child = getattr(self._mine, "child", None)
-        return self._start() if child is None or child.poll() is not None else child
+        child: subprocess.Popen[bytes] | None = getattr(self._mine, "child", None)
+        if child is not None and child.poll() is not None:
+            self._end(child)
+            child = None
+        return child or self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         try:
