@@ -1,5 +1,6 @@
 """Bodies, queues, deadlines, clients that leave and clients that do not read."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -131,6 +132,18 @@ def test_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         content = server.ask("/v1/completions", {**LONG, "stream": True})[2].decode()
         events = [json.loads(one.removeprefix("data: ")) for one in content.strip().split("\n\n")]
         assert events[0]["choices"][0]["text"] and events[-1]["error"]["code"] == "deadline_exceeded"
+        until(lambda: free(server))
+
+
+def test_a_deadline_counts_from_the_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def slow(self: PromptReader, text: str) -> list[int]:
+        await asyncio.sleep(0.6)
+        return [1, 2]
+
+    monkeypatch.setattr(PromptReader, "text", slow)
+    with running(limits=ServerLimits(max_request_seconds=0.5)) as server:
+        status, _, document = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        assert (status, document["error"]["code"]) == (504, "deadline_exceeded")
         until(lambda: free(server))
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from time import monotonic
 from typing import Any
 
 from starlette.requests import Request
@@ -243,7 +244,8 @@ async def _answered(
     record.tasks, record.id, record.user = tasks, document.id, fields.user
     for task in tasks:
         task.arrived = record.arrived  # the prompt was waited for, too
-    answering = Answering(service.engine, tasks, news, service.limits.max_request_seconds)
+    left = service.limits.max_request_seconds - (monotonic() - record.arrived)
+    answering = Answering(service.engine, tasks, news, left)
     with service.admission.answering(answering), watched(answering, call.request.receive):
         if not fields.stream:
             await whole(answering)
