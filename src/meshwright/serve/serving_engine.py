@@ -121,11 +121,10 @@ class ServingEngine:
             return request
         salt = None if options.salt is None else options.salt.encode()
         copies, searched = max(options.n, options.beams), options.beams > 1
-        sequence = self.scheduler.add(
+        sequence = request.sequence = self.scheduler.add(
             prompt, len(prompt) + room, priority=options.priority, salt=salt, adapter=adapter, copies=copies,
             together=searched,
         )  # fmt: skip
-        request.sequence = sequence
         if searched:
             self._beams.begin(sequence, request, BeamSearch(options, ends, room), room)
             return request
