@@ -136,6 +136,8 @@ def test_ctrl_c_is_130_and_a_run_is_served_as_it_is(run: Path) -> None:
         assert status == 200 and found["choices"][0]["token_ids"] == list(right.ids)
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(60) == 130
+        assert server.process.stderr is not None
+        assert f"{run} has no chat template" in server.process.stderr.readline()
 
 
 @pytest.mark.slow

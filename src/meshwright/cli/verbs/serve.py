@@ -117,7 +117,10 @@ def serve(
     called = name or served_name(model)
     adapters = asked.named_adapters(adapter, called)
 
+    loaded = list["TrainedModel"]()
+
     def ready(server: "HttpServer") -> None:
+        say_of_template(loaded[0])  # not before: what is refused is one line alone
         found = server.service.engine.engine if server.service else None
         if found is not None and found.model.embed.weight.device.type != "cpu":
             print(f"attention of rows that decode: {found.attention}", flush=True)
@@ -130,7 +133,6 @@ def serve(
         from meshwright.observe.ranks import start_server
 
         start_server()  # here, where Ctrl-C can be kept from it
-    loaded = list["TrainedModel"]()
     with ExitStack() as ranks:
 
         def opened() -> "HostedModel":
@@ -139,15 +141,14 @@ def serve(
 
             guesses = load(draft, dtype).model if draft else None
             if tp == ep == 1:
-                loaded.append(load(model, dtype, checkpoint=checkpoint))
-                return loaded[0].hosted(called, draft=guesses, adapters=adapters)
-            found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
+                found: TrainedModel | None = load(model, dtype, checkpoint=checkpoint)
+            else:
+                found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
             assert found is not None, "no launcher has started this process"
+            loaded.append(found)
             return found.hosted(called, draft=guesses, adapters=adapters)
 
         server = server_of(called, opened, options, engine, ready)
-        for one in loaded:
-            say_of_template(one)  # not before: what is refused is one line alone
         shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
         print(f"configuration: {' '.join(f'{key}={value}' for key, value in shown.items())}", flush=True)
         run(server)
