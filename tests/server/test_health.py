@@ -2,10 +2,13 @@
 
 import threading
 import time
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from meshwright.server import http_server
 from meshwright.server.hosted_model import HostedModel
 from meshwright.server.http_server import HttpServer
 from meshwright.server.server_options import ServerLimits, ServerOptions
@@ -103,6 +106,21 @@ def test_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
         go.set()
         until(lambda: _health(server) == (200, "ok"))
         stream.close()
+
+
+def test_ranks_whose_step_outlasts_the_server_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be said to them at the end would meet their step, and wait without end."""
+    monkeypatch.setattr(http_server, "LAST_SECONDS", 0.2)
+    ranks, go = SimpleNamespace(broken=False), threading.Event()
+    with running(limits=ServerLimits(drain_seconds=0.1)) as server:
+        service, own = server.server.service, server.engine.step
+        assert service is not None
+        service.engine.hosted = replace(small(), ranks=cast(Any, ranks))
+        monkeypatch.setattr(server.engine, "step", lambda: (go.wait(60), own())[1])
+        raw(server, {**LONG, "stream": True}).close()
+        until(lambda: not server.engine.idle)
+    assert ranks.broken
+    go.set()
 
 
 def test_idleness_is_no_hanging() -> None:

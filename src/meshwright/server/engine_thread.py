@@ -129,9 +129,12 @@ class EngineThread:
         await done
 
     def stop(self, wait_s: float) -> None:
-        """End the thread behind its step."""
+        """End the thread behind its step. Ranks whose step takes longer are given up: a word beside it would not reach
+        them, and be waited for without end."""
         self._commands.put(("stop", None))
         self._thread.join(wait_s)
+        if self._thread.is_alive() and self.hosted is not None and self.hosted.ranks is not None:
+            self.hosted.ranks.broken = True
 
     def stuck(self, step_s: float) -> bool:
         """Whether there is work and no step has ended for so long, or a rank of the model is gone."""
