@@ -102,9 +102,9 @@ def test_a_hit_gives_the_same_bits() -> None:
 
 def test_fast_mode_is_another_thing() -> None:
     """Else the tests above would show nothing."""
-    found = shrunk("llama-3.1-8b")
-    alone = [served(found, [prompt], exact=False)[0][0] for prompt in PROMPTS]
-    assert bits(alone) != bits(served(found, PROMPTS, exact=False)[0])
+    found, long = shrunk("llama-3.1-8b"), [(prompt * 40)[:40] for prompt in PROMPTS]
+    alone = [served(found, [prompt], exact=False, most_tokens=64)[0][0] for prompt in long]
+    assert bits(alone) != bits(served(found, long, exact=False)[0])
 
 
 def test_bf16() -> None:

@@ -346,3 +346,12 @@ def test_bytes_are_told_while_another_thread_loads_and_drops(
 
     monkeypatch.setattr(kind, "bytes", property(between))
     assert serving.adapters.bytes
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_damaged_adapter_is_refused(number: float) -> None:
+    good = adapters("llama-3.1-8b")["large"]
+    name, tensor = next(iter(good.tensors.items()))
+    bad = replace(good, tensors={**good.tensors, name: tensor.clone().fill_(number)})
+    with pytest.raises(ArgumentError, match=f"adapter=bad cannot be served by request: {name} has numbers"):
+        ServingEngine(shrunk("llama-3.1-8b"), adapters={"bad": bad})

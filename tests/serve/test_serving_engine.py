@@ -153,6 +153,27 @@ def test_a_broken_model_is_an_error_and_spoils_nobody(requests: int, asked: dict
     assert serving.idle and answers(serving)[0].ids == answers(engine(found))[0].ids
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_broken_request_spoils_nobody_whose_blocks_lie_before_its_own(exact: bool) -> None:
+    found = model("llama-3.1-8b").eval()
+    with torch.no_grad():
+        found.embed.weight[60] = float("nan")
+    options = EngineOptions(
+        exact=exact, compiled=False, copies_bytes=0, block=4, most_tokens=12, most_sequences=4, prompt_tokens=4
+    )
+    serving, wanted = ServingEngine(found, options), RequestOptions(max_new_tokens=12, salt=None)
+    right = serving.add([2, 3] * 8, wanted)
+    serving.run([right])
+    beside = serving.add([2, 3] * 8, wanted)
+    for _ in range(3):
+        serving.step()
+    broken = serving.add([60] * 40)  # read in chunks, and known to be broken at its end
+    serving.run([beside])
+    assert beside.answers[0].ids == right.answers[0].ids
+    with pytest.raises(RunError, match="no numbers"):
+        serving.run([broken])
+
+
 def test_refusals() -> None:
     with pytest.raises(PlanError, match="the prompt is empty"):
         engine().add([])

@@ -102,13 +102,16 @@ def test_forms_of_the_cache(serve: Serve) -> None:
 
 def test_sizes_of_a_step_and_the_head(serve: Serve) -> None:
     found = serve(
-        "--most-tokens", "96", "--most-sequences", "5", "--copies-mib", "0", "--head", "int8", "--longest", "90"
-    )
-    assert "most_tokens=96 most_sequences=5 longest=90" in found.configuration
+        "--most-tokens", "96", "--most-sequences", "5", "--copies-mib", "0", "--head", "int8", "--longest", "90",
+        "--prompt-tokens", "7",
+    )  # fmt: skip
+    assert "most_tokens=96 prompt_tokens=7 most_sequences=5 longest=90" in found.configuration
+    assert found.found.scheduler.prompt_tokens == 7
     assert "head=int8" in found.configuration and "copies_bytes=0" in found.configuration
     assert (found.found.scheduler.most_tokens, found.found.scheduler.most_sequences) == (96, 5)
     assert found.found.longest == 90 and len(found.ids) == 40
-    assert serve("--most-sequences", "300").found.scheduler.most_tokens == 600
+    default = serve("--most-sequences", "300").found.scheduler
+    assert (default.most_tokens, default.prompt_tokens) == (600, 128)
 
 
 def test_prefixes_in_host_memory(serve: Serve) -> None:

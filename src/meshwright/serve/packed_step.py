@@ -221,10 +221,10 @@ class RowPacker:
         return PagedCall(begin, 1, count, blocks, bias[None].transpose(1, 2))
 
     def _table(self, blocks: list[list[int]], number: int) -> Tensor | slice:
-        """(B, number), padded with the block that stays zero; a run of blocks where one sequence has such a run, with
-        what lies behind."""
+        """(B, number), padded with the block that stays zero; a run of blocks where one sequence has so many in a run:
+        what lies behind is of others, and no numbers of theirs would make none of its own."""
         own = blocks[0]
-        if len(blocks) == 1 and own[0] + number <= self._cache.unread and own == list(range(own[0], own[0] + len(own))):
+        if len(blocks) == 1 and own == list(range(own[0], own[0] + number)):
             return slice(own[0], own[0] + number)
         zero = self._cache.zero
         return torch.tensor([own + [zero] * (number - len(own)) for own in blocks], device=self._cache.device)

@@ -55,6 +55,8 @@ class ServedAdapter:
         for part, tensor in self.tensors.items():
             if sizes.get(part) != tensor.shape:  # other ranks make room for the sizes of the model
                 raise ArgumentError(f"{refused}: {part} {list(tensor.shape)} is no part of {model.shape.name}")
+            if not tensor.isfinite().all():  # keys and values of its requests would spoil blocks for others
+                raise ArgumentError(f"{refused}: {part} has numbers that are not finite; it is damaged")
         for layer in self.layers:
             found = model.get_submodule(layer)
             above = model.get_submodule(layer.rpartition(".")[0])
