@@ -120,6 +120,28 @@ def test_prompts_have_fewer_tokens_beside_those_that_grow() -> None:
     assert sizes == [(3, 0), (1, 3), (1, 3), (1, 3), (1, 0)], "the last token of a prompt is as one that grows"
 
 
+def test_a_higher_priority_waits_for_no_prompt_that_is_read() -> None:
+    tables = BlockTables(BlockPool(40), 4)
+    found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=3)
+    first = found.add([1] * 4, 30)
+    found.advance(found.plan())
+    first.tokens.append(2)
+    long = found.add([3] * 40, 60, priority=1)
+    found.advance(found.plan())
+    assert long.computed == 3
+    first.tokens.append(2)
+    urgent = found.add([4] * 5, 20)
+    sizes = []
+    for _ in range(3):
+        plan = found.plan()
+        sizes.append((plan.chunks[first], plan.chunks.get(urgent, 0), plan.chunks.get(long, 0)))
+        found.advance(plan)
+        first.tokens.append(2)
+        if urgent.computed == len(urgent.tokens):
+            urgent.tokens.append(5)
+    assert sizes == [(1, 3, 0), (1, 2, 1), (1, 1, 3)]
+
+
 def test_guesses_have_what_is_kept_from_prompts() -> None:
     tables = BlockTables(BlockPool(40), 4)
     found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=2)

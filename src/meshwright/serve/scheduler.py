@@ -131,6 +131,7 @@ class Scheduler:
         if step.chunks and left > self.prompt_tokens:
             left, spare = self.prompt_tokens, left - self.prompt_tokens
         for sequence in prompts:
+            left -= self._admit_before(sequence, left, step)
             count = min(left, len(sequence.tokens) - sequence.computed)
             if count and sequence.phase is Phase.RUNNING and self._grow(sequence, count, step):
                 left -= count
@@ -195,6 +196,16 @@ class Scheduler:
         tables.grow(sequence, count)
         step.chunks[sequence] = count
         return True
+
+    def _admit_before(self, prompt: CachedSequence, left: int, step: StepPlan) -> int:
+        """Tokens of waiting sequences of a higher priority than a running prompt, which would leave them none."""
+        taken = 0
+        while taken < left and (first := self._next_waiting()) is not None and first.priority < prompt.priority:
+            count = self._admit(first, left - taken, step)
+            if not count:
+                break
+            taken += count
+        return taken
 
     def _admit(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
         """Tokens of a waiting sequence that the step computes, 0 = it goes on waiting."""
