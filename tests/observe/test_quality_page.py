@@ -1,21 +1,34 @@
 """The page of `quantize --html`: every figure and matrix of the document, any document that can be, in a browser."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.api.documents import write_page
 from meshwright.cli.main import main
+from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.quality_page.quality_page import page
-from tests.compress.test_formats import SHAPES
+from meshwright.spec import presets
 from tests.compress.test_quantize import folder as folder  # a Hugging Face directory, and a text beside it
 from tests.compress.test_quantize import words
 from tests.planner.browser import CHROMIUM, Browser
 
+CUT = """[...document.querySelectorAll("svg")].flatMap((svg) => {
+  const box = svg.getBoundingClientRect(), all = [...svg.querySelectorAll("text")];
+  const places = all.map((one) => one.getBoundingClientRect());
+  const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+  const bad = (a, n) => a.left < box.left - 1 || a.right > box.right + 1 || places.some((b, m) => m < n && over(a, b));
+  return all.filter((_, n) => bad(places[n], n)).map((one) => one.textContent);
+})"""
+"""Words of pictures that reach out of them, or over others."""
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 
@@ -44,6 +57,10 @@ def document(**changed: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def matrices(model: str) -> set[str]:
+    return set(quantizable(replace(presets.model(model), layers=4)))
+
+
 def titles(text: str) -> list[str]:
     return [unescape(one) for one in re.findall(r"<title>(.*?)</title>", text)]
 
@@ -70,7 +87,7 @@ def test_the_worst_is_the_darkest_and_the_first() -> None:
     found = document()
     found["layers"][4]["output_error"] = 0.5
     text = page(found)
-    cells = re.findall(r"class='cell'.*?fill-opacity:([\d.]+)'><title>(.*?):", text)
+    cells = re.findall(r"class='cell output'.*?fill-opacity:([\d.]+)'><title>(.*?):", text)
     assert len(cells) == 9 and max(cells)[1] == "layers.1.attention.o.weight" and max(cells)[0] == "1.00"
     assert re.search(r"class='worst'.*?<title>(.*?):", text)[1] == "layers.1.attention.o.weight"  # type: ignore[index]
 
@@ -83,6 +100,9 @@ def test_the_worst_is_the_darkest_and_the_first() -> None:
         ),
         {"kl": None, "kl_quantiles": [[0.0, None], [1.0, None]], "perplexity_after": None, "passed": False},
         {"kl": 0.0, "kl_quantiles": [[0.0, 0.0], [1.0, 0.0]], "max_kl": 0.0},
+        {"kl": 0.0, "kl_quantiles": [[0.0, 0.0], [1.0, 0.0]], "max_kl": 0.1},
+        {"kl": 0.01, "kl_quantiles": [[0.0, 0.01], [1.0, 0.01]], "max_kl": 0.01},
+        {"max_kl": None},
         {"kl_quantiles": [[0.0, -1e-9], [1.0, 3e5]]},
         {"layers": [layer("layers.0.mlp.experts.up", None), layer("a<b>", None, 0.0)]},
         {"layers": [layer("layers.7.mlp.up.weight", 0.0)], "skipped": ["layers.0.mlp.up.weight"], "note": "<i>"},
@@ -94,9 +114,57 @@ def test_any_document_has_a_page(changed: dict[str, Any]) -> None:
     found = document(**changed)
     text = page(found)
     assert "nan" not in text and "<b>.weight" not in text and "<i>" not in text and "q&lt;b&gt;" in text
-    assert len(re.findall("class='cell'", text)) == len(found["layers"])
+    assert len(re.findall("class='cell ", text)) == len(found["layers"])
     for number in re.findall(r"(?: x| y|x1|y1|cx|cy|width|height)='([^']*)'", text):
         assert -1 <= float(number) < 10_000
+
+
+def test_what_is_not_finite_is_at_the_top() -> None:
+    found = document(kl=None, kl_quantiles=[[0.0, 1e-4], [0.5, 1e-3], [1.0, None]], passed=False)
+    heights = [float(one) for one in re.findall(r"cy='([\d.]+)'", page(found))]
+    assert heights == sorted(heights, reverse=True) and "100.0% of tokens: not finite" in titles(page(found))
+
+
+def test_errors_of_outputs_and_of_weights_are_not_compared() -> None:
+    """GPTQ's weights move more than round-to-nearest's, and its outputs less."""
+    experts = [layer(f"layers.{n}.mlp.experts.up", None, 0.1 + n / 10) for n in range(2)]
+    text = page(
+        document(layers=[*experts, *(layer(f"layers.{n}.attention.q.weight", 1e-4 + n / 1e4) for n in range(2))])
+    )
+    found = re.findall(r"class='cell (\w+)'.*?fill-opacity:([\d.]+)", text)
+    assert found == [("weight", "0.08"), ("weight", "1.00"), ("output", "0.08"), ("output", "1.00")]
+    assert "weight error, from 1.0e-01 (faint) to 2.0e-01 (strong), where outputs were not compared" in text
+
+
+def test_nearly_equal_errors_look_so() -> None:
+    text = page(document(layers=[layer(f"layers.{n}.mlp.up.weight", 1e-3 * (1 + n / 100)) for n in range(2)]))
+    assert min(map(float, re.findall(r"fill-opacity:([\d.]+)", text))) > 0.9
+
+
+def test_experts_that_the_text_hardly_reached_are_named() -> None:
+    text = page(document(layers=[{**layer("layers.0.mlp.experts.up", None), "uncalibrated": 3}]))
+    assert "3 experts of layers.0.mlp.experts.up, which the text hardly reached" in text
+
+
+def test_the_page_is_no_danger_to_the_answer(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a name that is no text, nor the folder's own, nor a disk that is full."""
+    asked = [*words(folder, "int8", "--max-kl", "inf"), "--html"]
+    assert main([*asked, str(folder / "quality.html"), "-o", str(folder / "q.html")]) == 0
+    assert "limit inf" in capsys.readouterr().out and "no limit" in (folder / "quality.html").read_text()
+    assert main([*asked, str(folder / "new.html"), "-o", f"{folder}/../{folder.name}/new.html"]) == 2
+    assert "is OUT, too: name another file" in capsys.readouterr().err and not (folder / "new.html").exists()
+    write_page(folder / "quality.html", page(document(out=os.fsdecode(b"q\xff"))))
+    assert "Quantized: q?<" in (folder / "quality.html").read_text()
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("meshwright.api.documents.replace_file", full)
+    assert main([*asked, str(folder / "quality.html"), "--json"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["scheme"] == "int8" and "quality.html: No space left on device; fix that" in said.err
 
 
 @in_browser
@@ -105,14 +173,15 @@ def test_any_document_has_a_page(changed: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_nothing_is_cut_or_asked_for(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     file = tmp_path / "quality.html"
-    names = list(SHAPES)  # as long as names are
-    layers = [layer(f"layers.{n}.attention.latent_up_of_{name}.weight", 1e-3) for n in range(90) for name in names]
-    file.write_text(page(document(layers=layers)), encoding="utf-8")
+    kinds = {re.sub(r"^layers\.\d+\.", "", name) for one in presets.model_names() for name in matrices(one)}
+    layers = [layer(f"layers.{n}.{kind}", 1e-3) for n in range(90) for kind in sorted(kinds)]
+    file.write_text(page(document(layers=layers, kl=1.23456e-4, max_kl=1.2e-4)), encoding="utf-8")
     browser.complaints.clear()
     browser.requested.clear()
     browser.look(width, 1000, dark=dark)
     browser.open(file)
     assert browser.complaints == [] and [one for one in browser.requested if not one.startswith("file:")] == []
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(CUT) == []
     browser.evaluate("document.querySelector('details').open = true")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width

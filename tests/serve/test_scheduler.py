@@ -120,6 +120,28 @@ def test_prompts_have_fewer_tokens_beside_those_that_grow() -> None:
     assert sizes == [(3, 0), (1, 3), (1, 3), (1, 3), (1, 0)], "the last token of a prompt is as one that grows"
 
 
+def test_a_higher_priority_waits_for_no_prompt_that_is_read() -> None:
+    tables = BlockTables(BlockPool(40), 4)
+    found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=3)
+    first = found.add([1] * 4, 30)
+    found.advance(found.plan())
+    first.tokens.append(2)
+    long = found.add([3] * 40, 60, priority=1)
+    found.advance(found.plan())
+    assert long.computed == 3
+    first.tokens.append(2)
+    urgent = found.add([4] * 5, 20)
+    sizes = []
+    for _ in range(3):
+        plan = found.plan()
+        sizes.append((plan.chunks[first], plan.chunks.get(urgent, 0), plan.chunks.get(long, 0)))
+        found.advance(plan)
+        first.tokens.append(2)
+        if urgent.computed == len(urgent.tokens):
+            urgent.tokens.append(5)
+    assert sizes == [(1, 3, 0), (1, 2, 1), (1, 1, 3)]
+
+
 def test_guesses_have_what_is_kept_from_prompts() -> None:
     tables = BlockTables(BlockPool(40), 4)
     found = Scheduler(tables, most_tokens=8, most_sequences=4, prompt_tokens=2)
@@ -152,18 +174,6 @@ def test_priority_goes_first_even_where_that_preempts() -> None:
     plan = found.plan()
     assert list(plan.chunks) == [urgent] and found.running == [urgent] and found.waiting == 1
     assert late.preemptions == 1 and late.computed == 0
-
-
-def test_priority_goes_before_a_prompt_that_is_being_read() -> None:
-    found = Scheduler(BlockTables(BlockPool(40), 4), most_tokens=8, most_sequences=4, prompt_tokens=2)
-    grows = found.add([1], 30)
-    found.advance(found.plan())
-    grows.tokens.append(1)
-    late = found.add([2] * 50, 60, priority=1)
-    found.advance(found.plan())
-    grows.tokens.append(1)
-    urgent = found.add([3] * 3, 10)
-    assert found.plan().chunks == {grows: 1, urgent: 2} and not late.preemptions
 
 
 def test_who_is_given_up_while_it_waits_is_forgotten() -> None:

@@ -44,6 +44,6 @@ def check_page(out: Path, name: str, *, option: str = "out=") -> None:
 
 
 def write_page(file: Path, page: str) -> None:
-    """A file that is whole or not there. StoreError names `--html`."""
+    """A file that is whole or not there; what is no text in names are question marks. RunError names `--html`."""
     with one_line(file, "--html"):
-        replace_file(file, page.encode())
+        replace_file(file, page.encode(errors="replace"))

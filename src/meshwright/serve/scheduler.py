@@ -133,11 +133,7 @@ class Scheduler:
         if step.chunks and left > self.prompt_tokens:
             left, spare = self.prompt_tokens, left - self.prompt_tokens
         for sequence in prompts:
-            while left and self._waiting and self._waiting[0][0] < sequence.rank:
-                count = self._admit(self._waiting[0][1], left, step)
-                if not count:
-                    break
-                left -= count
+            left -= self._admit_before(sequence, left, step)
             count = min(left, len(sequence.tokens) - sequence.computed)
             if count and sequence.phase is Phase.RUNNING and self._grow(sequence, count, step):
                 left -= count
@@ -202,6 +198,16 @@ class Scheduler:
         tables.grow(sequence, count)
         step.chunks[sequence] = count
         return True
+
+    def _admit_before(self, prompt: CachedSequence, left: int, step: StepPlan) -> int:
+        """Tokens of waiting sequences of a higher priority than a running prompt, which would leave them none."""
+        taken = 0
+        while taken < left and self._waiting and self._waiting[0][1].priority < prompt.priority:
+            count = self._admit(self._waiting[0][1], left - taken, step)
+            if not count:
+                break
+            taken += count
+        return taken
 
     def _admit(self, sequence: CachedSequence, left: int, step: StepPlan) -> int:
         """Tokens of a waiting sequence that the step computes, 0 = it goes on waiting."""

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright.spec.errors import ArgumentError
 from meshwright.spec.gguf_schemes import GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import CALIBRATED, SCHEMES
 
@@ -90,6 +91,8 @@ def quantize(
 
     if html is not None:
         check_page(html, "quality.html", option="--html ")
+        if html.resolve() == out.resolve():
+            raise ArgumentError(f"--html {html} is OUT, too: name another file")
     with console(json=True).status("quantize") as status:
 
         def on_block(block: int, blocks: int) -> None:
@@ -100,12 +103,12 @@ def quantize(
             data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
             dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
         )  # fmt: skip
-    if html is not None:
-        write_page(html, found.page())
     if json:
         print_json(found.to_dict())
     else:
         show(answer(found))
-        if html is not None:
+    if html is not None:  # behind the answer, which no full disk may cost
+        write_page(html, found.page())
+        if not json:
             print(f"\n  {html}: open it in a browser")
     found.check()

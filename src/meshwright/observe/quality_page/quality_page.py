@@ -14,14 +14,17 @@ from typing import Any
 
 from meshwright.observe.data_page.rows_page import HEAD, report_style
 from meshwright.planner.explorer.explorer_page import source
-from meshwright.spec.units import gib
+from meshwright.spec.units import gib, many
 
 BLAMED = 12
 """Matrices of the picture of the worst."""
-WIDE, LEFT, RIGHT = 760, 150, 90
+WIDE, LEFT, RIGHT = 760, 150, 110
 """Units of a picture: its width, and what words beside it have."""
 LOW, DECADES = -8.0, 10
 """Of the picture of tokens: the least KL as a power of ten, and how many are shown at most."""
+
+OUTPUT, WEIGHT = "output error", "weight error"
+"""What is known of a matrix."""
 
 Row = Mapping[str, Any]
 
@@ -37,7 +40,7 @@ def page(document: Mapping[str, Any]) -> str:
         *([_section("How far predictions moved", _divergence(document))] if document["kl_quantiles"] else ()),
         _section("Where the error is", _error_map(layers)),
         _section("What moved most", _blamed(layers)),
-        _section(f"All {len(layers):,} matrices", _table(layers)),
+        _section(f"All {many(len(layers), 'matrix', 'matrices')}", _table(layers)),
         _section("How it was made", _made(document)),
         "</main>",
     ]
@@ -65,11 +68,16 @@ def _share(value: float | None, digits: int = 1) -> str:
 def _headline(document: Row) -> str:
     if document["tokens"] is None:
         return f"{document['scheme']}; quality was not measured"
+    moved = "no finite number of" if document["kl"] is None else _number(document["kl"])
     word = "within" if document["passed"] else "beyond"
     return (
-        f"{document['scheme']}: predictions moved by {_number(document['kl'])} nats per token, {word} the limit of "
-        f"{document['max_kl']:g}"
+        f"{document['scheme']}: predictions moved by {moved} nats per token, {word} {_limit(document, 'the limit of')}"
     )
+
+
+def _limit(document: Row, words: str = "limit") -> str:
+    """An infinite one is null in the document."""
+    return "no limit" if document["max_kl"] is None else f"{words} {document['max_kl']:g}"
 
 
 def _tiles(document: Row) -> Iterator[str]:
@@ -78,11 +86,12 @@ def _tiles(document: Row) -> Iterator[str]:
     if document["tokens"] is not None:
         error = f"\u00b1 {_number(document['kl_error'], 2)}; 99% of tokens below {_number(document['kl_p99'])}"
         kind = "good" if document["passed"] else "alarm"
-        yield _tile(_number(document["kl"]), f"KL, nats per token; limit {document['max_kl']:g}", error, kind)
+        yield _tile(_number(document["kl"]), f"KL, nats per token; {_limit(document)}", error, kind)
         yield _tile(_share(document["top1"]), "of tokens have the same likeliest one", "top-1 agreement")
         before, after = (_number(document[f"perplexity_{when}"], 4) for when in ("before", "after"))
         yield _tile(after, "perplexity after", f"{before} before")
-    yield _tile(_share(document["outlier_share"], 2), "of inputs stay in 16 bit", "outliers")
+    if document["outlier_share"] or document["scheme"] == "llm-int8":
+        yield _tile(_share(document["outlier_share"], 2), "of inputs stay in 16 bit", "outliers")
 
 
 def _tile(figure: str, words: str, small: str, kind: str = "") -> str:
@@ -134,22 +143,27 @@ def _sizes(document: Row) -> str:
     return _picture(84, parts, "bytes before, predicted and after") + legend
 
 
-def _divergence(document: Row) -> str:
-    """KL of the tokens in order, on a logarithmic scale, with mean and limit."""
-    shares, nats = zip(*document["kl_quantiles"], strict=True)
-    marks = {"limit": document["max_kl"], "mean": document["kl"]}
-    known = [log10(one) for one in (*nats, *marks.values()) if one and one > 10**LOW]
-    if not known:
-        return "<p>No token's predictions moved by 1e-8 nats.</p>"
+def _powers(values: Iterable[float | None]) -> tuple[int, int]:
+    """Powers of ten below and above them, one apart at least."""
+    known = [log10(one) for one in values if one and one > 10**LOW] or [0.0]
     top = ceil(max(known))
-    low = max(floor(min(known)), top - DECADES)
+    return min(top - 1, max(floor(min(known)), top - DECADES)), top
+
+
+def _divergence(document: Row) -> str:
+    """KL of the tokens in order, on a logarithmic scale, with mean and limit. What is not finite is at its top."""
+    shares, nats = zip(*document["kl_quantiles"], strict=True)
+    if all(one is not None and one <= 10**LOW for one in nats):
+        return "<p>No token's predictions moved by 1e-8 nats.</p>"
+    marks = {"limit": document["max_kl"], "mean": document["kl"]}
+    low, top = _powers((*nats, *marks.values()))
     height, left, right = 250, 60, WIDE - RIGHT
 
     def x(share: float) -> float:
         return left + share * (right - left)
 
     def y(value: float | None) -> float:
-        power = low if not value or value <= 10**low else log10(value)
+        power = top if value is None else low if value <= 10**low else log10(value)
         return 10 + (top - power) / (top - low) * (height - 50)
 
     parts = []
@@ -162,15 +176,16 @@ def _divergence(document: Row) -> str:
     line = " ".join(f"{x(share):.1f},{y(value):.1f}" for share, value in zip(shares, nats, strict=True))
     parts.append(f"<polyline class='line tokens' points='{line}'/>")
     for share, value in zip(shares, nats, strict=True):
-        said = escape(f"{share:.1%} of tokens moved by at most {_number(value)} nats")
+        most = "not finite" if value is None else f"moved by at most {_number(value)} nats"
         place = f"cx='{x(share):.1f}' cy='{y(value):.1f}' r='3'"
-        parts.append(f"<circle class='tokens' {place}><title>{said}</title></circle>")
-    for name, value in marks.items():
-        if value:
-            parts.append(f"<line class='{name}' x1='{left}' x2='{right}' y1='{y(value):.1f}' y2='{y(value):.1f}'/>")
-            kind = "limit-words" if name == "limit" else "name"
-            parts.append(_words(right + 6, y(value) + (0 if name == "limit" else 8), f"{name} {value:.3g}", kind=kind))
-    return _picture(height, parts, "KL of the tokens in order")
+        parts.append(f"<circle class='tokens' {place}><title>{share:.1%} of tokens: {most}</title></circle>")
+    shown = sorted((value, name) for name, value in marks.items() if value and value >= 10**low)
+    for (value, name), down in zip(shown, (10, -1), strict=False):  # the words of one below the other's
+        parts.append(f"<line class='{name}' x1='{left}' x2='{right}' y1='{y(value):.1f}' y2='{y(value):.1f}'/>")
+        kind = "limit-words" if name == "limit" else "name"
+        parts.append(_words(right + 6, y(value) + down, f"{name} {value:.3g}", kind=kind))
+    said = "KL(before || after) of each token's predictions: 0 = they are the same. The limit is one of the mean."
+    return _picture(height, parts, "KL of the tokens in order") + f"<p class='small'>{said}</p>"
 
 
 def _kinds(layers: Sequence[Row]) -> tuple[list[str], list[int], dict[tuple[str, int], Row]]:
@@ -186,15 +201,23 @@ def _kinds(layers: Sequence[Row]) -> tuple[list[str], list[int], dict[tuple[str,
 def _error(one: Row) -> tuple[float | None, str]:
     """Of its output; of its weights where outputs were not compared. With what it is."""
     if one["output_error"] is not None:
-        return one["output_error"], "output error"
-    return None if one["weight_error"] is None else one["weight_error"] ** 2, "square of the weight error"
+        return one["output_error"], OUTPUT
+    return one["weight_error"], WEIGHT
+
+
+def _scales(layers: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Of each error that some have, the powers of ten that are faint and strong; a factor of two apart at least."""
+    powers: dict[str, list[float]] = {}
+    for error, what in map(_error, layers):
+        powers.setdefault(what, []).extend([log10(error)] if error else [])
+    return {what: (min(*found, max(found) - log10(2)), max(found)) for what, found in powers.items() if found}
 
 
 def _error_map(layers: Sequence[Row]) -> str:
-    """Kinds of matrices over blocks: the darker, the larger the error."""
+    """Kinds of matrices over blocks: the stronger, the larger the error. Those of outputs and of weights have a
+    scale and a colour each: they do not compare."""
     kinds, blocks, found = _kinds(layers)
-    errors = [log10(error) for one in layers if (error := _error(one)[0])]
-    low, high = (min(errors), max(errors)) if errors else (0.0, 0.0)
+    scales = _scales(layers)
     side = min(28.0, (WIDE - LEFT - 10) / len(blocks))
     tall = min(side, 22.0) if side > 8 else 14.0
     parts = []
@@ -205,13 +228,14 @@ def _error_map(layers: Sequence[Row]) -> str:
             if one is None:
                 continue
             error, what = _error(one)
-            depth = (log10(error) - low) / (high - low) if error and high > low else 0.0
+            low, high = scales.get(what, (0.0, 1.0))
+            depth = (log10(error) - low) / (high - low) if error else 0.0
             said = f"{one['name']}: {what} {_number(error)}, {one['scheme']}"
             place = f"x='{LEFT + side * column:.1f}' y='{10 + tall * row:.1f}'"
             size = f"width='{max(side - 1, 1):.1f}' height='{tall - 1:.1f}'"
             parts.append(
-                f"<rect class='cell' {place} {size} style='fill-opacity:{0.08 + 0.92 * depth:.2f}'>"
-                f"<title>{escape(said)}</title></rect>"
+                f"<rect class='cell {what.partition(' ')[0]}' {place} {size} "
+                f"style='fill-opacity:{0.08 + 0.92 * depth:.2f}'><title>{escape(said)}</title></rect>"
             )
     under = 10 + tall * len(kinds) + 14
     step = max(1, ceil(24 / side))
@@ -220,16 +244,21 @@ def _error_map(layers: Sequence[Row]) -> str:
         for column, block in enumerate(blocks)
         if column % step == 0
     ]
-    ends = f"<div class='legend'><span>block, from the left; from {10**low:.1e} (pale) to {10**high:.1e} (dark)"
-    what = "" if all(one["output_error"] is not None for one in layers) else "; experts: of their weights"
-    return _picture(int(under + 8), parts, "error by kind of matrix and block") + f"{ends}{what}</span></div>"
+    legend = "".join(
+        f"<span><i class='chip {what.partition(' ')[0]}'></i>{what}, from {10**low:.1e} (faint) to {10**high:.1e} "
+        f"(strong){'' if what == OUTPUT else ', where outputs were not compared'}</span>"
+        for what, (low, high) in scales.items()
+    )
+    picture = _picture(int(under + 8), parts, "error by kind of matrix and block")
+    return f"{picture}<div class='legend'><span>block, from the left</span>{legend}</div>"
 
 
 def _blamed(layers: Sequence[Row]) -> str:
     known = sorted((one for one in layers if one["output_error"]), key=lambda one: -one["output_error"])[:BLAMED]
     if not known:
         return "<p>Outputs were not compared, or none moved.</p>"
-    scale, left = (WIDE - 2 * LEFT - RIGHT) / known[0]["output_error"], 2 * LEFT
+    left = LEFT + 50
+    scale = (WIDE - left - RIGHT) / known[0]["output_error"]
     parts = []
     for place, one in enumerate(known):
         y, length = 4 + 24 * place, one["output_error"] * scale
@@ -239,7 +268,10 @@ def _blamed(layers: Sequence[Row]) -> str:
             _bar(y, length, "worst", f"{one['name']}: {one['output_error']:.3e}", x=left),
             _words(left + length + 8, y + 12, f"{one['output_error']:.1e}"),
         ]
-    said = "<p class='small'>|y - y'|\u00b2 / |y|\u00b2 of each matrix by itself, on what it reads before.</p>"
+    said = (
+        "<p class='small'>Output error: |y - y'|\u00b2 / |y|\u00b2, with y what a matrix makes of its inputs before, "
+        "and y' what the quantized one makes of the same inputs.</p>"
+    )
     return _picture(24 * len(known) + 4, parts, "matrices whose outputs moved most") + said
 
 
@@ -264,8 +296,15 @@ def _made(document: Row) -> str:
     if document["calibration_tokens"]:
         found.append(("calibrated on", f"{document['calibration_tokens']:,} tokens of {document['calibration_text']}"))
     if document["budget_bytes"] is not None:
-        each = ", ".join(f"{bits} bits for {number} matrices" for bits, number in document["bits"].items())
+        each = ", ".join(
+            f"{bits} bits for {many(number, 'matrix', 'matrices')}" for bits, number in document["bits"].items()
+        )
         found.append(("budget", f"{document['budget_bytes']:,} bytes: {each}"))
+    rare = [
+        f"{many(one['uncalibrated'], 'expert')} of {one['name']}" for one in document["layers"] if one["uncalibrated"]
+    ]
+    if rare:
+        found.append(("rounded to nearest", f"{', '.join(rare)}, which the text hardly reached"))
     if document["skipped"]:
         found.append(("left as they are", ", ".join(document["skipped"])))
     if document["note"]:
