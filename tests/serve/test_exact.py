@@ -21,6 +21,8 @@ from tests.model.shrunk import KINDS, VOCAB, model
 CHANCE = random.Random(0)
 PROMPTS = [[CHANCE.randrange(VOCAB) for _ in range(CHANCE.randint(1, 30))] for _ in range(6)]
 PROMPTS += [PROMPTS[0] + [1, 2, 3], PROMPTS[5] + [5]]
+LONG = [CHANCE.randrange(VOCAB) for _ in range(40)]
+"""Tokens: in the fast way one call attends for all of them."""
 NEW = 8
 
 
@@ -47,8 +49,9 @@ def bits(asked: Sequence[ServedRequest]) -> list[object]:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 def test_greedy_tokens_are_those_of_one_prompt_after_another(name: str, exact: bool) -> None:
-    asked, _ = served(shrunk(name), PROMPTS, exact=exact)
-    for prompt, one in zip(PROMPTS, asked, strict=True):
+    prompts = [LONG, *PROMPTS]
+    asked, _ = served(shrunk(name), prompts, exact=exact, most_tokens=48)
+    for prompt, one in zip(prompts, asked, strict=True):
         right = generate(shrunk(name), prompt, max_new_tokens=NEW)
         assert one.answers[0].ids == right.ids
         assert one.answers[0].logprobs == pytest.approx(right.logprobs, abs=1e-4)

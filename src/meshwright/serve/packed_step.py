@@ -33,8 +33,10 @@ def _lengths(longest: int, size: int, part: int) -> list[int]:
     return [blocks * size for blocks in found]
 
 
-CHUNK = 32
-"""Tokens of a run from which on one call is faster than compiled loops, which read keys once for each."""
+CHUNK = 16
+"""Tokens of a run from which on one call is taken for faster than a GPU's kernel that reads keys once for each."""
+LOOPED_CHUNK = 32
+"""The same of compiled loops, measured."""
 PART = 2
 """Of a length that the next one is longer by: calls are fewer, or hide fewer keys for nothing."""
 
@@ -115,7 +117,7 @@ class RowPacker:
 
     def _is_chunk(self, run: Run) -> bool:
         """Whether a run is one call in spite of compiled loops."""
-        return not self._exact and run.end - run.begin >= CHUNK
+        return not self._exact and run.end - run.begin >= (LOOPED_CHUNK if self._cache.loops else CHUNK)
 
     def _places(self, fed: list[list[int]], runs: Sequence[Run], more: int) -> tuple[Tensor, StepPlaces]:
         """Numbers as those of PackedStep, of which `fed` are the first three, and where loops or a kernel find the rows
