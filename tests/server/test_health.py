@@ -111,14 +111,15 @@ def test_an_engine_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_whose_step_outlasts_the_server_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be said to them at the end would meet their step, and wait without end."""
     monkeypatch.setattr(http_server, "LAST_SECONDS", 0.2)
-    ranks, go = SimpleNamespace(broken=False), threading.Event()
+    ranks, begun, go = SimpleNamespace(broken=False), threading.Event(), threading.Event()
     with running(limits=ServerLimits(drain_seconds=0.1)) as server:
         service, own = server.server.service, server.engine.step
         assert service is not None
         service.engine.hosted = replace(small(), ranks=cast(Any, ranks))
-        monkeypatch.setattr(server.engine, "step", lambda: (go.wait(60), own())[1])
-        raw(server, {**LONG, "stream": True}).close()
-        until(lambda: not server.engine.idle)
+        monkeypatch.setattr(server.engine, "step", lambda: (begun.set(), go.wait(60), own())[2])
+        stream = raw(server, {**LONG, "stream": True})
+        assert begun.wait(60)
+        stream.close()
     assert ranks.broken
     go.set()
 
