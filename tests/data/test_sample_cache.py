@@ -19,6 +19,7 @@ from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import CHATML, QWEN3, tokenizer_json, unmarked
 from tests.data.test_rendering import turns
+from tests.data.tokenizers_for_tests import made
 
 
 @pytest.fixture
@@ -128,8 +129,8 @@ def test_a_template_of_ones_own(folder: Path) -> None:
     write(folder, [{"messages": turns("u", "<think>\nt\n</think>\n\na", "v", "b")}])
     (folder / "own.jinja").write_text(QWEN3, encoding="utf-8")
     assert trained_texts(prepared(folder, template=str(folder / "own.jinja"))) == [
-        "a<|im_end|><think>\n\n</think>\n\nb<|im_end|>"
-    ]
+        "<think>\nt\n</think>\n\na<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"
+    ]  # fmt: skip
     missing = refused(folder, template=str(folder / "none.jinja"))
     assert missing.startswith(f"data.template={folder}/none.jinja cannot be read: No such file or directory; take auto")
 
@@ -191,6 +192,19 @@ def test_what_cannot_be_trained_is_refused(
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     assert refused(folder, **data) == sentence.format(path=path)
     assert not list((folder / "cache").glob("samples/[!.]*")), "a refused set leaves nothing"
+
+
+def test_completions_that_never_end_are_refused(folder: Path) -> None:
+    """Of a tokenizer that names no end-of-text token none can be put behind them."""
+    (folder / "tokenizer.json").write_text(made("llama3").replace("<|endoftext|>", "<|fin|>"), encoding="utf-8")
+    (folder / "tokenizer_config.json").unlink()
+    path = write(folder, [{"prompt": "2+2=", "completion": " 4"}])
+    assert refused(folder) == (
+        f"no answer of {path}, data.train_on=auto ends: data.tokenizer={folder} names no end-of-text token, so that "
+        "the model would never learn to stop: name eos_token in the tokenizer_config.json beside it"
+    )
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|fin|>"}', encoding="utf-8")
+    assert trained_texts(prepared(folder)) == [" 4<|fin|>"]
 
 
 NEST = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
