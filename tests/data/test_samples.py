@@ -95,6 +95,13 @@ def test_columns_say_what_a_row_is(fields: Any, found: Sample) -> None:
     assert made(fields) == found
 
 
+def test_an_argument_of_a_call_may_be_null() -> None:
+    call = {"id": None, "function": {"name": "weather", "arguments": {"city": "Oslo", "unit": None}}}
+    found = made({"messages": [USER, {"role": "assistant", "tool_calls": [call], "train": None}]})
+    assert isinstance(found, Conversation)
+    assert found.messages[1] == {"role": "assistant", "tool_calls": [{"function": call["function"]}]}
+
+
 COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; instruction + output; input_ids; text"
 
 

@@ -254,7 +254,7 @@ def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
 
 
 def _turn(turn: Any, what: str) -> Message:
-    """A message without columns that are null (parquet has every column in every row), its content as text."""
+    """A message without fields that are null, its content as text."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object")
     found = {name: _without_null(value) for name, value in turn.items() if value is not None}
@@ -282,8 +282,10 @@ def _text_part(part: Any, what: str) -> str:
 
 
 def _without_null(value: Any) -> Any:
+    """The same within; but an argument of a call may be null."""
     if isinstance(value, Mapping):
-        return {name: _without_null(one) for name, one in value.items() if one is not None}
+        kept = {name: one for name, one in value.items() if one is not None}
+        return {name: one if name == "arguments" else _without_null(one) for name, one in kept.items()}
     return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 
