@@ -262,7 +262,7 @@ def test_containers_do_not_matter(folder: Path) -> None:
 
     found = [*chats(3), {"messages": [{"role": "system", "content": "S"}, *turns("u", "a")]}]
     found[0]["messages"][1]["tool_calls"] = [{"function": {"name": "look", "arguments": {"at": "it"}}}]
-    found[1] |= {"tools": [{"name": "look", "parameters": {"at": {"type": "string"}}}]}
+    found[0] |= {"tools": [{"name": "look", "parameters": {"at": {"type": "string"}}}]}
     found[2] |= {"tools": [{"name": "find", "parameters": {"who": {"type": "string"}}}]}
     expected = trained_texts(prepared(folder, path=write(folder, found)))
     (folder / "chat.json").write_text(json.dumps(found), encoding="utf-8")
