@@ -13,9 +13,9 @@ Prefix: seconds until the first token behind a prefix of 1,024 tokens and 32 mor
 without; also where it had to make way, and comes from host memory. Cache: the load with hits looked for over without,
 none being there; and the share of positions in held blocks that hold nothing, of that load and of one whose lengths are
 those of people's chats. Arrival: eight sequences of a llama-100m decode while a prompt of 2,048 arrives; the 99th
-percentile of the seconds between tokens meanwhile over their median before, and seconds until the prompt's first token,
-with some numbers of tokens that prompts may have in such a step. Blocks: seconds per operation of a pool of 100,000
-blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences that decode, without the model.
+percentile of the seconds between their tokens over the median of the same steps without it, and seconds until its first
+token, with some numbers of tokens that prompts may have in such a step. Blocks: seconds per operation of a pool of
+100,000 blocks over those of 1,000. Scheduler: seconds of a step with 64 sequences that decode, without the model.
 """
 
 import argparse
@@ -192,7 +192,7 @@ def cache(rounds: int) -> dict[str, float]:
     model = build(presets.model("llama-10m")).eval()
     load = requests(model.shape.vocab, REQUESTS, seed=7)
     best = {"": float("inf"), None: float("inf")}
-    for _ in range(2 * rounds):
+    for _ in range(4 * rounds):
         best = {salt: min(seconds, _of_load(model, load, salt)) for salt, seconds in best.items()}
     return {
         "no_hit_costs": best[""] / best[None] - 1,
@@ -245,7 +245,10 @@ def arrival(rounds: int) -> dict[str, float]:
     found: dict[int, list[tuple[float, float]]] = {number: [] for number in STEADY}
     for _ in range(1 + rounds // 3):
         for number, rows in found.items():
-            rows.append(_arrival(model, EngineOptions(cache_bytes=2**28, prompt_tokens=number)))
+            options = EngineOptions(cache_bytes=2**28, prompt_tokens=number)
+            gaps = _arrival(model, options)
+            quiet = _arrival(model, options, steps=len(gaps))
+            rows.append((sorted(gaps)[len(gaps) * 99 // 100] / median(quiet), sum(gaps)))
     return {
         f"arrival_{number or 'default'}_{name}": median(figures)
         for number, rows in found.items()
@@ -253,22 +256,21 @@ def arrival(rounds: int) -> dict[str, float]:
     }
 
 
-def _arrival(
-    model: Transformer, options: EngineOptions, sequences: int = 8, tokens: int = 800
-) -> tuple[float, float]:  # fmt: skip
-    """(99th percentile of seconds between tokens while the prompt is read, over the median before; seconds of the
-    prompt's first token)."""
+def _arrival(model: Transformer, options: EngineOptions, *, steps: int = 0, sequences: int = 8) -> list[float]:
+    """Seconds of each step of sequences that decode, while a prompt of 2,048 is read beside them; of so many `steps`
+    without it."""
     chance, engine = random.Random(2), ServingEngine(model, options)
     prompts = [[chance.randrange(model.shape.vocab) for _ in range(length)] for length in (32,) * sequences + (2048,)]
     for one in prompts[:-1]:
-        engine.add(one, RequestOptions(max_new_tokens=tokens))
-    for _ in range(4):
+        engine.add(one, RequestOptions(max_new_tokens=2000))
+    for _ in range(20):
         engine.step()
-    before = [cpu_seconds(engine.step)[0] for _ in range(100)]
+    if steps:
+        return [cpu_seconds(engine.step)[0] for _ in range(steps)]
     late, gaps = engine.add(prompts[-1], RequestOptions(max_new_tokens=1)), list[float]()
     while not late.answers[0].ids:
         gaps.append(cpu_seconds(engine.step)[0])
-    return sorted(gaps)[len(gaps) * 99 // 100] / median(before), sum(gaps)
+    return gaps
 
 
 def block_operations(rounds: int) -> dict[str, float]:

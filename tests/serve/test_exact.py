@@ -13,6 +13,7 @@ from meshwright.model import Transformer, build, generate
 from meshwright.observe.tiny_models import shrink
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.exact_rows import ExactRows
+from meshwright.serve.packed_step import LOOPED_CHUNK
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedRequest
 from meshwright.serve.serving_engine import ServingEngine
@@ -21,7 +22,7 @@ from tests.model.shrunk import KINDS, VOCAB, model
 CHANCE = random.Random(0)
 PROMPTS = [[CHANCE.randrange(VOCAB) for _ in range(CHANCE.randint(1, 30))] for _ in range(6)]
 PROMPTS += [PROMPTS[0] + [1, 2, 3], PROMPTS[5] + [5]]
-LONG = [CHANCE.randrange(VOCAB) for _ in range(40)]
+LONG = [CHANCE.randrange(VOCAB) for _ in range(LOOPED_CHUNK)]
 """Tokens: in the fast way one call attends for all of them."""
 NEW = 8
 
@@ -50,7 +51,7 @@ def bits(asked: Sequence[ServedRequest]) -> list[object]:
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 def test_greedy_tokens_are_those_of_one_prompt_after_another(name: str, exact: bool) -> None:
     prompts = [LONG, *PROMPTS]
-    asked, _ = served(shrunk(name), prompts, exact=exact, most_tokens=48)
+    asked, _ = served(shrunk(name), prompts, exact=exact, most_tokens=64)
     for prompt, one in zip(prompts, asked, strict=True):
         right = generate(shrunk(name), prompt, max_new_tokens=NEW)
         assert one.answers[0].ids == right.ids
@@ -105,7 +106,7 @@ def test_a_hit_gives_the_same_bits() -> None:
 
 def test_fast_mode_is_another_thing() -> None:
     """Else the tests above would show nothing."""
-    found, long = shrunk("llama-3.1-8b"), [(prompt * 40)[:40] for prompt in PROMPTS]
+    found, long = shrunk("llama-3.1-8b"), [(prompt * len(LONG))[: len(LONG)] for prompt in PROMPTS]
     alone = [served(found, [prompt], exact=False, most_tokens=64)[0][0] for prompt in long]
     assert bits(alone) != bits(served(found, long, exact=False)[0])
 

@@ -49,7 +49,7 @@ class ServingEffort:
 
 QUICK = ServingEffort(
     rows=(1, 16), dims=(64, 256), pools=(2**16, 2**18), steps=6, rounds=1, window_s=0.001, long=128,
-    prompts=(32, 64, 128), vocab=1024,
+    prompts=(64, 96, 128), vocab=1024,
 )  # fmt: skip
 
 

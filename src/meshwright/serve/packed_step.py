@@ -35,7 +35,7 @@ def _lengths(longest: int, size: int, part: int) -> list[int]:
 
 CHUNK = 16
 """Tokens of a run from which on one call is taken for faster than a GPU's kernel that reads keys once for each."""
-LOOPED_CHUNK = 32
+LOOPED_CHUNK = 56
 """The same of compiled loops, measured."""
 PART = 2
 """Of a length that the next one is longer by: calls are fewer, or hide fewer keys for nothing."""
