@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import (
     CHATML,
     DEEPSEEK,
+    LLAMA3,
     MISTRAL,
     QWEN3,
     SPELLED,
@@ -68,17 +70,37 @@ def test_a_template_that_drops_thoughts_gives_a_sample_for_each_answer(messages:
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     for place, thought in zip(answers, thoughts, strict=False):
         messages[place]["content"] = f"<think>\n{thought}\n</think>\n\n{messages[place]['content']}"
-    found = rendered(unmarked(QWEN3), messages)
     texts = [theirs(QWEN3, messages[: place + 1]) for place in answers]
-    assert [one.text for one in found] == [text for text, _ in texts]
-    assert [list(one.trained) for one in found] == [spans[-1:] for _, spans in texts]
+    for source in (QWEN3, unmarked(QWEN3)):
+        found = rendered(source, messages)
+        assert [one.text for one in found] == [text for text, _ in texts]
+        assert [list(one.trained) for one in found] == [spans[-1:] for _, spans in texts]
+
+
+NO_THOUGHTS = "the chat template drops the thoughts of message 2: 'sum of both' is not in the rendered text; take "
+
+
+@pytest.mark.parametrize("source", [LLAMA3, DEEPSEEK, DEFAULT], ids=["beside", "within", "default"])
+def test_an_answer_is_not_trained_without_its_thoughts_unless_asked_for(source: str) -> None:
+    """A model that thinks would learn not to, and nothing would say so."""
+    beside, within = turns("2+2", "4"), turns("2+2", "<think>\nsum of both\n</think>\n\n4")
+    beside[1]["reasoning_content"] = "sum of both"
+    for one in (source, unmarked(source)):
+        for messages in (beside, within) if source == DEEPSEEK else (beside,):
+            with pytest.raises(DataError, match=re.escape(NO_THOUGHTS)):
+                rendered(one, messages)
+            (answer,) = trained(one, messages, Policy(thinking="drop"))
+            assert answer in ("4</s>", "4<|eot_id|>")
+    row = {"prompt": beside, "completion": turns("v", "b")}
+    assert len(trained(source, row)) == 1, "of a prompt a template shows what it likes"
 
 
 def test_words_that_ask_may_show_more_than_an_answer_has() -> None:
     """DeepSeek asks with `<think>`, and drops thoughts of every answer: also one that begins with a tag."""
     plain = unmarked(DEEPSEEK)
     for answer in ("four", "<tool_call>x", "<b>", "<", "<think", ""):
-        assert trained(plain, turns("2+2", f"<think>sum</think>{answer}")) == [answer + "</s>"]
+        for said in (answer, f"<think>sum</think>{answer}"):
+            assert trained(plain, turns("2+2", said), Policy(thinking="drop")) == [answer + "</s>"]
 
 
 def test_an_answer_that_opens_a_conversation_is_trained_without_its_heading() -> None:
@@ -137,6 +159,12 @@ def test_thoughts_are_dropped_by_choice() -> None:
     assert trained(CHATML, said)[0] == "<think>sum</think>\n\nfour<|im_end|>"
 
 
+AS_GIVEN = CHATML.replace(
+    "(call.function | tojson)", """'"arguments": ' + call.function.arguments + call.function.name"""
+)
+"""Joins texts, as DeepSeek's templates do: objects are refused."""
+
+
 def test_tools_and_calls_are_shown() -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     messages = [
@@ -151,6 +179,20 @@ def test_tools_and_calls_are_shown() -> None:
         assert trained(source, row) == [shown, "cold<|im_end|>"]
     (found,) = rendered(CHATML, row)
     assert {role for _, role in found.said} == {"user", "tool", "assistant"}
+
+
+def test_calls_whose_arguments_are_json_are_shown_as_objects() -> None:
+    """As OpenAI's files have them; a template would write their JSON as a text in JSON, and a server gives objects."""
+    opened = {"city": "Oslo", "days": [1, 2]}
+    for source, arguments in ((CHATML, opened), (CHATML, json.dumps(opened)), (AS_GIVEN, json.dumps(opened))):
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call]}]
+        (text,) = trained(source, messages)
+        assert '"arguments": {"city": "Oslo", "days": [1, 2]}' in text
+    for arguments in ("[1]", "{", "5"):  # no object: as it is given
+        call = {"name": "weather", "arguments": arguments}
+        messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [{"function": call}]}]
+        assert f'"arguments": {json.dumps(arguments)}' in trained(CHATML, messages)[0]
 
 
 def test_what_a_turn_says_may_stand_in_the_words_of_the_template() -> None:

@@ -19,6 +19,7 @@ from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import CHATML, QWEN3, tokenizer_json, unmarked
 from tests.data.test_rendering import turns
+from tests.data.tokenizers_for_tests import made
 
 
 @pytest.fixture
@@ -128,8 +129,8 @@ def test_a_template_of_ones_own(folder: Path) -> None:
     write(folder, [{"messages": turns("u", "<think>\nt\n</think>\n\na", "v", "b")}])
     (folder / "own.jinja").write_text(QWEN3, encoding="utf-8")
     assert trained_texts(prepared(folder, template=str(folder / "own.jinja"))) == [
-        "a<|im_end|><think>\n\n</think>\n\nb<|im_end|>"
-    ]
+        "<think>\nt\n</think>\n\na<|im_end|>", "<think>\n\n</think>\n\nb<|im_end|>"
+    ]  # fmt: skip
     missing = refused(folder, template=str(folder / "none.jinja"))
     assert missing.startswith(f"data.template={folder}/none.jinja cannot be read: No such file or directory; take auto")
 
@@ -193,6 +194,19 @@ def test_what_cannot_be_trained_is_refused(
     assert not list((folder / "cache").glob("samples/[!.]*")), "a refused set leaves nothing"
 
 
+def test_completions_that_never_end_are_refused(folder: Path) -> None:
+    """Of a tokenizer that names no end-of-text token none can be put behind them."""
+    (folder / "tokenizer.json").write_text(made("llama3").replace("<|endoftext|>", "<|fin|>"), encoding="utf-8")
+    (folder / "tokenizer_config.json").unlink()
+    path = write(folder, [{"prompt": "2+2=", "completion": " 4"}])
+    assert refused(folder) == (
+        f"no answer of {path}, data.train_on=auto ends: data.tokenizer={folder} names no end-of-text token, so that "
+        "the model would never learn to stop: name eos_token in the tokenizer_config.json beside it"
+    )
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|fin|>"}', encoding="utf-8")
+    assert trained_texts(prepared(folder)) == [" 4<|fin|>"]
+
+
 NEST = "".join(f"{{% for {name} in range(99999) %}}" for name in "abcd") + "{% endfor %}" * 4
 LONG = "{% for a in range(99999) %}{{ ('x' * 9999999) | upper | length }}{% endfor %}"
 TIME = "ran for more than 2.5 s on 3 rows: it may never end; correct it"
@@ -248,11 +262,15 @@ def test_containers_do_not_matter(folder: Path) -> None:
 
     found = [*chats(3), {"messages": [{"role": "system", "content": "S"}, *turns("u", "a")]}]
     found[0]["messages"][1]["tool_calls"] = [{"function": {"name": "look", "arguments": {"at": "it"}}}]
+    found[0] |= {"tools": [{"name": "look", "parameters": {"at": {"type": "string"}}}]}
+    found[2] |= {"tools": [{"name": "find", "parameters": {"who": {"type": "string"}}}]}
     expected = trained_texts(prepared(folder, path=write(folder, found)))
     (folder / "chat.json").write_text(json.dumps(found), encoding="utf-8")
     write_table(pyarrow.Table.from_pylist(found), folder / "chat.parquet")
     for name in ("chat.json", "chat.parquet"):
-        assert trained_texts(prepared(folder, path=folder / name)) == expected
+        corpus = prepared(folder, path=folder / name)
+        assert trained_texts(corpus) == expected
+        assert "null" not in corpus.tokenizer.decode(corpus.train.parts[0].tokens), "of the other row's tool"
     assert "look" in expected[0]
 
 

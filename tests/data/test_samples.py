@@ -13,6 +13,7 @@ from meshwright.data.samples import Continuation, Conversation, Preference, Samp
 from meshwright.spec.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+WORSE = {"role": "assistant", "content": "b"}
 
 
 def made(fields: Any) -> Sample:
@@ -67,6 +68,23 @@ def made(fields: Any) -> Sample:
                 rejected=Conversation(messages=(USER, {**ANSWER, "content": "b"}), prompt=1),
             ),
         ),
+        *(
+            (
+                {"prompt": prompt, "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+                Preference(
+                    chosen=Conversation(messages=(USER, ANSWER), prompt=1),
+                    rejected=Conversation(messages=(USER, WORSE), prompt=1),
+                ),
+            )
+            for prompt in ("u", [USER])  # a prompt that is given twice, as in UltraFeedback
+        ),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]},
+            Preference(
+                chosen=Conversation(messages=(USER, ANSWER), prompt=1),
+                rejected=Conversation(messages=(USER, ANSWER), prompt=1),
+            ),
+        ),
         (
             {"messages": [{**USER, "name": None, "content": [{"type": "text", "text": "u"}]}, ANSWER]},
             Conversation(messages=(USER, ANSWER)),
@@ -75,6 +93,13 @@ def made(fields: Any) -> Sample:
 )
 def test_columns_say_what_a_row_is(fields: Any, found: Sample) -> None:
     assert made(fields) == found
+
+
+def test_an_argument_of_a_call_may_be_null() -> None:
+    call = {"id": None, "function": {"name": "weather", "arguments": {"city": "Oslo", "unit": None}}}
+    found = made({"messages": [USER, {"role": "assistant", "tool_calls": [call], "train": None}]})
+    assert isinstance(found, Conversation)
+    assert found.messages[1] == {"role": "assistant", "tool_calls": [{"function": call["function"]}]}
 
 
 COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; instruction + output; input_ids; text"
@@ -109,6 +134,8 @@ COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; inst
                                                   "messages"),
         ({"chosen": "a", "rejected": [ANSWER]}, "'chosen' and 'rejected' must both be strings or both be lists of "
                                                 "messages"),
+        ({"prompt": "v", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
+         "'prompt' and 'chosen' must both be strings or both be lists of messages"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' and 'rejected' begin differently: give the prompt as a column "
                                            "'prompt'"),
         ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 labels: there must be one label a token"),

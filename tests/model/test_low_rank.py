@@ -100,6 +100,24 @@ def test_with_lengths_of_rows_it_computes_as_the_sum(name: str) -> None:
     assert {key for key, one in found.named_parameters() if one.grad is not None} == trained
 
 
+def test_a_row_of_zeros_has_a_length_that_divides() -> None:
+    """Pruning leaves such rows: their outputs are 0, and so are their gradients."""
+    found = adapted("llama-3.1-8b", SCALED)[0]
+    layer = next(one for one in found.modules() if isinstance(one, Linear) and isinstance(one.lora, LoRA))
+    assert isinstance(layer.lora, LoRA)
+    with torch.no_grad():
+        for one in (layer.weight, layer.lora.b, layer.lora.magnitude):
+            one[1] = 0.0
+    x = torch.randn(3, layer.in_features)
+    given = layer(x)
+    low = dict(layer.lora.named_parameters())
+    torch.testing.assert_close(given, x @ merged(layer.weight, low, SCALED).T)
+    given.square().sum().backward()
+    assert not given[:, 1].any() and all(
+        bool(one.grad.isfinite().all()) for one in low.values() if one.grad is not None
+    )
+
+
 def test_where_16_bit_products_are_emulated_lengths_of_rows_are_made_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cpu_multiplies", lambda dtype: False)
     found = adapted("llama-3.1-8b", SCALED)[0].bfloat16()

@@ -157,6 +157,10 @@ def test_rows_of_another_make_are_no_place_to_go_on(files: Path) -> None:
     loop.run(plan(files, "recipe.steps=2", "data.packing=off"))
     with pytest.raises(CheckpointError, match=r"trained with data.packing=off, the plan says data.packing=best-fit"):
         loop.run(plan(files, "recipe.steps=4"), resume="auto")
+    with pytest.raises(
+        CheckpointError, match=r"trained with other text or .*, another template, train_on or thinking,"
+    ):
+        loop.run(plan(files, "recipe.steps=4", "data.packing=off", "data.train_on=last"), resume="auto")
 
 
 def test_a_warm_up_longer_than_the_epochs_is_refused_and_one_that_follows_is_not(files: Path) -> None:

@@ -30,6 +30,8 @@ _MOST_CHARACTERS: Final = 2**24
 """Of one rendered conversation, and of each sum or product of texts."""
 _MOST_ROUNDS: Final = 2**18
 """Of all loops and macros of one rendered conversation: some seconds."""
+_MOST_BITS: Final = 2**12
+"""Of a product or power of whole numbers: one that is multiplied by itself again and again would need all memory."""
 
 Span = tuple[int, int]
 """Characters [begin, end)."""
@@ -101,8 +103,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         long = operator == "+" and sum(sizes) > _MOST_CHARACTERS
         times = next((one for one in (left, right) if isinstance(one, int)), 1) if operator == "*" else 1
         widths = map(int, re.findall(r"\d+", left)) if operator == "%" and isinstance(left, str) else ()
-        power = operator == "**" and isinstance(left, int) and isinstance(right, int) and abs(right) > 64
-        if long or power or sum(sizes) * times > _MOST_CHARACTERS or max(widths, default=0) > _MOST_CHARACTERS:
+        digits = [one.bit_length() for one in (left, right) if isinstance(one, int)]
+        bits = {"*": sum(digits), "**": digits[0] * abs(right)}.get(operator, 0) if len(digits) == 2 else 0
+        long |= sum(sizes) * times > _MOST_CHARACTERS or max(widths, default=0) > _MOST_CHARACTERS
+        if long or bits > _MOST_BITS:
             raise jinja2.TemplateError(f"{operator} makes more than {_MOST_CHARACTERS:,} characters")
         return super().call_binop(context, operator, left, right)
 

@@ -10,13 +10,13 @@ sample for each answer, as the model will see it.
 
 import contextlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from meshwright.data.chat_template import THOUGHTS, ChatTemplate, Rendered, Span
+from meshwright.data.completeness import check_complete, without_thoughts
 from meshwright.data.samples import Continuation, Conversation, Message
 from meshwright.spec import plan
 from meshwright.spec.errors import DataError
@@ -24,7 +24,6 @@ from meshwright.spec.errors import DataError
 ROLES = ("other", *plan.ROLES)
 """Who says a token; its place here is its number on disk."""
 _SAME_ROLE = {"developer": "system", "function": "tool", "ipython": "tool", "model": "assistant"}
-_THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ class Policy:
     train_on: str = "auto"
     """`auto`; `last` = the last answer; `all`; or roles, as `assistant,tool`."""
     thinking: str = "keep"
-    """`keep` = as the template has it; `drop` = taken out before."""
+    """`keep` = as the template has it, which must write those of what is trained; `drop` = taken out before."""
 
 
 def continuation(one: Continuation, policy: Policy) -> Marked:
@@ -59,11 +58,24 @@ def continuation(one: Continuation, policy: Policy) -> Marked:
 def conversation(one: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """The rendered conversation, or one for each answer. DataError where the template drops what is said."""
     messages = [_thoughtless(message) for message in one.messages] if policy.thinking == "drop" else list(one.messages)
+    opened = [_opened(message) for message in messages]
+    try:
+        return _conversation(opened, one, template, policy)
+    except DataError:
+        if opened == messages:
+            raise
+        return _conversation(messages, one, template, policy)  # some templates write JSON as they are given it
+
+
+def _conversation(
+    messages: Sequence[Message], one: Conversation, template: ChatTemplate, policy: Policy
+) -> list[Marked]:
     full = template.render(messages, one.tools)
     trained = _trained(messages, one, full, template, policy)
     if trained is None:
         return _by_answer(messages, one, template, policy)
-    _check_complete(messages, one, full.text)
+    answers = _wanted(messages, one, policy) or [len(messages) - 1]
+    check_complete(messages, one.tools, answers, full.text)
     _check_roles(messages, template)
     spans = tuple(span for span, _ in trained)
     return [Marked(text=full.text, trained=spans, said=(*_said(messages, full.text), *_by_role(trained)))]
@@ -131,12 +143,15 @@ def _marked_turns(
 ) -> list[Span] | None:
     """The template's own spans: all of them, or those inside of some turns; None where it renders earlier turns in
     another form."""
+    ends = {turn: template.render(messages[: turn + 1], one.tools).text for turn in wanted if turn + 1 < len(messages)}
+    if not all(full.text.startswith(until) for until in ends.values()):
+        return None
     if list(wanted) == [number for number, message in enumerate(messages) if role_of(message) == "assistant"]:
         return list(full.generated)
     found = []
     for turn in wanted:
-        before, until = (template.render(messages[:end], one.tools).text if end else "" for end in (turn, turn + 1))
-        if not (until.startswith(before) and full.text.startswith(until)):
+        before, until = template.render(messages[:turn], one.tools).text if turn else "", ends.get(turn, full.text)
+        if not until.startswith(before):
             return None
         found += [span for span in full.generated if len(before) <= span[0] and span[1] <= len(until)]
     return found
@@ -184,17 +199,29 @@ def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTem
     _check_roles(messages, template)
     found = []
     for turn in turns:
-        text = template.render(messages[: turn + 1], one.tools).text
-        span = _turn(messages[: turn + 1], turn, one, text, template)
-        if span is None:
+        until = messages[: turn + 1]
+        full = template.render(until, one.tools)
+        spans = _last_turn(until, one, full, template)
+        if spans is None:
             raise DataError(
                 f"the chat template shows turn {turn + 1} in another form than it asks for it, so that what is trained "
                 "is not known: put {% generation %} around the answers in the template, or take data.train_on=all"
             )
-        _check_complete(messages[: turn + 1], one, text)
-        said = (*_said(messages[: turn + 1], text), (span, role_of(messages[turn])))
-        found.append(Marked(text=text, trained=(span,), said=said))
+        check_complete(until, one.tools, [turn], full.text)
+        said = (*_said(until, full.text), *((span, role_of(messages[turn])) for span in spans))
+        found.append(Marked(text=full.text, trained=tuple(spans), said=said))
     return found
+
+
+def _last_turn(
+    messages: Sequence[Message], one: Conversation, full: Rendered, template: ChatTemplate
+) -> list[Span] | None:
+    """Where the last turn's own words stand; None where that is not known."""
+    if template.marks and role_of(messages[-1]) == "assistant":
+        before = template.render(messages[:-1], one.tools).generated if len(messages) > 1 else ()
+        return list(full.generated[len(before) :])
+    span = _turn(messages, len(messages) - 1, one, full.text, template)
+    return None if span is None else [span]
 
 
 def _said(messages: Sequence[Message], text: str) -> tuple[tuple[Span, str], ...]:
@@ -209,91 +236,6 @@ def _said(messages: Sequence[Message], text: str) -> tuple[tuple[Span, str], ...
     return tuple(found)
 
 
-def _check_complete(messages: Sequence[Message], one: Conversation, text: str) -> None:
-    """Hard error where a template leaves out what a message says, a call of a tool or a tool; thoughts aside."""
-    squeezed = _squeezed(text)
-    said = [_without_thoughts(str(message.get("content") or "")) for message in messages]
-    missing = None if _stand_in_order(said, squeezed) else _missing(said, squeezed)
-    if missing is not None:
-        raise DataError(
-            f"the chat template drops what message {missing + 1} ({messages[missing]['role']}) says: "
-            f"{said[missing].strip()[:60]!r} is not in the rendered text; take another data.template or another role"
-        )
-    _check_tools(messages, one, text)
-
-
-def _stand_in_order(said: Sequence[str], text: str) -> bool:
-    """Whether each content has a place behind the one before it, in a text without blanks."""
-    for content in said:
-        place, size = _place(content, text)
-        if place < 0:
-            return False
-        text = text[place + size :]
-    return True
-
-
-def _missing(said: Sequence[str], text: str) -> int | None:
-    """The number of a content without a place of its own, in any order; the longest first: "hi" is in "hi there"."""
-    for number in sorted(range(len(said)), key=lambda number: -len(_squeezed(said[number]))):
-        place, size = _place(said[number], text)
-        if place < 0:
-            return number
-        text = f"{text[:place]}\0{text[place + size :]}" if size else text
-    return None
-
-
-def _check_tools(messages: Sequence[Message], one: Conversation, text: str) -> None:
-    """The same of calls, the texts of their arguments included, and of the tools themselves."""
-    squeezed = _squeezed(text)
-    for number, message in enumerate(messages, start=1):
-        for name in _names(message.get("tool_calls")):
-            if name not in text:
-                raise DataError(
-                    f"the chat template drops a tool call of message {number}: {name!r} is not in the rendered text; "
-                    "take a data.template that writes tool_calls"
-                )
-        for given in _arguments(message.get("tool_calls")):
-            if _place(given, squeezed)[0] < 0:
-                raise DataError(
-                    f"the chat template drops what a tool call of message {number} is given: {given[:60]!r} is not in "
-                    "the rendered text; take a data.template that writes arguments"
-                )
-    for name in _names(one.tools):
-        if name not in text:
-            raise DataError(
-                f"the chat template drops the tool {name!r}: it is not in the rendered text; take a data.template "
-                "that writes tools, or remove the column 'tools'"
-            )
-
-
-def _place(content: str, squeezed: str) -> tuple[int, int]:
-    """(where a content stands in a text without blanks, as it is or as JSON spells it; its length); -1 = nowhere."""
-    spellings = [
-        _squeezed(one) for one in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
-    ]
-    return next(((place, len(one)) for one in spellings if (place := squeezed.find(one)) >= 0), (-1, 0))
-
-
-def _arguments(calls: Any) -> Iterator[str]:
-    """The texts that calls of tools are given, at any depth."""
-    for one in calls or ():
-        inner = one.get("function", one) if isinstance(one, Mapping) else None
-        given = inner.get("arguments") if isinstance(inner, Mapping) else None
-        if isinstance(given, str):
-            with contextlib.suppress(ValueError):
-                given = json.loads(given)
-        yield from _texts(given)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (text for one in value.values() for text in _texts(one))
-    elif isinstance(value, list | tuple):
-        yield from (text for one in value for text in _texts(one))
-
-
 def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:
     """Hard error for a role that nobody knows: most templates write any, and a misspelled answer would be masked."""
     for number, message in enumerate(messages, start=1):
@@ -305,26 +247,31 @@ def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:
             )
 
 
-def _names(tools: Any) -> list[str]:
-    """Of tools, or of calls of tools, in the form {"function": {"name": ...}} or {"name": ...}."""
-    inner = [one.get("function", one) for one in tools or () if isinstance(one, Mapping)]
-    return [str(one["name"]) for one in inner if isinstance(one, Mapping) and "name" in one]
-
-
-def _without_thoughts(content: str) -> str:
-    """What is said behind `</think>`; a thought's begin may stand in the prompt."""
-    return _THINKING.sub("", content).rpartition("</think>")[2]
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
 def _thoughtless(message: Message) -> Message:
     """An answer without what was thought before it."""
     if role_of(message) != "assistant":
         return message
     kept: dict[str, Any] = {name: value for name, value in message.items() if name not in THOUGHTS}
     if isinstance(kept.get("content"), str):
-        kept["content"] = _without_thoughts(kept["content"]).lstrip("\n")
+        kept["content"] = without_thoughts(kept["content"]).lstrip("\n")
     return kept
+
+
+def _opened(message: Message) -> Message:
+    """A message whose calls have the JSON of their arguments as objects: what templates write as JSON, and what a
+    server gives them. A text would be written as JSON of a text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_opened_call(call) for call in calls]} if isinstance(calls, list) else message
+
+
+def _opened_call(call: Any) -> Any:
+    inner = call.get("function", call) if isinstance(call, Mapping) else None
+    given = inner.get("arguments") if isinstance(inner, Mapping) else None
+    if not isinstance(inner, Mapping) or not isinstance(given, str):
+        return call
+    with contextlib.suppress(ValueError, RecursionError):
+        read = json.loads(given)
+        if isinstance(read, Mapping):
+            opened = {**inner, "arguments": read}
+            return {**call, "function": opened} if "function" in call else opened
+    return call

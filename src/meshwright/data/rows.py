@@ -65,7 +65,7 @@ def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
             batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns and list(columns))
             rows = (row for batch in batches for row in batch.to_pylist())
             for number, row in enumerate(rows, start=1):
-                yield f"{path}:{number}", row
+                yield f"{path}:{number}", _filled(row)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file: {' '.join(str(error).split())}") from error
 
@@ -76,7 +76,7 @@ def hub(dataset: Any, name: str, columns: Sequence[str] | None = None) -> Iterat
         _require_field(column, dataset.column_names, name)
     chosen = dataset.select_columns(list(columns)) if columns else dataset
     for number, row in enumerate(chosen, start=1):
-        yield f"{name}:{number}", row
+        yield f"{name}:{number}", _filled(row)
 
 
 def load_hub(name: str) -> Any:
@@ -90,6 +90,18 @@ def load_hub(name: str) -> Any:
         return datasets.load_dataset(*parts, split="train")
     except Exception as error:  # the library raises whatever its transports raise
         raise DataError(f"data.path={name} cannot be loaded from the hub: {' '.join(str(error).split())}") from error
+
+
+def _filled(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row of a table, whose objects have every field of all rows, null where a row has none."""
+    return {name: _without_null(value) for name, value in row.items()}
+
+
+def _without_null(value: Any) -> Any:
+    """Objects without fields that are null, at any depth."""
+    if isinstance(value, Mapping):
+        return {name: _without_null(one) for name, one in value.items() if one is not None}
+    return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 
 def text_of(row: Mapping[str, Any], field: str, where: str) -> str:

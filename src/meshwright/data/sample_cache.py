@@ -27,7 +27,7 @@ from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 """Raised whenever the same rows would be stored as other tokens or in another way."""
 _BATCH_CHARACTERS: Final = 2**17
 _LIMIT_S: Final = 60.0
@@ -181,6 +181,11 @@ class _SampleBuild:
         masked = tokens - trained - samples  # nothing predicts a sample's first token: that it is masked says nothing
         if masked <= 0 and roles and self.data.train_on != "all":
             raise DataError(f"every token of {about} is trained, prompts too: say data.train_on=all if that is meant")
+        if not ends and masked > 0 and self.tokenizer.eos is None and not roles:
+            raise DataError(
+                f"no answer of {about} ends: data.tokenizer={self.data.tokenizer} names no end-of-text token, so that "
+                "the model would never learn to stop: name eos_token in the tokenizer_config.json beside it"
+            )
         if not ends and roles:
             raise DataError(
                 f"no answer of {about} ends with a special token, so that the model would never learn to stop: put "

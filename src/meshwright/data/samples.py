@@ -90,31 +90,38 @@ def unread(fields: Mapping[str, Any]) -> set[str]:
 
 
 def _preference(row: Mapping[str, Any], where: str) -> Preference:
-    """The prompt is a column, or what both answers begin with."""
+    """The prompt is a column, what both answers begin with, or both."""
     chosen, rejected = (_part(row[name], name, where) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(f"{where}: 'chosen' and 'rejected' must both be strings or both be lists of messages")
-    if "prompt" in row:
-        prompt = _part(row["prompt"], "prompt", where)
-        return Preference(
-            chosen=_answer(prompt, chosen, row, where, "chosen"),
-            rejected=_answer(prompt, rejected, row, where, "rejected"),
-        )
-    common = _common(chosen, rejected)
-    if not common:
+    common = chosen[: _common(chosen, rejected)]
+    prompt = _part(row["prompt"], "prompt", where) if "prompt" in row else None
+    if prompt is None and not common:
         raise DataError(f"{where}: 'chosen' and 'rejected' begin differently: give the prompt as a column 'prompt'")
+    if prompt is None or _stands_in(prompt, common):
+        prompt = common if prompt is None or isinstance(prompt, str) else prompt
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     return Preference(
-        chosen=_answer(chosen[:common], chosen[common:], row, where, "chosen"),
-        rejected=_answer(chosen[:common], rejected[common:], row, where, "rejected"),
+        chosen=_answer(prompt, chosen, row, where, "chosen"),
+        rejected=_answer(prompt, rejected, row, where, "rejected"),
     )
 
 
+def _stands_in(prompt: str | tuple[Message, ...], common: str | tuple[Message, ...]) -> bool:
+    """Whether a prompt is given once more as the messages that both answers begin with, or as the words of one."""
+    if isinstance(common, str):
+        return False
+    if isinstance(prompt, str):
+        return any(message.get("content") == prompt for message in common)
+    return bool(prompt) and common[: len(prompt)] == prompt
+
+
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many turns, or characters up to a word's border, both begin with."""
+    """How many turns, but for the last, or characters both begin with; of characters no space at the end."""
     size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
-    if isinstance(one, str) and size > 0 and one[size - 1] == " ":
-        return size - 1
-    return size
+    if not isinstance(one, str):
+        return min(size, max(0, min(len(one), len(other)) - 1))
+    return size - 1 if size > 0 and one[size - 1] == " " else size
 
 
 def _prompt_completion(row: Mapping[str, Any], where: str) -> Conversation | Continuation:
@@ -247,7 +254,7 @@ def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
 
 
 def _turn(turn: Any, what: str) -> Message:
-    """A message without columns that are null (parquet has every column in every row), its content as text."""
+    """A message without fields that are null, its content as text."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object")
     found = {name: _without_null(value) for name, value in turn.items() if value is not None}
@@ -275,8 +282,10 @@ def _text_part(part: Any, what: str) -> str:
 
 
 def _without_null(value: Any) -> Any:
+    """The same within; but an argument of a call may be null."""
     if isinstance(value, Mapping):
-        return {name: _without_null(one) for name, one in value.items() if one is not None}
+        kept = {name: one for name, one in value.items() if one is not None}
+        return {name: one if name == "arguments" else _without_null(one) for name, one in kept.items()}
     return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 

@@ -24,6 +24,9 @@ from meshwright.spec.inventory import parameters
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import ModelShape
 
+TINY = 2.0**-100
+"""The least square of a length: a row of zeros, as pruning leaves them, has one and stays what it is."""
+
 
 class LoRA(nn.Module):
     """A Weight: W with a low-rank sum beside it. The sizes of its parameters are those of a whole layer."""
@@ -87,7 +90,7 @@ class LoRA(nn.Module):
         crossed = (flat.view_as(of_both).t() * b).sum(1)
         own = (b @ gram.view(len(a), len(a)) * b).sum(1)
         squares = squares + 2 * self.scale * crossed + self.scale**2 * own
-        norms: Tensor = squares.clamp(min=0).sqrt()  # what rounding leaves of a row of zeros may be below 0
+        norms: Tensor = squares.clamp(min=TINY).sqrt()  # of a row of zeros rounding may leave less
         return norms
 
 
@@ -106,7 +109,8 @@ def merged(weight: Tensor, low: Mapping[str, Tensor], lora: LoRAShape) -> Tensor
     """The matrix (out, in), or the stack (X, out, in), that a model without adapters has in its place."""
     found = weight + lora.scale * (low["b"] @ low["a"])
     if "magnitude" in low:
-        found = found * (low["magnitude"] / torch.linalg.vector_norm(found, dim=1)).unsqueeze(1)
+        lengths = torch.linalg.vector_norm(found, dim=1).clamp(min=TINY**0.5)
+        found = found * (low["magnitude"] / lengths).unsqueeze(1)
     return found
 
 

@@ -54,7 +54,8 @@ def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
         if there != here:
             raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
     if values["data"] != corpus.fingerprint:
-        raise _other_place(found, "other text or another split or tokenizer", f"data={plan.data.title}")
+        samples = ", another template, train_on or thinking" if plan.data.form == "samples" else ""
+        raise _other_place(found, f"other text or another split or tokenizer{samples}", f"data={plan.data.title}")
     if values.get("base", "") != base_fingerprint(plan):
         raise CheckpointError(
             f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
