@@ -55,6 +55,10 @@ ACCELERATE_FILE = ConfigFile(
         "use_cpu": (False, ""),
     },
     ignored=(
+        "compute_environment",
+        "machine_rank",
+        "rdzv_backend",
+        "main_training_function",
         "debug",
         "downcast_bf16",
         "enable_cpu_affinity",
@@ -176,7 +180,8 @@ def _launch(plan: Plan) -> LaunchCommand:
     return LaunchCommand(
         command='accelerate launch --config_file "$HERE/accelerate.yaml" --machine_rank $NODE_RANK '
         '--main_process_ip $HEAD --main_process_port $PORT run_clm.py "$HERE/run_clm.json"',
-        yours=("DATASET", "learning rate and its schedule"),
+        before=('cd "$HERE"',),
+        yours=("DATASET", "learning rate and its schedule", "run_clm.py of transformers, beside these files"),
     )
 
 
