@@ -118,6 +118,14 @@ def test_llamas_stretched_frequencies_are_written(tmp_path: Path) -> None:
     assert "--use-rope-scaling" not in options(plan_of("llama-2-7b"), tmp_path)
 
 
+def test_gradients_in_bf16_travel_in_fp32_unless_told(tmp_path: Path) -> None:
+    """megatron/training/arguments.py: --bf16 sets accumulate_allreduce_grads_in_fp32, but for --grad-reduce-in-bf16."""
+    wide, narrow = (stack_of(of(tmp_path, more).facts) for more in ("", "--grad-reduce-in-bf16"))
+    half = stack_of(of(tmp_path, "", LLAMA.replace("--bf16", "--fp16")).facts)
+    assert [one.gradient_exchange_bytes for one in (wide, narrow, half)] == [4.0, 2.0, 2.0]
+    assert stack_of({}).gradient_exchange_bytes == 4.0, "what is written does not tell it"
+
+
 def test_how_tokens_travel_is_counted(tmp_path: Path) -> None:
     experts = "--num-experts 8 --moe-ffn-hidden-size 1024 --expert-model-parallel-size 8"
     with pytest.raises(PlanError, match="moe-token-dispatcher-type allgather, the default, is not counted"):

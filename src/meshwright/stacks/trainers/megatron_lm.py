@@ -34,6 +34,7 @@ LAYOUT = (
            meaning="ZeRO-1: optimizer states shared out"),
     Option(key="--overlap-grad-reduce", fact="overlap_reduce", default=False,
            meaning="gradients are summed beside the backward pass"),
+    Option(key="--grad-reduce-in-bf16", fact="narrow_sums", default=False, meaning="gradients travel in 16 bits"),
     Option(key="--overlap-param-gather", fact="overlap_gather", default=False,
            meaning="parameters are gathered beside the forward pass"),
     Option(key="--micro-batch-size", fact="micro_batch", meaning="sequences of a micro-batch on a rank"),
@@ -106,6 +107,8 @@ def stack_of(facts: Facts) -> Stack:
     """Megatron-Core's memory and time, with what the options overlap."""
     overlapped = facts.get("tp_overlap", True) or (facts.get("tp") or 1) == 1
     stack = replace(MEGATRON_CORE, product_bytes=1.0) if facts.get("narrow") else MEGATRON_CORE
+    narrow = facts.get("narrow_sums") or facts.get("precision") == "fp16"
+    stack = replace(stack, gradient_exchange_bytes=2.0 if narrow else 4.0)
     stack = stack if overlapped else replace(stack, hides_tensor=0.0)
     if facts.get("dispatcher") == "alltoall" and (facts.get("ep") or 1) > 1:
         stack = replace(stack, counts_s=COUNTS_S, routes_once=False)

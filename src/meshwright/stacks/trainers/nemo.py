@@ -93,7 +93,7 @@ REFUSED = {
 
 def _stack(facts: Facts) -> Stack:
     found = megatron.stack_of(facts)
-    return replace(found, gradient_exchange_bytes=4.0) if facts.get("wide_reduction", False) else found
+    return replace(found, gradient_exchange_bytes=4.0 if facts.get("wide_reduction", False) else 2.0)
 
 
 def _facts(plan: Plan) -> Facts:
