@@ -305,6 +305,22 @@ def test_attention_that_writes_its_weights_is_refused(word: str, tmp_path: Path)
         read(str(write(tmp_path, "a.yaml", f"{text}attn_implementation: eager\n")), word)
 
 
+@pytest.mark.parametrize("word", ["accelerate", "axolotl"])
+def test_units_other_than_blocks_are_refused(word: str, tmp_path: Path) -> None:
+    """With NO_WRAP the whole model is one unit, which is gathered at once."""
+    section = "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: "
+    text = f"distributed_type: FSDP\n{section}" if word == "accelerate" else AXOLOTL + "  auto_wrap_policy: "
+    read(str(write(tmp_path, "a.yaml", f"{text}TRANSFORMER_BASED_WRAP\n")), word)
+    with pytest.raises(PlanError, match="auto_wrap_policy=NO_WRAP gathers other units than blocks"):
+        read(str(write(tmp_path, "a.yaml", f"{text}NO_WRAP\n")), word)
+
+
+def test_gradients_of_deepspeed_in_other_bits_are_refused(tmp_path: Path) -> None:
+    text = '{"train_batch_size": 8, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 2}}'
+    with pytest.raises(PlanError, match="grad_accum_dtype=fp32 keeps gradients in other bits"):
+        read(str(write(tmp_path, "d.json", text)), "deepspeed")
+
+
 def test_the_length_of_older_files_of_trl_is_read(tmp_path: Path) -> None:
     path = write(tmp_path, "a.yaml", "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_seq_length: 2048\n")
     assert read(str(path), "trl").facts["sequence"] == 2048

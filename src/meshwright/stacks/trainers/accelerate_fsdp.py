@@ -126,7 +126,7 @@ def accelerate_facts(plan: Plan) -> Facts:
     """What its file says of a layout."""
     layout = plan.layout
     sharded, piece = layout.zero > 0, layout.cp > 1 or layout.dp_replicate > 1 or layout.tp > 1
-    only = {"fsdp_version": 2, "resharded": RESHARDED[layout.zero], "wrap": "TRANSFORMER_BASED_WRAP",
+    only = {"fsdp_version": 2, "resharded": RESHARDED[layout.zero], "wrap": hf.BY_BLOCK,
             "fsdp_checkpointing": layout.recompute == "full", "offload_params": False,
             "state_dict": "SHARDED_STATE_DICT"} if sharded else {}  # fmt: skip
     mesh = {"replicas": layout.dp_replicate, "shards": layout.dp_shard, "cp_size": layout.cp, "tp_size": layout.tp}

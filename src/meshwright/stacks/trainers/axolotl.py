@@ -112,7 +112,7 @@ def _facts(plan: Plan) -> Facts:
     return {
         **hf.trainer_facts(plan, "axolotl"), "checkpointing": layout.recompute == "full",
         "optimizer": "adamw_torch_fused", "fsdp_version": 2, "resharded": RESHARDED[layout.zero],
-        "wrap": "TRANSFORMER_BASED_WRAP", "offload_params": False, "state_dict": "SHARDED_STATE_DICT",
+        "wrap": hf.BY_BLOCK, "offload_params": False, "state_dict": "SHARDED_STATE_DICT",
     }  # fmt: skip
 
 

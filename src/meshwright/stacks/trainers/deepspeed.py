@@ -48,6 +48,7 @@ JSON = ConfigFile(
     refused={
         "zero_optimization.offload_optimizer.device": "keeps optimizer states in host memory",
         "zero_optimization.offload_param.device": "keeps parameters in host memory",
+        "data_types.grad_accum_dtype": "keeps gradients in other bits",
         "zero_optimization.zero_hpz_partition_size": "keeps a second copy of the shards in each node (ZeRO++)",
         "zero_optimization.zero_quantized_weights": "sends weights in fewer bits (ZeRO++)",
         "zero_optimization.zero_quantized_gradients": "sends gradients in fewer bits (ZeRO++)",

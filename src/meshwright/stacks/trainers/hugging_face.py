@@ -66,6 +66,8 @@ TRAINER_IGNORED = (
 )  # fmt: skip
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 """Names of AdamW with two fp32 states: transformers OptimizerNames. Others keep other states."""
+BY_BLOCK = "TRANSFORMER_BASED_WRAP"
+"""FSDP's units: a block each."""
 TRAINER_REFUSED = {
     "use_peft": "trains adapters instead of all weights: ask plan --tune lora",
     "load_in_4bit": "holds weights in 4 bits: ask plan --tune qlora",
@@ -114,6 +116,10 @@ def resolved(facts: Facts) -> Facts:
         raise PlanError(f"optimizer {found['optimizer']} is not counted: take one of {', '.join(ADAMW)}")
     if found.get("attention_kernel") == "eager":
         raise PlanError("attn_implementation=eager writes the weights of attention, which is not counted: take sdpa")
+    if str(found.get("wrap") or BY_BLOCK) != BY_BLOCK:
+        raise PlanError(
+            f"auto_wrap_policy={found['wrap']} gathers other units than blocks, not counted: take {BY_BLOCK}"
+        )
     if found.get("mixed_precision") == "fp8":
         raise PlanError("mixed_precision=fp8 makes products of 8 bits, which are not counted here: take bf16")
     found["precision"] = _precision(found)
