@@ -187,6 +187,7 @@ def test_epochs_of_a_dataset_are_its_tokens() -> None:
         (["--tokens", "1B", "--budget", "-1"], "--budget -1.0 must be a number of dollars above 0"),
         (["--tokens", "1B", "--devices", "h1000"], "--devices 'h1000' is not known; nearest"),
         (["--tokens", "1B", "--devices", "mi325x"], "has no price of it"),
+        (["--tokens", "1B", "--devices", "t4"], "--devices t4 has no bf16_flop_per_s"),
         (["--tokens", "1B", "--nodes", "0"], "--nodes 0 must be at least 1"),
         (["--tokens", "1B", "--nodes", "two"], "--nodes 'two' must be whole numbers"),
         (["--tokens", "1B", "--mtbf", "0"], "--mtbf 0 must be at least 1"),
@@ -235,3 +236,37 @@ def test_serving_in_words(capsys: Capture) -> None:
     assert "NONE within 0.001 ms per token: the fastest takes " in told.out
     assert "meshwright: --latency 0.001 cannot be met: the fastest possible takes " in told.err
     assert main(["rent", "llama-3.1-405b", "--serve", "--devices", "a100-40", "--nodes", "1"]) == 3
+
+
+def test_nodes_that_serve_are_those_that_were_asked_for() -> None:
+    found = mw.rent_serving("llama-3.2-1b", devices=["h100"], nodes=[2], concurrency=16)
+    assert {one.offer.nodes for one in found.swept.runs} == {2}
+
+
+def test_large_figures_have_no_exponent(tmp_path: Path, capsys: Capture) -> None:
+    """A run of more than a hundred days, nodes of more than a thousand dollars per hour."""
+    file = tmp_path / "mine.csv"
+    file.write_text("device,usd_per_gpu_hour\nh100,1234.5\n")
+    words: dict[str, Any] = {"prices": file, "devices": ["h100"], "nodes": [1]}
+    slow = mw.rent("llama-3.2-1b", tokens="1.5T", quick=True, **words)
+    assert slow.recommended.wall_s > 100 * 86_400 or slow.front[0].wall_s > 100 * 86_400
+    served = mw.rent_serving("llama-3.1-8b", concurrency=1, **words)
+    said = [repr(slow), slow._repr_html_(), repr(served), served._repr_html_()]
+    assert main(["rent", "llama-3.1-8b", "--serve", "--concurrency", "1", "--nodes", "1", "--prices", str(file)]) == 0
+    assert not any("e+0" in text for text in (*said, capsys.readouterr().out))
+
+
+def test_conditions_are_said_as_they_were_given(capsys: Capture) -> None:
+    words = ["rent", "llama-3.2-1b", "--tokens", "20B", "--nodes", "1", "--devices", "h100", "--quick"]
+    assert main(words) == 0
+    assert "hours of a device (Llama 3)," in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--mtbf", "9000", "--deadline", "500d"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "every 9,000 hours of a device, 1%" in said and "take over 500 d," in said
+
+
+def test_clusters_that_are_too_slow_are_not_said_to_be_too_small(capsys: Capture) -> None:
+    words = ["rent", "llama-3.1-70b", "--tokens", "20B", "--devices", "h100,rtx3090", "--nodes", "1", "--quick"]
+    assert main(words) == 3
+    said = capsys.readouterr().err
+    assert "fits on none of 4 clusters with memory to spare, and takes longer than 1 year on the other 1" in said

@@ -141,6 +141,26 @@ def test_megatron_parses_its_arguments(model: str, tmp_path: Path, monkeypatch: 
     assert found.bf16
 
 
+def test_megatron_parses_experts_latent_attention_and_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = pytest.importorskip("megatron.training.arguments")
+    piped: dict[str, Any] = {"dp_shard": 1, "pp": 6, "vp": 2, "schedule": "interleaved", "micro_batch": 4}
+    found = {}
+    for model, layout in (("deepseek-v3", {"ep": 8}), ("llama-3.1-8b", piped)):
+        written("megatron-lm", model, tmp_path, zero=1, **layout)
+        entries = entries_of(tmp_path / "arguments.sh")
+        words = [word for one in entries for word in ([one.key] if one.value is True else [one.key, str(one.value)])]
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
+        found[model] = arguments.parse_args()
+    experts = found["deepseek-v3"]
+    assert (experts.moe_token_dispatcher_type, experts.moe_flex_dispatcher_backend) == ("flex", "deepep")
+    assert (experts.moe_grouped_gemm, experts.moe_router_score_function, experts.moe_router_num_groups) == (
+        True, "sigmoid", 8,
+    )  # fmt: skip
+    assert (experts.moe_layer_freq, experts.rotary_scaling_factor) == ([0] * 3 + [1] * 58, 40.0)
+    assert found["llama-3.1-8b"].microbatch_group_size_per_vp_stage == 8  # of 16; rounds of 6 leave 4
+    assert found["llama-3.1-8b"].use_rope_scaling
+
+
 @pytest.mark.parametrize("model", TEN)
 def test_axolotl_takes_its_yaml(model: str, tmp_path: Path) -> None:
     """Its own schema takes the values and has a field of each name: it drops others without a word."""

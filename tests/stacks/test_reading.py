@@ -1,6 +1,7 @@
 """Configurations as people write them: what is read, refused with key and line, and advised."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,3 +173,169 @@ def test_what_is_written_for_accelerate_says_the_precision(word: str, precision:
     assert again.plan(again.shape, plan.cluster, {}).recipe.precision == precision
     alone = read(str(tmp_path / "accelerate.yaml"), word)
     assert alone.facts["precision"] == precision, "its own file alone is enough"
+
+
+def test_one_layer_more_is_not_off(tmp_path: Path) -> None:
+    """DeepSeek-V3 has --mtp-num-layers 1; 1 is off only where ranks or parts are counted."""
+    base = "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048"
+    with pytest.raises(PlanError, match="mtp-num-layers=1 adds layers that predict more tokens"):
+        read(str(write(tmp_path, "a.sh", f"{base} --vocab-size 32000 --mtp-num-layers 1\n")), "megatron-lm")
+    off = f"{base} --vocab-size 32000 --mtp-num-layers 0 --num-distributed-optimizer-instances 1\n"
+    assert read(str(write(tmp_path, "a.sh", off)), "megatron-lm").unknown == ()
+    parts = '"zero_hpz_partition_size": 8, "mics_shard_size": -1'
+    hpz = f'{{"train_batch_size": 8, "zero_optimization": {{"stage": 3, {parts}}}}}'
+    with pytest.raises(PlanError, match="zero_hpz_partition_size=8"):
+        read(str(write(tmp_path, "d.json", hpz)), "deepspeed")
+    assert read(str(write(tmp_path, "d.json", hpz.replace(": 8,", ": 1,"))), "deepspeed").facts["zero"] == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("context_parallel_size: 1", "context_parallel_size: 4", "context_parallel_size=4 is not counted here: take"),
+        ("dtype: bfloat16", "dtype: float32", "model.dtype=float32 is not counted here: take model.dtype=bfloat16"),
+        ("name: adamW", "name: sgd", "optimizer_factory.name=sgd is not understood: take one of adamW"),
+    ],
+)
+def test_what_is_always_written_the_same_is_refused_where_it_differs(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    plan = Plan(
+        model=presets.model("llama-3.1-8b"), cluster=presets.cluster("h100x8"),
+        recipe=Recipe(precision="bf16", sequence=4096, global_batch=64),
+        layout=Layout(dp_shard=8, zero=1, micro_batch=1),
+    )  # fmt: skip
+    text = texts(SOFTWARE["nanotron"], plan)["nanotron.yaml"]
+    assert read(str(write(tmp_path, "a.yaml", text))).shape == plan.model
+    assert text.count(old) == 1
+    with pytest.raises(PlanError, match=said):
+        read(str(write(tmp_path, "a.yaml", text.replace(old, new))))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('flavor = "8B"', 'flavor = "8B"\nconverters = ["mx"]', "model.converters=mx makes products"),
+        ('flavor = "8B"', 'flavor = "8B"\nconverters = "float8,quantize.grouped_mm.float8"', "grouped_mm.float8 makes"),
+        ("seq_len = 8192", 'seq_len = 8192\nmixed_precision_param = "float32"', "float32 is not understood: take"),
+        ("_degree = 2", '_degree = 2\nfsdp_reshard_after_forward = "never"', "never without a pipeline is not counted"),
+        ("_degree = 2", "_degree = 2\npipeline_parallel_degree = 2", "4 at a time, each time with a bubble of its own"),
+    ],
+)
+def test_what_torchtitan_does_otherwise_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:
+    text = EIGHT.replace("local_batch_size = 1", "local_batch_size = 4\nglobal_batch_size = 64")
+    asked: dict[str, Any] = {"cluster": "h100x8", "nodes": 1}
+    assert mw.plan_from(write(tmp_path, "a.toml", text), **asked).plan.layout.zero == 3
+    with pytest.raises(PlanError, match=said):
+        mw.plan_from(write(tmp_path, "a.toml", text.replace(old, new)), **asked)
+
+
+def test_a_name_of_converters_is_read_as_a_list_of_one(tmp_path: Path) -> None:
+    one, several = (
+        mw.plan_from(
+            write(tmp_path, "a.toml", EIGHT.replace('flavor = "8B"', f'flavor = "8B"\nconverters = {said}')),
+            cluster="h100x8",
+        ).given.step_seconds
+        for said in ('"float8"', '["float8"]')
+    )
+    assert one == several
+
+
+@pytest.mark.parametrize(
+    ("option", "recompute", "layers"),
+    [('"op"', "selective", 0), ('"2"', "full", 16), ("2", "full", 16), (None, "full", 16), ('"1"', "full", 0)],
+)
+def test_selective_recomputation_by_layers(option: str | None, recompute: str, layers: int, tmp_path: Path) -> None:
+    """torchtitan/distributed/activation_checkpoint.py: `2`, the default, wraps every second layer whole."""
+    said = "" if option is None else f"selective_ac_option = {option}"
+    text = EIGHT.replace('selective_ac_option = "op"', said)
+    found = mw.plan_from(write(tmp_path, "a.toml", text), cluster="h100x8").plan.layout
+    assert (found.recompute, found.recompute_layers) == (recompute, layers)
+
+
+def test_torchtitan_without_sequence_parallelism(tmp_path: Path) -> None:
+    text = EIGHT.replace("_degree = 2", "_degree = 2\nenable_sequence_parallel = false")
+    assert mw.plan_from(write(tmp_path, "a.toml", text), cluster="h100x8").plan.layout.sp is False
+
+
+def test_deepspeed_hides_no_reductions_below_stage_3_unless_told(tmp_path: Path) -> None:
+    """runtime/zero/config.py, overlap_comm_valid: where it is not said, stage 3 alone overlaps."""
+
+    def step_s(stage: int, more: str) -> float:
+        batch = '"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}'
+        path = write(tmp_path, "d.json", f'{{{batch}, "zero_optimization": {{"stage": {stage}{more}}}}}')
+        asked: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": "h100x8", "nodes": 2}
+        return mw.plan_from(path, recipe={"sequence": 2048}, **asked).given.step_seconds
+
+    on, off = ', "overlap_comm": true', ', "overlap_comm": false'
+    assert step_s(2, "") == step_s(2, off) > step_s(2, on)
+    assert step_s(3, "") == step_s(3, on)
+
+
+def test_an_optimizer_of_deepspeed_with_other_states_is_refused(tmp_path: Path) -> None:
+    text = '{"train_batch_size": 64, "optimizer": {"type": "Muon"}, "zero_optimization": {"stage": 2}}'
+    with pytest.raises(PlanError, match=r"optimizer\.type=muon is not understood: take one of AdamW, Adam"):
+        read(str(write(tmp_path, "d.json", text)), "deepspeed")
+
+
+AXOLOTL = """
+base_model: meta-llama/Llama-3.1-8B
+sequence_len: 4096
+micro_batch_size: 1
+fsdp_version: 2
+fsdp_config:
+  reshard_after_forward: true
+"""
+
+
+def test_axolotl_that_holds_no_logits_is_refused(tmp_path: Path) -> None:
+    """cut_cross_entropy is true by default where its plugin is named: integrations/cut_cross_entropy/args.py."""
+    assert read(str(write(tmp_path, "a.yaml", AXOLOTL)), "axolotl").facts["zero"] == 3
+    text = AXOLOTL + "plugins:\n  - axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin\n"
+    with pytest.raises(PlanError, match="CutCrossEntropyPlugin never holds all logits"):
+        read(str(write(tmp_path, "a.yaml", text)), "axolotl")
+
+
+@pytest.mark.parametrize("word", ["axolotl", "trl"])
+def test_attention_that_writes_its_weights_is_refused(word: str, tmp_path: Path) -> None:
+    text = AXOLOTL if word == "axolotl" else "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 4096\n"
+    for kind in ("sdpa", "flash_attention_2", "kernels-community/flash-attn3"):
+        read(str(write(tmp_path, "a.yaml", f"{text}attn_implementation: {kind}\n")), word)
+    with pytest.raises(PlanError, match="attn_implementation=eager writes the weights of attention"):
+        read(str(write(tmp_path, "a.yaml", f"{text}attn_implementation: eager\n")), word)
+
+
+@pytest.mark.parametrize("word", ["accelerate", "axolotl"])
+def test_units_other_than_blocks_are_refused(word: str, tmp_path: Path) -> None:
+    """With NO_WRAP the whole model is one unit, which is gathered at once."""
+    section = "fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: "
+    text = f"distributed_type: FSDP\n{section}" if word == "accelerate" else AXOLOTL + "  auto_wrap_policy: "
+    read(str(write(tmp_path, "a.yaml", f"{text}TRANSFORMER_BASED_WRAP\n")), word)
+    with pytest.raises(PlanError, match="auto_wrap_policy=NO_WRAP gathers other units than blocks"):
+        read(str(write(tmp_path, "a.yaml", f"{text}NO_WRAP\n")), word)
+
+
+def test_gradients_of_deepspeed_in_other_bits_are_refused(tmp_path: Path) -> None:
+    text = '{"train_batch_size": 8, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 2}}'
+    with pytest.raises(PlanError, match="grad_accum_dtype=fp32 keeps gradients in other bits"):
+        read(str(write(tmp_path, "d.json", text)), "deepspeed")
+
+
+def test_the_length_of_older_files_of_trl_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_seq_length: 2048\n")
+    assert read(str(path), "trl").facts["sequence"] == 2048
+
+
+def test_values_of_a_function_of_torchtitans_registry_are_not_guessed(tmp_path: Path) -> None:
+    """llama3_70b has 8 tensor-parallel ranks and recomputes all: a file that changes its batch alone says neither."""
+    text = "def mine():\n    config = llama3_70b()\n    config.training.local_batch_size = 2\n    return config\n"
+    with pytest.raises(PlanError, match=r"training\.seq_len is not stated, and what llama3_70b has is not read"):
+        read(str(write(tmp_path, "a.py", text)), "torchtitan")
+    plan = Plan(
+        model=presets.model("qwen3-30b-a3b"), cluster=presets.cluster("h100x8"),
+        recipe=Recipe(precision="bf16", sequence=4096, global_batch=64),
+        layout=Layout(dp_shard=8, zero=3, micro_batch=1),
+    )  # fmt: skip
+    written = texts(SOFTWARE["torchtitan"], plan)["torchtitan_plan.py"]
+    assert "config.parallelism.expert_parallel_degree = 1" in written
+    assert read(str(write(tmp_path, "b.py", written))).shape == plan.model

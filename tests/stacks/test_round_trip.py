@@ -57,6 +57,9 @@ def test_what_is_written_is_read_again(word: str, data: st.DataObject, nodes: in
     assert again.unknown == ()
     assert again.shape is not None
     assert again.plan(again.shape, plan.cluster, {}) == one
+    if layout.tp == 1 or layout.sp:
+        read_s, written_s = (estimator(plan, software.stack(facts)).predict(one).step_s for facts in (again.facts, {}))
+        assert read_s == written_s
 
 
 @pytest.mark.parametrize("word", SOFTWARE)

@@ -14,15 +14,15 @@ from meshwright.api.plan_reading import Section, section_words
 from meshwright.api.plan_request import asked_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables
-from meshwright.planner.rent.clusters import NODES
+from meshwright.planner.rent.clusters import NODES, lacks
 from meshwright.planner.rent.failures import LLAMA_3, Conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RunOn
 from meshwright.planner.rent.sweep import LONGEST_S, RentAsked, Swept, sweep
-from meshwright.planner.rent.uncertainty import days, rounded
-from meshwright.spec import Plan
+from meshwright.planner.rent.uncertainty import days, plain
+from meshwright.spec import Plan, presets
 from meshwright.spec.errors import ArgumentError, DoesNotFit
-from meshwright.spec.units import count
+from meshwright.spec.units import count, many
 
 DAY_S, HOUR_S = 86_400.0, 3600.0
 MOST_NODES = 4096
@@ -132,13 +132,12 @@ class RentAnswer(Answer):
         best = self.recommended
         return (
             f"{self.asked.plan.model.name}, {count(self.asked.tokens)} tokens: {best.offer.title}, "
-            f"{best.wall_s / DAY_S:.2g} days, ${rounded(best.usd, best.error):,.0f} ({len(self.front)} on the front)"
+            f"{plain(best.wall_s / DAY_S, best.error)} days, {best.dollars} ({len(self.front)} on the front)"
         )
 
     def _repr_html_(self) -> str:
         cells = [
-            (one.offer.title, f"{one.wall_s / DAY_S:.2g} d",
-             f"${rounded(one.usd, one.error):,.0f}", f"{one.weeks.goodput:.1%}", words_of(one.found.plan))
+            (one.offer.title, one.days, one.dollars, f"{one.weeks.goodput:.1%}", words_of(one.found.plan))
             for one in self.front
         ]  # fmt: skip
         return whole(line(repr(self)), table(("cluster", "time", "bill", "goodput", "layout"), cells))
@@ -258,6 +257,8 @@ def asked_devices(given: Sequence[str] | None, table: Prices) -> tuple[str, ...]
             raise ArgumentError(
                 f"devices={name}: {table.file} has no price of it, and none is made up: give one with prices=FILE.csv"
             )
+        if missing := lacks(presets.device(name)):
+            raise ArgumentError(f"devices={name} has no {missing}, and nothing is predicted without: leave it out")
     return tuple(dict.fromkeys(found))
 
 
@@ -299,15 +300,17 @@ def _within(name: str, value: float | None, least: float, most: float) -> None:
 
 def _nothing(asked: RentAsked, swept: Swept) -> DoesNotFit:
     """Why no run was found."""
-    name, years = asked.plan.model.name, asked.longest_s / LONGEST_S
-    if swept.too_long and not swept.unfit:
+    name, years = asked.plan.model.name, many(round(asked.longest_s / LONGEST_S), "year")
+    slow, unfit = swept.clusters - len(swept.unfit), len(swept.unfit)
+    if slow and not unfit:
         return DoesNotFit(
-            f"{name} on {count(asked.tokens)} tokens takes longer than {years:.0f} year on each of {swept.clusters} "
-            "clusters: take fewer tokens, more nodes, or a later deadline"
+            f"{name} on {count(asked.tokens)} tokens takes longer than {years} on each of {slow} clusters: take fewer "
+            "tokens, more nodes, or a later deadline"
         )
+    also = f", and takes longer than {years} on the other {slow}" if slow else ""
     return DoesNotFit(
-        f"{name} fits on none of {swept.clusters} clusters with memory to spare: name larger devices or more nodes, "
-        "or train adapters alone (tune=qlora)"
+        f"{name} fits on none of {unfit} clusters with memory to spare{also}: name larger devices or more nodes, or "
+        "train adapters alone (tune=qlora)"
     )
 
 

@@ -14,6 +14,7 @@ from meshwright.api.renting import asked_devices, asked_nodes, asked_prices
 from meshwright.api.serve_planning import asked_load
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.served_on import ServedOn, SweptServing, sweep_serving
+from meshwright.planner.rent.uncertainty import three
 from meshwright.planner.serving.serving_plan import ServingAsked
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
@@ -98,14 +99,13 @@ class ServeRentAnswer(Answer):
     def __repr__(self) -> str:
         best = self.recommended
         return (
-            f"{self.asked.model.shape.name} served on {best.offer.title}: ${best.usd_per_hour:.3g} "
+            f"{self.asked.model.shape.name} served on {best.offer.title}: ${three(best.usd_per_hour)} "
             f"per hour, {best.per_token_s * 1e3:.3g} ms per token ({len(self.front)} on the front)"
         )
 
     def _repr_html_(self) -> str:
         cells = [
-            (one.offer.title, one.layout.words, f"${one.usd_per_hour:.3g}",
-             f"{one.per_token_s * 1e3:.3g} ms")
+            (one.offer.title, one.layout.words, f"${three(one.usd_per_hour)}", f"{one.per_token_s * 1e3:.3g} ms")
             for one in self.front
         ]  # fmt: skip
         return whole(line(repr(self)), table(("cluster", "layout", "per hour", "per token"), cells))

@@ -1,5 +1,6 @@
 """Files of options as a plan: whose they are, what they say, what was left aside."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from meshwright.spec.errors import PlanError
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.plan_facts import plan_of, preset_of_hub, shape_of
 from meshwright.stacks.declaration.software import TrainingSoftware
-from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of
+from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of, option_word
 from meshwright.stacks.text.option_text import Entry
 from meshwright.stacks.trainer_table import SOFTWARE, software
 
-OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", 1.0, {}, [])
-"""Values of an option that matters by which it is off, beside False; True is equal to 1 and on all the same."""
+OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", {}, [])
+"""Values of an option that matters by which it is off, beside False."""
+PARTS = re.compile(r"(size|parallelism|stages|instances|tiling)$")
+"""Ends of options that say in how many parts or ranks something is cut: 1 is off, and so is -1."""
 ReadFolder = Callable[[Path], ModelShape]
 
 
@@ -152,20 +155,33 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, ignored: list
         option_ = file.option(entry.key)
         if option_ is not None:
             facts[option_.fact] = _value(option_, entry, path)
-        elif entry.key in file.refused and not is_off(entry.value):
+        elif entry.key in file.refused and not is_off(entry.key, entry.value):
             raise PlanError(
                 f"{path}, line {entry.line}: {entry.key}={entry.value} {file.refused[entry.key]}: not counted here"
             )
         elif file.ignores(entry.key) or entry.key in file.fixed or entry.key in file.refused:
+            _check_fixed(file, entry, path)
             ignored.append(entry.key)
         elif entry.key not in ("def", "=", "import"):
             unknown.append(f"{entry.key} (line {entry.line})")
     return facts
 
 
-def is_off(value: Any) -> bool:
+def is_off(key: str, value: Any) -> bool:
     """Whether an option of this value does nothing."""
-    return not value if isinstance(value, bool) else value in OFF
+    if isinstance(value, bool):
+        return not value
+    return value in OFF or (value in (1, -1) and PARTS.search(key) is not None)
+
+
+def _check_fixed(file: ConfigFile, entry: Entry, path: Path) -> None:
+    """PlanError where an option that matters, and is written with one value for every plan, has another."""
+    if entry.key not in file.fixed or file.ignores(entry.key):
+        return
+    value, _ = file.fixed[entry.key]
+    if str(entry.value).lower() != str(value).lower():
+        said, known = (option_word("yaml", entry.key, one) for one in (entry.value, value))
+        raise PlanError(f"{path}, line {entry.line}: {said} is not counted here: take {known}")
 
 
 def _value(option: Option, entry: Entry, path: Path) -> Any:

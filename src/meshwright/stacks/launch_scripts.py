@@ -27,9 +27,11 @@ def slurm(plan: Plan, launch: LaunchCommand, title: str) -> str:
     """launch.sbatch: one task per node, which runs launch.sh."""
     cluster = plan.cluster
     return "\n".join([
-        "#!/usr/bin/env bash", *_directives(cluster), f"# {title}", *_yours(launch), "set -euo pipefail",
+        "#!/usr/bin/env bash", *_directives(cluster), f"# {title}",
+            "# Run in its folder, which all nodes see: sbatch launch.sbatch", *_yours(launch), "set -euo pipefail",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
         'HERE="${SLURM_SUBMIT_DIR:-$PWD}"',
+            '[ -f "$HERE/launch.sh" ] || { echo "no launch.sh in $HERE: cd to its folder, then sbatch" >&2; exit 1; }',
         f'srun --nodes={cluster.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c \\',
         "    'NODE_RANK=$SLURM_NODEID exec bash \"$0/launch.sh\"' \"$HERE\"", "",
     ])  # fmt: skip

@@ -139,3 +139,15 @@ def test_probabilities_and_digits() -> None:
     assert below(1.0, 1.0, 0.1) == 0.5 and below(1.0, 2.0, 0.1) > 0.999 and below(2.0, 1.0, 0.1) < 0.001
     assert (digits(0.001), digits(0.1), digits(0.5)) == (3, 2, 1)
     assert rounded(103_760.0, 0.14) == 100_000 and rounded(2.76, 0.4) == 3
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen3-30b-a3b"])
+def test_where_nothing_fails_the_range_is_the_planners(model: str) -> None:
+    """It is not even: of experts the upper end is two and a half times as far as the lower one."""
+    plan = replace(SMALL, model=presets.model(model), cluster=presets.cluster("h100x8"))
+    offer = list(offers_of("H100-SXM-80", shipped(), (1,)))[-1]
+    calm = Conditions(mtbf_device_hours=1e9, restart_s=0.0, evaluation=0.0)
+    run = run_on(offer, search(estimator(plan), plan, listed=1).best[0], 3e9, calm)
+    low, high, _ = relative_range(plan)
+    assert run.range_s[0] / run.wall_s == pytest.approx(low, rel=0.005)
+    assert run.range_s[1] / run.wall_s == pytest.approx(high, rel=0.005)

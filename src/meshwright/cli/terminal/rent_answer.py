@@ -10,9 +10,11 @@ from meshwright.api.renting_serving import ServeRentAnswer
 from meshwright.cli.terminal.screen_text import continued, dot, width, wrapped
 from meshwright.planner.explain import probability
 from meshwright.planner.rent.clusters import Offer
+from meshwright.planner.rent.failures import LLAMA_3
 from meshwright.planner.rent.run_on import RunOn
 from meshwright.planner.rent.served_on import ServedOn
-from meshwright.planner.rent.uncertainty import days, digits, dollars, plain
+from meshwright.planner.rent.sweep import LONGEST_S
+from meshwright.planner.rent.uncertainty import days, digits, dollars, plain, three
 from meshwright.spec.units import count, duration, many, short_gib, step_time
 
 Row = TypeVar("Row", RunOn, ServedOn)
@@ -21,6 +23,8 @@ FEW = 0.01
 """Failures, and a probability, below which no figure is given."""
 LIMITS = 2
 """What stops going further, named in a row."""
+TWO = 0.1
+"""An error of which two digits are worth printing: of what is not printed to its own."""
 ROWS = 8
 """Rows of a front, unless all are asked for."""
 
@@ -139,10 +143,12 @@ def _energy(one: RunOn) -> str:
 
 def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
     """What was tried, what was assumed."""
-    swept, given = answer.swept, answer.asked.given
+    swept, given, longest_s = answer.swept, answer.asked.given, answer.asked.longest_s
+    longest = "a year" if longest_s == LONGEST_S else days(longest_s)
+    whose = " (Llama 3)" if given.mtbf_device_hours == LLAMA_3.mtbf_device_hours else ""
     yield (
         f"{swept.clusters} clusters tried: {len(swept.runs)} searched to the end, {swept.dominated} cannot beat these, "
-        f"{swept.too_long} take over a year, {len(swept.unfit)} do not fit."
+        f"{swept.too_long} take over {longest}, {len(swept.unfit)} do not fit."
     )
     yield (
         "Stopped by: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
@@ -150,7 +156,7 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
     )
     yield from _unpriced(answer.unpriced, every=every)
     yield (
-        f"Counted: a failure every {given.mtbf_device_hours:,.0f} hours of a device (Llama 3), {given.evaluation:.0%} "
+        f"Counted: a failure every {given.mtbf_device_hours:,.0f} hours of a device{whose}, {given.evaluation:.0%} "
         f"for evaluation, {duration(given.restart_s)} for a restart, {duration(given.repair_s)} until a node is back, "
         f"checkpoints at {given.storage_bytes_per_s / 1e9:g} GB/s per node."
     )
@@ -198,7 +204,8 @@ def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterat
         users = f", {best.users_within(answer.latency_s):,} requests at once{limit}" if limit else ""
         line = (
             f"CHEAPEST{limit}: {best.offer.title}, {best.layout.words}, "
-            f"${_three(best.usd_per_hour)} per hour, ${best.usd_per_million:.2g} per million tokens of answers{users}."
+            f"${three(best.usd_per_hour)} per hour, ${plain(best.usd_per_million, TWO)} per million tokens of "
+            f"answers{users}."
         )
         yield from wrapped(line, width(), "  ", "    ")
     yield ""
@@ -218,12 +225,7 @@ def _served_place(one: ServedOn) -> tuple[float, float]:
 
 def _served(one: ServedOn) -> tuple[str, ...]:
     return (
-        _three(one.usd_per_hour), f"{one.usd_per_million:.2g}", _joined(one.offer),
+        three(one.usd_per_hour), plain(one.usd_per_million, TWO), _joined(one.offer),
         one.layout.words, f"{one.per_token_s * 1e3:.3g} ms", f"{one.first_token_s * 1e3:,.0f} ms",
         f"{one.layout.tokens_per_s:,.0f}",
     )  # fmt: skip
-
-
-def _three(value: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{float(f'{value:.3g}'):,.{2 if value < 10 else 1 if value < 100 else 0}f}"

@@ -1,5 +1,6 @@
 """`plan --for STACK` and `plan --from FILE`: layouts and configurations of other training software."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -61,7 +62,7 @@ def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:
     yield from wrapped(f"Written to {folder}: {', '.join(path.name for path in written)}.", width(), "  ")
     if launch.yours:
         yield from wrapped(f"Yours to set: {', '.join(launch.yours)}.", width(), "  ")
-    yield f"  Command: sbatch {folder / 'launch.sbatch'}, or on each node bash {folder / 'launch.sh'}"
+    yield f"  Command: cd {shlex.quote(str(folder))} && sbatch launch.sbatch, or on each node bash launch.sh"
 
 
 def print_config(answer: "ConfigAnswer", *, details: bool, json: bool) -> None:

@@ -102,8 +102,8 @@ class RunOn:
 
     def ends_within(self, limit_s: float) -> float:
         """Probability: every simulated run with the planner's error about it."""
-        runs = self.played.wall_s
-        return sum(uncertainty.below(wall_s, limit_s, self.error) for wall_s in runs) / len(runs)
+        runs, middle, error = self.played.wall_s, uncertainty.middle(self.found), self.error
+        return sum(uncertainty.below(wall_s * middle, limit_s, error) for wall_s in runs) / len(runs)
 
     def costs_at_most(self, usd: float) -> float:
         """Probability of a bill of at most that."""

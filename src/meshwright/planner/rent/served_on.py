@@ -98,7 +98,8 @@ def sweep_serving(
 def _alone(name: str, prices: Prices, nodes: Sequence[int]) -> Iterator[Offer]:
     """Clusters at the price of nodes that stand alone."""
     one = list(offers_of(name, prices, [1]))
-    yield from one
+    if 1 in nodes:
+        yield from one
     if one:
         for number in sorted(n for n in set(nodes) - {1} if n <= MOST_NODES):
             yield replace(one[-1], nodes=number)

@@ -20,6 +20,12 @@ def time_error(found: Prediction) -> float:
     return log(high / low) / WIDTH
 
 
+def middle(found: Prediction) -> float:
+    """Measured over predicted, in the middle of its range: the ends of what is printed are the planner's."""
+    low, high, _ = relative_range(found.plan, found.stack)
+    return sqrt(low * high)
+
+
 def below(value: float, limit: float, error: float) -> float:
     """Probability that what was predicted as `value` is at most `limit`."""
     if value <= 0 or limit <= 0:
@@ -46,6 +52,11 @@ def plain(value: float, error: float) -> str:
     """The same in print."""
     value = rounded(value, error)
     return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:g}"
+
+
+def three(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{float(f'{value:.3g}'):,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def days(seconds: float, error: float = 0.0) -> str:

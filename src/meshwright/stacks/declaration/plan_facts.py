@@ -17,6 +17,8 @@ SIZES = (
     "rope_theta", "qkv_bias", "qk_norm", "window", "tied",
 )  # fmt: skip
 """Fields of a shape that a model may be recognized by."""
+ROUTED = ("experts", "top_k", "ffn", "shared_experts", "first_dense")
+"""The same of its experts."""
 MADE_OF = ("vocab", "layers", "hidden", "heads", "kv_heads", "ffn")
 
 
@@ -92,6 +94,7 @@ def batches(facts: Facts, dp: int) -> tuple[int, int]:
     batch: Any = facts.get("global_batch")
     times: Any = facts.get("accumulation")
     local: Any = facts.get("local_batch")
+    together: Any = facts.get("pipeline_batch")
     if not _is_whole(batch):
         batch = local * dp if _is_whole(local) else (micro or 0) * (times or 1) * dp
     if not _is_whole(micro):
@@ -100,6 +103,11 @@ def batches(facts: Facts, dp: int) -> tuple[int, int]:
         raise PlanError(
             "the batch is not said: give sequences of a micro-batch and of a step, as --layout micro_batch=N and "
             "--recipe global_batch=N"
+        )
+    if _is_whole(together) and batch > together * dp:
+        raise PlanError(
+            f"{batch // dp} sequences of a rank go through the pipeline {together} at a time, each time with a bubble "
+            f"of its own, which is not counted: take {batch // dp} as the local batch"
         )
     return int(micro), int(batch)
 
@@ -151,13 +159,18 @@ def shape_of(facts: Facts) -> ModelShape | None:
         raise PlanError("the vocabulary is not said: give MODEL, or its size")
     given = {name: facts[name] for name in SIZES if facts.get(name) is not None}
     moe = {name.removeprefix("moe_"): value for name, value in facts.items() if name.startswith("moe_")}
+    mla = {name.removeprefix("mla_"): value for name, value in facts.items() if name.startswith("mla_")}
+    parts = {**({"moe": moe} if moe.get("experts") else {}), **({"mla": mla} if mla else {})}
     positions = int(facts.get("max_positions") or facts.get("sequence") or 8192)
-    return presets.shape_of({**given, "max_positions": positions, **({"moe": moe} if moe.get("experts") else {})})
+    return presets.shape_of({**given, "max_positions": positions, **parts})
 
 
 def _same(known: ModelShape, facts: Facts) -> bool:
     sizes = all(
         getattr(known, name) == facts.get(name, getattr(known, name)) for name in SIZES if facts.get(name) is not None
     )
-    experts = known.moe.experts if known.moe else 0
-    return sizes and experts == (facts.get("moe_experts") or 0)
+    experts = facts.get("moe_experts") or 0
+    if known.moe is None or not experts:
+        return sizes and known.moe is None and not experts
+    said = {name: facts.get(f"moe_{name}") for name in ROUTED}
+    return sizes and all(getattr(known.moe, name) == value for name, value in said.items() if value is not None)

@@ -55,6 +55,10 @@ ACCELERATE_FILE = ConfigFile(
         "use_cpu": (False, ""),
     },
     ignored=(
+        "compute_environment",
+        "machine_rank",
+        "rdzv_backend",
+        "main_training_function",
         "debug",
         "downcast_bf16",
         "enable_cpu_affinity",
@@ -122,7 +126,7 @@ def accelerate_facts(plan: Plan) -> Facts:
     """What its file says of a layout."""
     layout = plan.layout
     sharded, piece = layout.zero > 0, layout.cp > 1 or layout.dp_replicate > 1 or layout.tp > 1
-    only = {"fsdp_version": 2, "resharded": RESHARDED[layout.zero], "wrap": "TRANSFORMER_BASED_WRAP",
+    only = {"fsdp_version": 2, "resharded": RESHARDED[layout.zero], "wrap": hf.BY_BLOCK,
             "fsdp_checkpointing": layout.recompute == "full", "offload_params": False,
             "state_dict": "SHARDED_STATE_DICT"} if sharded else {}  # fmt: skip
     mesh = {"replicas": layout.dp_replicate, "shards": layout.dp_shard, "cp_size": layout.cp, "tp_size": layout.tp}
@@ -176,7 +180,8 @@ def _launch(plan: Plan) -> LaunchCommand:
     return LaunchCommand(
         command='accelerate launch --config_file "$HERE/accelerate.yaml" --machine_rank $NODE_RANK '
         '--main_process_ip $HEAD --main_process_port $PORT run_clm.py "$HERE/run_clm.json"',
-        yours=("DATASET", "learning rate and its schedule"),
+        before=('cd "$HERE"',),
+        yours=("DATASET", "learning rate and its schedule", "run_clm.py of transformers, beside these files"),
     )
 
 

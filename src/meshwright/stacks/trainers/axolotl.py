@@ -23,6 +23,8 @@ YAML = ConfigFile(
         Option(key="gradient_checkpointing", fact="checkpointing", default=False, also=("activation_checkpointing",),
                meaning="the backward pass makes blocks again"),
         Option(key="optimizer", fact="optimizer", meaning="AdamW with two states"),
+        Option(key="attn_implementation", fact="attention_kernel", meaning="of attention"),
+        Option(key="plugins", fact="plugins", meaning="what replaces parts of it"),
         Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
         Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
         Option(key="fsdp_version", fact="fsdp_version", meaning="fully_shard, by tensors"),
@@ -56,7 +58,7 @@ YAML = ConfigFile(
         "cosine_*", "max_grad_norm", "num_epochs", "train_on_inputs", "group_by_length", "tf32", "strict", "resume_*",
         "auto_resume_*", "early_stopping_*", "flash_attention", "sdp_attention", "tokenizer_*", "model_type",
         "is_*_derived_model", "trust_remote_code", "dataloader_*", "shuffle_*", "loss_watchdog_*", "debug", "gc_steps",
-        "ddp_*", "bfloat16", "plugins", "base_model_*", "revision_of_model", "type_of_model", "tokens", "xformers_*",
+        "ddp_*", "bfloat16", "base_model_*", "revision_of_model", "type_of_model", "tokens", "xformers_*",
         "gradient_checkpointing_kwargs*", "fsdp_config.cpu_*", "fsdp_config.fsdp_cpu_*", "fsdp_config.fsdp_version",
         "fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "ring_attn_func",
         "fsdp_config.final_state_dict_type", "fsdp_final_state_dict_type", "fsdp_config.version", "heads_k_stride",
@@ -71,6 +73,7 @@ YAML = ConfigFile(
         "fsdp": "shards by FSDP 1, which axolotl no longer has",
         "rl": "compares or rewards answers",
         "fp8": "makes products of 8 bits",
+        "eager_attention": "writes the weights of attention",
         "torch_compile": "compiles the model, which is faster than is counted",
         "tensor_parallel_size": "cuts matrices by DeepSpeed",
         "activation_offloading": "keeps activations in host memory",
@@ -109,7 +112,7 @@ def _facts(plan: Plan) -> Facts:
     return {
         **hf.trainer_facts(plan, "axolotl"), "checkpointing": layout.recompute == "full",
         "optimizer": "adamw_torch_fused", "fsdp_version": 2, "resharded": RESHARDED[layout.zero],
-        "wrap": "TRANSFORMER_BASED_WRAP", "offload_params": False, "state_dict": "SHARDED_STATE_DICT",
+        "wrap": hf.BY_BLOCK, "offload_params": False, "state_dict": "SHARDED_STATE_DICT",
     }  # fmt: skip
 
 
@@ -121,6 +124,10 @@ def resolve(facts: Facts) -> Facts:
         raise PlanError(f"gradient_checkpointing={facts['checkpointing']} keeps activations elsewhere: not counted")
     if str(facts.get("fp16", False)).lower() == "true":
         raise PlanError("fp16 is counted in no stack of transformers here: take bf16")
+    if "cut_cross_entropy" in str(facts.get("plugins")):
+        raise PlanError(
+            "plugins: CutCrossEntropyPlugin never holds all logits, which needs less memory than is counted"
+        )
     if not {"fsdp_version", "resharded", "wrap"} & facts.keys():
         raise PlanError("no fsdp_config: without it weights and optimizer states have 16 bits, which is not counted")
     found = hf.resolved(facts)

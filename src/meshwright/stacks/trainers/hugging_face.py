@@ -42,6 +42,7 @@ TRAINER = (
     Option(key="gradient_accumulation_steps", fact="accumulation", default=1, meaning="micro-batches of a step"),
     Option(key="bf16", fact="bf16", default=False, meaning="products in bfloat16"),
     Option(key="fp16", fact="fp16", default=False, meaning="in float16, with loss scaling", quiet=True),
+    Option(key="attn_implementation", fact="attention_kernel", meaning="of attention"),
     Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
     Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
 )  # fmt: skip
@@ -55,7 +56,7 @@ TRAINER_IGNORED = (
     "activation_checkpointing_kwargs*",
     "per_device_eval_batch_size", "trust_remote_code",
     "torch_dtype", "dtype",
-    "attn_implementation", "preprocessing_*", "max_train_samples", "streaming", "chat_template*",
+    "preprocessing_*", "max_train_samples", "streaming", "chat_template*",
     "completion_only_loss",
     "assistant_only_loss", "eos_token", "pad_token", "packing", "packing_strategy", "pad_to_multiple_of",
     "dataset_text_field",
@@ -65,6 +66,8 @@ TRAINER_IGNORED = (
 )  # fmt: skip
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 """Names of AdamW with two fp32 states: transformers OptimizerNames. Others keep other states."""
+BY_BLOCK = "TRANSFORMER_BASED_WRAP"
+"""FSDP's units: a block each."""
 TRAINER_REFUSED = {
     "use_peft": "trains adapters instead of all weights: ask plan --tune lora",
     "load_in_4bit": "holds weights in 4 bits: ask plan --tune qlora",
@@ -111,6 +114,12 @@ def resolved(facts: Facts) -> Facts:
     found = dict(facts)
     if str(found.get("optimizer") or ADAMW[0]) not in ADAMW:
         raise PlanError(f"optimizer {found['optimizer']} is not counted: take one of {', '.join(ADAMW)}")
+    if found.get("attention_kernel") == "eager":
+        raise PlanError("attn_implementation=eager writes the weights of attention, which is not counted: take sdpa")
+    if str(found.get("wrap") or BY_BLOCK) != BY_BLOCK:
+        raise PlanError(
+            f"auto_wrap_policy={found['wrap']} gathers other units than blocks, not counted: take {BY_BLOCK}"
+        )
     if found.get("mixed_precision") == "fp8":
         raise PlanError("mixed_precision=fp8 makes products of 8 bits, which are not counted here: take bf16")
     found["precision"] = _precision(found)

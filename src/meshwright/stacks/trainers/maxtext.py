@@ -84,7 +84,7 @@ YAML = ConfigFile(
         "learning_rate_*", "save_*", "skip_first_n_*", "hf_*", "grain_*", "tfds_*", "override_model_config",
         "metrics_*", "gcs_metrics", "enable_tensorboard", "data_shuffle_seed", "init_weights_seed",
         "logits_dot_in_fp32", "sa_*", "jax_*", "upload_*", "monitor_*", "use_iota_embed", "context_parallel_*",
-        "gradient_clipping_threshold", "packing",
+        "gradient_clipping_threshold", "packing", "scan_layers", "max_segments_per_seq",
     ),
     refused={
         **{f"{where}_{axis}_parallelism": "is an axis of its mesh that is not counted"

@@ -41,6 +41,8 @@ LAYOUT = (
     Option(key="parallelism.recompute_layer", fact="recompute", words={"full": True, "none": False}, default=False,
            meaning="the backward pass makes blocks again"),
     Option(key="optimizer.zero_stage", fact="zero", default=0, meaning="1 shares optimizer states out"),
+    Option(key="optimizer.optimizer_factory.name", fact="optimizer", words={"adamw": "adamW"},
+           meaning="AdamW with two fp32 states"),
     Option(key="optimizer.accumulate_grad_in_fp32", fact="wide_sums", default=True,
            meaning="fp32 sums beside 16-bit gradients"),
     Option(key="optimizer.learning_rate_scheduler.learning_rate", fact="learning_rate", meaning="yours to choose"),
@@ -77,7 +79,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 IGNORED = (
     "checkpoints*", "data_stages*", "general*", "lighteval*", "logging*", "profiler*", "tokenizer*", "s3_upload*",
-    "metrics_logging*", "optimizer.*", "tokens.*", "model.init_method*", "model.ddp_bucket_cap_mb", "model.dtype",
+    "metrics_logging*", "optimizer.*", "tokens.*", "model.init_method*", "model.ddp_bucket_cap_mb",
     "model.make_vocab_size_divisible_by",
     *(f"{LLAMA}{name}" for name in (
         "bos_token_id", "eos_token_id", "hidden_act", "initializer_range", "pad_token_id", "pretraining_tp",
@@ -122,6 +124,8 @@ def pipeline_refusal(shape: ModelShape, layout: Layout) -> str:
 
 def _facts(plan: Plan) -> Facts:
     shape = plan.model
+    if shape.unbuilt is not None:
+        raise PlanError(f"nanotron is counted with its Llama model, which has no {shape.unbuilt.named()[0]}")
     usual = (shape.mlp, shape.norm, shape.positions) == ("swiglu", "rmsnorm", "rope")
     if not usual or shape.moe or shape.mla or shape.qkv_bias or shape.qk_norm or shape.window:
         raise PlanError(f"nanotron is counted with its Llama model, and {shape.name} is none: take a Llama")

@@ -36,6 +36,8 @@ OPTIONS = (
     Option(key="model.pipeline_model_parallel_size", fact="pp", meaning="ranks that share the layers"),
     Option(key="model.virtual_pipeline_model_parallel_size", fact="stages_of_rank",
            meaning="interleaved schedule: stages of a rank"),
+    Option(key="model.microbatch_group_size_per_vp_stage", fact="round",
+           meaning="micro-batches that a stage takes in a row"),
     Option(key="model.pipeline_dtype", fact="pipeline_dtype", meaning="of what stages send"),
     Option(key="model.context_parallel_size", fact="cp", meaning="ranks that share every sequence"),
     Option(key="model.expert_model_parallel_size", fact="ep", default=1, quiet=True,
@@ -91,7 +93,7 @@ REFUSED = {
 
 def _stack(facts: Facts) -> Stack:
     found = megatron.stack_of(facts)
-    return replace(found, gradient_exchange_bytes=4.0) if facts.get("wide_reduction", False) else found
+    return replace(found, gradient_exchange_bytes=4.0 if facts.get("wide_reduction", False) else 2.0)
 
 
 def _facts(plan: Plan) -> Facts:

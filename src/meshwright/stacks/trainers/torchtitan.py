@@ -65,6 +65,12 @@ SHARED = (
            meaning="layers of a stage, the embedding and the head counted as one each"),
     Option(key="parallelism.pipeline_parallel_microbatch_size", fact="pipeline_micro_batch", default=1,
            meaning="sequences of a micro-batch of the pipeline"),
+    Option(key="parallelism.fsdp_reshard_after_forward", fact="resharded", default="default",
+           also=("training.fsdp_reshard_after_forward",), meaning="parameters are freed after the forward pass"),
+    Option(key="parallelism.enable_sequence_parallel", fact="shares_sequence", default=True,
+           meaning="norms share the sequence among tensor-parallel ranks"),
+    Option(key="training.mixed_precision_param", fact="product_dtype", words={"bf16": "bfloat16"}, default="bfloat16",
+           meaning="of products under FSDP"),
     Option(key="compile.enable", fact="compiled", default=False, also=("training.compile",),
            meaning="torch.compile of blocks and loss: what the prediction is of"),
 )  # fmt: skip
@@ -80,10 +86,13 @@ TOML = (
            meaning="op: all but every second matrix product"),
 )  # fmt: skip
 PYTHON = (
-    *SHARED,
+    *(replace(one, quiet=False) for one in SHARED),  # what it starts from may have another value
     Option(key="activation_checkpoint", fact="recompute", words=CHECKPOINTS,
            meaning="what the backward pass makes again"),
 )  # fmt: skip
+STATED = ("training.seq_len", "training.local_batch_size", "activation_checkpoint",
+          *(f"parallelism.{name}_parallel_degree" for name in ("tensor", "context", "pipeline")))  # fmt: skip
+"""What a Python configuration has to say that starts from a function of the registry, whose values are not read."""
 IGNORED = (
     "model_spec", "job.*", "profiling.*", "profiler*", "metrics*", "optimizer*", "lr_scheduler*", "checkpoint",
     "checkpoint.*",
@@ -94,13 +103,13 @@ IGNORED = (
     "model.norm_type", "experimental.custom_*", "compile", "compile.components", "compile.backend",
     "quantize.*", "float8.*", "parallelism.context_parallel_rotate_method",
     "experimental.context_parallel_rotate_method",
-    "parallelism.context_parallel_load_balancer", "parallelism.fsdp_reshard_after_forward", "loss*", "training",
+    "parallelism.context_parallel_load_balancer", "loss*", "training",
     "parallelism", "experimental.pipeline_parallel_split_points", "parallelism.expert_tensor_parallel_degree",
     "parallelism.spmd_backend", "training.disable_cuda_graphs", "activation_checkpoint.per_op_*",
     "activation_checkpoint.force_*", "activation_checkpoint.early_stop", "memory_estimation.*",
     "model.print_after_conversion",
     "experimental.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel",
-    "compile.enable_async_tensor_parallel", "training.mixed_precision_*", "parallelism.enable_sequence_parallel",
+    "compile.enable_async_tensor_parallel", "training.mixed_precision_reduce",
 )  # fmt: skip
 REFUSED = {
     "training.enable_cpu_offload": "keeps parameters and optimizer in host memory",
@@ -112,8 +121,20 @@ REFUSED = {
 
 def _stack(facts: Facts) -> Stack:
     found = TORCHTITAN_2025 if facts.get("compiled", True) else replace(TORCHTITAN_2025, **EAGER)
-    narrow = any("float8" in str(one) for one in facts.get("converters") or ())
-    return replace(found, product_bytes=1.0) if narrow else found
+    return replace(found, product_bytes=1.0) if converters(facts) else found
+
+
+def converters(facts: Facts) -> list[str]:
+    """Of a list, or of names with commas between them; PlanError for one whose products are not counted."""
+    given = facts.get("converters") or ()
+    names = given.split(",") if isinstance(given, str) else [str(one) for one in given]
+    found = [name.strip() for name in names if name.strip()]
+    for name in found:
+        if "float8" not in name or "grouped" in name:
+            raise PlanError(
+                f"model.converters={name} makes products that are not counted: take float8 of linear layers"
+            )
+    return found
 
 
 def _split_refusal(shape: ModelShape, layout: Layout) -> str:
@@ -161,17 +182,32 @@ def _resolve(facts: Facts) -> Facts:
     found = dict(facts)
     if isinstance(found.get("recompute"), str) and found["recompute"] not in CHECKPOINTS:
         raise PlanError(f"activation_checkpoint.mode={found['recompute']} is not counted: take none, selective or full")
-    if found.get("recompute") == "selective" and str(found.get("selective", "op")) not in ("op", "2"):
-        raise PlanError(f"activation_checkpoint.selective_ac_option={found['selective']} is not counted: take op")
+    converters(found)
+    piped, kept = (found.get("pp") or 1) > 1, found.get("resharded", "default")
+    if kept not in ("default", "never" if piped else "always"):
+        raise PlanError(f"fsdp_reshard_after_forward={kept} {'with' if piped else 'without'} a pipeline is not counted")
+    if found.get("recompute") == "selective":
+        found |= _selective(found)
+    found["sp"] = (found.get("tp") or 1) > 1 and bool(found.get("shares_sequence", True))
     local, batch = found.pop("local_batch", 8), found.get("global_batch", -1)
-    piped = (found.get("pp") or 1) > 1
     found["micro_batch"] = found.get("pipeline_micro_batch", 1) if piped else local
     if not isinstance(batch, int) or batch < 1:
         found["global_batch"], found["local_batch"] = None, local
     if not piped:
-        return {**found, "zero": 3, "sp": (found.get("tp") or 1) > 1}
+        return {**found, "zero": 3}
     schedule = found.get("pipeline_schedule", "1f1b")
-    return {**found, "zero": 3, "sp": (found.get("tp") or 1) > 1, "schedule": schedule, "vp": _virtual(found, schedule)}
+    return {**found, "zero": 3, "pipeline_batch": local, "schedule": schedule, "vp": _virtual(found, schedule)}
+
+
+def _selective(facts: Facts) -> Facts:
+    """`op` is the policy per operation. A number: every so many layers are made again whole, the others keep all."""
+    option = str(facts.get("selective", "op"))
+    if option == "op":
+        return {}
+    if not option.isdecimal() or int(option) < 1 or (facts.get("pp") or 1) > 1:
+        raise PlanError(f"activation_checkpoint.selective_ac_option={option} is not counted here: take op")
+    every = int(option)
+    return {"recompute": "full", "recompute_layers": int(facts.get("layers") or 0) // every if every > 1 else 0}
 
 
 def _virtual(facts: Facts, schedule: str) -> int:
@@ -218,7 +254,15 @@ def noticed(entries: Sequence[Entry]) -> Facts:
         elif entry.key in ("=", "def"):
             named = entry.value.name if isinstance(entry.value, Called) else str(entry.value)
             found = {**registry_facts(named), **found}
+            if entry.key == "=" and registry_facts(named):
+                _check_stated(named, {one.key for one in entries})
     return found
+
+
+def _check_stated(started: str, keys: set[str]) -> None:
+    for key in STATED:
+        if key not in keys:
+            raise PlanError(f"{key} is not stated, and what {started} has is not read: state it in the file")
 
 
 def head(facts: Facts) -> str:
@@ -239,7 +283,8 @@ def head(facts: Facts) -> str:
 def _launch(plan: Plan) -> LaunchCommand:
     run = "-m torchtitan.train --module torchtitan_plan --config planned"
     return LaunchCommand(
-        before=('export PYTORCH_ALLOC_CONF="expandable_segments:True"', 'export PYTHONPATH="$HERE:$PYTHONPATH"',
+        before=('export PYTORCH_ALLOC_CONF="expandable_segments:True"',
+                'export PYTHONPATH="$HERE${PYTHONPATH:+:$PYTHONPATH}"',
                 "# of 0.1 and 0.2: -m torchtitan.train --job.config_file torchtitan.toml"),
         command=f"torchrun $TORCHRUN {run}",
         yours=("hf_assets_path (tokenizer), dataset and learning rate",),
@@ -258,16 +303,11 @@ TORCHTITAN = TrainingSoftware(
     title="torchtitan 0.3 (Python) and 0.2 (TOML)",
     stack=_stack,
     offered={
-        "zero": (0, 3),
-        "schedule": tuple(SCHEDULES),
-        "recompute": ("none", "selective", "full"),
-        "offload": ("off",),
-        "cuda_graphs": ("off",),
-        "recompute_layers": (0,),
+        "zero": (0, 3), "schedule": tuple(SCHEDULES), "recompute": ("none", "selective", "full"), "offload": ("off",),
+        "cuda_graphs": ("off",), "recompute_layers": (0,),
     },
     reasons={
-        "zero": "FSDP2 shards all or nothing",
-        "recompute": "activation_checkpoint.mode",
+        "zero": "FSDP2 shards all or nothing", "recompute": "activation_checkpoint.mode",
         "schedule": "torch.distributed.pipelining",
     },
     split_refusal=_split_refusal,
@@ -304,4 +344,4 @@ TORCHTITAN = TrainingSoftware(
         "Ring attention (context parallelism) is counted too fast by up to a quarter.",
     ),
     axes=AXES,
-)
+)  # fmt: skip

@@ -36,7 +36,8 @@ SFT = ConfigFile(
     form="yaml",
     options=(
         Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
-        Option(key="max_length", fact="sequence", default=1024, meaning="tokens of a packed sequence"),
+        Option(key="max_length", fact="sequence", default=1024, also=("max_seq_length",),
+               meaning="tokens of a packed sequence"),
         *TRAINER,
         Option(key="gradient_checkpointing", fact="checkpointing", default=True, also=("activation_checkpointing",),
                meaning="the backward pass makes blocks again (with FSDP its own switch does)"),

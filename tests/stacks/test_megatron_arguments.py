@@ -1,0 +1,161 @@
+"""Arguments of Megatron-LM: its defaults and older names, models that are no preset, what is written of experts."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.spec.errors import PlanError
+from meshwright.stacks.config_reading import ReadConfig, read
+from meshwright.stacks.config_writing import texts
+from meshwright.stacks.file_forms import entries_of
+from meshwright.stacks.trainer_table import SOFTWARE
+from meshwright.stacks.trainers.megatron_lm import stack_of
+from meshwright.stacks.trainers.megatron_models import first_dense
+
+LLAMA = (
+    "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --swiglu "
+    "--max-position-embeddings 4096 --vocab-size 32000 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+    "--position-embedding-type rope --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
+
+
+def of(folder: Path, more: str, base: str = LLAMA) -> ReadConfig:
+    path = folder / "train.sh"
+    path.write_text(f"{base} {more}\n", encoding="utf-8")
+    return read(str(path), "megatron-lm")
+
+
+def plan_of(model: str, global_batch: int = 64, **layout: Any) -> Plan:
+    degrees = {"dp_shard": 8, "zero": 1, "micro_batch": 1, **layout}
+    return Plan(
+        model=presets.model(model), recipe=Recipe(precision="bf16", sequence=4096, global_batch=global_batch),
+        layout=Layout(**degrees), cluster=presets.cluster("h100x8", 1),
+    )  # fmt: skip
+
+
+def options(plan: Plan, folder: Path) -> dict[str, Any]:
+    path = folder / "arguments.sh"
+    path.write_text(texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"], encoding="utf-8")
+    return {entry.key: entry.value for entry in entries_of(path)}
+
+
+def test_widths_that_are_not_said_are_its_defaults(tmp_path: Path) -> None:
+    """megatron/training/arguments.py: of a gated MLP two thirds of 4 x hidden, in steps of 64; one query group."""
+    gated, plain = of(tmp_path, "").shape, of(tmp_path, "", LLAMA.replace("--swiglu ", "")).shape
+    assert gated is not None and plain is not None
+    assert (gated.ffn, plain.ffn, gated.kv_heads) == (10_880, 16_384, 32)
+    grouped = of(tmp_path, "--group-query-attention").shape
+    assert grouped is not None and grouped.kv_heads == 1
+
+
+def test_older_names_of_the_layout_are_read(tmp_path: Path) -> None:
+    assert of(tmp_path, "--recompute-activations").facts["recompute"] == "selective"
+    found = of(tmp_path, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2").facts
+    assert (found["vp"], found["schedule"]) == (4, "interleaved")
+    with pytest.raises(PlanError, match="num-layers-per-virtual-pipeline-stage 3 does not divide"):
+        of(tmp_path, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 3")
+
+
+def test_an_optimizer_with_other_states_is_refused(tmp_path: Path) -> None:
+    assert of(tmp_path, "--optimizer adam").unknown == ()
+    with pytest.raises(PlanError, match="--optimizer=sgd is not understood: take one of adam"):
+        of(tmp_path, "--optimizer sgd")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "dense"), [(None, 0), (1, 0), ("[1]*8", 0), ("([0]*3+[1]*5)", 3), ("[0]+[1]*7", 1)]
+)
+def test_which_layers_have_experts(pattern: object, dense: int) -> None:
+    assert first_dense(pattern, 8) == dense
+
+
+@pytest.mark.parametrize("pattern", [2, "[0,1]*4", "([1]*3+[0]*1)*2", "[0]*3+[1]*4"])
+def test_dense_layers_elsewhere_are_refused(pattern: object) -> None:
+    with pytest.raises(PlanError, match=r"moe-layer-freq .* is not counted"):
+        first_dense(pattern, 8)
+
+
+def test_latent_attention_of_no_preset_is_read(tmp_path: Path) -> None:
+    plan = plan_of("deepseek-v3", ep=8)
+    text = texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"]
+    (tmp_path / "a.sh").write_text(text, encoding="utf-8")
+    assert read(str(tmp_path / "a.sh")).shape == plan.model
+    fewer = text.replace("--num-layers 61", "--num-layers 6").replace("[1]*58", "[1]*3")
+    (tmp_path / "b.sh").write_text(fewer, encoding="utf-8")
+    found = read(str(tmp_path / "b.sh")).shape
+    assert found is not None
+    assert (found.layers, found.mla, found.moe) == (6, plan.model.mla, plan.model.moe)
+
+
+def test_experts_of_other_sizes_than_a_presets_are_read(tmp_path: Path) -> None:
+    plan = plan_of("mixtral-8x7b", ep=8)
+    text = texts(SOFTWARE["megatron-lm"], plan)["arguments.sh"].replace("--moe-router-topk 2", "--moe-router-topk 4")
+    (tmp_path / "a.sh").write_text(text, encoding="utf-8")
+    found = read(str(tmp_path / "a.sh")).shape
+    assert found is not None and found.moe is not None and found.moe.top_k == 4
+
+
+def test_experts_are_written_as_they_are_counted(tmp_path: Path) -> None:
+    """Its defaults are one product per expert, tokens gathered by all, and a softmax."""
+    found = options(plan_of("deepseek-v3", ep=8), tmp_path)
+    assert (found["--moe-grouped-gemm"], found["--moe-token-dispatcher-type"]) == (True, "flex")
+    assert found["--moe-flex-dispatcher-backend"] == "deepep"
+    router = ("score-function", "num-groups", "group-topk", "topk-scaling-factor", "enable-expert-bias")
+    assert [found[f"--moe-router-{name}"] for name in router] == ["sigmoid", 8, 4, 2.5, True]
+    assert (found["--qk-layernorm"], found["--rotary-scaling-factor"], found["--mscale-all-dim"]) == (True, 40, 1)
+    alone = options(plan_of("mixtral-8x7b"), tmp_path)
+    assert alone["--moe-token-dispatcher-type"] == "alltoall" and "--moe-router-score-function" not in alone
+
+
+def test_llamas_stretched_frequencies_are_written(tmp_path: Path) -> None:
+    for model, factor in (("llama-3.1-8b", 8), ("llama-3.2-1b", 32)):
+        found = options(plan_of(model), tmp_path)
+        assert (found["--use-rope-scaling"], found["--rope-scaling-factor"]) == (True, factor)
+    assert "--use-rope-scaling" not in options(plan_of("llama-2-7b"), tmp_path)
+
+
+def test_gradients_in_bf16_travel_in_fp32_unless_told(tmp_path: Path) -> None:
+    """megatron/training/arguments.py: --bf16 sets accumulate_allreduce_grads_in_fp32, but for --grad-reduce-in-bf16."""
+    wide, narrow = (stack_of(of(tmp_path, more).facts) for more in ("", "--grad-reduce-in-bf16"))
+    half = stack_of(of(tmp_path, "", LLAMA.replace("--bf16", "--fp16")).facts)
+    assert [one.gradient_exchange_bytes for one in (wide, narrow, half)] == [4.0, 2.0, 2.0]
+    assert stack_of({}).gradient_exchange_bytes == 4.0, "what is written does not tell it"
+
+
+def test_how_tokens_travel_is_counted(tmp_path: Path) -> None:
+    experts = "--num-experts 8 --moe-ffn-hidden-size 1024 --expert-model-parallel-size 8"
+    with pytest.raises(PlanError, match="moe-token-dispatcher-type allgather, the default, is not counted"):
+        of(tmp_path, experts)
+    said = {kind: of(tmp_path, f"{experts} --moe-token-dispatcher-type {kind}").facts for kind in ("flex", "alltoall")}
+    assert stack_of(said["alltoall"]).counts_s > stack_of(said["flex"]).counts_s == 0
+
+
+@pytest.mark.parametrize(("global_batch", "rounds"), [(16, None), (20, 5), (24, None), (30, 5)])
+def test_interleaved_micro_batches_leave_no_round_over(global_batch: int, rounds: int | None, tmp_path: Path) -> None:
+    """megatron/core/pipeline_parallel/schedules.py: M modulo N is 0, or not below pp; N is pp unless it is said."""
+    plan = plan_of("llama-3.1-8b", global_batch, dp_shard=2, pp=4, vp=2, schedule="interleaved")
+    assert plan.violations() == []
+    found = options(plan, tmp_path).get("--microbatch-group-size-per-virtual-pipeline-stage")
+    assert found == rounds
+    times, size = global_batch // 2, found or 4
+    assert 4 <= size <= times and not 0 < times % size < 4
+
+
+@pytest.mark.parametrize("model", ["gemma-2-9b", "olmo-2-7b", "nemotron-4-15b", "gpt-oss-20b"])
+@pytest.mark.parametrize("word", ["megatron-lm", "nanotron"])
+def test_models_with_parts_that_are_not_written_are_refused(word: str, model: str) -> None:
+    with pytest.raises(PlanError, match=word):
+        texts(SOFTWARE[word], plan_of(model))
+
+
+def test_a_shared_expert_of_another_width_is_refused(tmp_path: Path) -> None:
+    experts = "--num-experts 8 --moe-ffn-hidden-size 1024 --moe-shared-expert-intermediate-size"
+    found = of(tmp_path, f"{experts} 2048").shape
+    assert found is not None and found.moe is not None and found.moe.shared_experts == 2
+    assert replace(found.moe, shared_experts=0).ffn == 1024
+    with pytest.raises(PlanError, match="1500 is no multiple of an expert's 1024"):
+        of(tmp_path, f"{experts} 1500")
