@@ -100,3 +100,9 @@ def test_pairs_are_shown_whatever_the_objective(tmp_path: Path) -> None:
     assert found.samples is not None and found.samples.pairs
     trained = {one.document for one in found.tokens if one.mark == "trained"}
     assert trained == set(range(len(trained))) and len(trained) % 2 == 0
+
+
+def test_a_run_names_the_pairs_that_compare_an_answer_with_itself(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, pair("a", "same", "same"), pair("b", "same", "same"), pair("c", "yes", "no"))
+    [note] = fit(rows, Data(path="x", form="samples"))
+    assert note == "2 pairs have two answers that are the same, of which nothing is learned to be better"

@@ -136,7 +136,7 @@ def unscored(data: Data, recipe: Recipe, corpus: Corpus) -> Iterator[str]:
 
 
 def fit(rows: SampleRows, data: Data) -> Iterator[str]:
-    """What becomes of samples, or pairs, that do not fit."""
+    """What becomes of samples, or pairs, that do not fit, and how many pairs compare nothing."""
     fitted, what = rows.fitted, "pair" if rows.pairs else "sample"
     if fitted.overlong and data.overlong == "truncate":
         yield (
@@ -146,3 +146,6 @@ def fit(rows: SampleRows, data: Data) -> Iterator[str]:
     if fitted.left_out:
         short = f", {fitted.untrained:,} of them without a trained token in a row's length" if fitted.untrained else ""
         yield f"{many(fitted.left_out, what)} left out{short}; `meshwright data show` has the lengths"
+    if rows.same_pairs:
+        has = "pair has" if rows.same_pairs == 1 else "pairs have"
+        yield f"{rows.same_pairs:,} {has} two answers that are the same, of which nothing is learned to be better"

@@ -82,6 +82,11 @@ class SampleRows:
         """Whether its samples are preferences."""
         return self._stream.pairs
 
+    @property
+    def same_pairs(self) -> int:
+        """Pairs of the stream with two answers that are the same."""
+        return self._stream.same_pairs
+
     def __len__(self) -> int:
         """Rows of one epoch."""
         return len(self.packed)

@@ -191,3 +191,9 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_writes_there(tmp
     with fresh_file(tmp_path / "a.gguf") as partial:
         partial.write_bytes(b"y")
     assert names(tmp_path) == {"out", f".out.partial-{os.getppid()}", "a.gguf"}
+
+
+def test_an_adapter_where_a_model_is_asked_for_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(HubError, match="it is an adapter: give its base, or export the run without --adapter"):
+        import_folder(tmp_path)

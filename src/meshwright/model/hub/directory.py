@@ -121,6 +121,8 @@ def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
     config = read_json(folder / CONFIG)
     if config is None:
         also = f"; it is a run: `meshwright export {folder} OUT` makes one" if (folder / "plan.yaml").is_file() else ""
+        if (folder / "adapter_config.json").is_file():
+            also = "; it is an adapter: give its base, or export the run without --adapter, which merges both"
         raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory{also}")
     with _about(folder):
         known = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
