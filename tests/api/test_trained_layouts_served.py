@@ -28,7 +28,7 @@ LAYOUTS = {
 
 
 def trained(asked: Plan) -> float | None:
-    """The held-out loss that the trainer measured behind the last step, under its layout; the first rank is told."""
+    """The held-out loss that the trainer measured behind the last step; None on all ranks but the first."""
     torch.set_num_threads(1)
     notes = Notes()
     loop.run(asked, watchers=[notes])

@@ -57,7 +57,7 @@ static inline float softmax(float *restrict scores, int64_t count) {
 }
 
 /* The positions t that a row sees of each block of its sequence, row after row, so that a block is read once for all. */
-#define EACH_POSITION(...)                                                                                              \
+#define EACH_BLOCK(...)                                                                                                 \
     for (int64_t begin = seen[0].first / block * block; begin < seen[count - 1].end; begin += block) {                  \
         const int64_t start = table[begin / block] * block * a->key_heads + own;                                        \
         for (int64_t r = 0; r < count; r++) {                                                                           \
@@ -67,7 +67,7 @@ static inline float softmax(float *restrict scores, int64_t count) {
             __VA_ARGS__                                                                                                 \
         }                                                                                                               \
     }
-#define EACH_OF_BLOCK(...)                                                                                              \
+#define EACH_POSITION(...)                                                                                              \
     for (int64_t t = from, place = start + (from - begin) * a->key_heads; t < end; t++, place += a->key_heads)          \
         __VA_ARGS__
 
@@ -79,8 +79,8 @@ typedef struct {
 /* Rows of one sequence that are attended together, one behind the other. */
 enum { TOGETHER = 8 };
 
-/* One query head of `count` rows over its keys. E and V are 16 PARTS, or anything where PARTS is 0. `room`: TOGETHER
-   times as many scores as the longest row has. */
+/* One query head of `count` rows over its keys. E and V are 16 PARTS, or anything where PARTS is 0. `room`: for
+   `longest` scores of each row. */
 #define ATTEND(NAME, TYPE, LOAD, NUMBER)                                                                                \
     static inline __attribute__((always_inline)) void NAME##_head(const Attention *a, float *restrict room,             \
                                                                   int64_t longest, int64_t row, int64_t count,          \
@@ -97,11 +97,11 @@ enum { TOGETHER = 8 };
             seen[r] = (Seen){a->window && end > a->window ? end - a->window : 0, end};                                  \
             for (int p = 0; p < parts; p++) totals[r][p] = (lanes){0};                                                  \
         }                                                                                                               \
-        EACH_POSITION({                                                                                                 \
+        EACH_BLOCK({                                                                                                    \
             const float *q = queries + r * a->q_row;                                                                    \
             lanes query[8];                                                                                             \
             for (int p = 0; p < parts; p++) query[p] = *(const lanes *)(q + 16 * p);                                    \
-            EACH_OF_BLOCK({                                                                                             \
+            EACH_POSITION({                                                                                             \
                 const TYPE *code = (const TYPE *)a->keys + place * width;                                               \
                 float dot = 0.0f;                                                                                       \
                 if (parts) {                                                                                            \
@@ -118,11 +118,11 @@ enum { TOGETHER = 8 };
             shares[r] = softmax(room + r * longest, seen[r].end - seen[r].first);                                       \
             for (int64_t i = 0; !parts && i < wide; i++) out[r * a->heads * wide + i] = 0.0f;                           \
         }                                                                                                               \
-        EACH_POSITION({                                                                                                 \
+        EACH_BLOCK({                                                                                                    \
             float *restrict to = out + r * a->heads * wide;                                                             \
             lanes total[8];                                                                                             \
             for (int p = 0; p < parts; p++) total[p] = totals[r][p];                                                    \
-            EACH_OF_BLOCK({                                                                                             \
+            EACH_POSITION({                                                                                             \
                 const TYPE *code = (const TYPE *)a->values + place * value_stride;                                      \
                 const float weight = scores[t] * (a->value_scales ? a->value_scales[place] : 1.0f);                     \
                 for (int p = 0; p < parts; p++) total[p] += weight * LOAD(code + 16 * p);                               \
