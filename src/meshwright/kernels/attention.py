@@ -10,6 +10,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import varlen
 from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.compiled import sequence_attention
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
@@ -105,6 +106,13 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
+def prefers_loops(q: Tensor, v: Tensor) -> bool:
+    """Whether the compiled loops take q (B, S, H, E) and v (B, S, K, V), from 256 positions of 64 dims on: below, a
+    process would rather not wait for the C compiler. They take a half to a third of the time of the other two."""
+    long = q.shape[1] * min(q.shape[3], 64) >= LONG
+    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, v) and sequence_attention.is_compiled()
+
+
 def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
     """Whether the blockwise form beats torch's fused kernel here, from 256 positions of 64 dims on. It does by 1.1 to
     1.5 with products of AVX2. That kernel's products are MKL's; on AMD's processors with AVX-512 the blockwise form
@@ -122,9 +130,10 @@ def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0, prefer: str = "auto"
 ) -> Tensor:
-    """As the reference, without ever storing the S x T weights: torch's scaled_dot_product_attention, the blockwise
-    form where that is faster (training on a CPU below AVX-512) or draws dropout (on a CPU), and for documents and
-    windows what skips the hidden pairs (kernels/varlen.py). Only queries over past keys have a mask that is a tensor.
+    """As the reference, without ever storing the S x T weights: on a CPU the compiled loops; without them torch's
+    scaled_dot_product_attention, the blockwise form where that is faster or draws dropout (on a CPU), and for documents
+    and windows what skips the hidden pairs (kernels/varlen.py). Only queries over past keys have a mask that is a
+    tensor.
 
     On a GPU flash attention alone takes unequal heads, and neither tensors as masks nor fp32 nor heads wider than 256:
     torch would fall back to the S x T form, so keys and values are repeated first. A CPU without 16-bit matrix units
@@ -179,9 +188,12 @@ def _in_triton(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Ten
 
 def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """`torch`, or a way of kernels/varlen.py, for q (B, S, H, E), k (B, T, K, E) and v (B, T, K, V). The compiler sees
-    through torch's kernel, so plain causal attention in fp32 is left to that there."""
-    compiled = mask.is_plain and torch.compiler.is_compiling()
-    if q.shape[1] != k.shape[1] or (compiled and (kind(q) != "cpu" or q.dtype == torch.float32)):
+    through torch's kernel, so plain causal attention in fp32 is left to that there, where there are no loops."""
+    if q.shape[1] != k.shape[1]:
+        return "torch"
+    if not dropout and prefers_loops(q, v):
+        return "loops"
+    if mask.is_plain and torch.compiler.is_compiling() and (kind(q) != "cpu" or q.dtype == torch.float32):
         return "torch"
     if kind(q) == "cpu":
         if dropout or (q.requires_grad and prefers_blockwise(q, mask)):
@@ -195,10 +207,11 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
 
 
 def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> str:
-    """Which kernel `attend` runs for the same arguments: blockwise, or torch's flash, cudnn, efficient or math."""
+    """Which kernel `attend` runs for the same arguments: compiled loops, blockwise, or torch's flash, cudnn, efficient
+    or math."""
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
-        return {"blocks": "blockwise", "strips": "efficient"}.get(chosen, chosen)
+        return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(chosen, chosen)
     allowed, _ = _told(q, k, mask)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
     if acts() == "cuda":

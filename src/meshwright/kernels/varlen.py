@@ -1,9 +1,10 @@
 """Attention of packed documents and of sliding windows: only pairs of which one sees the other are multiplied.
 
-On a CPU each document is a call of its own, and a window goes over its queries in stretches; the blockwise form does
-both in blocks, and dropout. On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the
-window as a number (Dao 2023, arXiv:2307.08691); fp32 goes by strips (strips.py). No mask of S x S is made, and what
-waits for the backward pass is queries, keys, values, the result and its log-sum-exp.
+On a CPU the compiled loops do both by tiles (compiled/sequence_attention.py). Without a C compiler each document is a
+call of its own, and a window goes over its queries in stretches; the blockwise form does both in blocks, and dropout.
+On a GPU the flash kernel takes rows of documents by their borders (cu_seqlens) and the window as a number (Dao 2023,
+arXiv:2307.08691); fp32 goes by strips (strips.py). No mask of S x S is made, and what waits for the backward pass is
+queries, keys, values, the result and its log-sum-exp.
 
 Letters: B batch, S sequence, H query heads, K key heads, E and V widths.
 """
@@ -19,6 +20,7 @@ from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.kernels import blockwise, strips
 from meshwright.kernels.blockwise import Dropped, random_state
+from meshwright.kernels.compiled import sequence_attention
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import fused_width, padded
 from meshwright.kernels.row_tiles import RowTile, blocks, rows_of, stretches
@@ -41,7 +43,8 @@ class AttentionForm(NamedTuple):
     window: int
     scale: float
     way: str = "flash"
-    """flash: fused, by documents or stretches, on a GPU by borders; strips: strips.py; blocks: blockwise.py."""
+    """flash: fused, by documents or stretches, on a GPU by borders; strips: strips.py; blocks: blockwise.py; loops:
+    compiled/sequence_attention.py."""
     dropout: float = 0.0
     """Of the weights; not in strips, nor of a CPU's flash kernel."""
 
@@ -91,6 +94,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tens
         return blockwise.forward(q, k, v, *_in_blocks(q, form, None)), q.new_empty(0), random
     if form.way == "strips":
         return *strips.forward(q, k, v, form.documents, **_reach(form, q)), _none(q)
+    if form.way == "loops":
+        rows = rows_of(form.documents, q)
+        return *sequence_attention.attend(q, k, v, rows, window=form.window, scale=form.scale), _none(q)
     if kind(q) != "cpu":
         return _forward_by_borders(q, k, v, form)
     return *_forward_by_stretches(q, k, v, form), _none(q)
@@ -106,6 +112,9 @@ def _backward(
     assert out is not None and lse is not None
     if form.way == "strips":
         return strips.backward(gradient, q, k, v, out, lse, form.documents, **_reach(form, q))
+    if form.way == "loops":
+        rows = rows_of(form.documents, q)
+        return sequence_attention.gradients(gradient, q, k, v, out, lse, rows, window=form.window, scale=form.scale)
     if kind(q) != "cpu":
         return _backward_by_borders(gradient, q, k, v, out, lse, random, form)
     return _backward_by_stretches(gradient, q, k, v, out, lse, form)

@@ -1,1 +1,2 @@
-"""Loops over rows in C, for steps of serving on a CPU; `library` compiles and calls them."""
+"""Loops in C for a CPU: of rows, for steps of serving (`library` compiles and calls them), and attention of whole
+sequences, for training (`sequence_attention`)."""

@@ -2,18 +2,7 @@
 
 #include "rows.h"
 
-typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int8_t small_lanes __attribute__((vector_size(16), aligned(1)));
-
-/* The sum of 16 numbers, in one order. */
-static inline float sum_of(lanes x) {
-    const eight *halves = (const eight *)&x;
-    eight half = halves[0] + halves[1];
-    const four *quarters = (const four *)&half;
-    four rest = quarters[0] + quarters[1];
-    return (rest[0] + rest[1]) + (rest[2] + rest[3]);
-}
 
 /* Compilers make 16 single steps of __builtin_convertvector from 8 bits. */
 static inline whole_lanes signed_lanes(const int8_t *codes) {

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER, Panels, pointer
 
-SOURCES = sorted(map(str, Path(__file__).parent.glob("*.c")))
+FOLDER = Path(__file__).parent
+STEPS = ("attention.c", "block.c", "panels.c", "rows.c")
+"""Of a step of serving."""
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = (
     "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fopenmp-simd",
@@ -224,16 +226,23 @@ def compiled() -> Loops | None:
 
 @cache
 def _compiled() -> Loops | None:
+    library = built(*STEPS)
+    return None if library is None else Loops(library)
+
+
+def built(*names: str) -> ctypes.CDLL | None:
+    """A library of C sources of this folder; None where there is no C compiler that takes them."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None
+    sources = [str(FOLDER / name) for name in names]
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "rows.so"
+        library = Path(folder) / "built.so"
         for special, threads in product(FOR_THIS_CPU, THREADS):
-            words = [compiler, *FLAGS, *special, *threads, *SOURCES, "-o", str(library), "-lm", *LINKING]
+            words = [compiler, *FLAGS, *special, *threads, *sources, "-o", str(library), "-lm", *LINKING]
             if subprocess.run(words, capture_output=True, check=False).returncode == 0:
                 try:
-                    return Loops(ctypes.CDLL(str(library)))
+                    return ctypes.CDLL(str(library))
                 except OSError:  # a folder from which nothing may be run
                     return None
     return None

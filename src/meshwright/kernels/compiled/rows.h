@@ -23,6 +23,18 @@
 typedef float lanes __attribute__((vector_size(64), aligned(4))); /* 16 numbers, anywhere in memory */
 typedef int32_t whole_lanes __attribute__((vector_size(64)));
 
+typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
+
+/* The sum of 16 numbers, in one order. */
+static inline float sum_of(lanes x) {
+    const eight *halves = (const eight *)&x;
+    eight half = halves[0] + halves[1];
+    const four *quarters = (const four *)&half;
+    four rest = quarters[0] + quarters[1];
+    return (rest[0] + rest[1]) + (rest[2] + rest[3]);
+}
+
 static inline float exponential(float x) {
     /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal; 0 below -87. */
     x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);

@@ -1,0 +1,157 @@
+"""Attention of whole sequences on a CPU and its gradients, for training, by sequence_attention.c.
+
+Letters: B batch, S positions, H query heads, K key heads, E width of keys and V of values.
+"""
+
+import ctypes
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.compiled.library import built
+from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER
+
+TILE = 64
+"""Queries and keys of a tile, of sequence_attention.c."""
+VECTOR = 16
+"""Numbers of a vector: widths are multiples."""
+WIDEST = 256
+"""Width of a head that was tried."""
+DTYPES = (torch.float32, torch.bfloat16)
+Documents = list[tuple[slice, int, int]]
+"""Rows, the first position, and the one behind the last, of each."""
+
+
+class Strided(ctypes.Structure):
+    """Strided, of sequence_attention.c."""
+
+    _fields_ = (("at", POINTER), ("row", INT), ("position", INT), ("head", INT), ("narrow", INT))
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Strided":
+        """A tensor (B, S, heads, width), a row's numbers side by side."""
+        return cls(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2), x.dtype == torch.bfloat16)
+
+
+class Fields(ctypes.Structure):
+    """Sequences, of sequence_attention.c."""
+
+    _fields_ = (
+        *((name, Strided) for name in ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v")),
+        ("sums", POINTER), ("room", POINTER), ("documents", POINTER),
+        *((name, INT) for name in (
+            "count", "length", "heads", "key_heads", "width", "value_width", "window", "parts", "threads", "each"
+        )),
+        ("scale", FLOAT),
+    )  # fmt: skip
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = built("sequence_attention.c")
+    if library is not None:
+        library.attend_sequences.argtypes = library.sequences_gradients.argtypes = [POINTER]
+        library.attend_sequences.restype, library.sequences_gradients.restype = INT, None
+    return library
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def is_compiled() -> bool:
+    """Whether there is a C compiler for this processor. The first answer of a process takes it a second."""
+    return _library() is not None
+
+
+def takes_heads(q: Tensor, v: Tensor) -> bool:
+    """Whether widths and dtype of q (B, S, H, E) and v (B, S, K, V) are those that were written for."""
+    widths = q.shape[-1], v.shape[-1]
+    return q.dtype in DTYPES and all(width % VECTOR == 0 and width <= WIDEST for width in widths)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, window: int, scale: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q (B, S, H, E), k (B, S, K, E), v (B, S, K, V) -> (B, S, H, V), and the log-sum-exp of scores (B, H, S) fp32."""
+    q, k, v = map(_side_by_side, (q, k, v))
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    sums = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    widths, group = q.shape[3] + v.shape[3], q.shape[2] // k.shape[2]
+    each = TILE * (group * widths + widths + TILE + max(q.shape[3], v.shape[3]))
+    threads = torch.get_num_threads()
+    room = _room(q, threads * each)
+    if not compat.is_fake(q):
+        list_of = _listed(documents)
+        given = (Strided.of(x) for x in (q, k, v, out, *[out] * 4))
+        fields = Fields(
+            *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, 1, threads,
+            each, scale,
+        )  # fmt: skip
+        if _loaded().attend_sequences(ctypes.byref(fields)):
+            raise MemoryError(f"no memory for a list of {len(list_of)} documents")
+    return out, sums
+
+
+def gradients(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Documents, *, window: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Of q, k and v, from that of the result (B, S, H, V), the result and its log-sum-exp. One thread has a document
+    and key head, or some of its query heads where there are few."""
+    gradient, q, k, v, out = map(_side_by_side, (gradient, q, k, v, out))
+    threads, group = torch.get_num_threads(), q.shape[2] // k.shape[2]
+    parts = _parts(len(q) * k.shape[2], group, threads)
+    of_q = q.new_empty(q.shape)
+    of_k, of_v = (_parted(x, parts) for x in (k, v))
+    longest = max(end - begin for _, begin, end in documents)
+    each = TILE * (4 * (q.shape[3] + v.shape[3]) + 2 * TILE) + group // parts * longest * (q.shape[3] + 1)
+    room = _room(q, threads * each)
+    if not compat.is_fake(q):
+        list_of = _listed(documents)
+        given = (Strided.of(x) for x in (q, k, v, out, gradient, of_q, of_k, of_v))
+        fields = Fields(
+            *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, parts,
+            threads, each, scale,
+        )  # fmt: skip
+        _loaded().sequences_gradients(ctypes.byref(fields))
+    if parts > 1:
+        of_k, of_v = (x.unflatten(2, (-1, parts)).sum(3).to(q.dtype) for x in (of_k, of_v))
+    return of_q, of_k, of_v
+
+
+def _parts(units: int, group: int, threads: int) -> int:
+    """In how many parts the `group` query heads of a unit, a row and key head, are taken, so that all threads have
+    work to their end."""
+    cuts = (n for n in range(1, group) if group % n == 0 and (threads == 1 or n * units >= 2 * threads))
+    return next(cuts, group)
+
+
+def _parted(x: Tensor, parts: int) -> Tensor:
+    """Room for gradients of keys or values; parts are added in fp32."""
+    size = (*x.shape[:2], x.shape[2] * parts, x.shape[3])
+    return x.new_empty(size, dtype=torch.float32 if parts > 1 else x.dtype)
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _room(like: Tensor, count: int) -> Tensor:
+    """Of torch, so that whoever counts its memory sees it."""
+    return like.new_empty(count, dtype=torch.float32)
+
+
+def _listed(documents: Documents) -> Tensor:
+    """(N, 3) int64: row, begin, end."""
+    found = [(row, begin, end) for rows, begin, end in documents for row in range(rows.start, rows.stop)]
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[int, ...]:
+    return len(documents), q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    assert library is not None, "attention was chosen without a library"
+    return library

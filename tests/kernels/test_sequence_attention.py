@@ -1,0 +1,198 @@
+"""Attention of whole sequences in compiled loops, forward and backward, against pairs written out in fp64."""
+
+import shutil
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import attention, varlen
+from meshwright.kernels.attention import attend, backend, causal_mask
+from meshwright.kernels.compiled import library, sequence_attention
+from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors
+
+pytestmark = pytest.mark.skipif(
+    not sequence_attention.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
+)
+SCALE = 0.2
+FORMS = {  # rows, positions, query heads, key heads, widths of keys and values, window, mean share of borders
+    "plain": (2, 100, 6, 2, 64, 64, 0, 0.0),
+    "one position": (2, 1, 2, 2, 32, 32, 0, 0.0),
+    "a tile": (1, 64, 2, 2, 16, 32, 0, 0.0),
+    "a tile and one": (1, 65, 4, 1, 32, 16, 0, 0.0),
+    "latent": (2, 150, 4, 4, 192, 128, 0, 0.0),
+    "odd vectors": (2, 130, 4, 2, 80, 48, 0, 0.0),
+    "window": (2, 200, 4, 1, 48, 64, 37, 0.0),
+    "window of one": (1, 90, 2, 1, 16, 16, 1, 0.0),
+    "window of a tile": (1, 300, 2, 1, 16, 16, 64, 0.0),
+    "documents": (3, 333, 4, 2, 64, 32, 0, 0.02),
+    "documents of one": (2, 70, 4, 2, 16, 16, 0, 1.0),
+    "documents and a window": (2, 300, 4, 2, 128, 64, 50, 0.01),
+}
+
+
+@pytest.fixture(autouse=True)
+def at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "LONG", 0)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def attended(given: Sequence[Tensor], mask: attention.Mask) -> Tensor:
+    q, k, v = given
+    return attend(q, k, v, mask, scale=SCALE)
+
+
+def case(name: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], attention.Mask, Tensor]:
+    """q, k and v, the mask, and who sees whom (B, S, S)."""
+    rows, length, heads, keys, width, values, window, share = FORMS[name]
+    given = tensors(
+        (rows, length, heads, width), (rows, length, keys, width), (rows, length, keys, values), dtype=dtype
+    )
+    drawn = torch.rand(rows, length, generator=torch.Generator().manual_seed(length)) < share
+    documents = drawn.int().cumsum(1).int()
+    mask = causal_mask(length, length, window=window, documents=documents if share else None)
+    back = torch.arange(length)[:, None] - torch.arange(length)
+    near = (back >= 0) & (back < (window or length))
+    return given, mask, near & (documents[:, :, None] == documents[:, None, :])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_fp32_is_exact_to_a_few_roundings(name: str) -> None:
+    given, mask, seen = case(name)
+    q, k, v = given
+    assert backend(q, k, v, mask, scale=SCALE) == "compiled loops"
+    plain = partial(plain_attention, seen=seen, scale=SCALE)
+    assert_single(partial(attend, mask=mask, scale=SCALE), plain, given, bound=2e-6)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bf16_is_no_further_from_the_truth_than_plain_code(name: str) -> None:
+    given, mask, seen = case(name, torch.bfloat16)
+    plain = partial(plain_attention, seen=seen, scale=SCALE)
+    bars = [FUSED_ATTENTION] * 4
+    assert_not_worse(partial(attend, mask=mask, scale=SCALE), plain, plain, given, bars)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["plain", "documents and a window"])
+def test_threads_share_a_key_head(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are few, by query heads, whose gradients of keys and values are added."""
+    given, mask, seen = case(name, dtype)
+    monkeypatch.setattr(sequence_attention, "_parts", lambda units, group, threads: group)
+    plain = partial(plain_attention, seen=seen, scale=SCALE)
+    run = partial(attend, mask=mask, scale=SCALE)
+    if dtype == torch.float32:
+        assert_single(run, plain, given)
+    else:
+        assert_not_worse(run, plain, plain, given, [FUSED_ATTENTION] * 4)
+
+
+def test_parts_are_as_few_as_give_all_threads_work() -> None:
+    assert [sequence_attention._parts(8, 6, threads) for threads in (1, 4, 5, 8, 12, 16, 64)] == [1, 1, 2, 2, 3, 6, 6]
+
+
+@pytest.mark.parametrize("name", ["plain", "odd vectors", "documents"])
+def test_views_of_one_product_are_read_where_they_lie(name: str) -> None:
+    (q, k, v), mask, seen = case(name)
+    heads, keys = q.shape[2] * q.shape[3], k.shape[2] * k.shape[3]
+
+    def of_one(x: Tensor, run: attention.Mask | None) -> Tensor:
+        parts = x[..., :heads], x[..., heads : heads + keys], x[..., heads + keys :]
+        views = [part.unflatten(2, (-1, like.shape[3])) for part, like in zip(parts, (q, k, v), strict=True)]
+        return plain_attention(views[0], views[1], views[2], seen, SCALE) if run is None else attended(views, run)
+
+    whole = torch.cat([part.flatten(2) for part in (q, k, v)], 2)
+    assert_single(partial(of_one, run=mask), partial(of_one, run=None), [whole])
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("name", ["plain", "documents and a window"])
+def test_nothing_is_read_that_was_not_written_and_bits_repeat(name: str) -> None:
+    """Fresh memory is filled with what is no number."""
+    given, mask, _ = case(name)
+    found = []
+    try:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # of its class
+        for _ in range(2):
+            leaves = [x.clone().requires_grad_() for x in given]
+            out = attended(leaves, mask)
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.isfinite(x).all() for x in found[0])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("size", [1e4, 1e18])
+def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
+    """One key gets nearly all the weight; scores of 1e5 are themselves off by 1e-2 in fp32."""
+    given, mask, seen = case("plain")
+    q, k, v = given
+    large = [q * size, k, v]
+    exact = plain_attention(large[0].double(), k.double(), v.double(), seen, SCALE)
+    torch.testing.assert_close(attended(large, mask).double(), exact, rtol=0, atol=2e-2)
+
+
+def test_what_is_no_number_stays_in_its_document() -> None:
+    (q, k, v), _, _ = case("plain")
+    documents = (torch.arange(100) >= 40).int().expand(2, -1)
+    k = k.clone()
+    k[:, 50] = float("nan")
+    out = attend(q, k, v, causal_mask(100, 100, documents=documents), scale=SCALE)
+    assert torch.isfinite(out[:, :40]).all() and out[:, 50:].isnan().all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_the_compiled_operator_is_declared_as_it_is(share: float) -> None:
+    (q, k, v), mask, _ = case("documents" if share else "plain")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for window in (0, 9):
+        arguments = (*leaves, mask.documents, None, None, window, SCALE, "loops", 0.0)
+        torch.library.opcheck(varlen.varlen_attention, arguments)
+
+
+def test_code_that_torch_compiles_takes_them_too() -> None:
+    given, mask, _ = case("plain")
+    compiled = torch.compile(attended, backend="aot_eager", fullgraph=True)
+    assert compiled(given, mask).equal(attended(given, mask))
+
+
+def test_fake_tensors_take_as_much_memory() -> None:
+    given, mask, _ = case("plain")
+    leaves = [x.requires_grad_() for x in given]
+    real = torch.autograd.grad(attended(leaves, mask).sum(), leaves)
+    with compat.fake_tensors():
+        fakes = [torch.empty(x.shape, requires_grad=True) for x in given]
+        made = torch.autograd.grad(attended(fakes, mask).sum(), fakes)
+    assert [x.shape for x in made] == [x.shape for x in real]
+
+
+@pytest.mark.parametrize("dtype, width, first, dropout", [
+    (torch.float16, 32, 0, 0.0), (torch.float32, 24, 0, 0.0), (torch.float32, 512, 0, 0.0),
+    (torch.float32, 32, 1, 0.0), (torch.float32, 32, 0, 0.1),
+], ids=["fp16", "no whole vector", "too wide", "fewer queries", "dropout"])  # fmt: skip
+def test_what_they_do_not_take_goes_the_other_ways(dtype: torch.dtype, width: int, first: int, dropout: float) -> None:
+    q, k, v = tensors((2, 70, 4, width), (2, 70, 2, width), (2, 70, 2, width), dtype=dtype)
+    assert backend(q[:, first:], k, v, attention.Mask(), scale=SCALE, dropout=dropout) != "compiled loops"
+
+
+def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, mask, seen = case("documents")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert library.built("sequence_attention.c") is None
+    monkeypatch.setattr(sequence_attention, "is_compiled", lambda: False)
+    q, k, v = given
+    assert backend(q, k, v, mask, scale=SCALE) in ("flash", "blockwise")
+    plain = partial(plain_attention, seen=seen, scale=SCALE)
+    assert_single(partial(attend, mask=mask, scale=SCALE), plain, given, bound=2e-6)
