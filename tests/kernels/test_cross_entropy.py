@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import cross_entropy, fast, reference
-from meshwright.kernels.cross_entropy import IGNORED, chunk_rows
+from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors
 
@@ -166,11 +166,25 @@ def test_a_factor_on_the_loss_reaches_the_gradients() -> None:
         assert torch.equal(found, 4 * once)
 
 
-def test_targets_without_a_matching_row_are_an_error_of_the_plain_form_too() -> None:
-    with pytest.raises((IndexError, RuntimeError)):
-        reference().linear_cross_entropy(*inputs(2), torch.tensor([0, VOCAB]))
-    with pytest.raises((IndexError, RuntimeError)):
-        fast().linear_cross_entropy(*inputs(2), torch.tensor([0, VOCAB]))
+OUTSIDE = pytest.mark.parametrize("target", [VOCAB, -1, IGNORED - 1, 2**40])
+
+
+@OUTSIDE
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_log_probabilities"])
+def test_targets_without_a_matching_row_are_an_error_of_the_plain_form_too(name: str, target: int) -> None:
+    for kernels in (reference(), fast()):
+        with pytest.raises((IndexError, RuntimeError)):
+            getattr(kernels, name)(*inputs(2), torch.tensor([0, target]))
+
+
+@OUTSIDE
+def test_a_target_in_no_part_of_the_vocabulary_gives_no_number(target: int) -> None:
+    parts = Vocabulary(first=0, number=VOCAB, most=VOCAB, whole=VOCAB, largest=Tensor.clone, total=Tensor.clone)
+    x, weight = inputs(3)
+    targets = torch.tensor([0, target, IGNORED])
+    assert fast().linear_cross_entropy(x, weight, targets, vocabulary=parts).isnan()
+    found = fast().linear_log_probabilities(x, weight, targets, vocabulary=parts)
+    assert found.isnan().tolist() == [False, True, False]
 
 
 def test_never_more_logits_than_a_chunk() -> None:

@@ -273,6 +273,16 @@ def test_muons_matrices_take_what_was_planned(layout: dict[str, object], precisi
         assert sent.get(("stage", "all_to_all")) == dict(run.traffic(seen.rank)).get(("stage", "all_to_all"))
 
 
+def test_muon_updates_one_parameter_at_a_time() -> None:
+    """Temporaries are those of the largest one; many small layers together have more elements."""
+    shape = replace(SHAPE, vocab=4096, hidden=256, heads=4, kv_heads=2, ffn=704, layers=12)
+    recipe = Recipe(sequence=64, global_batch=1, precision="bf16", document_mask=False, optimizer="muon")
+    asked = plan(shape, recipe, compile="off")
+    said, run = predict(asked), dry_run(asked, device="cuda")
+    [found] = said.memory
+    assert found.total_bytes - found.kinds["reserve"] == pytest.approx(run.ranks[0].peak_bytes, rel=0.03), found.when
+
+
 def test_muons_time_is_that_of_its_flop_and_no_flop_of_the_model() -> None:
     """Of an 8B model on 8 H100: 5 (4 n^2 m + 2 n^3) FLOP of each matrix, at less than the best rate."""
     recipe = Recipe(sequence=4096, global_batch=64, precision="bf16")

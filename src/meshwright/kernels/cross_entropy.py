@@ -146,6 +146,8 @@ class _Chunks:
             make = self._in_triton if in_triton else self._chunk
             if kept is None:
                 losses = make(logits, targets, valid, each)
+                if parts is not None:  # no part of the head can tell by itself
+                    losses.masked_fill_(valid & ((targets < 0) | (targets >= parts.whole)), torch.nan)
             else:
                 each = each[kept] if each is not None and each.dim() else each
                 found = make(logits, targets[kept], valid[kept], each)
@@ -172,7 +174,7 @@ class _Chunks:
         """The losses (R,) of a chunk; `logits` (R, V) fp32 becomes (softmax - onehot) * factor in place (0 where
         ignored)."""
         parts, mine = self.vocabulary, None
-        index = targets.clamp(min=0)
+        index = targets.where(valid, 0)
         if parts is not None:
             local = targets - parts.first
             mine = valid & (local >= 0) & (local < parts.number)
@@ -276,7 +278,7 @@ def linear_cross_entropy(
 ) -> Tensor:  # fmt: skip
     """As the reference; one backward pass, and no gradient of `scale` (ValueError where one is asked for). With a
     vocabulary `weight` is a part of the head, the loss is that of all parts, and the gradient of x what this part adds
-    to it."""
+    to it. A target that is no row of the head is an error; of parts, and in Triton, the loss is nan."""
     if scale is not None and scale.requires_grad:
         raise ValueError("linear_cross_entropy makes no gradient of its scale: detach it")
     if not torch.is_grad_enabled():  # an autograd function is not told, and would make gradients for nothing

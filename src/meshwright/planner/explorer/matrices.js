@@ -33,7 +33,7 @@ function matrixBytes({muon}, layout, dense, routed) {
   const inside = Math.max(...muon.sizes.map(([numel, a, b, share]) =>
     Math.min(whole, Math.max(numel, (dense * a + routed * b) / ranks)) * (1 + 2 * share)));
   const held = Math.max(whole + inside, whole * 2 * updated / owned);
-  return Math.max(held * muon.width, Math.min(muon.at_once_bytes, 16 * updated));
+  return Math.max(held * muon.width, Math.min(muon.at_once_bytes, 16 * Math.min(muon.widest, updated)));
 }
 
 // To the nearest number, of two the even one, as Python does.

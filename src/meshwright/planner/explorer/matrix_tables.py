@@ -24,6 +24,7 @@ def matrix_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any] | Non
         "width": costs.width,
         "products": [layers.dense_s, layers.routed_s, layers.longest_s],
         "largest": layers.largest,
+        "widest": layers.widest,
         "sizes": layers.sizes,
         "round": ROUND_ELEMENTS,
         "at_once_bytes": UPDATED_AT_ONCE_BYTES,

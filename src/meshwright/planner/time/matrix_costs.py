@@ -39,6 +39,8 @@ class LayerMatrices:
     longest_s: float = 0.0
     largest: int = 0
     """Elements of the largest matrix."""
+    widest: int = 0
+    """Elements of the largest parameter: all experts of a layer are one."""
     sizes: tuple["MatrixSize", ...] = ()
 
 
@@ -111,7 +113,8 @@ def layer_matrices(shape: ModelShape, precision: str, speeds: Speeds) -> LayerMa
         return LayerMatrices()
     dense, routed = (sum(one.matrices[0] * s for one, s in each[kind] if one.matrices) for kind in (False, True))
     sizes = _sizes(shape)
-    return LayerMatrices(dense, routed, max(s for _, s in every), max(one.numel for one in sizes), sizes)
+    widest = max(one.numel for one, _ in every)
+    return LayerMatrices(dense, routed, max(s for _, s in every), max(one.numel for one in sizes), widest, sizes)
 
 
 def _sizes(shape: ModelShape) -> tuple[MatrixSize, ...]:
@@ -195,7 +198,7 @@ class MatrixCosts:
             for size in layers.sizes
         )
         most = max(whole + inside, whole * 2 * one.updated / one.owned)
-        return max(most * self.width, min(UPDATED_AT_ONCE_BYTES, 16.0 * one.updated))
+        return max(most * self.width, min(UPDATED_AT_ONCE_BYTES, 16.0 * min(layers.widest, one.updated)))
 
 
 def matrix_traffic(shape: ModelShape, layout: Layout, rank: int, precision: str) -> Iterator[tuple[str, str, int, int]]:
