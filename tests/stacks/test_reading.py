@@ -339,3 +339,20 @@ def test_values_of_a_function_of_torchtitans_registry_are_not_guessed(tmp_path: 
     written = texts(SOFTWARE["torchtitan"], plan)["torchtitan_plan.py"]
     assert "config.parallelism.expert_parallel_degree = 1" in written
     assert read(str(write(tmp_path, "b.py", written))).shape == plan.model
+
+
+@pytest.mark.parametrize("said", ["inf", "nan", '"x"', "1.5", "[1]", "true"])
+@pytest.mark.parametrize(
+    "key", ["seq_len = 8192", "local_batch_size = 1", "tensor_parallel_degree = 2", "data_parallel_shard_degree = 8"]
+)
+def test_a_count_that_is_no_whole_number_has_its_line(key: str, said: str, tmp_path: Path) -> None:
+    name = key.partition(" ")[0]
+    text = EIGHT.replace("[activation", "data_parallel_shard_degree = 8\n[activation").replace(key, f"{name} = {said}")
+    with pytest.raises(PlanError, match=rf"a.toml, line \d+: .*{name}=.* must be a whole number"):
+        read(str(write(tmp_path, "a.toml", text)))
+
+
+def test_a_mark_of_the_byte_order_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(EIGHT, encoding="utf-8-sig")
+    assert read(str(path)).facts["tp"] == 2
