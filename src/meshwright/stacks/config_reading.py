@@ -95,8 +95,18 @@ def _of_folder(path: Path, word: str) -> tuple[TrainingSoftware, list[ConfigFile
 
 
 def _says(path: Path, word: str) -> bool:
+    return f"--for {word}:" in _launch(path)
+
+
+def _nodes_of(path: Path) -> int | None:
+    """What the launch script says that was written beside the files: several trainers' own files do not."""
+    said = re.search(r"^NNODES=(\d{1,6})$", _launch(path), re.MULTILINE)
+    return int(said[1]) if said else None
+
+
+def _launch(path: Path) -> str:
     launch = path / "launch.sh"
-    return launch.is_file() and f"--for {word}:" in launch.read_text(encoding="utf-8", errors="replace")
+    return launch.read_text(encoding="utf-8", errors="replace") if launch.is_file() else ""
 
 
 def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSoftware, ConfigFile]:
@@ -124,7 +134,7 @@ def _read(
     software: TrainingSoftware, files: Sequence[tuple[ConfigFile, Sequence[Entry]]], path: Path,
     folder_shape: ReadFolder | None, given: ModelShape | None,
 ) -> ReadConfig:  # fmt: skip
-    facts: Facts = {}
+    facts: Facts = {"nodes": _nodes_of(path)} if path.is_dir() else {}
     ignored: list[str] = []
     unknown: list[str] = []
     for file, entries in files:
