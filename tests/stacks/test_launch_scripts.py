@@ -47,8 +47,8 @@ def run(files: Path, script: str, **names: str) -> subprocess.CompletedProcess[s
     """With no other variables than these: no PYTHONPATH, no HOME. An empty one is as if it were not set."""
     path = f"{files.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(files / script)], env={"PATH": path, "MEGATRON": "/source", **names}, cwd=files.parent, capture_output=True, text=True,
-        timeout=60, check=False,
+        ["bash", str(files / script)], env={"PATH": path, "MEGATRON": "/source", **names}, cwd=files.parent,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 

@@ -356,3 +356,18 @@ def test_a_mark_of_the_byte_order_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text(EIGHT, encoding="utf-8-sig")
     assert read(str(path)).facts["tp"] == 2
+
+
+@pytest.mark.parametrize("name", ["NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"])
+def test_a_name_that_is_not_known_names_the_nearest_preset(name: str, tmp_path: Path) -> None:
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", name)
+    with pytest.raises(PlanError, match=r"give MODEL, a preset or a folder; nearest: .*llama-3\.1-8b"):
+        read(str(write(tmp_path, "a.yaml", text)))
+    assert read(str(write(tmp_path, "a.yaml", text)), given=presets.model("llama-3.1-8b")).facts["zero"] == 3
+
+
+def test_trl_without_a_file_of_accelerate_shards_nothing(tmp_path: Path) -> None:
+    """accelerate launches plain data parallelism where nothing else is said: commands/launch.py."""
+    text = "model_name_or_path: Qwen/Qwen2.5-7B\nmax_length: 4096\nper_device_train_batch_size: 1\npacking: true\n"
+    answer = mw.plan_from(write(tmp_path, "sft.yaml", text), cluster="h100x8")
+    assert (answer.plan.layout.zero, answer.plan.layout.dp_replicate, answer.fits) == (0, 8, False)

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import PlanError
+from meshwright.spec.presets import suggested
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.plan_facts import plan_of, preset_of_hub, shape_of
 from meshwright.stacks.declaration.software import TrainingSoftware
@@ -218,5 +219,5 @@ def _named(software: TrainingSoftware, facts: Facts, path: Path, folder_shape: R
         return folder_shape(folder)
     raise PlanError(
         f"{path}: model {name!r} is neither known here nor a folder with a config.json: "
-        "give MODEL, a preset or a folder"
+        f"give MODEL, a preset or a folder; {suggested(name.rpartition('/')[2].lower(), presets.model_names())}"
     )
