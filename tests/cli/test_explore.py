@@ -50,6 +50,7 @@ def test_nothing_fits_still_writes_the_page(tmp_path: Path) -> None:
         ([*SMALL, "--price", "0"], "--price 0.0 must be above 0"),
         ([*SMALL, "--beside", "h200x8"], "is not KEY=VALUE, as 'cluster=h200x8'"),
         ([*SMALL, "--beside", "clustr=h200x8"], "nearest: cluster"),
+        ([*SMALL, "--beside", "stak=torchtitan"], "known: cluster, nodes, for, price"),
         ([*SMALL, "--beside", "nodes=two"], "must be a whole number"),
         ([*SMALL, "--beside", "nodes=2,nodes=4"], "has nodes twice"),
         ([*SMALL, "--beside", "price=cheap"], "must be a number of dollars per device-hour"),

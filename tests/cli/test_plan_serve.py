@@ -50,6 +50,7 @@ def test_what_does_not_fit_names_what_would(capsys: pytest.CaptureFixture[str]) 
     [
         (["--tokens", "3T"], "--tokens is for training"),
         (["--tune", "lora"], "--tune is for training"),
+        (["--for", "megatron-lm"], "--for is for training"),
         (["--quantization", "int1"], "take one of"),
         (["--kv-dtype", "fp2"], "take one of"),
         (["--framework", "tgi"], "take one of"),

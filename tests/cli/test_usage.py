@@ -94,6 +94,7 @@ WRONG = {
     "plan llama-3.2-1b --cluster h100x8 --teacher no": "--teacher 'no' is not known; known: ",
     "plan llama-3.2-1b --cluster h100x8 --teacher text.txt": "--teacher 'text.txt' is a file: give a preset, a folder ",
     "plan llama-3.2-1b --cluster h100x8 --serve --concurrency 0": "--concurrency 0 must be at least 1",
+    "plan gpt2-124m --cluster t4x4 --for accelerate": "is counted in bf16: T4 has none, take another device",
     "plan llama-3.2-1b --cluster h100x8 --concurrency 0": "--concurrency is for serving: add --serve",
     "plan llama-3.2-1b --cluster h100x8 --serve --measure": "--measure runs the load on this machine: name it with ",
     "plan text.txt --cluster h100x8": "MODEL 'text.txt' is a file: give a preset, a folder with config.json, or a plan",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
+from meshwright.stacks.config_reading import read
 from meshwright.stacks.config_writing import texts
 from meshwright.stacks.trainer_table import SOFTWARE
 
@@ -43,11 +44,11 @@ def written(word: str, folder: Path) -> Path:
 
 
 def run(files: Path, script: str, **names: str) -> subprocess.CompletedProcess[str]:
-    """With no other variables than these: no PYTHONPATH, no HOME."""
+    """With no other variables than these: no PYTHONPATH, no HOME. An empty one is as if it were not set."""
     path = f"{files.parent / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", str(files / script)], env={"PATH": path, **names}, cwd=files.parent, capture_output=True, text=True,
-        timeout=60, check=False,
+        ["bash", str(files / script)], env={"PATH": path, "MEGATRON": "/source", **names}, cwd=files.parent,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
 
@@ -58,6 +59,12 @@ def test_launch_sh_runs_in_a_bare_environment(word: str, tmp_path: Path) -> None
     assert OPTIONS[word] in found.stdout
     if word != "maxtext":
         assert "first" in found.stdout and "29500" in found.stdout
+
+
+@pytest.mark.parametrize("word", SOFTWARE)
+def test_the_folder_says_how_many_nodes_it_is_for(word: str, tmp_path: Path) -> None:
+    """Own files of most trainers do not; the launch script does."""
+    assert read(str(written(word, tmp_path)), word).nodes(8) == 2
 
 
 def test_launch_sh_asks_for_the_number_of_its_node(tmp_path: Path) -> None:
@@ -72,3 +79,11 @@ def test_launch_sbatch_starts_launch_sh_of_the_folder_it_was_submitted_in(tmp_pa
     assert "--node_rank 1 --master_addr first" in found.stdout and "--num-layers 32" in found.stdout
     elsewhere = run(files, "launch.sbatch", SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_NODELIST="first,second")
     assert elsewhere.returncode == 1 and "cd to its folder, then sbatch" in elsewhere.stderr
+
+
+def test_the_program_of_megatron_is_taken_from_its_own_folder(tmp_path: Path) -> None:
+    """It imports modules beside it, and a job of SLURM starts in the folder of the files."""
+    files = written("megatron-lm", tmp_path)
+    assert " /source/pretrain_gpt.py " in run(files, "launch.sh", NODE_RANK="0", HEAD="first").stdout
+    none = run(files, "launch.sh", NODE_RANK="0", HEAD="first", MEGATRON="")
+    assert none.returncode != 0 and "MEGATRON: folder of pretrain_gpt.py" in none.stderr

@@ -339,3 +339,35 @@ def test_values_of_a_function_of_torchtitans_registry_are_not_guessed(tmp_path: 
     written = texts(SOFTWARE["torchtitan"], plan)["torchtitan_plan.py"]
     assert "config.parallelism.expert_parallel_degree = 1" in written
     assert read(str(write(tmp_path, "b.py", written))).shape == plan.model
+
+
+@pytest.mark.parametrize("said", ["inf", "nan", '"x"', "1.5", "[1]", "true"])
+@pytest.mark.parametrize(
+    "key", ["seq_len = 8192", "local_batch_size = 1", "tensor_parallel_degree = 2", "data_parallel_shard_degree = 8"]
+)
+def test_a_count_that_is_no_whole_number_has_its_line(key: str, said: str, tmp_path: Path) -> None:
+    name = key.partition(" ")[0]
+    text = EIGHT.replace("[activation", "data_parallel_shard_degree = 8\n[activation").replace(key, f"{name} = {said}")
+    with pytest.raises(PlanError, match=rf"a.toml, line \d+: .*{name}=.* must be a whole number"):
+        read(str(write(tmp_path, "a.toml", text)))
+
+
+def test_a_mark_of_the_byte_order_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text(EIGHT, encoding="utf-8-sig")
+    assert read(str(path)).facts["tp"] == 2
+
+
+@pytest.mark.parametrize("name", ["NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-3.1-8B-Instruct"])
+def test_a_name_that_is_not_known_names_the_nearest_preset(name: str, tmp_path: Path) -> None:
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", name)
+    with pytest.raises(PlanError, match=r"give MODEL, a preset or a folder; nearest: .*llama-3\.1-8b"):
+        read(str(write(tmp_path, "a.yaml", text)))
+    assert read(str(write(tmp_path, "a.yaml", text)), given=presets.model("llama-3.1-8b")).facts["zero"] == 3
+
+
+def test_trl_without_a_file_of_accelerate_shards_nothing(tmp_path: Path) -> None:
+    """accelerate launches plain data parallelism where nothing else is said: commands/launch.py."""
+    text = "model_name_or_path: Qwen/Qwen2.5-7B\nmax_length: 4096\nper_device_train_batch_size: 1\npacking: true\n"
+    answer = mw.plan_from(write(tmp_path, "sft.yaml", text), cluster="h100x8")
+    assert (answer.plan.layout.zero, answer.plan.layout.dp_replicate, answer.fits) == (0, 8, False)

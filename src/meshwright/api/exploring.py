@@ -32,6 +32,8 @@ from meshwright.store.durable import one_line, replace_file
 
 BESIDE = ("cluster", "nodes", "stack", "price")
 """Keys of `beside`; `for` is `stack`."""
+KEYS = ("cluster", "nodes", "for", "price")
+"""The same as people are told of them."""
 MOST_USD = 1e6
 """Dollars of a device-hour."""
 
@@ -194,7 +196,7 @@ def _beside(words: Sequence[str]) -> dict[str, str]:
         if not equals or not value:
             raise ArgumentError(f"beside={word!r} is not KEY=VALUE, as 'cluster=h200x8'")
         if key not in BESIDE:
-            raise ArgumentError(f"beside={word!r}: {key!r} is not known; {suggested(key, BESIDE, 1)}")
+            raise ArgumentError(f"beside={word!r}: {key!r} is not known; {suggested(key, KEYS, 1)}")
         if key in found:
             raise ArgumentError(f"beside= has {key} twice: take one of them")
         found[key] = value

@@ -21,7 +21,10 @@ def checked_model(of: TrainingSoftware, plan: Plan) -> None:
     if plan.model.lora is not None:
         raise ArgumentError(f"--for {of.word} writes full training: leave tune=lora out")
     if plan.recipe.precision != "bf16":
-        raise ArgumentError(f"--for {of.word} is counted in bf16: leave precision={plan.recipe.precision} out")
+        device = plan.cluster.device
+        has = device.bf16_matmul_flop_per_s or device.bf16_flop_per_s
+        way = f"leave precision={plan.recipe.precision} out" if has else f"{device.name} has none, take another device"
+        raise ArgumentError(f"--for {of.word} is counted in bf16: {way}")
     if plan.teacher is not None:
         raise ArgumentError(f"--for {of.word} writes training without a teacher: leave teacher= out")
     of.facts(replace(plan, layout=replace(plan.layout, dp_replicate=1, micro_batch=1)))

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import PlanError
+from meshwright.spec.presets import suggested
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.plan_facts import plan_of, preset_of_hub, shape_of
 from meshwright.stacks.declaration.software import TrainingSoftware
@@ -95,8 +96,18 @@ def _of_folder(path: Path, word: str) -> tuple[TrainingSoftware, list[ConfigFile
 
 
 def _says(path: Path, word: str) -> bool:
+    return f"--for {word}:" in _launch(path)
+
+
+def _nodes_of(path: Path) -> int | None:
+    """What the launch script says that was written beside the files: several trainers' own files do not."""
+    said = re.search(r"^NNODES=(\d{1,6})$", _launch(path), re.MULTILINE)
+    return int(said[1]) if said else None
+
+
+def _launch(path: Path) -> str:
     launch = path / "launch.sh"
-    return launch.is_file() and f"--for {word}:" in launch.read_text(encoding="utf-8", errors="replace")
+    return launch.read_text(encoding="utf-8", errors="replace") if launch.is_file() else ""
 
 
 def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSoftware, ConfigFile]:
@@ -124,7 +135,7 @@ def _read(
     software: TrainingSoftware, files: Sequence[tuple[ConfigFile, Sequence[Entry]]], path: Path,
     folder_shape: ReadFolder | None, given: ModelShape | None,
 ) -> ReadConfig:  # fmt: skip
-    facts: Facts = {}
+    facts: Facts = {"nodes": _nodes_of(path)} if path.is_dir() else {}
     ignored: list[str] = []
     unknown: list[str] = []
     for file, entries in files:
@@ -208,5 +219,5 @@ def _named(software: TrainingSoftware, facts: Facts, path: Path, folder_shape: R
         return folder_shape(folder)
     raise PlanError(
         f"{path}: model {name!r} is neither known here nor a folder with a config.json: "
-        "give MODEL, a preset or a folder"
+        f"give MODEL, a preset or a folder; {suggested(name.rpartition('/')[2].lower(), presets.model_names())}"
     )

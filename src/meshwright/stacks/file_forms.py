@@ -60,7 +60,7 @@ def entries_of(path: Path, function: str = "") -> list[Entry]:
     try:
         if path.stat().st_size > LARGEST_BYTES:
             raise PlanError(f"larger than {LARGEST_BYTES:,} bytes: no file of options")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         return python_text.read(text, function) if form == "python" else READERS[form](text)
     except OSError as error:
         raise PlanError(f"{path} cannot be read: {error.strerror}") from None

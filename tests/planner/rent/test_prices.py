@@ -59,6 +59,8 @@ def test_a_users_table_stands_in_place_of_the_shipped_one(tmp_path: Path) -> Non
         ("device,usd_per_gpu_hour,per_node\nh100,1,2.5\n", "mine.csv:2: column per_node: '2.5' must be a whole number"),
         ("device,usd_per_gpu_hour\nh100,1,2\n", "mine.csv:2: 3 cells, and the first line has 2"),
         ("device,usd_per_gpu_hour\nlocal,1\n", "mine.csv:2: column device: 'local' is not known"),
+        ("device,usd_per_gpu_hour,device\nh100,1,h200\n", "mine.csv:1: column device is there twice"),
+        ("device,usd_per_gpu_hour\nh100," + 200_000 * "9" + "\n", "mine.csv:2: no CSV (field larger than"),
         ("device,usd_per_gpu_hour\n", "no row"),
         ("", "mine.csv:1: column device is missing"),
     ],
@@ -77,6 +79,8 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PlanError, match="it is not UTF-8"):
         prices.read(tmp_path / "binary.csv")
+    with pytest.raises(PlanError, match="larger than 16,777,216 bytes"):
+        prices.read(Path("/dev/zero"))
 
 
 def test_priced_devices_have_watts_with_a_source() -> None:

@@ -134,7 +134,7 @@ def plan(
     }  # fmt: skip
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
-                    "memory": memory, "save": save}  # fmt: skip
+                    "memory": memory, "save": save, "for": stack, "out": output}  # fmt: skip
         print_serving(
             model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
         )

@@ -22,6 +22,7 @@ REACHES = ("one", "many")
 PER_NODE = 8
 """Devices of a node, where a row says nothing."""
 MOST_PER_NODE = 1024
+LARGEST_BYTES = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +86,13 @@ def shipped() -> Prices:
 def read(file: Path) -> Prices:
     """A user's table; it stands in place of the shipped one. PlanError with file, line and column for a bad row."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open("rb") as table:
+            content = table.read(LARGEST_BYTES + 1)
+        text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise PlanError(f"prices={str(file)!r} cannot be read: {_reason(error)}") from None
+    if len(content) > LARGEST_BYTES:
+        raise PlanError(f"prices={str(file)!r} is larger than {LARGEST_BYTES:,} bytes: no table of prices")
     found = []
     for row in rows(text, str(file), NEEDED, COLUMNS):
         key = _known(row)

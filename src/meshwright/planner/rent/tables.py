@@ -5,6 +5,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 from meshwright.spec.errors import PlanError
 from meshwright.spec.presets import suggested
@@ -54,18 +55,29 @@ class Row:
         return value
 
 
+def _cells(reader: Any, file: str) -> Iterator[list[str]]:
+    """Of each line; PlanError with its number for what is no CSV."""
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise PlanError(f"{file}:{reader.line_num}: no CSV ({error})") from None
+
+
 def rows(text: str, file: str, needed: Sequence[str], known: Sequence[str]) -> Iterator[Row]:
     """The rows of a file. PlanError with file and line for a column that is missing or not known, and for a row with
     more or fewer cells than the first line."""
     reader = csv.reader(io.StringIO(text))
-    head = [name.strip() for name in next(reader, [])]
+    head = [name.strip() for name in next(_cells(reader, file), [])]
     for name in needed:
         if name not in head:
             raise PlanError(f"{file}:1: column {name} is missing: the first line names the columns, {', '.join(known)}")
     for name in head:
         if name not in known:
             raise PlanError(f"{file}:1: column {name[:60]!r} is not known; {suggested(name, known, 1)}")
-    for cells in reader:
+    for at, name in enumerate(head):
+        if name in head[:at]:
+            raise PlanError(f"{file}:1: column {name} is there twice: leave one out")
+    for cells in _cells(reader, file):
         if not any(map(str.strip, cells)):
             continue
         if len(cells) != len(head):

@@ -5,6 +5,7 @@ Files are written and read by this one table, so that both cannot disagree.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal
 
 from meshwright.spec.errors import PlanError
@@ -12,6 +13,17 @@ from meshwright.stacks.text.option_text import Called, Entry, Setting
 
 Facts = dict[str, Any]
 """What a plan says, by name: degrees, sizes, batch (declaration/plan_facts.py), and what one software calls its own."""
+COUNTED = frozenset({
+    "accumulation", "cp", "cp_size", "devices", "dp", "dp_replicate", "dp_shard", "ep", "expert_tp", "ffn",
+    "global_batch", "head_dim", "heads", "hidden", "key_heads", "kv_heads", "layers", "local_batch", "max_positions",
+    "micro_batch", "mla_kv_rank", "mla_nope_dim", "mla_q_rank", "mla_rope_dim", "mla_v_dim", "moe_experts", "moe_ffn",
+    "moe_groups", "moe_shared_width", "moe_top_groups", "moe_top_k", "nodes", "pipeline_micro_batch", "pp",
+    "recompute_number", "replicas", "round", "sequence", "shards", "stage_depth", "stage_layers", "stages_of_rank",
+    "tp", "tp_size", "vocab", "vp", "zero", "zero_stage",
+})  # fmt: skip
+"""Facts that are whole numbers; -1, `auto` and nothing leave one to the software."""
+MEASURED = frozenset({"moe_routed_scale", "norm_eps", "per_device", "rope_theta", "rotary_base", "stretch"})
+"""Facts that are numbers."""
 Form = Literal["yaml", "json", "toml", "shell", "python"]
 
 
@@ -50,9 +62,9 @@ class Option:
         return Setting(key=self.key, value=value, meaning=self.meaning)
 
     def value(self, entry: Entry) -> Any:
-        """The fact's value; PlanError with the words that there are."""
+        """The fact's value; PlanError with the words that there are, or where a count is no whole number."""
         if self.words is None:
-            return entry.value
+            return self._number(entry) if self.fact in COUNTED | MEASURED else entry.value
         for fact, word in self.words.items():
             if word == entry.value and type(word) is type(entry.value):
                 return fact
@@ -61,6 +73,15 @@ class Option:
                 return fact
         known = ", ".join(getattr(word, "name", str(word)) for word in self.words.values() if word is not None)
         raise PlanError(f"line {entry.line}: {self.key}={_said(entry.value)} is not understood: take one of {known}")
+
+    def _number(self, entry: Entry) -> Any:
+        value, whole = entry.value, self.fact in COUNTED
+        if value in (None, "auto"):
+            return None
+        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if number and (not whole or value == int(value)):
+            return int(value) if whole else value
+        raise PlanError(f"line {entry.line}: {self.key}={_said(value)} must be a {'whole ' if whole else ''}number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

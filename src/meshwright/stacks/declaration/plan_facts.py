@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
+from math import inf
 from typing import Any
 
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
@@ -113,11 +114,11 @@ def batches(facts: Facts, dp: int) -> tuple[int, int]:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == int(value) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
 @cache

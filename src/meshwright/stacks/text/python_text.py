@@ -75,13 +75,13 @@ def _value(key: str, node: ast.expr) -> Iterator[Entry]:
             if keyword.arg:
                 yield from _value(f"{key}.{keyword.arg}", keyword.value)
         return
-    yield Entry(key=key, value=_folded(node), line=node.lineno)
+    yield Entry(key=key, value=folded(node), line=node.lineno)
 
 
-def _folded(node: ast.expr) -> Any:
+def folded(node: ast.expr) -> Any:
     """The value of literals and of arithmetic on them; else the source."""
     if isinstance(node, ast.BinOp) and type(node.op) in FOLDED:
-        one, other = _folded(node.left), _folded(node.right)
+        one, other = folded(node.left), folded(node.right)
         if isinstance(one, int | float) and isinstance(other, int | float) and abs(other) < 1e9:
             return FOLDED[type(node.op)](one, other) if not isinstance(node.op, ast.Pow) or other < 64 else None
     try:

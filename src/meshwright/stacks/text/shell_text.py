@@ -1,16 +1,26 @@
 """Options as arguments of a command in a shell script: `--key value`, `--key=value`, or `--key` alone."""
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.text.option_text import Entry, Setting
+from meshwright.stacks.text.python_text import folded
 
 ARRAY = "ARGUMENTS"
 """The bash array that is written."""
 VARIABLE = re.compile(r"\$\{?(\w+)(?::?[-=]([^}]*))?\}?")
-ASSIGNED = re.compile(r"^\s*(?:export\s+)?(\w+)=(?![(])(\"[^\"]*\"|'[^']*'|[^\s;#]*)\s*(?:#.*)?$")
+ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
+QUOTED = r"\"(?:\\.|[^\"\\])*\"|'[^']*'"
+BREAK = re.compile(rf"\\[^\n]|{QUOTED}|(?<!\S)#[^\n]*|\n", re.DOTALL)
+"""Ends of lines, beside what they are not to be looked for in: strings, comments, escaped characters."""
+ASSIGNED = re.compile(rf"(?:^|[\s;])([A-Za-z_]\w*)(\+?)=(?![(])({QUOTED}|{ARITHMETIC.pattern}|[^\s;#]*)", re.DOTALL)
+LONGEST = 100_000
+"""Characters of a line: a variable may hold others, and they others."""
+ASSIGNMENT = r"[A-Za-z_]\w*\+?="
 
 
 def write(settings: Sequence[Setting], title: Sequence[str]) -> str:
@@ -34,22 +44,59 @@ def read(text: str) -> list[Entry]:
     names: dict[str, str] = {}
     words: list[tuple[str, int]] = []
     for number, line in _lines(text):
-        assigned = ASSIGNED.match(line)
-        if assigned:
-            names[assigned[1]] = _known(assigned[2].strip("\"'"), names)
-        if not assigned or "--" in assigned[2]:
-            words += [(word, number) for word in _split(_known(line, names), number)]
-    return list(_entries(words))
+        for name, more, value, _ in ASSIGNED.findall(line):
+            known = _known(value.strip("\"'"), names)
+            names[name] = names.get(name, "") + known if more else known
+        words += [(word, number) for word in _words(_known(line, names), number)]
+    lines = text.splitlines()
+    return [replace(one, line=_line_of(one, lines)) for one in _entries(words)]
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """A line that ends in a backslash goes on; its arguments keep the number of their own line all the same."""
-    for number, line in enumerate(text.splitlines(), 1):
-        yield number, line.rstrip().removesuffix("\\")
+    """A line that ends in a backslash goes on; its arguments keep the number of their own line all the same. A string
+    over several lines is in one. Comments are left out."""
+    number, line, at, breaks = 1, "", 0, 0
+    for found in BREAK.finditer(f"{text}\n"):
+        line += text[at : found.start()]
+        at, breaks = found.end(), breaks + found[0].count("\n")
+        if found[0] == "\n":
+            yield number, line.rstrip().removesuffix("\\")
+            number, line = breaks + 1, ""
+        elif not found[0].startswith("#"):
+            line += found[0].replace("\\\n", " ")
+
+
+def _line_of(one: Entry, lines: Sequence[str]) -> int:
+    """Of an option that a variable brought, the line where it was last written."""
+    if one.key in lines[one.line - 1]:
+        return one.line
+    return max((number for number, line in enumerate(lines, 1) if one.key in line), default=one.line)
 
 
 def _known(text: str, names: dict[str, str]) -> str:
-    return VARIABLE.sub(lambda found: names.get(found[1], found[2] or found[0]), text)
+    found = VARIABLE.sub(lambda found: names.get(found[1], found[2] or found[0]), text)
+    if len(found) > LONGEST:
+        raise PlanError(f"a line of more than {LONGEST:,} characters, once its variables are known: no options")
+    return ARITHMETIC.sub(lambda found: _computed(found[1], names) or found[0], found)
+
+
+def _computed(text: str, names: dict[str, str]) -> str:
+    """The whole number of an arithmetic expression; empty where it is none."""
+    said = re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text).replace("/", "//")
+    try:
+        value = folded(ast.parse(said.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):
+        return ""
+    return str(value) if isinstance(value, int) else ""
+
+
+def _words(line: str, number: int) -> Iterator[str]:
+    """Of a line, and of a command that stands in it as a string."""
+    for word in _split(line, number):
+        if re.search(r"\s--[A-Za-z]", word) and not re.match(ASSIGNMENT, word):
+            yield from _words(word, number)
+        else:
+            yield word
 
 
 def _split(line: str, number: int) -> list[str]:
@@ -79,7 +126,7 @@ def _entries(words: Sequence[tuple[str, int]]) -> Iterator[Entry]:
 
 def _starts_command(word: str) -> bool:
     """Whether a word is no value: a path of a script, an array, the name of a variable that gets one."""
-    return bool(re.match(r"[A-Za-z_]\w*\+?=|\"?\$\{?\w+\[|&&|\|\||[;|&]$", word))
+    return bool(re.match(ASSIGNMENT + r"|\"?\$\{?\w+\[|&&|\|\||[;|&]$", word))
 
 
 def number_of(word: str) -> object:

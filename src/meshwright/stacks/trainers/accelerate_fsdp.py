@@ -140,7 +140,7 @@ def accelerate_facts(plan: Plan) -> Facts:
 def resolve(facts: Facts) -> Facts:
     """Degrees and ZeRO stage that its file means."""
     found = hf.resolved(facts)
-    kind = str(found.get("distributed", "FSDP"))
+    kind = str(found.get("distributed", "MULTI_GPU"))
     if str(found.get("offload_params", False)).lower() == "true":
         raise PlanError("fsdp_offload_params keeps parameters in host memory, which is not counted")
     found["cp"], found["tp"] = found.get("cp_size") or 1, found.get("tp_size") or 1

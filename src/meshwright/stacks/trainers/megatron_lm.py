@@ -206,8 +206,8 @@ def _resolve(facts: Facts) -> Facts:
 def _launch(plan: Plan) -> LaunchCommand:
     return LaunchCommand(
         before=("export CUDA_DEVICE_MAX_CONNECTIONS=1", 'source "$HERE/arguments.sh"'),
-        command='torchrun $TORCHRUN pretrain_gpt.py "${ARGUMENTS[@]}"',
-        yours=("TOKENIZER", "DATA", "learning rate and its schedule"),
+        command='torchrun $TORCHRUN "${MEGATRON:?folder of pretrain_gpt.py}/pretrain_gpt.py" "${ARGUMENTS[@]}"',
+        yours=("MEGATRON (its folder, exported)", "TOKENIZER", "DATA", "learning rate and its schedule"),
     )
 
 
