@@ -11,11 +11,11 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import attention, varlen
 from meshwright.kernels.attention import attend, backend, causal_mask
-from meshwright.kernels.compiled import library, sequence_attention
+from meshwright.kernels.compiled import library, sequence_attention, training_library
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors
 
 pytestmark = pytest.mark.skipif(
-    not sequence_attention.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
+    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
 )
 SCALE = 0.2
 FORMS = {  # rows, positions, query heads, key heads, widths of keys and values, window, mean share of borders
@@ -191,7 +191,7 @@ def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> No
     given, mask, seen = case("documents")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert library.built("sequence_attention.c") is None
-    monkeypatch.setattr(sequence_attention, "is_compiled", lambda: False)
+    monkeypatch.setattr(training_library, "is_compiled", lambda: False)
     q, k, v = given
     assert backend(q, k, v, mask, scale=SCALE) in ("flash", "blockwise")
     plain = partial(plain_attention, seen=seen, scale=SCALE)

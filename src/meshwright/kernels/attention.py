@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import varlen
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.compiled import sequence_attention
+from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
@@ -110,7 +110,7 @@ def prefers_loops(q: Tensor, v: Tensor) -> bool:
     """Whether the compiled loops take q (B, S, H, E) and v (B, S, K, V), from 256 positions of 64 dims on: below, a
     process would rather not wait for the C compiler. They take a half to a third of the time of the other two."""
     long = q.shape[1] * min(q.shape[3], 64) >= LONG
-    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, v) and sequence_attention.is_compiled()
+    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, v) and training_library.is_compiled()
 
 
 def prefers_blockwise(q: Tensor, mask: Mask) -> bool:

@@ -3,7 +3,7 @@
    No tile of weights is kept: the backward pass makes it again from the log-sum-exp of its queries. Letters: B rows of
    a batch, S positions, H query heads, K key heads, G = H / K, E width of keys and V of values, multiples of 16. */
 
-#include "rows.h"
+#include "vectors.h"
 
 #define TILE 64 /* queries and keys of a tile */
 #ifdef __AVX512F__
@@ -38,42 +38,22 @@ static inline char *part_of(const Strided *x, int64_t row, int64_t position, int
 static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-typedef uint16_t half_lanes __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t bit_lanes __attribute__((vector_size(64), may_alias));
-
 /* `rows` rows of 16 `vectors` numbers, and 0 behind them up to `all` rows. */
 static void read_rows(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows,
                       int64_t all, int64_t width, float scale, float *to) {
     for (int64_t r = 0; r < rows; r++) {
         const char *from = part_of(x, row, position + r, head);
-        for (int64_t i = 0; i < width; i += 16) {
-            lanes read;
-            if (x->narrow)
-                read = (lanes)(__builtin_convertvector(((const half_lanes *)from)[i / 16], bit_lanes) << 16);
-            else
-                read = *(const lanes *)((const float *)from + i);
-            *(lanes *)(to + r * width + i) = read * scale;
-        }
+        for (int64_t i = 0; i < width; i += 16) *(lanes *)(to + r * width + i) = read_lanes(from, i, x->narrow) * scale;
     }
     memset(to + rows * width, 0, (all - rows) * width * sizeof(float));
 }
 
-/* To the nearest, ties to even; what is no number stays none. */
 static void write_rows(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows,
                        int64_t width, float scale, const float *from) {
     for (int64_t r = 0; r < rows; r++) {
         char *to = part_of(x, row, position + r, head);
-        for (int64_t i = 0; i < width; i += 16) {
-            const lanes found = *(const lanes *)(from + r * width + i) * scale;
-            if (x->narrow) {
-                const bit_lanes bits = (bit_lanes)found;
-                const bit_lanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-                const bit_lanes none = (bit_lanes)(found != found);
-                ((half_lanes *)to)[i / 16] =
-                    __builtin_convertvector((rounded & ~none) | (0x7fc0 & none), half_lanes);
-            } else
-                *(lanes *)((float *)to + i) = found;
-        }
+        for (int64_t i = 0; i < width; i += 16)
+            write_lanes(*(const lanes *)(from + r * width + i) * scale, to, i, x->narrow);
     }
 }
 
@@ -145,23 +125,6 @@ static void product(const float *a, int64_t a_row, int64_t a_inner, const float 
     for (int64_t n = 0; n < columns; n += 16 * ACROSS)
         for (int64_t r = 0; r < rows; r += DOWN)
             switch (least_of(rows - r, DOWN) * 8 + least_of((columns - n) / 16, ACROSS)) { EACH_SIZE }
-}
-
-static inline lanes either(whole_lanes which, lanes a, lanes b) {
-    return (lanes)((which & (whole_lanes)a) | (~which & (whole_lanes)b));
-}
-
-/* As `exponential`. */
-static inline lanes exponentials(lanes x) {
-    const lanes least = (lanes){0} - 87.0f;
-    x = either(x < least, least, x);
-    const float half = 12582912.0f;
-    const lanes n = (x * 1.44269504088896341f + half) - half;
-    lanes r = x - n * 0.693145751953125f;
-    r = r - n * 1.42860682030941723e-6f;
-    lanes p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666671633720f + r * (0.0416666455566883f +
-              r * (0.00833336170762777f + r * 0.00139316345565021f)))));
-    return p * (lanes)((__builtin_convertvector(n, whole_lanes) + 127) << 23);
 }
 
 static const lanes COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -1,0 +1,41 @@
+/* Vectors of 16 numbers in fp32, read from memory and written to it in fp32 or, where that is narrow, bf16. */
+
+#include "rows.h"
+
+typedef uint16_t half_lanes __attribute__((vector_size(32), aligned(2), may_alias));
+typedef uint32_t bit_lanes __attribute__((vector_size(64), may_alias));
+
+static inline lanes read_lanes(const void *from, int64_t i, int64_t narrow) {
+    if (!narrow) return *(const lanes *)((const float *)from + i);
+    return (lanes)(__builtin_convertvector(*(const half_lanes *)((const uint16_t *)from + i), bit_lanes) << 16);
+}
+
+/* To the nearest, ties to even; what is no number stays none. */
+static inline void write_lanes(lanes found, void *to, int64_t i, int64_t narrow) {
+    if (!narrow) {
+        *(lanes *)((float *)to + i) = found;
+        return;
+    }
+    const bit_lanes bits = (bit_lanes)found, none = (bit_lanes)(found != found);
+    const bit_lanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(half_lanes *)((uint16_t *)to + i) = __builtin_convertvector((rounded & ~none) | (0x7fc0 & none), half_lanes);
+}
+
+static inline lanes either(whole_lanes which, lanes a, lanes b) {
+    return (lanes)((which & (whole_lanes)a) | (~which & (whole_lanes)b));
+}
+
+/* As `exponential`. */
+static inline lanes exponentials(lanes x) {
+    const lanes least = (lanes){0} - 87.0f;
+    x = either(x < least, least, x);
+    x = either(x > -least, -least, x);
+    const float half = 12582912.0f;
+    const lanes n = (x * 1.44269504088896341f + half) - half;
+    lanes r = x - n * 0.693145751953125f;
+    r = r - n * 1.42860682030941723e-6f;
+    lanes p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666671633720f + r * (0.0416666455566883f +
+              r * (0.00833336170762777f + r * 0.00139316345565021f)))));
+    return p * (lanes)((__builtin_convertvector(n, whole_lanes) + 127) << 23);
+}
+
