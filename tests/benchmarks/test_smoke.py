@@ -36,7 +36,7 @@ from benchmarks import (
 )
 from meshwright import planfile
 from meshwright.cli.main import main
-from meshwright.kernels.compiled import sequence_attention
+from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import RECOMPUTE
 from tests.cli.toy import write_texts
@@ -128,9 +128,7 @@ def test_a_step_is_exact_however_it_is_cut_or_recomputed(name: str) -> None:
     assert exactness.relative_difference(plain, exactness.step(shape, 1, "none")) <= 1e-6
 
 
-@pytest.mark.skipif(
-    not sequence_attention.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
-)
+@pytest.mark.skipif(not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled")
 def test_a_long_step_attends_in_loops_and_keeps_every_bit_when_made_again() -> None:
     shape = exactness.SHAPES["long"]
     with patch.object(sequence_attention, "gradients", wraps=sequence_attention.gradients) as gradients:
