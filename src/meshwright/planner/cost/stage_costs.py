@@ -1,5 +1,6 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Literal, NamedTuple
@@ -273,9 +274,21 @@ def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links
     window = 0 if mixed and part == "dense" else of.shape.window
     if part == "routed" and of.shape.unbuilt is not None and of.shape.unbuilt.full_every:
         window = mean_window(of.shape.window, of.sequence, of.shape.unbuilt.full_every)
-    block = layer(of, window=window, routed=part == "routed")
-    time = block_time(block, of, layout, speeds, links)
-    return {policy: block_cost(block, time, of, policy) for policy in RECOMPUTE}
+    found: Policies = dict.fromkeys(RECOMPUTE, NO_COST)
+    for state, share in _kinds(of.shape, part == "routed").items():
+        block = layer(of, window=window, routed=part == "routed", state=state)
+        time = block_time(block, of, layout, speeds, links)
+        found = {policy: cost.plus(block_cost(block, time, of, policy), share) for policy, cost in found.items()}
+    return found
+
+
+def _kinds(shape: ModelShape, routed: bool) -> dict[bool, float]:
+    """Whether layers of a part have linear attention -> which share of them. Both are counted as equal ones, with the
+    mean of what they take."""
+    if shape.unbuilt is None or shape.unbuilt.linear is None:
+        return {False: 1.0}
+    found = Counter(bool(shape.linear_of(n)) for n in range(shape.layers) if shape.is_moe_layer(n) == routed)
+    return {state: times / found.total() for state, times in found.items()}
 
 
 def mean_window(window: int, sequence: int, full_every: int) -> int:
