@@ -2,10 +2,11 @@
 inventory, what is kept of a sequence; and the layouts that are not counted."""
 
 from dataclasses import replace
+from typing import Any, get_args
 
 import pytest
 
-from meshwright.api import planning
+from meshwright.api import exploring, planning
 from meshwright.planner.cost.block import layer
 from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT
@@ -19,7 +20,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.flop import token_flop
 from meshwright.spec.inventory import parameters
 from meshwright.spec.legal import layout_violations
-from meshwright.spec.linear_attention import LinearAttention
+from meshwright.spec.linear_attention import LinearAttention, Rule
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.unbuilt_parts import UnbuiltParts
@@ -94,8 +95,8 @@ def test_a_state_does_not_grow_with_the_sequence_and_scores_do() -> None:
 def test_backward_products_hold_those_of_each_forward_product() -> None:
     """Both operands of a product have a gradient, each as many multiplications as the product itself. What FLA makes
     again in the backward pass comes on top, as does the second product of the inverse's gradient."""
-    for rule in ("gated-delta", "decay"):
-        linear = LinearAttention(full_every=2, key_heads=1, value_heads=1, rule=rule)  # type: ignore[arg-type]  # both
+    for rule in get_args(Rule):
+        linear = LinearAttention(full_every=2, key_heads=1, value_heads=1, rule=rule)
         once, back = (sum(m * k * n for m, k, n in linear.products(backward=way)) for way in (False, True))
         assert 2 * once <= back <= 3.5 * once
 
@@ -159,9 +160,9 @@ def test_layouts_without_a_formula_are_refused(layout: Layout, optimizer: str, s
 
 
 @pytest.mark.parametrize("fields", [{"full_every": 0}, {"taps": -1}, {"value_heads": 3}, {"key_dim": 0}])
-def test_sizes_that_make_no_sense_are_refused(fields: dict[str, int]) -> None:
+def test_sizes_that_make_no_sense_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=r"model.unbuilt.linear"):
-        LinearAttention(**{"full_every": 4, "key_heads": 2, "value_heads": 4, **fields})
+        replace(LinearAttention(full_every=4, key_heads=2, value_heads=4), **fields)
 
 
 def test_a_plan_says_what_stands_behind_it() -> None:
@@ -169,6 +170,11 @@ def test_a_plan_says_what_stands_behind_it() -> None:
     said = " ".join(answer.to_dict()["caveats"])
     assert "linear attention (gated delta rule) in all but one of 4 layers" in said
     assert "no published run" in said
+
+
+def test_the_explorer_refuses_a_hybrid() -> None:
+    with pytest.raises(PlanError, match="meshwright plan"):
+        exploring.explore("qwen3-next-80b-a3b", cluster="h100x8")
 
 
 def test_a_dense_hybrid_counts_both_kinds_by_their_share() -> None:

@@ -160,6 +160,11 @@ def explore(
     """
     words, changes = section_words(recipe), _beside(section_words(beside))
     first = _half(model, cluster, nodes, words, stack, price)
+    if first.plan.model.unbuilt and first.plan.model.unbuilt.linear:
+        raise PlanError(
+            "the explorer's page counts layers without experts as equal ones, and those with: of linear attention and "
+            "other layers `meshwright plan` counts both"
+        )
     if not changes:
         return ExploreAnswer(halves=(first,))
     batch = first.plan.recipe  # both make the same step

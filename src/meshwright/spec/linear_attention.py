@@ -11,6 +11,7 @@ from meshwright.spec.errors import PlanError
 
 Size = tuple[Literal["C", "A", "V"], Literal["C", "A", "V"], Literal["C", "A", "V"]]
 """(m, k, n) of a product."""
+Rule = Literal["gated-delta", "decay"]
 FORWARD: dict[str, tuple[Size, ...]] = {
     "gated-delta": (
         ("C", "A", "C"), ("C", "C", "A"), ("C", "C", "V"),  # keys with keys, both sides of the inverse
@@ -55,7 +56,7 @@ class LinearAttention:
     value_dim: int = 128
     taps: int = 0
     """Positions that a causal convolution of each channel of queries, keys and values sees; 0 = there is none."""
-    rule: Literal["gated-delta", "decay"] = "gated-delta"
+    rule: Rule = "gated-delta"
     """gated-delta: a key's old value is taken out before the new one is added, by rates that each token gives (gated
     DeltaNet). decay: a fixed rate for each head (lightning attention)."""
     chunk: int = 64

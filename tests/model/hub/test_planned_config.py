@@ -128,15 +128,15 @@ QWEN_NEXT = _config(
     partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10000000, router_aux_loss_coef=0.001,
     shared_expert_intermediate_size=512, **_GATED_DELTA, **_MARKS,
 )  # fmt: skip
+QWEN_35_TEXT = _config(
+    "qwen3_5_text", "248320 32 4096 16 4 12288 262144", attn_output_gate=True, mamba_ssm_dtype="float32",
+    layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False, **_GATED_DELTA,
+    rope_parameters={"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+                     "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+)  # fmt: skip
 QWEN_35_9B = {
-    "model_type": "qwen3_5", "vision_config": {"depth": 27}, "tie_word_embeddings": False,
-    "text_config": _config(
-        "qwen3_5_text", "248320 32 4096 16 4 12288 262144", attn_output_gate=True, mamba_ssm_dtype="float32",
-        layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, mtp_num_hidden_layers=1,
-        mtp_use_dedicated_embeddings=False, **_GATED_DELTA,
-        rope_parameters={"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
-                         "rope_theta": 10000000, "partial_rotary_factor": 0.25},
-    ),
+    "model_type": "qwen3_5", "vision_config": {"depth": 27}, "tie_word_embeddings": False, "text_config": QWEN_35_TEXT,
 }  # fmt: skip
 _RESIDUALS = {f"layernorm_{half}_{end}": 3.5565588200778455 if end == "alpha" else 1.0
               for half in ("full_attention", "linear_attention", "mlp") for end in ("alpha", "beta")}  # fmt: skip
@@ -261,7 +261,7 @@ def test_a_dense_hybrid_is_planned_without_its_layer_for_a_further_token() -> No
     shape = planned_shape(QWEN_35_9B)
     assert shape.moe is None and [bool(shape.linear_of(layer)) for layer in range(4)] == [True, True, True, False]
     assert "linear attention (gated delta rule) in all but one of 4 layers" in shape.plan_only
-    assert planned_shape(QWEN_35_9B["text_config"]) == shape
+    assert planned_shape(QWEN_35_TEXT) == shape
 
 
 @pytest.mark.long
