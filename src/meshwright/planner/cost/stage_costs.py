@@ -182,7 +182,9 @@ class PassSeconds:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
         hidden = self._seconds(exchange.beside) - sum(self._whole(one) for one in exchange.first)
         took = max(0.0, took - beside * max(0.0, hidden))
-        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+        stack = self.of.stack
+        hidden_share = 0.0 if stack.hides_with_sequence and not self.of.sp else stack.hides_tensor
+        return took * (1 + stack.skew) * (1 - hidden_share) if exchange.axis == "tp" else took
 
     def _whole(self, exchange: Exchange) -> float:
         """Of all its calls, hidden ones too."""
