@@ -102,8 +102,9 @@ REFUSED = {
 }
 UNREAD = (
     UncountedOption(key="--cross-entropy-loss-fusion", counted=True, absent=False,
-           effect="takes softmax and loss apart, with copies of the logits in fp32"),
-    UncountedOption(key="--attention-dropout", counted=0.0, absent=0.1, effect="draws masks inside the attention kernel"),
+                    effect="takes softmax and loss apart, with copies of the logits in fp32"),
+    UncountedOption(key="--attention-dropout", counted=0.0, absent=0.1,
+                    effect="draws masks inside the attention kernel"),
 )  # fmt: skip
 """Defaults of megatron/training/arguments.py and of TransformerConfig."""
 MODULES = "core_attn"
