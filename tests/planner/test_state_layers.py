@@ -15,6 +15,7 @@ from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.serving.cached_layers import sequence_bytes, served
 from meshwright.planner.step.predict import estimator
+from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, num_parameters, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.flop import token_flop
@@ -191,3 +192,16 @@ def test_a_dense_hybrid_counts_both_kinds_by_their_share() -> None:
     assert found.dense.kept_bytes == pytest.approx(0.75 * state + 0.25 * plain)
     assert all(isinstance(work, Product) for op in layer(counted, state=True).operations if op.name == "attention"
                for work in (*op.forward, *op.inputs))  # fmt: skip
+
+
+def test_gradients_of_both_kinds_are_summed() -> None:
+    """A stage of linear attention sums more than one of attention, in proportion to their parameters."""
+    links, layout = estimator(
+        Plan(model=NEXT, recipe=Recipe(sequence=4096, global_batch=64), layout=Layout(dp_shard=8, zero=1),
+             cluster=presets.cluster("h100x8"))
+    ).links, Layout(dp_shard=8, zero=1)  # fmt: skip
+    state, plain = (
+        sharing(NEXT, layout, StageContents((n,), False, False), links, 2.0, 4.0, False).reduce_s for n in (0, 3)
+    )
+    sizes = [sum(one.numel for one in parameters(NEXT) if one.layer == n) for n in (0, 3)]
+    assert state / plain == pytest.approx(sizes[0] / sizes[1], rel=0.02)

@@ -160,10 +160,11 @@ def explore(
     """
     words, changes = section_words(recipe), _beside(section_words(beside))
     first = _half(model, cluster, nodes, words, stack, price)
-    if first.plan.model.unbuilt and first.plan.model.unbuilt.linear:
+    parts = first.plan.model.unbuilt
+    if parts and (parts.linear or parts.predicts):
         raise PlanError(
-            "the explorer's page counts layers without experts as equal ones, and those with: of linear attention and "
-            "other layers `meshwright plan` counts both"
+            "the explorer's page counts layers without experts as equal ones, those with likewise, and an end without "
+            "further blocks: of such a model `meshwright plan` counts all"
         )
     if not changes:
         return ExploreAnswer(halves=(first,))

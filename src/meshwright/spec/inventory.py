@@ -25,6 +25,8 @@ T = TypeVar("T")
 HIDDEN = ("attention", "mlp", "expert")
 """Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row for
 each token, a router one for each expert: each row is a vector of its own, and AdamW updates them."""
+PREDICTOR = "predictors."
+"""What the names of modules for further tokens begin with. They lie behind the last layer."""
 ADAPTER_DIM = "J"
 """The rank of an adapter."""
 
@@ -134,6 +136,14 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     found += _norm(shape, "norm", -1)
     if not shape.tied:
         found.append(_matrix("head.weight", "VD", (shape.vocab, shape.hidden), "V", "head", -1))
+    for number in range(shape.unbuilt.predicts if shape.unbuilt else 0):
+        last, prefix = f"layers.{shape.layers - 1}.", f"{PREDICTOR}{number}."
+        for name in ("hidden_norm", "embedding_norm", "norm"):
+            found += _norm(shape, prefix + name, -1)
+        size = (shape.hidden, 2 * shape.hidden)
+        found += _linear(prefix + "projection", "DF", size, "", "attention", -1, False)
+        block = [one for one in found if one.layer == shape.layers - 1]
+        found += [replace(one, name=prefix + one.name.removeprefix(last), layer=-1) for one in block]
     return tuple(found)
 
 

@@ -36,6 +36,9 @@ class UnbuiltParts:
     """Layers of linear attention between those with keys and values (Qwen3-Next, MiniMax-01)."""
     gated_attention: bool = False
     """A sigmoid of a further projection of each token weighs what attention makes, dim by dim (Qwen3-Next)."""
+    predicts: int = 0
+    """Further tokens, each predicted by a module behind the last layer: a block like it, a projection of its input
+    beside the next token's embedding, and the head once more (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     sinks: bool = False
     """A trained number for each query head stands beside its scores (GPT-OSS)."""
     router_bias: bool = False
@@ -58,7 +61,7 @@ class UnbuiltParts:
     def __post_init__(self) -> None:
         if not 0 < self.rotary_share <= 1:
             raise PlanError(f"model.unbuilt.rotary_share={self.rotary_share} must be above 0 and at most 1")
-        for field in ("full_every", "unrotated_every", "chunk", "routed_every"):
+        for field in ("full_every", "unrotated_every", "chunk", "predicts", "routed_every"):
             least = 1 if field == "routed_every" else 0
             if getattr(self, field) < least:
                 raise PlanError(f"model.unbuilt.{field}={getattr(self, field)} must be at least {least}")
@@ -95,6 +98,8 @@ class UnbuiltParts:
             yield f"layers without positions (one of {self.unrotated_every})"
         if self.chunk:
             yield "attention within chunks"
+        if self.predicts:
+            yield f"prediction of {self.predicts} further token" + "s" * (self.predicts > 1)
         if self.routed_every > 1:
             yield "dense layers between routed ones"
         words = {

@@ -11,6 +11,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import Exchange, LayerOperation, MemoryPass, Work
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.schedule import ranges
@@ -253,6 +254,8 @@ def costs(
     inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.pieces, layout.cuda_graphs
     around = of.batch, of.cp, of.ring, of.context_split
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
+    if shape.unbuilt and shape.unbuilt.predicts:
+        keys["head"] = *keys["head"], *around, of.ep, of.ep_pieces
     if shape.routed_layers < shape.layers:
         keys["dense"] = *around, *inside
     if shape.mixed_windows and shape.routed_layers < shape.layers:
@@ -271,7 +274,16 @@ def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links
     """Of one part; the ends are never recomputed."""
     if part in ("embedding", "head"):
         block = embedding(of) if part == "embedding" else head(of)
-        return dict.fromkeys(RECOMPUTE, block_cost(block, block_time(block, of, layout, speeds, links), of, "none"))
+        end = block_cost(block, block_time(block, of, layout, speeds, links), of, "none")
+        further = of.shape.unbuilt.predicts if part == "head" and of.shape.unbuilt else 0
+        if not further:
+            return dict.fromkeys(RECOMPUTE, end)
+        joined = LayerWork(operations=(linear(of, "projection", of.tokens, 2 * of.shape.hidden, of.shape.hidden),))
+        put = block_cost(joined, block_time(joined, of, layout, speeds, links), of, "none").plus(end)
+        blocks = _policies(
+            "routed" if of.shape.is_moe_layer(of.shape.layers - 1) else "dense", of, layout, speeds, links
+        )
+        return {policy: end.plus(put.plus(one), further) for policy, one in blocks.items()}
     mixed = of.shape.mixed_windows
     window = 0 if mixed and part == "dense" else of.shape.window
     if part == "routed" and of.shape.unbuilt is not None and of.shape.unbuilt.full_every:

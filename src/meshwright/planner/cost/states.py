@@ -12,7 +12,7 @@ from meshwright.spec.boxes import boxes, sharded_dim
 from meshwright.spec.code_cuts import bytes_of_codes, lines_of_codes, share_bytes
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
-from meshwright.spec.inventory import parameters
+from meshwright.spec.inventory import PREDICTOR, parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
 from meshwright.spec.shape import ModelShape
@@ -31,6 +31,7 @@ class LocalSizes:
     dense: Sizes
     routed: Sizes
     norm: Sizes
+    """And what stands behind the last layer beside it."""
     head: Sizes
     dense_linear: Sizes = ()
     routed_linear: Sizes = ()
@@ -54,6 +55,7 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
         box = found[parameter.name]
         codes = bytes_of_codes(parameter.scheme, box), lines_of_codes(parameter.scheme, box)
         kind = parameter.group if parameter.layer < 0 else layer_kind(small, parameter.layer)
+        kind = "norm" if parameter.name.startswith(PREDICTOR) else kind
         if parameter.layer >= 0 and parameter.layer != first[kind]:
             continue
         size = box.sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, *codes
