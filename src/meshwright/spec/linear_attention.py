@@ -53,7 +53,9 @@ class LinearAttention:
     value_heads: int
     """Each has a state of key_dim x value_dim."""
     key_dim: int = 128
+    """Dims of a query or key head."""
     value_dim: int = 128
+    """Dims of a value head."""
     taps: int = 0
     """Positions that a causal convolution of each channel of queries, keys and values sees; 0 = there is none."""
     rule: Rule = "gated-delta"
