@@ -36,11 +36,11 @@ def _local(shape: ModelShape, sequence: int = 4096, batch: int = 1) -> Local:
 def test_the_products_of_a_chunk_are_those_that_transformers_multiplies() -> None:
     """Counted by torch on the reference functions. Their triangles are solved, which torch does not count: our two
     products with the inverse stand for that."""
-    torch = pytest.importorskip("torch")
     modeling = pytest.importorskip(
         "transformers.models.qwen3_next.modeling_qwen3_next",
         reason="transformers is the oracle here and is not installed",
     )
+    import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     linear = LinearAttention(full_every=4, key_heads=2, value_heads=4, key_dim=32, value_dim=16)
