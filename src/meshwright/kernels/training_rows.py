@@ -8,7 +8,8 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.compiled import training_library
-from meshwright.kernels.compiled.training_library import DTYPES, VECTOR, library
+from meshwright.kernels.compiled.training_library import DTYPES, library
+from meshwright.kernels.compiled.training_library import VECTOR as VECTOR
 from meshwright.kernels.target import kind
 
 LEAST = 2**17
@@ -77,6 +78,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
             x.data_ptr(), *x.stride()[:3], *_at(cos, sin), apart, sign, out.data_ptr(), rows, positions, heads,
             width // 2, x.dtype == torch.bfloat16, torch.get_num_threads(),
         )  # fmt: skip
+    return out
+
+
+def transposed(x: Tensor) -> Tensor:
+    """x (R, C) in fp32, a row's numbers side by side -> (C, R) contiguous."""
+    rows, columns = x.shape
+    out = x.new_empty(columns, rows)
+    if not compat.is_fake(x):
+        library().transpose_rows(x.data_ptr(), x.stride(0), out.data_ptr(), rows, columns, torch.get_num_threads())
     return out
 
 

@@ -57,40 +57,6 @@ static void write_rows(const Strided *x, int64_t row, int64_t position, int64_t 
     }
 }
 
-#ifdef __clang__
-#define SHUFFLED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
-#else
-#define SHUFFLED(A, B, ...) __builtin_shuffle(A, B, (whole_lanes){__VA_ARGS__})
-#endif
-
-/* (rows, columns) -> (columns, rows): 16 by 16, by exchanging halves of halves. */
-static void transpose(const float *from, int64_t rows, int64_t columns, float *to) {
-    for (int64_t r = 0; r < rows; r += 16)
-        for (int64_t c = 0; c < columns; c += 16) {
-            lanes x[16], y[16];
-            for (int i = 0; i < 16; i++) x[i] = *(const lanes *)(from + (r + i) * columns + c);
-#define EXCHANGE(A, B, STEP)                                                                                            \
-    for (int i = 0; i < 16; i++)                                                                                        \
-        if (!(i & STEP)) {                                                                                              \
-            B[i] = SHUFFLED(A[i], A[i + STEP], LOW_##STEP);                                                             \
-            B[i + STEP] = SHUFFLED(A[i], A[i + STEP], HIGH_##STEP);                                                     \
-        }
-#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
-#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
-#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define LOW_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
-#define HIGH_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
-            EXCHANGE(x, y, 8)
-            EXCHANGE(y, x, 4)
-            EXCHANGE(x, y, 2)
-            EXCHANGE(y, x, 1)
-            for (int i = 0; i < 16; i++) *(lanes *)(to + (c + i) * rows + r) = x[i];
-        }
-}
-
 static inline __attribute__((always_inline)) void sums_of(const float *a, int64_t a_row, int64_t a_inner,
                                                           const float *b, int64_t b_row, float *c, int64_t c_row,
                                                           int64_t inner, int adds, const int rows, const int across) {
@@ -145,7 +111,7 @@ static void attend_tile(const Sequences *s, Document d, int64_t start, int64_t o
     lanes most[group][4], total[group][4];
     for (int64_t g = 0; g < group; g++) {
         read_rows(&s->q, d.row, start, own * group + g, count, padded, E, s->scale, rows);
-        transpose(rows, padded, E, q + g * TILE * E);
+        transpose(rows, E, padded, E, q + g * TILE * E, padded);
         memset(out + g * TILE * V, 0, padded * V * sizeof(float));
         for (int64_t p = 0; p < 4; p++) most[g][p] = (lanes){0} - INFINITY, total[g][p] = (lanes){0};
     }
@@ -203,7 +169,7 @@ static void attend_tile(const Sequences *s, Document d, int64_t start, int64_t o
             for (int64_t i = 0; i < least_of(16, count - 16 * p); i++)
                 sums[16 * p + i] = most[g][p][i] + logf(total[g][p][i]);
         }
-        transpose(result, V, padded, rows);
+        transpose(result, padded, V, padded, rows, V);
         write_rows(&s->out, d.row, start, head, count, V, 1.0f, rows);
     }
 }
@@ -253,8 +219,8 @@ static void gradients_of(const Sequences *s, Document d, int64_t own, float *roo
         const int64_t found = least_of(TILE, length - first), padded = up_to_16(found);
         read_rows(&s->k, d.row, d.begin + first, key_head, found, padded, E, s->scale, keys);
         read_rows(&s->v, d.row, d.begin + first, key_head, found, padded, V, 1.0f, values);
-        transpose(keys, padded, E, keys_turned);
-        transpose(values, padded, V, values_turned);
+        transpose(keys, E, padded, E, keys_turned, padded);
+        transpose(values, V, padded, V, values_turned, padded);
         memset(of_keys, 0, padded * E * sizeof(float));
         memset(of_values, 0, padded * V * sizeof(float));
         const int64_t end = s->window ? least_of(length, first + found - 1 + s->window) : length;

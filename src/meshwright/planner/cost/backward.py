@@ -4,7 +4,7 @@ backward pass leaves for the gradients of weights. Letters as in block.py; held 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost import adapters
+from meshwright.planner.cost import adapters, state_layers
 from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.states import largest_weight
 
@@ -118,6 +118,8 @@ def _attention(of: "Local", widths: HeadWidths) -> float:
     """Around the core. Over context-parallel ranks (parallel/ring.py, kernels/partial.py): copies of queries, result
     and its gradient, their own gradient in fp32; of keys and values those of two ranks and four fp32 sums (ring), or
     those of all ranks three times, their fp32 gradients, and these cut and put together again (all-gather)."""
+    if of.linear:
+        return state_layers.inside_bytes(of)
     queries, keys_values = of.tokens * widths.queries, of.tokens * widths.keys_values
     if of.cp == 1:
         copies = queries - keys_values / 2 if of.masked and of.shape.mla is None else 0.0
@@ -132,7 +134,7 @@ def _attention(of: "Local", widths: HeadWidths) -> float:
 def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
     """Inputs of the products with weights, gathered where sequence parallelism shares them, and gradients of what the
     products made."""
-    word, hidden, mla = of.width, of.hidden_bytes, of.shape.mla
+    word, hidden, mla = of.width, of.hidden_bytes, None if of.linear else of.shape.mla
     found = hidden + of.tokens * widths.out * word
     if mla is None:
         found += hidden + of.tokens * (widths.queries + widths.keys_values) * word
