@@ -169,6 +169,8 @@ def test_a_run_says_which_kernels_it_takes() -> None:
     )  # fmt: skip
     asked = replace(plan, layout=Layout(kernels="triton"))
     assert device.kernel_notes(plan, CPU, compiled=False) == []
+    (line,) = device.kernel_notes(replace(plan, layout=Layout(kernels="reference")), CPU, compiled=False)
+    assert "holds more than plans count" in line
     (line,) = device.kernel_notes(asked, CPU, compiled=False)
     assert line.startswith("kernels: loss_rows, rms_norm, add_rms_norm, swiglu, rope, attention: torch (a CPU)")
     (line,) = device.kernel_notes(plan, torch.device("cuda", 0), compiled=True)

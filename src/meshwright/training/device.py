@@ -107,7 +107,7 @@ def attention_kernel(plan: Plan, device: torch.device) -> str:
 def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     """Which implementation runs what, and why. On a CPU only what is slower than it may be."""
     if plan.layout.kernels == "reference":
-        return []
+        return ["layout.kernels=reference is plain code, for comparison: slower, and it holds more than plans count"]
     if device.type == "cpu" and plan.layout.kernels != "triton":
         return _loop_notes(plan, device)
     dtype = DTYPES[plan.recipe.precision]
