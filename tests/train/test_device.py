@@ -173,6 +173,9 @@ def test_a_run_says_which_kernels_it_takes() -> None:
     assert "holds more than plans count" in line
     (line,) = device.kernel_notes(asked, CPU, compiled=False)
     assert line.startswith("kernels: loss_rows, rms_norm, add_rms_norm, swiglu, rope, attention: torch (a CPU)")
+    narrow = replace(asked, recipe=Recipe(optimizer_states="int8"))
+    (line,) = device.kernel_notes(narrow, CPU, compiled=True)
+    assert line.startswith("kernels: loss_rows, narrow_adamw: torch (a CPU)")
     (line,) = device.kernel_notes(plan, torch.device("cuda", 0), compiled=True)
     assert line.startswith("kernels: loss_rows: ") and line.endswith("; the compiler fuses the rest")
 

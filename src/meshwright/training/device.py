@@ -23,7 +23,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
-from meshwright.training.precision import DTYPES
+from meshwright.training.precision import DTYPES, reduce_dtype
 
 MEMORY_TOLERANCE = 0.12
 """What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
@@ -110,15 +110,17 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
         return ["layout.kernels=reference is plain code, for comparison: slower, and it holds more than plans count"]
     if device.type == "cpu" and plan.layout.kernels != "triton":
         return _loop_notes(plan, device)
-    dtype = DTYPES[plan.recipe.precision]
     names = ["loss_rows", *([] if compiled else block_operations(plan))]
-    told = {name: "auto" if name == "merge" else plan.layout.kernels for name in names}
+    narrow = (plan.recipe.optimizer_states, plan.recipe.master_weights) != ("fp32", "fp32")
+    names += ["narrow_adamw"] if narrow else []
+    dtypes = {"merge": torch.float32, "narrow_adamw": reduce_dtype(plan.recipe)}
     features = {} if compiled else {"attention": _untold(plan, device)}
     made = chooser.said([
         chooser.choice(
-            name, device, torch.float32 if name == "merge" else dtype, prefer=prefer, feature=features.get(name, "")
+            name, device, dtypes.get(name, DTYPES[plan.recipe.precision]),
+            prefer="auto" if name == "merge" else plan.layout.kernels, feature=features.get(name, ""),
         )
-        for name, prefer in told.items()
+        for name in names
     ])  # fmt: skip
     return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else "")]
 
