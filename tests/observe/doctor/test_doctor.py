@@ -146,7 +146,9 @@ def test_libraries_and_compilers() -> None:
         "pip install triton",
     )
     says(accelerator.compiler(True, triton=True, compilers=("gcc",)), "ok")
-    says(accelerator.compiler(False, triton=False, compilers=()), "ok", "not needed")
+    says(accelerator.compiler(False, triton=False, compilers=("cc",), loops=True), "ok", "cc")
+    says(accelerator.compiler(False, compilers=(), loops=False), "warning", "no C compiler", "2 to 3 times", "gcc")
+    says(accelerator.compiler(False, compilers=("clang",), loops=False), "warning", "clang", "OpenMP")
 
 
 # kernels

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.kernels.compiled import training_library
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.training.device import known_device
 
@@ -73,21 +74,34 @@ def libraries(gpu: bool, nccl: bool | None = None, gloo: bool | None = None) -> 
     return ok("communication", f"Gloo{f' and NCCL {version}' if gpu else ''}")
 
 
-def compiler(gpu: bool, triton: bool | None = None, compilers: tuple[str, ...] | None = None) -> Finding:
-    """What torch.compile needs: Triton on a GPU, and a C compiler everywhere."""
-    triton = find_spec("triton") is not None if triton is None else triton
+def compiler(
+    gpu: bool, triton: bool | None = None, compilers: tuple[str, ...] | None = None, loops: bool | None = None
+) -> Finding:
+    """A C compiler, everywhere: with Triton for torch.compile on a GPU, with OpenMP for the loops of a CPU."""
     found = (
         tuple(name for name in ("cc", "gcc", "clang", "g++") if shutil.which(name)) if compilers is None else compilers
     )
-    missing = [*([] if found else ["a C compiler"]), *(["Triton"] if gpu and not triton else [])]
-    if not missing:
-        return ok("compiler", f"{found[0]}{', Triton' if gpu else ''}")
-    said = f"torch.compile lacks {' and '.join(missing)}"
     if not gpu:
-        return ok("compiler", f"{said}: not needed, since a CPU runs uncompiled by default")
+        return _loops(found, training_library.is_compiled() if loops is None else loops)
+    triton = find_spec("triton") is not None if triton is None else triton
+    missing = [*([] if found else ["a C compiler"]), *([] if triton else ["Triton"])]
+    if not missing:
+        return ok("compiler", f"{found[0]}, Triton")
     return warning(
-        "compiler", f"{said}: training runs uncompiled, slower by a fifth to a third",
+        "compiler",
+        f"torch.compile lacks {' and '.join(missing)}: training runs uncompiled, slower by a fifth to a third",
         "apt-get install gcc; pip install triton (official CUDA builds of torch bring it)",
+    )  # fmt: skip
+
+
+def _loops(compilers: tuple[str, ...], compiled: bool) -> Finding:
+    """Of training on this CPU (kernels.compiled)."""
+    if compiled:
+        return ok("compiler", f"{compilers[0] if compilers else 'there'}: compiles the loops of training")
+    why = f"{compilers[0]} does not compile the loops of training (OpenMP)" if compilers else "no C compiler"
+    return warning(
+        "compiler", f"{why}: attention of a step takes 2 to 3 times as long",
+        "install gcc, or clang with OpenMP (apt-get install gcc)",
     )  # fmt: skip
 
 
