@@ -74,10 +74,11 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if training_rows.takes(gradient, *ctx.saved_tensors[:2]):
-            return *training_rows.rms_norm_gradients(gradient, *ctx.saved_tensors), None
+        x, weight, scale = ctx.saved_tensors
+        if training_rows.takes(gradient, x, weight):
+            return *training_rows.rms_norm_gradients(gradient, x, weight, scale), None
         narrow, inner = gradient.dtype, _inner(gradient)
-        x, weight, scale = (saved.to(inner) for saved in ctx.saved_tensors)
+        x, weight, scale = (saved.to(inner) for saved in (x, weight, scale))
         gradient, width = gradient.to(inner), x.shape[-1]
         product = (gradient * x).reshape(-1, width)
         rows = scale.reshape(-1, 1)
