@@ -74,7 +74,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight, scale = ctx.saved_tensors
+        x, weight, scale = ctx.saved_tensors  # once: recomputation makes them for one reader
         if training_rows.takes(gradient, x, weight):
             return *training_rows.rms_norm_gradients(gradient, x, weight, scale), None
         narrow, inner = gradient.dtype, _inner(gradient)

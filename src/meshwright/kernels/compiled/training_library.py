@@ -5,7 +5,7 @@ from functools import cache
 
 import torch
 
-from meshwright.kernels.compiled.library import built
+from meshwright.kernels.compiled.library import THREADS, built
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER
 
 VECTOR = 16
@@ -26,7 +26,7 @@ _ARGUMENTS: dict[str, list[type]] = {
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = built("sequence_attention.c", "training_rows.c")
+    library = built("sequence_attention.c", "training_rows.c", threads=THREADS[:1])
     for name, arguments in _ARGUMENTS.items() if library is not None else ():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, INT if name == "attend_sequences" else None
@@ -35,7 +35,8 @@ def _library() -> ctypes.CDLL | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
 def is_compiled() -> bool:
-    """Whether there is a C compiler for this processor. The first answer of a process takes it one to two seconds."""
+    """Whether there is a C compiler for this processor, with OpenMP: one thread would be slower than all of torch's.
+    The first answer of a process takes it one to two seconds."""
     return _library() is not None
 
 
