@@ -107,7 +107,8 @@ def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> It
     silu = F.silu(gate)
     yield silu * up if again else None
     up_gradient = silu.mul_(inner)
-    yield torch.ops.aten.silu_backward(inner.mul_(up), gate)
+    torch.ops.aten.silu_backward.grad_input(inner.mul_(up), gate, grad_input=inner)
+    yield inner
     yield up_gradient
 
 

@@ -38,7 +38,7 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
     if routed:
         mlp = _experts(of, routed) + _rounded_experts(of, routed) + adapters.restored_bytes(of, "expert")
     else:
-        mlp = max(_mlp(of), _rounded_mlp(of), _mlp(of) / 2 + adapters.restored_bytes(of, "mlp"))
+        mlp = max(_mlp(of), _rounded_mlp(of), of.gates * _gate(of) + adapters.restored_bytes(of, "mlp"))
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     kept = _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
@@ -47,16 +47,21 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
         attention=max(_attention(of, widths), _rounded_attention(of, widths), _restored_attention(of, widths))
         - kept
         + stream,
-        after=(_experts(of, routed) if routed else _mlp(of) / 2 - kept) + stream,
+        after=(_experts(of, routed) if routed else of.gates * _gate(of) - kept) + stream,
         weights=weights,
         queued=adapters.queued(of, widths, routed) if of.shape.lora else queued(of, widths, routed),
     )
 
 
 def _mlp(of: "Local") -> float:
-    """Gated: the gradient of the product, the activation, the product made again and the gradient of a gate stand
-    together (kernels/swiglu.py)."""
-    return (4 if of.gates == 2 else 2) * of.tokens * of.shape.ffn / of.tp * of.width
+    """Gated: the gradient of the product, which becomes that of a gate, that of the other, and the product made again
+    stand together (kernels/swiglu.py)."""
+    return (of.gates + 1) * _gate(of)
+
+
+def _gate(of: "Local") -> float:
+    """The gradient of what the first product of an MLP makes, or each of two."""
+    return of.tokens * of.shape.ffn / of.tp * of.width
 
 
 def _rounded(of: "Local", weight: float, rows: float) -> float:
