@@ -144,6 +144,20 @@ def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
     torch.testing.assert_close(attended(large, mask).double(), exact, rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("size", [1e4, 1e10, 1e30])
+def test_weights_are_made_again_of_the_same_scores(size: float) -> None:
+    """Here one key has all the weight, so its value has the gradient. A score that is rounded in another way than that
+    of the forward pass would be off by more than 1, and its weight by e to that power."""
+    given, mask, seen = case("a tile and one")
+    q, k, v = given
+    large = [q * size, k, v]
+    (of_v,) = torch.autograd.grad(attended(leaves := [x.requires_grad_() for x in large], mask).sum(), leaves[2:])
+    scores = torch.einsum("bshe,bte->bhst", large[0].detach().double(), k[:, :, 0].detach().double())
+    weights = scores.where(seen[:, None], -torch.inf).mul(SCALE).softmax(-1)
+    exact = weights.sum((1, 2))[:, :, None, None].expand_as(v)
+    torch.testing.assert_close(of_v.double(), exact, rtol=1e-3, atol=1e-3)
+
+
 def test_what_is_no_number_stays_in_its_document() -> None:
     (q, k, v), _, _ = case("plain")
     documents = (torch.arange(100) >= 40).int().expand(2, -1)
