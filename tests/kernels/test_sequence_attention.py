@@ -1,7 +1,7 @@
 """Attention of whole sequences in compiled loops, forward and backward, against pairs written out in fp64."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -190,6 +190,40 @@ def test_fake_tensors_take_as_much_memory() -> None:
         fakes = [torch.empty(x.shape, requires_grad=True) for x in given]
         made = torch.autograd.grad(attended(fakes, mask).sum(), fakes)
     assert [x.shape for x in made] == [x.shape for x in real]
+
+
+def test_second_derivatives_are_right() -> None:
+    """No part of them is missing where code in C recorded nothing."""
+    given, mask, seen = case("documents and a window")
+
+    def twice(run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        first = torch.autograd.grad(run(*leaves).square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), leaves))
+
+    found = twice(partial(attend, mask=mask, scale=SCALE), given)
+    exact = twice(partial(plain_attention, seen=seen, scale=SCALE), [x.double() for x in given])
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("q, k, v", [
+    ((2, 70, 4, 32), (1, 70, 2, 32), (1, 70, 2, 32)), ((2, 70, 4, 32), (2, 70, 2, 16), (2, 70, 2, 32)),
+    ((2, 70, 4, 32), (2, 70, 3, 32), (2, 70, 3, 32)), ((2, 70, 4, 32), (2, 70, 2, 32), (2, 40, 2, 32)),
+    ((2, 70, 4, 32), (2, 70, 2, 32), (2, 70, 1, 32)),
+], ids=["rows", "width", "heads", "positions", "heads of values"])  # fmt: skip
+def test_tensors_that_do_not_fit_never_reach_them(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> None:  # fmt: skip
+    assert not sequence_attention.takes_heads(*tensors(q, k, v))
+
+
+@pytest.mark.parametrize("other", [torch.float16, torch.float64, torch.bfloat16])
+def test_tensors_of_two_dtypes_are_refused(other: torch.dtype) -> None:
+    (q, k, v), mask, _ = case("plain")
+    for mixed in ((q, k.to(other), v), (q, k, v.to(other))):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            attended(mixed, mask)
 
 
 @pytest.mark.parametrize("dtype, width, first, dropout", [

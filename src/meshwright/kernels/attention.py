@@ -106,11 +106,12 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def prefers_loops(q: Tensor, v: Tensor) -> bool:
-    """Whether the compiled loops take q (B, S, H, E) and v (B, S, K, V), from 256 positions of 64 dims on: below, a
-    process would rather not wait for the C compiler. They take a half to a third of the time of the other two."""
+def prefers_loops(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiled loops take q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V), from 256 positions of 64 dims
+    on: below, a process would rather not wait for the C compiler. They take a half to a third of the time of the other
+    two."""
     long = q.shape[1] * min(q.shape[3], 64) >= LONG
-    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, v) and sequence_attention.is_compiled()
+    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, k, v) and sequence_attention.is_compiled()
 
 
 def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
@@ -191,7 +192,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     through torch's kernel, so plain causal attention in fp32 is left to that there, where there are no loops."""
     if q.shape[1] != k.shape[1]:
         return "torch"
-    if not dropout and prefers_loops(q, v):
+    if not dropout and prefers_loops(q, k, v):
         return "loops"
     if mask.is_plain and torch.compiler.is_compiling() and (kind(q) != "cpu" or q.dtype == torch.float32):
         return "torch"
