@@ -182,6 +182,20 @@ def test_code_that_torch_compiles_takes_them_too() -> None:
     assert compiled(given, mask).equal(attended(given, mask))
 
 
+def test_compiled_code_of_any_length_goes_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's kernel below the length from which loops pay."""
+    monkeypatch.setattr(attention, "LONG", 64 * 64)
+
+    def of_one(x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (-1, 64)) for part in x.split((256, 128, 128), dim=2))
+        return attended((q, k, v), causal_mask(x.shape[1], x.shape[1]))
+
+    compiled = torch.compile(of_one, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (40, 41, 64, 90):
+        (x,) = tensors((2, length, 512))
+        torch.testing.assert_close(compiled(x), of_one(x))
+
+
 def test_fake_tensors_take_as_much_memory() -> None:
     given, mask, _ = case("plain")
     leaves = [x.requires_grad_() for x in given]

@@ -222,8 +222,10 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
 
 def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) for torch's kernel; a single query that sees all keys needs neither."""
-    if mask.is_plain and q.shape[1] in (1, k.shape[1]):
-        return None, q.shape[1] == k.shape[1]
+    if mask.is_plain and q.shape[1] == k.shape[1]:
+        return None, True
+    if mask.is_plain and q.shape[1] == 1:
+        return None, False
     return mask.allowed(q.shape[1], k.shape[1], q.device), False
 
 
