@@ -1,7 +1,7 @@
 """Attention of whole sequences in compiled loops, forward and backward, against pairs written out in fp64."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -144,6 +144,20 @@ def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
     torch.testing.assert_close(attended(large, mask).double(), exact, rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("size", [1e4, 1e10, 1e30])
+def test_weights_are_made_again_of_the_same_scores(size: float) -> None:
+    """Here one key has all the weight, so its value has the gradient. A score that is rounded in another way than that
+    of the forward pass would be off by more than 1, and its weight by e to that power."""
+    given, mask, seen = case("a tile and one")
+    q, k, v = given
+    large = [q * size, k, v]
+    (of_v,) = torch.autograd.grad(attended(leaves := [x.requires_grad_() for x in large], mask).sum(), leaves[2:])
+    scores = torch.einsum("bshe,bte->bhst", large[0].detach().double(), k[:, :, 0].detach().double())
+    weights = scores.where(seen[:, None], -torch.inf).mul(SCALE).softmax(-1)
+    exact = weights.sum((1, 2))[:, :, None, None].expand_as(v)
+    torch.testing.assert_close(of_v.double(), exact, rtol=1e-3, atol=1e-3)
+
+
 def test_what_is_no_number_stays_in_its_document() -> None:
     (q, k, v), _, _ = case("plain")
     documents = (torch.arange(100) >= 40).int().expand(2, -1)
@@ -168,6 +182,20 @@ def test_code_that_torch_compiles_takes_them_too() -> None:
     assert compiled(given, mask).equal(attended(given, mask))
 
 
+def test_compiled_code_of_any_length_goes_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's kernel below the length from which loops pay."""
+    monkeypatch.setattr(attention, "LONG", 64 * 64)
+
+    def of_one(x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (-1, 64)) for part in x.split((256, 128, 128), dim=2))
+        return attended((q, k, v), causal_mask(x.shape[1], x.shape[1]))
+
+    compiled = torch.compile(of_one, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (40, 41, 64, 90):
+        (x,) = tensors((2, length, 512))
+        torch.testing.assert_close(compiled(x), of_one(x))
+
+
 def test_fake_tensors_take_as_much_memory() -> None:
     given, mask, _ = case("plain")
     leaves = [x.requires_grad_() for x in given]
@@ -176,6 +204,40 @@ def test_fake_tensors_take_as_much_memory() -> None:
         fakes = [torch.empty(x.shape, requires_grad=True) for x in given]
         made = torch.autograd.grad(attended(fakes, mask).sum(), fakes)
     assert [x.shape for x in made] == [x.shape for x in real]
+
+
+def test_second_derivatives_are_right() -> None:
+    """No part of them is missing where code in C recorded nothing."""
+    given, mask, seen = case("documents and a window")
+
+    def twice(run: Callable[..., Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        first = torch.autograd.grad(run(*leaves).square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(torch.stack([x.square().sum() for x in first]).sum(), leaves))
+
+    found = twice(partial(attend, mask=mask, scale=SCALE), given)
+    exact = twice(partial(plain_attention, seen=seen, scale=SCALE), [x.double() for x in given])
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() < 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("q, k, v", [
+    ((2, 70, 4, 32), (1, 70, 2, 32), (1, 70, 2, 32)), ((2, 70, 4, 32), (2, 70, 2, 16), (2, 70, 2, 32)),
+    ((2, 70, 4, 32), (2, 70, 3, 32), (2, 70, 3, 32)), ((2, 70, 4, 32), (2, 70, 2, 32), (2, 40, 2, 32)),
+    ((2, 70, 4, 32), (2, 70, 2, 32), (2, 70, 1, 32)),
+], ids=["rows", "width", "heads", "positions", "heads of values"])  # fmt: skip
+def test_tensors_that_do_not_fit_never_reach_them(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> None:  # fmt: skip
+    assert not sequence_attention.takes_heads(*tensors(q, k, v))
+
+
+@pytest.mark.parametrize("other", [torch.float16, torch.float64, torch.bfloat16])
+def test_tensors_of_two_dtypes_are_refused(other: torch.dtype) -> None:
+    (q, k, v), mask, _ = case("plain")
+    for mixed in ((q, k.to(other), v), (q, k, v.to(other))):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            attended(mixed, mask)
 
 
 @pytest.mark.parametrize("dtype, width, first, dropout", [

@@ -106,12 +106,12 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def wants_loops(q: Tensor, v: Tensor) -> bool:
-    """Whether the compiled loops are the fastest for q (B, S, H, E) and v (B, S, K, V), from 256 positions of 64 dims
-    on: below, a process would rather not wait for the C compiler. They take a half to a third of the time of the other
-    two."""
+def wants_loops(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiled loops are the fastest for q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V), from 256
+    positions of 64 dims on: below, a process would rather not wait for the C compiler. They take a half to a third of
+    the time of the other two."""
     long = q.shape[1] * min(q.shape[3], 64) >= LONG
-    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, v)
+    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, k, v)
 
 
 def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
@@ -192,7 +192,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     through torch's kernel, so plain causal attention in fp32 is left to that there, where there are no loops."""
     if q.shape[1] != k.shape[1]:
         return "torch"
-    if not dropout and wants_loops(q, v) and training_library.is_compiled():
+    if not dropout and wants_loops(q, k, v) and training_library.is_compiled():
         return "loops"
     if mask.is_plain and torch.compiler.is_compiling() and (kind(q) != "cpu" or q.dtype == torch.float32):
         return "torch"
@@ -222,8 +222,10 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
 
 def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) for torch's kernel; a single query that sees all keys needs neither."""
-    if mask.is_plain and q.shape[1] in (1, k.shape[1]):
-        return None, q.shape[1] == k.shape[1]
+    if mask.is_plain and q.shape[1] == k.shape[1]:
+        return None, True
+    if mask.is_plain and q.shape[1] == 1:
+        return None, False
     return mask.allowed(q.shape[1], k.shape[1], q.device), False
 
 

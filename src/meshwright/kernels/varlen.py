@@ -83,7 +83,10 @@ class _Varlen(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
-        return *_backward(gradient, q, k, v, out, lse, ctx.random, ctx.form), None
+        form = ctx.form
+        if form.way == "loops" and torch.is_grad_enabled():  # a second derivative, which torch takes of blocks
+            form = form._replace(way="blocks")
+        return *_backward(gradient, q, k, v, out, lse, ctx.random, form), None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:

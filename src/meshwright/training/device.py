@@ -132,8 +132,8 @@ def _untold(plan: Plan, device: torch.device) -> str:
 
 def _loop_notes(plan: Plan, device: torch.device) -> list[str]:
     """What a CPU without a C compiler is slower in."""
-    q, _, v, _ = _attended(plan, device)
-    wanted = plan.layout.cp == 1 and not plan.recipe.dropout and wants_loops(q, v)
+    q, k, v, _ = _attended(plan, device)
+    wanted = plan.layout.cp == 1 and not plan.recipe.dropout and wants_loops(q, k, v)
     if not wanted or training_library.is_compiled():
         return []
     return [

@@ -194,7 +194,8 @@ int64_t attend_sequences(const Sequences *s) {
     return 0;
 }
 
-/* One document of one key head and one part of its query heads. Lanes are keys. */
+/* One document of one key head and one part of its query heads. Lanes are keys. Scores have the bits that `sums` was
+   made of, scale and order alike: of scores of 1e10 a last bit is a factor of e^1000 to a weight. */
 static void gradients_of(const Sequences *s, Document d, int64_t own, float *room) {
     const int64_t E = s->width, V = s->value_width, group = s->heads / s->key_heads / s->parts;
     const int64_t key_head = own / s->parts, length = d.end - d.begin;
@@ -217,7 +218,7 @@ static void gradients_of(const Sequences *s, Document d, int64_t own, float *roo
     memset(of_q, 0, group * length * E * sizeof(float));
     for (int64_t first = 0; first < length; first += TILE) {
         const int64_t found = least_of(TILE, length - first), padded = up_to_16(found);
-        read_rows(&s->k, d.row, d.begin + first, key_head, found, padded, E, s->scale, keys);
+        read_rows(&s->k, d.row, d.begin + first, key_head, found, padded, E, 1.0f, keys);
         read_rows(&s->v, d.row, d.begin + first, key_head, found, padded, V, 1.0f, values);
         transpose(keys, E, padded, E, keys_turned, padded);
         transpose(values, V, padded, V, values_turned, padded);
@@ -229,7 +230,7 @@ static void gradients_of(const Sequences *s, Document d, int64_t own, float *roo
             const float *sums = s->sums + (d.row * s->heads + head) * s->length + d.begin;
             for (int64_t start = first; start < end; start += TILE) {
                 const int64_t count = least_of(TILE, length - start);
-                read_rows(&s->q, d.row, d.begin + start, head, count, count, E, 1.0f, q);
+                read_rows(&s->q, d.row, d.begin + start, head, count, count, E, s->scale, q);
                 read_rows(&s->gradient, d.row, d.begin + start, head, count, count, V, 1.0f, given);
                 product(q, E, 1, keys_turned, padded, weights, padded, count, E, padded, 0);
                 product(given, V, 1, values_turned, padded, of_weights, padded, count, V, padded, 0);
@@ -254,11 +255,11 @@ static void gradients_of(const Sequences *s, Document d, int64_t own, float *roo
                 product(of_weights, padded, 1, keys, E, of_q + (g * length + start) * E, E, count, padded, E, 1);
             }
         }
-        write_rows(&s->of_k, d.row, d.begin + first, own, found, E, s->scale, of_keys);
+        write_rows(&s->of_k, d.row, d.begin + first, own, found, E, 1.0f, of_keys);
         write_rows(&s->of_v, d.row, d.begin + first, own, found, V, 1.0f, of_values);
     }
     for (int64_t g = 0; g < group; g++)
-        write_rows(&s->of_q, d.row, d.begin, own * group + g, length, E, 1.0f, of_q + g * length * E);
+        write_rows(&s->of_q, d.row, d.begin, own * group + g, length, E, s->scale, of_q + g * length * E);
 }
 
 void sequences_gradients(const Sequences *s) {

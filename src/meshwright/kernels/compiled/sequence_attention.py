@@ -44,10 +44,12 @@ class Fields(ctypes.Structure):
     )  # fmt: skip
 
 
-def takes_heads(q: Tensor, v: Tensor) -> bool:
-    """Whether widths and dtype of q (B, S, H, E) and v (B, S, K, V) are those that were written for."""
-    widths = q.shape[-1], v.shape[-1]
-    return q.dtype in DTYPES and all(width % VECTOR == 0 and width <= WIDEST for width in widths)
+def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether widths and dtype of q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V) are those that were written for,
+    and the three fit each other: of others C would read what lies behind them, where torch repeats a row or refuses."""
+    fit = k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
+    known = q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] % k.shape[2] == 0
+    return fit and known and all(x.shape[3] % VECTOR == 0 and x.shape[3] <= WIDEST for x in (q, v))
 
 
 def attend(
