@@ -16,6 +16,7 @@ from torch import Tensor
 from meshwright.model import build
 from meshwright.parallel import on_one_device
 from meshwright.spec import Layout, MLAShape, ModelShape, MoEShape, Recipe
+from meshwright.spec.layout import RECOMPUTE
 from meshwright.training.batches import Batch, split
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.step import train_step
@@ -28,12 +29,16 @@ SHAPES = {
     "gpt2": replace(SMALL, family="gpt2", kv_heads=4, norm="layernorm", mlp="gelu_tanh", positions="learned"),
     "experts": replace(SMALL, family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=48)),
     "latent": replace(SMALL, kv_heads=4, mla=MLAShape(q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=12)),
+    "long": replace(SMALL, layers=2, hidden=128, heads=2, kv_heads=1, head_dim=64, max_positions=256),
 }
+"""`long`: rows and heads as of real models, which attend on a CPU in compiled loops (kernels.attention.LONG)."""
+AGAIN = RECOMPUTE[1:]
+"""Policies beside `none`."""
 
 
-def batch() -> Batch:
+def batch(sequence: int) -> Batch:
     """Random tokens; row r counts 8 r + 1 targets, so that no two micro-batches weigh alike."""
-    tokens = torch.randint(0, SMALL.vocab, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, SMALL.vocab, (ROWS, sequence + 1), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 1:].clone()
     for row in range(ROWS):
         targets[row, 8 * row + 1 :] = -100
@@ -45,7 +50,7 @@ def step(shape: ModelShape, micro_batch: int, recompute: str) -> dict[str, Tenso
     model = build(shape, seed=1)
     engine = on_one_device(model, Layout(recompute=recompute))  # type: ignore[arg-type]
     optimizer = Optimizer(model.train().named_parameters(), Recipe())
-    whole = batch()
+    whole = batch(shape.max_positions)
     micro_batches = [replace(part, valid=int((part.targets >= 0).sum())) for part in split(whole, micro_batch)]
     result = train_step(engine, optimizer, micro_batches, rate=0.0, clip=0.0, balance_loss=0.01)
     moments = {name: t.clone() for name, t in optimizer.tensors().items() if name.startswith("moment1.")}
@@ -62,7 +67,7 @@ def measure() -> dict[str, object]:
     found = {}
     for name, shape in SHAPES.items():
         plain = step(shape, ROWS, "none")
-        again = [step(shape, ROWS, policy) for policy in ("selective", "full")]
+        again = [step(shape, ROWS, policy) for policy in AGAIN]
         changed = sum(not torch.equal(plain[key], other[key]) for other in again for key in plain)
         found[name] = {
             "recompute_differing_tensors": changed,

@@ -3,9 +3,10 @@
     python -m benchmarks.kernel_estimate --json --table published/kernel_times_liger.csv
 
 A kernel's time is LAUNCH for each launch, and the longer of its bytes over the memory's rate and its products over the
-tensor cores'. A second read of what the last-level cache holds is free. Nothing is fitted: SHARE and LAUNCH stand for
-all kernels and devices. Liger's kernels are counted from their source (v0.2.1 to v0.7.0). A class of kernels whose
-published rows the count misses by more than BAR is not predicted by it: there the count is a lower bound only.
+tensor cores'. A second read of what the last-level cache holds is free. SHARE, PRODUCT_SHARE and LAUNCH stand for all
+kernels and devices; they were set with the published rows in sight. Liger's kernels are counted from their source
+(v0.2.1 to v0.7.0). A class of kernels whose published rows the count misses by more than BAR, by the median, is not
+predicted by it: there the count is a lower bound only.
 """
 
 import argparse

@@ -2,11 +2,13 @@
 
     python -m benchmarks.product_share [--json] [--shapes 10m,100m,300m] [--precisions fp32,bf16] [--rounds 7]
 
-One step of ours is watched for its matrix products (mm, addmm, bmm and their forms that write into a buffer). Each
+One step of ours is watched for its matrix products (mm, addmm and their forms that write into a buffer). Each
 distinct product is then timed alone: same sizes, strides, dtypes and threads. Its time is the least of the rounds, what
-the machine gives where nothing else runs. Steps and products take turns. The share is the sum of the products' times
-over the median step; what is missing to 1 is attention, passes over memory, the optimizer, and products slower in the
-step than alone. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` switches 16-bit matrix units off.
+the machine gives where nothing else runs. Steps and products take turns. Attention's products run inside its kernel:
+they are counted as what they would take at the rate of the others, two forward and five backward over the pairs that
+see each other. The share is the sum of these times over the median step; what is missing to 1 is the softmax, passes
+over memory, the optimizer, and products slower in the step than alone. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` switches
+16-bit matrix units off.
 """
 
 import argparse
@@ -22,17 +24,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.train_shapes import batch_of
+from benchmarks.train_shapes import batch_of, shape_of
 from benchmarks.train_speed import make_ours
 from meshwright.kernels import cpu_product as cpu_product  # registers its operator
 
 aten = torch.ops.aten
 PRODUCTS = {
     op: op.overloadpacket
-    for packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)
+    for packet in (aten.mm, aten.addmm, aten._scaled_mm)
     for op in (getattr(packet, name) for name in packet.overloads())
 } | {torch.ops.meshwright.cpu_product.default: torch.ops.meshwright.cpu_product}
-"""The operators that multiply matrices; attention's own products run inside its kernel."""
+"""The operators that multiply matrices outside of attention."""
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...], str]
 
@@ -82,10 +84,18 @@ def share(shape: str, precision: str, rounds: int) -> dict[str, Any]:
         steps += [_seconds(step) for _ in range(2)]
         for key, run in runs.items():
             best[key] = min(best[key], _seconds(run), _seconds(run))
-    total = sum(best[key] * count for key, count in products.calls.items())
+    linear = sum(best[key] * count for key, count in products.calls.items())
     flop = sum(count * _flop(key) for key, count in products.calls.items())
+    total = linear * (1 + _attention_flop(shape, rows, sequence) / flop)
     found = {"step": statistics.median(steps), "products": total, "calls": products.calls.total()}
-    return {**found, "share": total / found["step"], "gflops": flop / total / 1e9, "tokens": rows * sequence}
+    return {**found, "share": total / found["step"], "gflops": flop / linear / 1e9, "tokens": rows * sequence}
+
+
+def _attention_flop(shape: str, rows: int, sequence: int) -> float:
+    """Of a step: seven products of heads with the pairs of positions that see each other."""
+    of = shape_of(shape)
+    pairs = rows * sequence * (sequence + 1) / 2
+    return 7 * 2.0 * pairs * of.layers * of.heads * of.head_dim
 
 
 def _flop(key: Key) -> float:

@@ -119,10 +119,18 @@ def _sent(*axes: str) -> Callable[[Any], str]:
     return of
 
 
+def _ms(part: str) -> Callable[[Any], str]:
+    def of(found: Any) -> str:
+        return _digits(1e3 * sum(row["seconds"] for row in found["time"] if row["what"] == part))
+
+    return of
+
+
 CELLS: dict[str, Callable[[Any], str]] = {
     "parameters, GiB": _gib("parameters", "shards"),
     "gradients, GiB": _gib("gradients"),
     "optimizer, GiB": _gib("masters", "moments", "counters"),
+    "moments, GiB": _gib("moments"),
     "states, GiB": _gib("parameters", "shards", "gradients", "masters", "moments", "counters"),
     "activations, GiB": _gib("activations"),
     "in host memory, GiB": lambda found: _digits(found["host_bytes"] / GIB),
@@ -134,6 +142,8 @@ CELLS: dict[str, Callable[[Any], str]] = {
     "sent by cp, GB": _sent("cp"),
     "sent by pp, GB": _sent("pp"),
     "sent by ep, GB": _sent("ep"),
+    "update, ms": _ms("optimizer"),
+    "Muon's products and exchange, ms": _ms("muon"),
     "step, s": lambda found: _digits(found["step_seconds"]),
     "bubble": lambda found: f"{100 * found['bubble_fraction']:.1f} %",
     "MFU (full)": lambda found: f"{100 * found['mfu_full']:.1f} %",

@@ -157,4 +157,31 @@ TABLES = {
         rows={"1": "1", "2": "2", "4": "4", "8": "8"},
         columns=("states, GiB", "peak, GiB", "sent by ep, GB", "sent, GB", "step, s"),
     ),
+    "optimizer_states": Table(
+        model="llama-3.1-8b",
+        cluster="h100x1 --nodes 1",
+        recipe="{}",
+        layout="micro_batch=1,recompute=full",
+        head="`optimizer_states`, `master_weights`",
+        rows={
+            f"`{states}`, `{masters}`": f"optimizer_states={states},master_weights={masters}"
+            for states, masters in (
+                ("fp32", "fp32"),
+                ("bf16", "fp32"),
+                ("int8", "fp32"),
+                ("bf16", "none"),
+                ("int8", "none"),
+            )
+        },
+        columns=("states, GiB", "peak, GiB", "fits 80 GB"),
+    ),
+    "muon": Table(
+        model="llama-3.1-8b",
+        cluster="h100x8 --nodes 1",
+        recipe="optimizer={}",
+        layout=f"dp_shard=8,zero=3,{PLAIN}",
+        head="`optimizer`",
+        rows={"`adamw`": "adamw", "`muon`": "muon"},
+        columns=("moments, GiB", "update, ms", "Muon's products and exchange, ms", "step, s"),
+    ),
 }

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from benchmarks import (
 )
 from meshwright import planfile
 from meshwright.cli.main import main
+from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import RECOMPUTE
 from tests.cli.toy import write_texts
@@ -120,10 +122,19 @@ def test_real_text_is_trained_scored_and_sampled(tmp_path: Path, monkeypatch: py
 def test_a_step_is_exact_however_it_is_cut_or_recomputed(name: str) -> None:
     shape = exactness.SHAPES[name]
     plain = exactness.step(shape, exactness.ROWS, "none")
-    for policy in ("selective", "full"):
+    for policy in exactness.AGAIN:
         again = exactness.step(shape, exactness.ROWS, policy)
         assert not [key for key in plain if not torch.equal(plain[key], again[key])]
     assert exactness.relative_difference(plain, exactness.step(shape, 1, "none")) <= 1e-6
+
+
+@pytest.mark.skipif(not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled")
+def test_a_long_step_attends_in_loops_and_keeps_every_bit_when_made_again() -> None:
+    shape = exactness.SHAPES["long"]
+    with patch.object(sequence_attention, "gradients", wraps=sequence_attention.gradients) as gradients:
+        once, again = (exactness.step(shape, exactness.ROWS, "none") for _ in range(2))
+    assert gradients.call_count == 2 * shape.layers
+    assert not [key for key in once if not torch.equal(once[key], again[key])]
 
 
 def test_exactness_would_notice_a_mean_of_means(monkeypatch: pytest.MonkeyPatch) -> None:

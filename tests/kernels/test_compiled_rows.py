@@ -1,6 +1,8 @@
 """Compiled loops against their twins in torch, and products with prepared matrices against plain ones."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels import norm, prepared_product, rope, swiglu
-from meshwright.kernels.compiled import library
+from meshwright.kernels.compiled import library, training_library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
@@ -223,3 +225,14 @@ def test_codes_are_the_same_by_both_libraries(loops: Loops) -> None:
     for one, other in zip(by_torch.tensors, by_loops.tensors, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(by_loops.taken(torch.tensor([2, 0])), by_loops.taken(slice(0, 3))[[2, 0]])
+
+
+def test_a_compiler_without_threads_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Apple's clang: loops on one thread would be slower than torch's operations on all of them."""
+    named = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    single = tmp_path / "cc"
+    single.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp\\ *) exit 1;; esac\nexec {named} "$@"\n')
+    single.chmod(0o755)
+    monkeypatch.setattr(library, "COMPILERS", (str(single),))
+    assert training_library._library.__wrapped__() is None
+    assert library.built(*library.STEPS) is not None, "serving goes on with one"

@@ -11,11 +11,11 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import attention, varlen
 from meshwright.kernels.attention import attend, backend, causal_mask
-from meshwright.kernels.compiled import library, sequence_attention
+from meshwright.kernels.compiled import library, sequence_attention, training_library
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors
 
 pytestmark = pytest.mark.skipif(
-    not sequence_attention.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
+    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
 )
 SCALE = 0.2
 FORMS = {  # rows, positions, query heads, key heads, widths of keys and values, window, mean share of borders
@@ -162,9 +162,9 @@ def test_weights_are_made_again_of_the_same_scores(size: float) -> None:
 @pytest.mark.parametrize("name", ["plain", "odd vectors", "documents and a window"])
 def test_vectors_of_other_processors(name: str, narrow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, *narrow))
-    made = sequence_attention._library.__wrapped__()
+    made = training_library._library.__wrapped__()
     assert made is not None
-    monkeypatch.setattr(sequence_attention, "_library", lambda: made)
+    monkeypatch.setattr(sequence_attention, "library", lambda: made)
     given, mask, seen = case(name)
     plain = partial(plain_attention, seen=seen, scale=SCALE)
     assert_single(partial(attend, mask=mask, scale=SCALE), plain, given, bound=2e-6)
@@ -265,7 +265,7 @@ def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> No
     given, mask, seen = case("documents")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert library.built("sequence_attention.c") is None
-    monkeypatch.setattr(sequence_attention, "is_compiled", lambda: False)
+    monkeypatch.setattr(training_library, "is_compiled", lambda: False)
     q, k, v = given
     assert backend(q, k, v, mask, scale=SCALE) in ("flash", "blockwise")
     plain = partial(plain_attention, seen=seen, scale=SCALE)

@@ -20,9 +20,11 @@ from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.compiled_blocks import keeps_no_norms
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import OFFLOADED, RECOMPUTE
+from meshwright.spec.linear_attention import LinearAttention
 from meshwright.spec.schedule import refusal
 from meshwright.spec.schedule_kinds import NAMES, V_PLACED
 from meshwright.spec.shape import MoEShape
+from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 
 def plan(shape: ModelShape, devices: int, gib: float, batch: int = 16) -> Plan:
@@ -160,6 +162,31 @@ def test_no_layout_is_below_the_least_of_its_kind(offload: str, seed: int) -> No
                 one = of.predict(replace(asked, layout=region.layout(*split, base=least.base)))
                 assert region_s <= one.step_s * (1 + 1e-9), one.plan.layout
                 assert region_bytes <= one.peak_bytes, one.plan.layout
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize(
+    "parts", [{"linear": LinearAttention(full_every=3, key_heads=4, value_heads=8)}, {"predicts": 1}]
+)
+def test_no_layout_is_below_the_least_of_its_kind_with_parts_of_other_families(
+    parts: dict[str, Any], experts: int
+) -> None:
+    moe = MoEShape(experts=experts, top_k=2, ffn=512) if experts else None
+    shape = ModelShape(
+        vocab=4096, layers=6, hidden=1024, heads=8, ffn=2048, max_positions=4096, moe=moe, unbuilt=UnbuiltParts(**parts)
+    )
+    asked = Plan(
+        model=shape, recipe=Recipe(sequence=2048, global_batch=16, precision="bf16"), cluster=presets.cluster("h100x4")
+    )
+    of, seen = estimator(asked), 0
+    for least, family in list(families(of, without_own(asked, {}), {}))[::7]:
+        for region in list(family.regions())[:2]:
+            region_s, region_bytes = least.region_s(region), least.region_bytes(region)
+            for split in least.splits[:: max(1, len(least.splits) - 1)]:
+                one = of.predict(replace(asked, layout=region.layout(*split, base=least.base)))
+                assert region_s <= one.step_s * (1 + 1e-9) and region_bytes <= one.peak_bytes, one.plan.layout
+                seen += 1
+    assert seen > 20
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -95,7 +95,7 @@ def test_windows_and_states_bound_what_a_long_sequence_takes() -> None:
     half = ServedModel(shape, (CachedLayers(16), CachedLayers(16, window=128)))
     assert sequence_bytes(half, 1000, 2.0) == 16 * each * (1000 + 128)
     assert sequence_bytes(half, 100, 2.0) == 32 * each * 100
-    states = ServedModel(shape, (CachedLayers(8), CachedLayers(24, state_elements=1000)), state_heads=1)
+    states = ServedModel(shape, (CachedLayers(8), CachedLayers(24, state_elements=1000)))
     assert sequence_bytes(states, 10, 2.0) == 8 * each * 10 + 24 * 2000
 
 

@@ -44,6 +44,7 @@ def test_parameters_are_the_published_count(name: str) -> None:
         ("phi-4", 14_659_507_200),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
+        ("qwen3-next-80b-a3b", 79_674_391_296),
     ],
 )
 def test_known_counts(name: str, count: int) -> None:
@@ -74,7 +75,7 @@ def test_transformers_counts_the_same(name: str) -> None:
         block = 2 * 6144 * 48 * 128 + 2 * 6144 * 8 * 128 + 8 * (3 * 6144 * 32768 + 6144) + 4 * 6144
         assert num_parameters(shape) == 64 * block + 131072 * 6144 + 6144
         return
-    if shape.unbuilt is not None and shape.unbuilt.routed_every > 1:
+    if shape.unbuilt is not None and (shape.unbuilt.routed_every > 1 or shape.unbuilt.linear):
         assert _count_elsewhere(shape, shape.layers) == num_parameters(shape)
         return
     dense = shape.moe.first_dense if shape.moe else 0
@@ -145,7 +146,8 @@ def _config(shape: ModelShape) -> dict[str, Any]:
 
 PEERS = {
     "gemma-2": "gemma2", "gemma-3": "gemma3_text", "phi": "phi3", "olmo-2": "olmo2", "gpt-oss": "gpt_oss",
-    "nemotron": "nemotron", "glm": "glm4_moe", "minimax": "minimax_m2", "llama-4": "llama4_text",
+    "nemotron": "nemotron", "glm": "glm4_moe", "minimax-text": "minimax", "minimax": "minimax_m2",
+    "llama-4": "llama4_text", "qwen3-next": "qwen3_next",
 }  # fmt: skip
 """Beginning of a preset's name -> what transformers calls the family, where the engine has none of it."""
 
@@ -155,6 +157,14 @@ def _planned(shape: ModelShape) -> dict[str, Any]:
     fields: dict[str, Any] = {"attention_bias": shape.qkv_bias, "use_qk_norm": shape.qk_norm, "pad_token_id": 0}
     if shape.moe:
         fields |= {"num_local_experts": shape.moe.experts, "n_routed_experts": shape.moe.experts}
+    linear = shape.unbuilt.linear if shape.unbuilt else None
+    if linear:
+        kinds = ["linear_attention" if linear.at(layer) else "full_attention" for layer in range(shape.layers)]
+        fields |= {"layer_types": kinds, "linear_num_key_heads": linear.key_heads}
+        fields |= {"linear_num_value_heads": linear.value_heads, "linear_conv_kernel_dim": linear.taps}
+    if shape.moe and linear:
+        fields |= {"num_experts": shape.moe.experts, "moe_intermediate_size": shape.moe.ffn}
+        fields |= {"shared_expert_intermediate_size": shape.moe.shared_experts * shape.moe.ffn}
     if shape.moe and shape.unbuilt and shape.unbuilt.chunk:
         fields |= {"intermediate_size": shape.moe.ffn, "intermediate_size_mlp": shape.ffn}
         fields |= {"interleave_moe_layer_step": shape.unbuilt.routed_every}

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
+from meshwright.api import planning
+from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE
+from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.stacks.config_reading import ReadConfig, read
 from meshwright.stacks.config_writing import texts
 from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
-from meshwright.stacks.trainers.megatron_lm import stack_of
+from meshwright.stacks.trainers.megatron_lm import layout_facts, stack_of
 from meshwright.stacks.trainers.megatron_models import first_dense
 
 LLAMA = (
@@ -159,3 +162,64 @@ def test_a_shared_expert_of_another_width_is_refused(tmp_path: Path) -> None:
     assert replace(found.moe, shared_experts=0).ffn == 1024
     with pytest.raises(PlanError, match="1500 is no multiple of an expert's 1024"):
         of(tmp_path, f"{experts} 1500")
+
+
+@pytest.mark.parametrize(
+    ("times", "ranks", "taken"), [(8, 4, None), (10, 4, 5), (11, 4, 6), (5, 4, 5), (7, 4, 7), (13, 8, 13)]
+)
+def test_rounds_of_interleaved_stages_are_those_that_megatron_core_takes(
+    times: int, ranks: int, taken: int | None
+) -> None:
+    """Its own conditions (schedules.py): pp <= round <= M, and what is left over is nothing or as many as ranks."""
+    plan = Plan(
+        model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=times),
+        layout=Layout(pp=ranks, vp=2, schedule="interleaved", micro_batch=1), cluster=presets.cluster(f"h100x{ranks}"),
+    )  # fmt: skip
+    found = layout_facts(plan)["round"]
+    assert found == taken
+    size = found or ranks
+    assert ranks <= size <= times and not 0 < times % size < ranks
+
+
+@pytest.mark.parametrize("word", ["megatron-lm", "nemo"])
+def test_no_rank_interleaves_fewer_micro_batches_than_there_are_ranks(word: str) -> None:
+    layout = {"pp": 4, "vp": 2, "schedule": "interleaved", "micro_batch": 2}
+    with pytest.raises(IllegalLayout, match=r"rounds of pp=4 micro-batches or more: a rank has 2"):
+        planning.plan("llama-3.1-8b", cluster="h100x4", stack=word, layout=layout, recipe="global_batch=4")
+    fits = planning.plan("llama-3.1-8b", cluster="h100x4", stack=word, layout=layout, recipe="global_batch=8")
+    assert fits.best.plan.layout.vp == 2
+
+
+def test_exchanges_run_beside_products_with_sequence_parallelism_only() -> None:
+    plan = Plan(
+        model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=8),
+        layout=Layout(tp=8), cluster=presets.cluster("h100x8"),
+    )  # fmt: skip
+
+    def exposed_s(sp: bool, hidden: float) -> float:
+        stack = replace(MEGATRON_CORE, hides_tensor=hidden)
+        return predict(replace(plan, layout=replace(plan.layout, sp=sp)), stack).time.total_s
+
+    assert exposed_s(False, 0.7) == exposed_s(False, 0.0)
+    assert exposed_s(True, 0.7) < exposed_s(True, 0.0)
+
+
+def test_dropout_is_on_unless_a_file_says_zero_and_its_masks_are_kept(tmp_path: Path) -> None:
+    """megatron/core/transformer/transformer_config.py: hidden_dropout and attention_dropout are 0.1."""
+    plain, off = of(tmp_path, ""), of(tmp_path, "--hidden-dropout 0.0 --attention-dropout 0.0")
+    assert stack_of(plain.facts).dropout and not stack_of(off.facts).dropout
+    assert any(one.startswith("--attention-dropout=0.1 draws masks") for one in plain.uncounted)
+    assert not any("dropout" in one for one in off.uncounted)
+
+
+def test_a_loss_that_is_not_fused_is_named(tmp_path: Path) -> None:
+    assert any(one.startswith("--cross-entropy-loss-fusion=false") for one in of(tmp_path, "").uncounted)
+    found = of(tmp_path, "--cross-entropy-loss-fusion --hidden-dropout 0 --attention-dropout 0.0")
+    assert found.uncounted == () and "--cross-entropy-loss-fusion" not in found.ignored
+
+
+def test_what_is_written_leaves_nothing_uncounted(tmp_path: Path) -> None:
+    plan = plan_of("llama-3.1-8b")
+    for name, text in texts(SOFTWARE["megatron-lm"], plan).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert read(str(tmp_path), "megatron-lm").uncounted == ()

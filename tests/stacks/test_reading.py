@@ -371,3 +371,38 @@ def test_trl_without_a_file_of_accelerate_shards_nothing(tmp_path: Path) -> None
     text = "model_name_or_path: Qwen/Qwen2.5-7B\nmax_length: 4096\nper_device_train_batch_size: 1\npacking: true\n"
     answer = mw.plan_from(write(tmp_path, "sft.yaml", text), cluster="h100x8")
     assert (answer.plan.layout.zero, answer.plan.layout.dp_replicate, answer.fits) == (0, 8, False)
+
+
+def test_what_matters_and_is_not_counted_is_named(tmp_path: Path) -> None:
+    """Each by its default in the software, or as the file has it; nothing of what is written by --for."""
+    beside = EIGHT.replace("[activation", "enable_async_tensor_parallel = true\n[activation")
+    found = read(str(write(tmp_path, "a.toml", beside)))
+    assert found.uncounted == (
+        "parallelism.enable_async_tensor_parallel=true runs exchanges of tensor parallelism beside products, which is "
+        "faster: not counted.",
+    )
+    assert read(str(write(tmp_path, "a.toml", EIGHT))).uncounted == ()
+    trl = "model_name_or_path: meta-llama/Llama-3.1-8B\nmax_length: 4096\nper_device_train_batch_size: 1\n"
+    for text, said in ((trl, 1), (trl + "packing: false\n", 1), (trl + "packing: true\n", 0)):
+        assert len(read(str(write(tmp_path, "sft.yaml", text)), "trl").uncounted) == said
+
+
+def test_gradients_of_deepspeed_travel_as_its_file_says(tmp_path: Path) -> None:
+    plain = '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1%s}'
+    widths = {}
+    for word in ("", "fp32", "bfp16"):
+        said = f', "communication_data_type": "{word}"' if word else ""
+        found = read(str(write(tmp_path, "ds.json", plain % said)), "deepspeed")
+        widths[word] = found.software.stack(found.facts).gradient_exchange_bytes
+        assert found.ignored.count("communication_data_type") == 0
+    assert widths == {"": 0.0, "fp32": 4.0, "bfp16": 2.0}
+
+
+def test_a_file_whose_rounds_megatron_would_not_take_is_refused(tmp_path: Path) -> None:
+    text = (
+        "torchrun pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 "
+        "--swiglu --max-position-embeddings 4096 --vocab-size 32000 --micro-batch-size 1 --global-batch-size 2 --bf16 "
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2\n"
+    )
+    with pytest.raises(PlanError, match=r"rounds of pp=4 micro-batches or more: a rank has 2: the run would end"):
+        mw.plan_from(write(tmp_path, "train.sh", text), cluster="h100x4", stack="megatron-lm")

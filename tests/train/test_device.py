@@ -5,10 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from meshwright.kernels import chooser
+from meshwright.kernels.compiled import training_library
 from meshwright.spec import Device, Layout, Plan, Recipe, presets
 from meshwright.spec.lora import LoRAShape
 from meshwright.training import device, run_notes
@@ -166,10 +169,47 @@ def test_a_run_says_which_kernels_it_takes() -> None:
     )  # fmt: skip
     asked = replace(plan, layout=Layout(kernels="triton"))
     assert device.kernel_notes(plan, CPU, compiled=False) == []
+    (line,) = device.kernel_notes(replace(plan, layout=Layout(kernels="reference")), CPU, compiled=False)
+    assert "holds more than plans count" in line
     (line,) = device.kernel_notes(asked, CPU, compiled=False)
     assert line.startswith("kernels: loss_rows, rms_norm, add_rms_norm, swiglu, rope, attention: torch (a CPU)")
+    narrow = replace(asked, recipe=Recipe(optimizer_states="int8"))
+    (line,) = device.kernel_notes(narrow, CPU, compiled=True)
+    assert line.startswith("kernels: loss_rows, narrow_adamw: torch (a CPU)")
     (line,) = device.kernel_notes(plan, torch.device("cuda", 0), compiled=True)
     assert line.startswith("kernels: loss_rows: ") and line.endswith("; the compiler fuses the rest")
+
+
+def test_a_run_says_what_triton_does_not_know_of_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, str] = {}
+
+    def choice(name: str, *_: Any, feature: str = "", **__: Any) -> chooser.Implementation:
+        asked[name] = feature
+        return chooser.Implementation(name, "torch", "")
+
+    monkeypatch.setattr(chooser, "choice", choice)
+    plain = Plan(model=presets.model("llama-tiny"), recipe=Recipe(), layout=Layout(kernels="triton"))
+    window = replace(plain, model=replace(plain.model, window=16))
+    far = replace(plain, model=replace(plain.model, window=plain.recipe.sequence))
+    ranks = replace(plain, layout=Layout(kernels="triton", cp=2))
+    for plan, said in ((plain, ""), (window, "a window"), (far, ""), (ranks, "context parallelism")):
+        device.kernel_notes(plan, CPU, compiled=False)
+        assert asked["attention"] == said
+
+
+def test_a_cpu_without_a_compiler_says_what_it_is_slower_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = replace(presets.model("llama-tiny"), heads=2, kv_heads=1, head_dim=64)
+    plan = Plan(model=wide, recipe=Recipe(sequence=256), layout=Layout())
+    monkeypatch.setattr(training_library, "is_compiled", lambda: True)
+    assert device.kernel_notes(plan, CPU, compiled=False) == []
+    assert device.attention_kernel(plan, CPU) == "compiled loops"
+    monkeypatch.setattr(training_library, "is_compiled", lambda: False)
+    [said] = device.kernel_notes(plan, CPU, compiled=False)
+    assert "no C compiler" in said and device.attention_kernel(plan, CPU) != "compiled loops"
+    short = replace(plan, recipe=Recipe(sequence=128))
+    assert device.kernel_notes(short, CPU, compiled=False) == [], "it would not have been compiled there either"
+    dropped = replace(plan, recipe=Recipe(sequence=256, dropout=0.1))
+    assert device.kernel_notes(dropped, CPU, compiled=False) == []
 
 
 @pytest.mark.parametrize("name", ["codes", "rounded"])

@@ -64,7 +64,7 @@ class ConfigAnswer(Answer):
         """Changes that make it fit, the cheapest first; empty where it fits."""
 
         def offered(layout: Any) -> bool:
-            return not self.software.refusal(self.plan.model, layout)
+            return not self.software.plan_refusal(replace(self.plan, layout=layout))
 
         return () if self.fits else tuple(fixes(self.estimator, self.plan, offered=offered))
 
@@ -105,6 +105,7 @@ class ConfigAnswer(Answer):
             "fixes": [_told(self, one.prediction) for one in self.fixes],
             "best": None if best is None else _told(self, best.prediction),
             "ignored": list(self.config.ignored), "not_known": list(self.config.unknown),
+            "not_counted": list(self.config.uncounted),
             "known_errors": sentences(self.software),
         }  # fmt: skip
 
@@ -183,6 +184,8 @@ def plan_from(
         found = _with_layers(found, str(file), stack, shape)
     plan = found.plan(shape, where, changes)
     plan.check()
+    if why := found.software.round_refusal(plan):
+        raise PlanError(f"{file}: {why}: the run would end with an error")
     of = estimator(plan, found.software.stack(found.facts))
     return ConfigAnswer(config=found, prediction=of.predict(plan), estimator=of)
 

@@ -162,6 +162,12 @@ def explore(
     """
     words, changes = section_words(recipe), _beside(section_words(beside))
     first = _half(model, cluster, nodes, words, stack, price)
+    parts = first.plan.model.unbuilt
+    if parts and (parts.linear or parts.predicts):
+        raise PlanError(
+            "the explorer's page counts layers without experts as equal ones, those with likewise, and an end without "
+            "further blocks: of such a model `meshwright plan` counts all"
+        )
     if not changes:
         return ExploreAnswer(halves=(first,))
     batch = first.plan.recipe  # both make the same step

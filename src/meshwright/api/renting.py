@@ -1,8 +1,8 @@
 """`rent`: which devices, how many, which layout; money against time, over all devices that have a price."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from meshwright.api.plan_reading import Section, section_words
 from meshwright.api.plan_request import asked_plan
 from meshwright.planner.explain import words_of
 from meshwright.planner.rent import prices as price_tables
-from meshwright.planner.rent.clusters import NODES, lacks
+from meshwright.planner.rent.clusters import NODES, lacks, left_out
 from meshwright.planner.rent.failures import LLAMA_3, Conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RunOn
@@ -39,6 +39,8 @@ class RentAnswer(Answer):
     """Of `meshwright plan`, what asks about the same run on any cluster."""
     deadline_s: float = float("inf")
     budget_usd: float = float("inf")
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Devices with a price that were not tried, where none was named -> which figure of them is missing."""
 
     @property
     def front(self) -> tuple[RunOn, ...]:
@@ -116,7 +118,9 @@ class RentAnswer(Answer):
                 "tried": swept.clusters, "searched": len(swept.runs), "dominated": swept.dominated,
                 "too_long": swept.too_long, "unfit": swept.unfit,
             },
+            "longest_seconds": self.asked.longest_s,
             "unpriced": list(self.unpriced),
+            "left_out": dict(self.left_out),
             "conditions": asdict(self.asked.given),
             "prices": self.prices.file,
         }  # fmt: skip
@@ -213,6 +217,7 @@ def rent(
     return RentAnswer(
         asked=asked, swept=swept, prices=offers, words=_words(model, plan, section_words(recipe), tune, total),
         deadline_s=deadline_s, budget_usd=float("inf") if budget is None else budget,
+        left_out={} if devices else left_out(offers),
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """`rent --serve`: which devices serve a load, for how much an hour, how fast."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from meshwright.api.markup import line, table, whole
 from meshwright.api.plan_request import asked_plan
 from meshwright.api.renting import asked_devices, asked_nodes, asked_prices
 from meshwright.api.serve_planning import asked_load
+from meshwright.planner.rent.clusters import left_out
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.served_on import ServedOn, SweptServing, sweep_serving
 from meshwright.planner.rent.uncertainty import three
@@ -30,6 +31,8 @@ class ServeRentAnswer(Answer):
     words: tuple[str, ...]
     quantization: str
     latency_s: float = float("inf")
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """As of RentAnswer."""
 
     @property
     def front(self) -> tuple[ServedOn, ...]:
@@ -77,7 +80,8 @@ class ServeRentAnswer(Answer):
             "cheapest": None if best is None else self._row(best),
             "front": self.rows(),
             "clusters": {"tried": self.swept.clusters, "unfit": self.swept.unfit},
-            "unpriced": list(self.prices.unpriced()), "prices": self.prices.file,
+            "unpriced": list(self.prices.unpriced()), "left_out": dict(self.left_out),
+            "prices": self.prices.file,
         }  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]]:
@@ -153,5 +157,5 @@ def rent_serving(
     words += ["--framework", framework] if framework else []
     return ServeRentAnswer(
         asked=asked, swept=swept, prices=offers, words=tuple(words), quantization=quantization,
-        latency_s=float("inf") if latency is None else latency / 1e3,
+        latency_s=float("inf") if latency is None else latency / 1e3, left_out={} if devices else left_out(offers),
     )  # fmt: skip

@@ -48,7 +48,7 @@ def none_offered(of: TrainingSoftware, estimator: Estimator, plan: Plan, fixed: 
     """Why the software has no layout of these devices: what it says of the nearest that any software may have."""
     other = search(estimator, plan, fixed=fixed, listed=1)
     near = other.best[0] if other.best else other.nearest
-    why = of.refusal(plan.model, near.plan.layout) if near else ""
+    why = of.plan_refusal(near.plan) if near else ""
     devices = f"{plan.cluster.devices} devices"
     return IllegalLayout(
         f"{of.word} has no layout of {plan.model.name} on {devices} with these degrees: {why}".rstrip(": ")

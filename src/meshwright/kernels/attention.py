@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import varlen
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.compiled import sequence_attention
+from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
@@ -106,12 +106,12 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def prefers_loops(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the compiled loops take q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V), from 256 positions of 64 dims
-    on: below, a process would rather not wait for the C compiler. They take a half to a third of the time of the other
-    two."""
+def wants_loops(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the compiled loops are the fastest for q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V), from 256
+    positions of 64 dims on: below, a process would rather not wait for the C compiler. They take a half to a third of
+    the time of the other two."""
     long = q.shape[1] * min(q.shape[3], 64) >= LONG
-    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, k, v) and sequence_attention.is_compiled()
+    return long and kind(q) == "cpu" and sequence_attention.takes_heads(q, k, v)
 
 
 def prefers_blockwise(q: Tensor, mask: Mask) -> bool:
@@ -142,7 +142,7 @@ def attend(
     widths; the padding is cut off again.
     """
     dtype, width = q.dtype, v.shape[-1]
-    if uses_triton("attention", q, prefer=prefer, feature=_untold(q, k, v, mask, dropout)):
+    if uses_triton("attention", q, prefer=prefer, feature=untold(q, k, v, mask, dropout)):
         return _in_triton(q, k, v, mask, scale)
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
@@ -159,8 +159,8 @@ def attend(
     return out.transpose(1, 2)[..., :width].to(dtype)
 
 
-def _untold(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
-    """What the Triton kernel does not know of this attention."""
+def untold(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """What the Triton kernel does not know of this attention; empty = it takes it."""
     if q.shape[1] != k.shape[1]:
         return "queries are fewer than keys"
     if q.shape[-1] != v.shape[-1]:
@@ -192,7 +192,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     through torch's kernel, so plain causal attention in fp32 is left to that there, where there are no loops."""
     if q.shape[1] != k.shape[1]:
         return "torch"
-    if not dropout and prefers_loops(q, k, v):
+    if not dropout and wants_loops(q, k, v) and training_library.is_compiled():
         return "loops"
     if mask.is_plain and torch.compiler.is_compiling() and (kind(q) != "cpu" or q.dtype == torch.float32):
         return "torch"

@@ -49,7 +49,7 @@ RULES = {
     "layer_norm": Rule(False, "torch's own is one kernel a pass already"),
     "gelu": Rule(False, "torch's own is one kernel a pass already"),
     "paged_attention": Rule(True, "rows read blocks where they lie, a run of keys each"),
-    "attention": Rule(False, "torch's cuDNN and flash kernels are faster"),
+    "attention": Rule(False, "torch's flash kernel is faster"),
 }
 """Operations that have a Triton kernel."""
 

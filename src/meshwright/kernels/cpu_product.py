@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels import training_rows
 from meshwright.kernels.target import kind
 
 LEAST = 2**20
@@ -75,10 +76,18 @@ def _by_parts(a: Tensor, b: Tensor, bias: Tensor | None, rows: int) -> Tensor:
     total = a.new_empty(a.shape[0], b.shape[0])
     for number, (left, right) in enumerate(zip(a.split(rows, 1), b.split(rows, 1), strict=True)):
         right = right if right.t().is_contiguous() else right.contiguous()
-        part = compat.onednn_product(left.contiguous(), right, None if number else bias)
+        part = compat.onednn_product(_copied(left), right, None if number else bias)
         total = total.add_(part) if number else total.copy_(part)
         del part  # else it stands beside the next
     return total
+
+
+def _copied(a: Tensor) -> Tensor:
+    """a (M, K) contiguous, where its columns are."""
+    rows = a.t()
+    if rows.stride(-1) == 1 and len(rows) % training_rows.VECTOR == 0 and training_rows.takes(rows):
+        return training_rows.transposed(rows)
+    return a.contiguous()
 
 
 def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

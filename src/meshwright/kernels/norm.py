@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels import training_rows
 from meshwright.kernels.chooser import FLOATS, NARROW, uses_triton
 from meshwright.kernels.compiled import library
 from meshwright.kernels.target import acts, kind
@@ -50,23 +51,34 @@ def _scaled(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
     return (x * scale).mul_(weight).to(x.dtype)
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of x (..., D), and one over the rms of rows (..., 1)."""
+    if training_rows.takes(x, weight):
+        return training_rows.rms_norm(x, weight, eps)
+    scale = _one_over_rms(x, eps)
+    return _scaled(x, scale, weight), scale
+
+
 class _RmsNorm(torch.autograd.Function):
     """For CPUs, where torch's operation is composed of many passes and keeps two fp32 copies of 16-bit rows. Saves x
-    and one number per row; inside in fp32.
+    and one number per row; inside in fp32. Of many rows the compiled loops take one pass.
 
     With r = 1/rms: dx = r (g w) - x r^3 / D sum(g w x), dw = sum over rows of g x r: matrix-vector products.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = _one_over_rms(x, eps)
+        out, scale = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
-        return _scaled(x, scale, weight)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, scale = ctx.saved_tensors  # once: recomputation makes them for one reader
+        if training_rows.takes(gradient, x, weight):
+            return *training_rows.rms_norm_gradients(gradient, x, weight, scale), None
         narrow, inner = gradient.dtype, _inner(gradient)
-        x, weight, scale = (saved.to(inner) for saved in ctx.saved_tensors)
+        x, weight, scale = (saved.to(inner) for saved in (x, weight, scale))
         gradient, width = gradient.to(inner), x.shape[-1]
         product = (gradient * x).reshape(-1, width)
         rows = scale.reshape(-1, 1)
@@ -86,7 +98,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Ten
         return root_norm.rms_norm(x, weight, eps)
     if kind(x) == "cpu" and x.dtype == weight.dtype in FLOATS and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():
-            return _scaled(x, _one_over_rms(x, eps), weight)
+            return _normed(x, weight, eps)[0]
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
     if acts() == "cuda":

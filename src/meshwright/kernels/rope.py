@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.kernels import training_rows
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.compiled import library
 
@@ -26,6 +27,9 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
     """One buffer as wide as the tables, each half written once; the inverse turn (sign = -1) is the gradient."""
+    half = x.shape[-1] // 2
+    if not interleaved and cos.dtype == sin.dtype == torch.float32 and training_rows.takes(x, width=half):
+        return training_rows.rotate(x, cos, sin, sign)
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, cos.dtype))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)

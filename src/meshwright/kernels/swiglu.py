@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.kernels import training_rows
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.compiled import library
 from meshwright.kernels.linear import (
@@ -32,7 +33,7 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return _product(gate, up)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -54,7 +55,7 @@ def swiglu(gate: Tensor, up: Tensor, prefer: str = "auto") -> Tensor:
 
         return gated.swiglu(gate, up)
     if not torch.is_grad_enabled():
-        return F.silu(gate).mul_(up)
+        return _product(gate, up)
     result: Tensor = _Swiglu.apply(gate, up)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return result
 
@@ -99,10 +100,15 @@ class _SwigluLinear(torch.autograd.Function):
 
 def _inner_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> Iterator[Tensor | None]:
     """silu(gate) * up where wanted, then, from the gradient `inner` of it, those of gate and up."""
+    if training_rows.takes(inner, gate, up):
+        of_gate, of_up, product = training_rows.swiglu_gradients(inner, gate, up, again)
+        yield from (product, of_gate, of_up)
+        return
     silu = F.silu(gate)
     yield silu * up if again else None
     up_gradient = silu.mul_(inner)
-    yield torch.ops.aten.silu_backward(inner.mul_(up), gate)
+    torch.ops.aten.silu_backward.grad_input(inner.mul_(up), gate, grad_input=inner)
+    yield inner
     yield up_gradient
 
 
@@ -117,9 +123,9 @@ def _fused_gradients(inner: Tensor, gate: Tensor, up: Tensor, again: bool) -> It
     yield of_up.view(up.shape)
 
 
-def _product(gate: Tensor, up: Tensor, in_triton: bool) -> Tensor:
+def _product(gate: Tensor, up: Tensor, in_triton: bool = False) -> Tensor:
     if not in_triton:
-        return F.silu(gate).mul_(up)
+        return training_rows.swiglu(gate, up) if training_rows.takes(gate, up) else F.silu(gate).mul_(up)
     from meshwright.kernels.triton import blocks, gated
 
     return gated.activate(blocks.rows_of(gate), blocks.rows_of(up)).view(gate.shape)

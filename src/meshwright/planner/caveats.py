@@ -32,6 +32,11 @@ def _counted(shape: ModelShape) -> Iterator[str]:
         return
     if parts.full_every and shape.routed_layers:
         yield "Routed layers with a window and without are counted as equal ones that see as many keys in the mean."
+    if parts.linear:
+        yield (
+            "Layers with linear attention and without are counted as equal ones, with the mean of both. The products "
+            "of the published algorithm and its bytes are counted, and no published run was there to hold them against."
+        )
     if parts.chunk:
         yield f"Attention is counted over the whole sequence, not over chunks of {parts.chunk:,} tokens."
     if parts.activation in ("gelu", "clamped"):

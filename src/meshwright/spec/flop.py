@@ -60,7 +60,11 @@ def token_flop(shape: ModelShape, sequence: int, *, causal: bool) -> TokenFlop:
 
 
 def _attention_flop(shape: ModelShape, layer: int, sequence: int, causal: bool) -> float:
-    """2 H (E_qk + E_v) per key seen; full: S keys. Causal: S/2 (rounded from (S + 1)/2), less with a window."""
+    """2 H (E_qk + E_v) per key seen; full: S keys. Causal: S/2 (rounded from (S + 1)/2), less with a window. Linear
+    attention: the products of its chunks, at any length."""
+    linear = shape.linear_of(layer)
+    if linear is not None:
+        return linear.token_flop
     widths = shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.v_dim if shape.mla else 2 * shape.head_dim
     keys = float(sequence)
     if causal:

@@ -25,6 +25,8 @@ T = TypeVar("T")
 HIDDEN = ("attention", "mlp", "expert")
 """Groups whose matrices lie between hidden states, which Muon orthogonalizes. An embedding and a head have a row for
 each token, a router one for each expert: each row is a vector of its own, and AdamW updates them."""
+PREDICTOR = "predictors."
+"""What the names of modules for further tokens begin with. They lie behind the last layer."""
 ADAPTER_DIM = "J"
 """The rank of an adapter."""
 
@@ -124,7 +126,7 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
                 *_norm(shape, prefix + "attention_out_norm", layer),
                 *_norm(shape, prefix + "mlp_out_norm", layer),
             ]
-        attention = _mla if shape.mla else _attention
+        attention = _linear_attention if shape.linear_of(layer) else _mla if shape.mla else _attention
         found += attention(shape, prefix + "attention.", layer)
         found += _norm(shape, prefix + "mlp_norm", layer)
         if shape.is_moe_layer(layer):
@@ -134,6 +136,14 @@ def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     found += _norm(shape, "norm", -1)
     if not shape.tied:
         found.append(_matrix("head.weight", "VD", (shape.vocab, shape.hidden), "V", "head", -1))
+    for number in range(shape.unbuilt.predicts if shape.unbuilt else 0):
+        last, prefix = f"layers.{shape.layers - 1}.", f"{PREDICTOR}{number}."
+        for name in ("hidden_norm", "embedding_norm", "norm"):
+            found += _norm(shape, prefix + name, -1)
+        size = (shape.hidden, 2 * shape.hidden)
+        found += _linear(prefix + "projection", "DF", size, "", "attention", -1, False)
+        block = [one for one in found if one.layer == shape.layers - 1]
+        found += [replace(one, name=prefix + one.name.removeprefix(last), layer=-1) for one in block]
     return tuple(found)
 
 
@@ -223,8 +233,33 @@ def _unbuilt_attention(shape: ModelShape, parts: UnbuiltParts, prefix: str, laye
         for name, letter, heads in (("q_norm", "H", shape.heads), ("k_norm", "K", shape.kv_heads)):
             size = (heads * shape.head_dim,)
             yield _matrix(f"{prefix}{name}.weight", letter, size, letter, "norm", layer, inside=True)
+    if parts.gated_attention:
+        wide = (shape.heads * shape.head_dim, shape.hidden)
+        yield from _linear(prefix + "gate", "HD", wide, "H", "attention", layer, shape.qkv_bias)
     if parts.sinks:
         yield _matrix(prefix + "sinks", "H", (shape.heads,), "H", "attention", layer, inside=True)
+
+
+def _linear_attention(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:
+    """P: rows of query and key heads; U: of value heads, and of all channels; M: value heads. Gated delta rule: as
+    transformers' Qwen3NextGatedDeltaNet. Decay: as its MiniMaxLightningAttention, with a norm over all heads."""
+    linear = shape.linear_of(layer)
+    assert linear is not None
+    for name, letter, size in (("q", "P", linear.keys), ("k", "P", linear.keys), ("v", "U", linear.values)):
+        yield from _linear(prefix + name, f"{letter}D", (size, shape.hidden), letter, "attention", layer, False)
+    yield from _linear(prefix + "gate", "UD", (linear.values, shape.hidden), "U", "attention", layer, False)
+    if linear.delta:
+        for name in ("rate", "decay"):
+            rates = (linear.value_heads, shape.hidden)
+            yield from _linear(prefix + name, "MD", rates, "M", "attention", layer, False)
+        for name in ("decay_log", "step_bias"):
+            yield _matrix(prefix + name, "M", (linear.value_heads,), "M", "norm", layer, inside=True)
+    if linear.taps:
+        taps = (linear.channels, linear.taps)
+        yield _matrix(prefix + "convolution.weight", "UE", taps, "U", "norm", layer, inside=True)
+    width, letter = (linear.value_dim, "E") if linear.delta else (linear.values, "U")
+    yield _matrix(prefix + "norm.weight", letter, (width,), "U", "norm", layer, inside=True)
+    yield from _linear(prefix + "o", "DU", (shape.hidden, linear.values), "U", "attention", layer, False)
 
 
 def _mla(shape: ModelShape, prefix: str, layer: int) -> Iterator[Parameter]:

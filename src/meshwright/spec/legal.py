@@ -11,6 +11,7 @@ from meshwright.spec.fake_quantization_rules import fake_quantization_refusals
 from meshwright.spec.frozen_code_rules import frozen_code_refusals
 from meshwright.spec.inventory import parameters, tp_holders
 from meshwright.spec.layout import Layout
+from meshwright.spec.linear_attention_rules import linear_attention_refusals
 from meshwright.spec.optimizer_states import cut_blocks
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import refusal, stage_layers
@@ -328,7 +329,8 @@ def position_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iter
 Rule = Callable[[ModelShape, Recipe, Layout], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     _tensor, _context, _pipeline, _tied_ends, _schedule, _expert, _data, _recomputation, frozen_code_refusals,
-    fake_quantization_refusals, capturing_refusals, _randomness, _masters, _state_blocks, _narrow_products,
+    linear_attention_refusals, fake_quantization_refusals, capturing_refusals, _randomness, _masters, _state_blocks,
+    _narrow_products,
 )  # fmt: skip
 """What a layout is held against, in the order in which refusals are said. The explorer's page has a table of each
 (planner/explorer/legal_tables.py), made by calling it: a rule reads fields and properties, and copies neither."""

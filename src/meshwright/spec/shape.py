@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.linear_attention import LinearAttention
 from meshwright.spec.lora import NAMES, LoRAShape
 from meshwright.spec.unbuilt_parts import UnbuiltParts
 
@@ -294,6 +295,11 @@ class ModelShape:
         if self.unbuilt is not None and self.unbuilt.routed_every > 1:
             return sum(map(self.is_moe_layer, range(self.layers)))
         return max(0, self.layers - self.moe.first_dense) if self.moe else 0
+
+    def linear_of(self, layer: int) -> LinearAttention | None:
+        """The linear attention of a layer; None = it keeps keys and values."""
+        linear = self.unbuilt.linear if self.unbuilt else None
+        return linear if linear and linear.at(layer) else None
 
     def window_of(self, layer: int) -> int:
         """Sliding window of a layer in tokens; 0 = none."""

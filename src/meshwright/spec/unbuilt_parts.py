@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.linear_attention import LinearAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnbuiltParts:
     """What blocks have beside, or in place of, those of docs/notation.md. A field at its default is not there."""
 
-    norms: Literal["before", "after", "both"] = "before"
-    """Where the norms of a block's two halves stand: OLMo 2 has them behind, Gemma 2 and 3 on both sides."""
+    norms: Literal["before", "after", "both", "stream"] = "before"
+    """Where the norms of a block's two halves stand: OLMo 2 has them behind, Gemma 2 and 3 on both sides, MiniMax-01 on
+    the residual stream itself."""
     qk_norm: Literal["", "heads", "width"] = ""
     """Norms of queries and keys that are not Qwen3's: as wide as all heads (OLMo 2), or of heads without a weight."""
     full_every: int = 0
@@ -30,6 +32,13 @@ class UnbuiltParts:
     """Every n-th layer has no positions at all; 0 = none."""
     chunk: int = 0
     """Queries see keys of their own chunk of so many tokens, in layers with positions (Llama 4); 0 = off."""
+    linear: LinearAttention | None = None
+    """Layers of linear attention between those with keys and values (Qwen3-Next, MiniMax-01)."""
+    gated_attention: bool = False
+    """A sigmoid of a further projection of each token weighs what attention makes, dim by dim (Qwen3-Next)."""
+    predicts: int = 0
+    """Further tokens, each predicted by a module behind the last layer: a block like it, a projection of its input
+    beside the next token's embedding, and the head once more (DeepSeek-V3, arXiv:2412.19437, section 2.2)."""
     sinks: bool = False
     """A trained number for each query head stands beside its scores (GPT-OSS)."""
     router_bias: bool = False
@@ -52,7 +61,7 @@ class UnbuiltParts:
     def __post_init__(self) -> None:
         if not 0 < self.rotary_share <= 1:
             raise PlanError(f"model.unbuilt.rotary_share={self.rotary_share} must be above 0 and at most 1")
-        for field in ("full_every", "unrotated_every", "chunk", "routed_every"):
+        for field in ("full_every", "unrotated_every", "chunk", "predicts", "routed_every"):
             least = 1 if field == "routed_every" else 0
             if getattr(self, field) < least:
                 raise PlanError(f"model.unbuilt.{field}={getattr(self, field)} must be at least {least}")
@@ -72,11 +81,13 @@ class UnbuiltParts:
 
     def _named(self) -> Iterator[str]:
         if self.norms != "before":
-            yield (
-                "norms behind a block's halves" if self.norms == "after" else "norms on both sides of a block's halves"
-            )
+            places = {"after": "behind a block's halves", "both": "on both sides of a block's halves"}
+            yield f"norms {places.get(self.norms, 'of the residual stream itself')}"
         if self.qk_norm:
             yield "norms over all heads of queries and keys" if self.qk_norm == "width" else "norms without a weight"
+        if self.linear:
+            kind = "gated delta rule" if self.linear.delta else "decay"
+            yield f"linear attention ({kind}) in all but one of {self.linear.full_every} layers"
         if self.full_every:
             yield f"a window in all but one of {self.full_every} layers"
         if self.activation:
@@ -87,11 +98,13 @@ class UnbuiltParts:
             yield f"layers without positions (one of {self.unrotated_every})"
         if self.chunk:
             yield "attention within chunks"
+        if self.predicts:
+            yield f"prediction of {self.predicts} further token" + "s" * (self.predicts > 1)
         if self.routed_every > 1:
             yield "dense layers between routed ones"
         words = {
-            "long_rope": "LongRoPE", "sinks": "attention sinks", "router_bias": "biases of routers",
-            "expert_bias": "biases of experts",
+            "long_rope": "LongRoPE", "gated_attention": "gated attention", "sinks": "attention sinks",
+            "router_bias": "biases of routers", "expert_bias": "biases of experts",
             "shared_gate": "a gate of the shared expert", "scaled_embedding": "scaled embeddings",
             "soft_caps": "capped logits", "other_router": "this family's weights of experts",
             "centred_norm": "norms around 1",

@@ -37,6 +37,8 @@ class ReadConfig:
     """Options that change neither memory nor time."""
     unknown: tuple[str, ...]
     """Options that are in no list here: they may matter."""
+    uncounted: tuple[str, ...] = ()
+    """A sentence for each option that matters, and has another value than is counted."""
 
     def nodes(self, devices_per_node: int) -> int:
         """As the files say; 1 where they do not."""
@@ -138,11 +140,14 @@ def _read(
     facts: Facts = {"nodes": _nodes_of(path)} if path.is_dir() else {}
     ignored: list[str] = []
     unknown: list[str] = []
+    uncounted: list[str] = []
     for file, entries in files:
         where = path / file.name if path.is_dir() else path
         said = _facts(file, entries, where, ignored, unknown)
         facts.update({name: value for name, value in said.items() if value is not None or name not in facts})
         facts.update(software.noticed(entries))
+        given_values = {entry.key: entry.value for entry in entries}
+        uncounted += filter(None, (one.note(given_values.get(one.key, one.absent)) for one in file.unread))
     shape = given or _named(software, facts, path, folder_shape)
     if shape is not None:
         facts["layers"] = shape.layers
@@ -152,8 +157,9 @@ def _read(
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
     return ReadConfig(
-        software=software, paths=(path,), facts=facts, shape=shape, ignored=tuple(ignored), unknown=tuple(unknown)
-    )
+        software=software, paths=(path,), facts=facts, shape=shape, ignored=tuple(ignored), unknown=tuple(unknown),
+        uncounted=tuple(uncounted),
+    )  # fmt: skip
 
 
 def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, ignored: list[str], unknown: list[str]) -> Facts:
@@ -166,6 +172,8 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, ignored: list
         option_ = file.option(entry.key)
         if option_ is not None:
             facts[option_.fact] = _value(option_, entry, path)
+        elif entry.key in {one.key for one in file.unread}:
+            continue
         elif entry.key in file.refused and not is_off(entry.key, entry.value):
             raise PlanError(
                 f"{path}, line {entry.line}: {entry.key}={entry.value} {file.refused[entry.key]}: not counted here"

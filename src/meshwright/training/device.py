@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat.onednn_cache import keep_few_products
 from meshwright.kernels import chooser, fp8
-from meshwright.kernels.attention import backend, causal_mask
+from meshwright.kernels.attention import Mask, backend, causal_mask, untold, wants_loops
+from meshwright.kernels.compiled import training_library
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
@@ -21,7 +23,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
-from meshwright.training.precision import DTYPES
+from meshwright.training.precision import DTYPES, reduce_dtype
 
 MEMORY_TOLERANCE = 0.12
 """What drivers keep for themselves and for error correction: at most 8 % so far (L40S)."""
@@ -74,11 +76,9 @@ ASKED = 1024
 """Positions of which attention's kernel is asked for: no kernel's choice changes beyond them."""
 
 
-def attention_kernel(plan: Plan, device: torch.device) -> str:
-    """Which kernel computes a training step's attention on this machine, as `flash`; see kernels.attention.backend."""
+def _attended(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Mask]:
+    """What attention of a training step is asked on one rank: q, k, v and the mask of a row."""
     shape, layout, recipe = plan.model, plan.layout, plan.recipe
-    if plan.layout.kernels == "reference":
-        return "reference"
     mla, positions = shape.mla, min(recipe.sequence, ASKED)
     heads, key_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
     width, value_width = shape.head_dim, shape.head_dim
@@ -88,25 +88,58 @@ def attention_kernel(plan: Plan, device: torch.device) -> str:
     q, k = make(1, positions, heads, width), make(1, positions, key_heads, width)
     v = make(1, positions, key_heads, value_width)
     documents = torch.zeros(1, positions, dtype=torch.int64, device=device) if recipe.document_mask else None
+    window = min(shape.window, positions - 1) if shape.window < recipe.sequence else 0
+    return q, k, v, causal_mask(positions, positions, window=window, documents=documents, device=device)
+
+
+def attention_kernel(plan: Plan, device: torch.device) -> str:
+    """Which kernel computes a training step's attention on this machine, as `flash`; see kernels.attention.backend."""
+    shape, layout = plan.model, plan.layout
+    if layout.kernels == "reference":
+        return "reference"
+    q, k, v, mask = _attended(plan, device)
     if layout.cp > 1:
         fused = can_fuse(q, k) and not any(shape.window_of(layer) for layer in range(shape.layers))
         return f"{layout.context} of {'flash' if fused else 'plain'} parts"
-    mask = causal_mask(positions, positions, documents=documents, device=device)
-    return backend(q, k, v, mask, scale=width**-0.5, dropout=recipe.dropout)
+    return backend(q, k, v, mask, scale=q.shape[-1] ** -0.5, dropout=plan.recipe.dropout)
 
 
 def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
-    """Which implementation runs what, and why; nothing where it is torch's on a CPU, as always."""
-    if plan.layout.kernels == "reference" or (device.type == "cpu" and plan.layout.kernels != "triton"):
-        return []
-    dtype = DTYPES[plan.recipe.precision]
+    """Which implementation runs what, and why. On a CPU only what is slower than it may be."""
+    if plan.layout.kernels == "reference":
+        return ["layout.kernels=reference is plain code, for comparison: slower, and it holds more than plans count"]
+    if device.type == "cpu" and plan.layout.kernels != "triton":
+        return _loop_notes(plan, device)
     names = ["loss_rows", *([] if compiled else block_operations(plan))]
-    told = {name: "auto" if name == "merge" else plan.layout.kernels for name in names}
+    narrow = (plan.recipe.optimizer_states, plan.recipe.master_weights) != ("fp32", "fp32")
+    names += ["narrow_adamw"] if narrow else []
+    dtypes = {"merge": torch.float32, "narrow_adamw": reduce_dtype(plan.recipe)}
+    features = {} if compiled else {"attention": _untold(plan, device)}
     made = chooser.said([
-        chooser.choice(name, device, torch.float32 if name == "merge" else dtype, prefer=prefer)
-        for name, prefer in told.items()
+        chooser.choice(
+            name, device, dtypes.get(name, DTYPES[plan.recipe.precision]),
+            prefer="auto" if name == "merge" else plan.layout.kernels, feature=features.get(name, ""),
+        )
+        for name in names
     ])  # fmt: skip
     return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else "")]
+
+
+def _untold(plan: Plan, device: torch.device) -> str:
+    """Why Triton's kernel cannot be this plan's attention; empty = it can."""
+    return "context parallelism" if plan.layout.cp > 1 else untold(*_attended(plan, device), plan.recipe.dropout)
+
+
+def _loop_notes(plan: Plan, device: torch.device) -> list[str]:
+    """What a CPU without a C compiler is slower in."""
+    q, k, v, _ = _attended(plan, device)
+    wanted = plan.layout.cp == 1 and not plan.recipe.dropout and wants_loops(q, k, v)
+    if not wanted or training_library.is_compiled():
+        return []
+    return [
+        "attention takes 2 to 3 times as long as in compiled loops: no C compiler with OpenMP is here (gcc, or clang "
+        "and libomp)"
+    ]
 
 
 def product_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:

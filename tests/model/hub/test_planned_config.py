@@ -117,10 +117,39 @@ KIMI = _config(
         "mscale": 1.0, "mscale_all_dim": 1.0,
     },
 )  # fmt: skip
+_GATED_DELTA = {
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_value_head_dim": 128, "head_dim": 256, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "attention_bias": False,
+}  # fmt: skip
+QWEN_NEXT = _config(
+    "qwen3_next", "151936 48 2048 16 2 5120 262144", architectures=["Qwen3NextForCausalLM"], decoder_sparse_step=1,
+    mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True, num_experts=512, num_experts_per_tok=10,
+    partial_rotary_factor=0.25, rope_scaling=None, rope_theta=10000000, router_aux_loss_coef=0.001,
+    shared_expert_intermediate_size=512, **_GATED_DELTA, **_MARKS,
+)  # fmt: skip
+QWEN_35_TEXT = _config(
+    "qwen3_5_text", "248320 32 4096 16 4 12288 262144", attn_output_gate=True, mamba_ssm_dtype="float32",
+    layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, mtp_num_hidden_layers=1,
+    mtp_use_dedicated_embeddings=False, **_GATED_DELTA,
+    rope_parameters={"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default",
+                     "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+)  # fmt: skip
+QWEN_35_9B = {
+    "model_type": "qwen3_5", "vision_config": {"depth": 27}, "tie_word_embeddings": False, "text_config": QWEN_35_TEXT,
+}  # fmt: skip
+_RESIDUALS = {f"layernorm_{half}_{end}": 3.5565588200778455 if end == "alpha" else 1.0
+              for half in ("full_attention", "linear_attention", "mlp") for end in ("alpha", "beta")}  # fmt: skip
+MINIMAX_01 = _config(
+    "minimax_text_01", "200064 80 6144 64 8 9216 10240000", head_dim=128, attn_type_list=([0] * 7 + [1]) * 10,
+    num_local_experts=32, num_experts_per_tok=2, postnorm=True, rotary_dim=64, rope_theta=10000000, rms_norm_eps=1e-5,
+    hidden_act="silu", shared_intermediate_size=0, shared_moe_mode="sigmoid", sliding_window=None, **_RESIDUALS,
+)  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma-2-9b": GEMMA_2, "gemma-3-1b": GEMMA_3_1B, "gemma-3-27b": GEMMA_3_27B, "olmo-2-7b": OLMO_2,
     "phi-3-mini-4k": PHI_3, "phi-4-mini": PHI_4_MINI, "gpt-oss-20b": GPT_OSS, "llama-4-scout": SCOUT,
     "nemotron-4-340b": NEMOTRON, "glm-4.5-air": GLM_AIR, "minimax-m2": MINIMAX, "kimi-k2": KIMI,
+    "qwen3-next-80b-a3b": QWEN_NEXT, "minimax-text-01": MINIMAX_01,
 }  # fmt: skip
 
 
@@ -144,7 +173,13 @@ def test_what_differs_is_named() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"model_type": "qwen3_next"}, "model_type='qwen3_next' is not known to the planner"),
+        ({"model_type": "mamba2"}, "model_type='mamba2' is not known to the planner"),
+        ({**QWEN_NEXT, "decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported"),
+        ({**QWEN_NEXT, "shared_expert_intermediate_size": 700}, "=700 is not a multiple of moe_intermediate_size=512"),
+        ({**QWEN_NEXT, "layer_types": ["sliding_attention"] * 48}, "layer_types holds sliding_attention"),
+        ({**QWEN_NEXT, "linear_num_value_heads": 24}, "value_heads=24 is not a multiple of key_heads=16"),
+        ({**MINIMAX_01, "attn_type_list": [0, 1, 1, 0] * 20}, "layer 2 is full_attention"),
+        ({**MINIMAX_01, "shared_intermediate_size": 9216}, "shared_intermediate_size=9216 is not supported"),
         ({}, "model_type=None is not known"),
         ({**OLMO_2, "moe_lora_rank": 8}, "moe_lora_rank=8 is not known to the planner and could change the shape"),
         ({**KIMI, "index_topk": 2048}, "index_topk=2048 is not known"),
@@ -188,17 +223,24 @@ def test_harmless_keys_change_nothing(key: str) -> None:
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
          "vocab_size": 512, "num_hidden_layers": 12, "max_position_embeddings": 64}  # fmt: skip
-EXPERTS: dict[str, dict[str, int]] = {
+EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 160, "interleave_moe_layer_step": 3},
+    "minimax": {"num_local_experts": 4, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 3},
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 1024},
+    "qwen3_5_moe_text": {"num_experts": 4, "num_experts_per_tok": 2, "linear_num_key_heads": 2},
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                  "first_k_dense_replace": 2},
 }  # fmt: skip
 
 
+OWN_CODE = ("minimax_text_01", "minimax_m1")
+"""Families that transformers has under another name."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("kind", PLANNED)
+@pytest.mark.parametrize("kind", [kind for kind in PLANNED if kind not in OWN_CODE])
 def test_a_small_one_counts_as_transformers_does(kind: str) -> None:
     """Its own config.json, with all keys that its class writes, is read, and none of them is unknown."""
     transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
@@ -213,6 +255,13 @@ def test_a_small_one_counts_as_transformers_does(kind: str) -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
     counted = sum({id(one): one.numel() for one in model.parameters()}.values())
     assert num_parameters(planned_shape(json.loads(config.to_json_string(use_diff=False)))) == counted
+
+
+def test_a_dense_hybrid_is_planned_without_its_layer_for_a_further_token() -> None:
+    shape = planned_shape(QWEN_35_9B)
+    assert shape.moe is None and [bool(shape.linear_of(layer)) for layer in range(4)] == [True, True, True, False]
+    assert "linear attention (gated delta rule) in all but one of 4 layers" in shape.plan_only
+    assert planned_shape(QWEN_35_TEXT) == shape
 
 
 @pytest.mark.long

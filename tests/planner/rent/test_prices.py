@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.rent import prices
+from meshwright.planner.rent.clusters import left_out
 from meshwright.planner.rent.tables import rows
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
@@ -93,3 +94,8 @@ def test_priced_devices_have_watts_with_a_source() -> None:
 def test_quoted_cells_may_hold_commas() -> None:
     [row] = rows('device,usd_per_gpu_hour\n"h100","1"\n', "f", prices.NEEDED, prices.COLUMNS)
     assert row.text("device") == "h100" and row.line == 2
+
+
+def test_a_device_with_a_price_and_no_bf16_products_is_named() -> None:
+    found = left_out(prices.shipped())
+    assert found == {"T4": "bf16_flop_per_s"}

@@ -1,6 +1,6 @@
 """What `rent` prints: which cluster meets the deadline or the budget, then the front of money and time."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import log
 from typing import TypeVar
@@ -155,6 +155,7 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
         "sequence; memory: layers recompute to fit."
     )
     yield from _unpriced(answer.unpriced, every=every)
+    yield from _left_out_devices(answer.left_out)
     yield (
         f"Counted: a failure every {given.mtbf_device_hours:,.0f} hours of a device{whose}, {given.evaluation:.0%} "
         f"for evaluation, {duration(given.restart_s)} for a restart, {duration(given.repair_s)} until a node is back, "
@@ -171,6 +172,12 @@ def _unpriced(names: Sequence[str], *, every: bool) -> Iterator[str]:
         yield f"No price, so not tried: {', '.join(names)}."
     elif names:
         yield f"{many(len(names), 'device')} without a price: not tried (--all names them)."
+
+
+def _left_out_devices(missing: Mapping[str, str]) -> Iterator[str]:
+    if missing:
+        named = ", ".join(f"{device} (no {figures})" for device, figures in missing.items())
+        yield f"Priced and not tried, since a figure is not known: {named}."
 
 
 def reproduced(answer: RentAnswer) -> str:
@@ -214,7 +221,7 @@ def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterat
     yield from _table((heads, *map(_served, rows)), ">><<>>>")
     yield from _left_out(len(answer.front) - len(rows))
     yield ""
-    for line in _unpriced(answer.prices.unpriced(), every=every):
+    for line in (*_unpriced(answer.prices.unpriced(), every=every), *_left_out_devices(answer.left_out)):
         yield from wrapped(line, width(), "  ", "    ")
     yield from _again(answer.command(answer.recommended))
 

@@ -111,6 +111,8 @@ def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
     yield from _better(answer)
     for sentence in sentences(answer.software):
         yield from wrapped(sentence, columns, "  ")
+    for sentence in answer.config.uncounted:
+        yield from wrapped(sentence, columns, "  ! ")
     if answer.config.unknown:
         yield from wrapped(f"Not known here, and may matter: {', '.join(answer.config.unknown)}.", columns, "  ! ")
     if details and answer.config.ignored:

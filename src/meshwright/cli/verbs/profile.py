@@ -102,7 +102,8 @@ def shown(found: "Profile") -> "Iterator[str | Table]":
     yield from found.notes
     yield _first_steps(found)
     yield _ranks(found)
-    yield _traffic(found)
+    if worst.traffic:
+        yield _traffic(found)
     yield _operations(found)
     if world > 1:
         yield f"bubble {found.bubble_fraction:.1%} of the busiest rank's work; clocks agree to {found.residual_s:.0e} s"

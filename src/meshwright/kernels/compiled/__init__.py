@@ -1,2 +1,2 @@
-"""Loops in C for a CPU: of rows, for steps of serving (`library` compiles and calls them), and attention of whole
-sequences, for training (`sequence_attention`)."""
+"""Loops in C for a CPU: for steps of serving (`library` compiles and calls them), and for training (`training_library`,
+`sequence_attention`)."""

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -230,16 +230,17 @@ def _compiled() -> Loops | None:
     return None if library is None else Loops(library)
 
 
-def built(*names: str) -> ctypes.CDLL | None:
-    """A library of C sources of this folder; None where there is no C compiler that takes them."""
+def built(*names: str, threads: Sequence[tuple[str, ...]] = THREADS) -> ctypes.CDLL | None:
+    """A library of C sources of this folder; None where there is no C compiler that takes them with one of `threads`,
+    the options."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if compiler is None:
         return None
     sources = [str(FOLDER / name) for name in names]
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "built.so"
-        for special, threads in product(FOR_THIS_CPU, THREADS):
-            words = [compiler, *FLAGS, *special, *threads, *sources, "-o", str(library), "-lm", *LINKING]
+        for special, shared in product(FOR_THIS_CPU, threads):
+            words = [compiler, *FLAGS, *special, *shared, *sources, "-o", str(library), "-lm", *LINKING]
             if subprocess.run(words, capture_output=True, check=False).returncode == 0:
                 try:
                     return ctypes.CDLL(str(library))

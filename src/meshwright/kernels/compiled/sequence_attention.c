@@ -3,7 +3,7 @@
    No tile of weights is kept: the backward pass makes it again from the log-sum-exp of its queries. Letters: B rows of
    a batch, S positions, H query heads, K key heads, G = H / K, E width of keys and V of values, multiples of 16. */
 
-#include "rows.h"
+#include "vectors.h"
 
 #define TILE 64 /* queries and keys of a tile */
 #define DOWN 6 /* rows, and vectors of WIDE numbers, of which the sums stay in registers */
@@ -42,77 +42,23 @@ static inline char *part_of(const Strided *x, int64_t row, int64_t position, int
 static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
-typedef uint16_t half_lanes __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t bit_lanes __attribute__((vector_size(64), may_alias));
-
 /* `rows` rows of 16 `vectors` numbers, and 0 behind them up to `all` rows. */
 static void read_rows(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows,
                       int64_t all, int64_t width, float scale, float *to) {
     for (int64_t r = 0; r < rows; r++) {
         const char *from = part_of(x, row, position + r, head);
-        for (int64_t i = 0; i < width; i += 16) {
-            lanes read;
-            if (x->narrow)
-                read = (lanes)(__builtin_convertvector(((const half_lanes *)from)[i / 16], bit_lanes) << 16);
-            else
-                read = *(const lanes *)((const float *)from + i);
-            *(lanes *)(to + r * width + i) = read * scale;
-        }
+        for (int64_t i = 0; i < width; i += 16) *(lanes *)(to + r * width + i) = read_lanes(from, i, x->narrow) * scale;
     }
     memset(to + rows * width, 0, (all - rows) * width * sizeof(float));
 }
 
-/* To the nearest, ties to even; what is no number stays none. */
 static void write_rows(const Strided *x, int64_t row, int64_t position, int64_t head, int64_t rows,
                        int64_t width, float scale, const float *from) {
     for (int64_t r = 0; r < rows; r++) {
         char *to = part_of(x, row, position + r, head);
-        for (int64_t i = 0; i < width; i += 16) {
-            const lanes found = *(const lanes *)(from + r * width + i) * scale;
-            if (x->narrow) {
-                const bit_lanes bits = (bit_lanes)found;
-                const bit_lanes rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-                const bit_lanes none = (bit_lanes)(found != found);
-                ((half_lanes *)to)[i / 16] =
-                    __builtin_convertvector((rounded & ~none) | (0x7fc0 & none), half_lanes);
-            } else
-                *(lanes *)((float *)to + i) = found;
-        }
+        for (int64_t i = 0; i < width; i += 16)
+            write_lanes(*(const lanes *)(from + r * width + i) * scale, to, i, x->narrow);
     }
-}
-
-#ifdef __clang__
-#define SHUFFLED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
-#else
-#define SHUFFLED(A, B, ...) __builtin_shuffle(A, B, (whole_lanes){__VA_ARGS__})
-#endif
-
-/* (rows, columns) -> (columns, rows): 16 by 16, by exchanging halves of halves. */
-static void transpose(const float *from, int64_t rows, int64_t columns, float *to) {
-    for (int64_t r = 0; r < rows; r += 16)
-        for (int64_t c = 0; c < columns; c += 16) {
-            lanes x[16], y[16];
-            for (int i = 0; i < 16; i++) x[i] = *(const lanes *)(from + (r + i) * columns + c);
-#define EXCHANGE(A, B, STEP)                                                                                            \
-    for (int i = 0; i < 16; i++)                                                                                        \
-        if (!(i & STEP)) {                                                                                              \
-            B[i] = SHUFFLED(A[i], A[i + STEP], LOW_##STEP);                                                             \
-            B[i + STEP] = SHUFFLED(A[i], A[i + STEP], HIGH_##STEP);                                                     \
-        }
-#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
-#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
-#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define LOW_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
-#define HIGH_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
-            EXCHANGE(x, y, 8)
-            EXCHANGE(y, x, 4)
-            EXCHANGE(x, y, 2)
-            EXCHANGE(y, x, 1)
-            for (int i = 0; i < 16; i++) *(lanes *)(to + (c + i) * rows + r) = x[i];
-        }
 }
 
 typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
@@ -153,23 +99,6 @@ static void product(const float *a, int64_t a_row, int64_t a_inner, const float 
             switch (least_of(rows - r, DOWN) * 8 + least_of((columns - n) / WIDE, ACROSS)) { EACH_SIZE }
 }
 
-static inline lanes either(whole_lanes which, lanes a, lanes b) {
-    return (lanes)((which & (whole_lanes)a) | (~which & (whole_lanes)b));
-}
-
-/* As `exponential`. */
-static inline lanes exponentials(lanes x) {
-    const lanes least = (lanes){0} - 87.0f;
-    x = either(x < least, least, x);
-    const float half = 12582912.0f;
-    const lanes n = (x * 1.44269504088896341f + half) - half;
-    lanes r = x - n * 0.693145751953125f;
-    r = r - n * 1.42860682030941723e-6f;
-    lanes p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666671633720f + r * (0.0416666455566883f +
-              r * (0.00833336170762777f + r * 0.00139316345565021f)))));
-    return p * (lanes)((__builtin_convertvector(n, whole_lanes) + 127) << 23);
-}
-
 static const lanes COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 typedef struct {
@@ -188,7 +117,7 @@ static void attend_tile(const Sequences *s, Document d, int64_t start, int64_t o
     lanes most[group][4], total[group][4];
     for (int64_t g = 0; g < group; g++) {
         read_rows(&s->q, d.row, start, own * group + g, count, padded, E, s->scale, rows);
-        transpose(rows, padded, E, q + g * TILE * E);
+        transpose(rows, E, padded, E, q + g * TILE * E, padded);
         memset(out + g * TILE * V, 0, padded * V * sizeof(float));
         for (int64_t p = 0; p < 4; p++) most[g][p] = (lanes){0} - INFINITY, total[g][p] = (lanes){0};
     }
@@ -246,7 +175,7 @@ static void attend_tile(const Sequences *s, Document d, int64_t start, int64_t o
             for (int64_t i = 0; i < least_of(16, count - 16 * p); i++)
                 sums[16 * p + i] = most[g][p][i] + logf(total[g][p][i]);
         }
-        transpose(result, V, padded, rows);
+        transpose(result, padded, V, padded, rows, V);
         write_rows(&s->out, d.row, start, head, count, V, 1.0f, rows);
     }
 }
@@ -297,8 +226,8 @@ static void gradients_of(const Sequences *s, Document d, int64_t own, float *roo
         const int64_t found = least_of(TILE, length - first), padded = up_to_16(found);
         read_rows(&s->k, d.row, d.begin + first, key_head, found, padded, E, 1.0f, keys);
         read_rows(&s->v, d.row, d.begin + first, key_head, found, padded, V, 1.0f, values);
-        transpose(keys, padded, E, keys_turned);
-        transpose(values, padded, V, values_turned);
+        transpose(keys, E, padded, E, keys_turned, padded);
+        transpose(values, V, padded, V, values_turned, padded);
         memset(of_keys, 0, padded * E * sizeof(float));
         memset(of_values, 0, padded * V * sizeof(float));
         const int64_t end = s->window ? least_of(length, first + found - 1 + s->window) : length;

@@ -4,22 +4,18 @@ Letters: B batch, S positions, H query heads, K key heads, E width of keys and V
 """
 
 import ctypes
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels.compiled.library import built
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER
+from meshwright.kernels.compiled.training_library import DTYPES, VECTOR, library
 
 TILE = 64
 """Queries and keys of a tile, of sequence_attention.c."""
-VECTOR = 16
-"""Numbers of a vector: widths are multiples."""
 WIDEST = 256
 """Width of a head that was tried."""
-DTYPES = (torch.float32, torch.bfloat16)
 Documents = list[tuple[slice, int, int]]
 """Rows, the first position, and the one behind the last, of each."""
 
@@ -48,21 +44,6 @@ class Fields(ctypes.Structure):
     )  # fmt: skip
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    library = built("sequence_attention.c")
-    if library is not None:
-        library.attend_sequences.argtypes = library.sequences_gradients.argtypes = [POINTER]
-        library.attend_sequences.restype, library.sequences_gradients.restype = INT, None
-    return library
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
-def is_compiled() -> bool:
-    """Whether there is a C compiler for this processor. The first answer of a process takes it a second."""
-    return _library() is not None
-
-
 def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether widths and dtype of q (B, S, H, E), k (B, S, K, E) and v (B, S, K, V) are those that were written for,
     and the three fit each other: of others C would read what lies behind them, where torch repeats a row or refuses."""
@@ -89,7 +70,7 @@ def attend(
             *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, 1, threads,
             each, scale,
         )  # fmt: skip
-        if _loaded().attend_sequences(ctypes.byref(fields)):
+        if library().attend_sequences(ctypes.byref(fields)):
             raise MemoryError(f"no memory for a list of {len(list_of)} documents")
     return out, sums
 
@@ -115,7 +96,7 @@ def gradients(
             *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, parts,
             threads, each, scale,
         )  # fmt: skip
-        _loaded().sequences_gradients(ctypes.byref(fields))
+        library().sequences_gradients(ctypes.byref(fields))
     if parts > 1:
         of_k, of_v = (x.unflatten(2, (-1, parts)).sum(3).to(q.dtype) for x in (of_k, of_v))
     return of_q, of_k, of_v
@@ -151,9 +132,3 @@ def _listed(documents: Documents) -> Tensor:
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> tuple[int, ...]:
     return len(documents), q.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-
-
-def _loaded() -> ctypes.CDLL:
-    library = _library()
-    assert library is not None, "attention was chosen without a library"
-    return library

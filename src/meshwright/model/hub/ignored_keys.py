@@ -21,7 +21,8 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "residual_dropout", "mlp_dropout",
     ),
     "layers that predict further tokens, which stand beside the model": (
-        "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp",
+        "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
     ),
     "what answers look like": ("task_specific_params", "problem_type", "id2label", "label2id", "max_length",
                                "temperature", "top_p", "top_k", "do_sample"),

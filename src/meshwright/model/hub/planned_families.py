@@ -5,10 +5,11 @@ family's class in transformers, since published configs leave keys at their defa
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.model.hub.entries import Entries
+from meshwright.spec.linear_attention import LinearAttention
 from meshwright.spec.shape import MoEShape
 from meshwright.spec.unbuilt_parts import UnbuiltParts
 
@@ -30,16 +31,17 @@ class PlannedFamily:
     """Keys that are understood and change no count: scales, caps and thresholds of the parts that are named."""
 
 
-def _full_every(entries: Entries, key: str, absent: int) -> int:
-    """Of layer_types, or a pattern's length: every n-th layer sees all."""
-    types = entries.raw("layer_types", None)
-    layers = entries.integer("num_hidden_layers")
+def _full_every(entries: Entries, key: str, absent: int, other: str = "sliding_attention", kinds: object = None) -> int:
+    """Of layer_types (or `kinds`), or a pattern's length: every n-th layer sees all."""
+    types = kinds or entries.raw("layer_types", None)
+    layers, known = entries.integer("num_hidden_layers"), {"full_attention", other}
+    interval = entries.maybe_integer(key, absent) or absent
     if types is None:
-        return entries.integer(key, absent)
-    if not isinstance(types, list) or len(types) != layers or {*types} - {"full_attention", "sliding_attention"}:
-        other = sorted({*map(str, types)} - {"full_attention", "sliding_attention"}) if isinstance(types, list) else []
+        return interval
+    if not isinstance(types, list) or len(types) != layers or {*types} - known:
+        unknown = sorted({*map(str, types)} - known) if isinstance(types, list) else []
         raise entries.fail(
-            f"layer_types holds {', '.join(other) or 'another number of layers'}, which is not known here"
+            f"layer_types holds {', '.join(unknown) or 'another number of layers'}, which is not known here"
         )
     every = types.index("full_attention") + 1 if "full_attention" in types else layers + 1
     for layer, kind in enumerate(types):
@@ -152,7 +154,7 @@ def _minimax_m2(entries: Entries) -> Fields:
     entries.allow("scoring_func", ("sigmoid",))
     types = entries.raw("attn_type_list", None)
     if isinstance(types, list) and 0 in types:
-        raise entries.fail(f"attn_type_list={types!r}: layers of lightning attention (0) are not known here")
+        raise entries.fail(f"attn_type_list={types!r}: MiniMax-M2 has no layers of lightning attention (0)")
     moe = MoEShape(
         experts=entries.integer("num_local_experts"), top_k=entries.integer("num_experts_per_tok"),
         ffn=entries.integer("intermediate_size"), scoring="sigmoid",
@@ -164,8 +166,82 @@ def _minimax_m2(entries: Entries) -> Fields:
     return {"moe": moe, "unbuilt": UnbuiltParts(qk_norm="width", rotary_share=share)}
 
 
+def _rotary_share(entries: Entries, absent: float) -> float:
+    rope = entries.inner("rope_parameters") or entries.inner("rope_scaling")
+    inner = rope.values.get("partial_rotary_factor") if rope else None
+    return entries.number("partial_rotary_factor", inner or absent)
+
+
+def _gated_delta(entries: Entries) -> Fields:
+    """Qwen3-Next and Qwen3.5: gated DeltaNet in all but every n-th layer, gated attention in the others."""
+    entries.allow("attn_output_gate", (True,))
+    linear = LinearAttention(
+        full_every=_full_every(entries, "full_attention_interval", 4, "linear_attention"),
+        key_heads=entries.integer("linear_num_key_heads", 16),
+        value_heads=entries.integer("linear_num_value_heads", 32),
+        key_dim=entries.integer("linear_key_head_dim", 128), value_dim=entries.integer("linear_value_head_dim", 128),
+        taps=entries.integer("linear_conv_kernel_dim", 4),
+    )  # fmt: skip
+    parts = UnbuiltParts(
+        linear=linear, gated_attention=True, centred_norm=True, rotary_share=_rotary_share(entries, 0.25)
+    )
+    return {"unbuilt": parts, "qk_norm": True, **_bias(entries)}
+
+
+def _gated_delta_moe(entries: Entries) -> Fields:
+    """The same with experts in every layer, one of which all tokens visit through a gate."""
+    entries.allow("decoder_sparse_step", (1,))
+    entries.allow("mlp_only_layers", ([], None))
+    found, ffn = _gated_delta(entries), entries.integer("moe_intermediate_size", 512)
+    shared = entries.integer("shared_expert_intermediate_size", 512)
+    if shared % ffn:
+        raise entries.fail(f"shared_expert_intermediate_size={shared} is not a multiple of moe_intermediate_size={ffn}")
+    moe = MoEShape(
+        experts=entries.integer("num_experts", 512), top_k=entries.integer("num_experts_per_tok", 10), ffn=ffn,
+        shared_experts=shared // ffn, normalize_top_k=entries.flag("norm_topk_prob", True),
+    )  # fmt: skip
+    parts = replace(found["unbuilt"], shared_gate=bool(shared))
+    return {**found, "moe": moe, "ffn": entries.integer("intermediate_size", ffn), "unbuilt": parts}
+
+
+def _minimax_01(entries: Entries) -> Fields:
+    """Lightning attention in all but every n-th layer. The first release spells its kinds as a list of 0 and 1."""
+    entries.allow("postnorm", (True,))
+    entries.allow("shared_intermediate_size", (0, None))
+    types = entries.raw("attn_type_list", None) or ()
+    kinds = ["full_attention" if one else "linear_attention" for one in types] if isinstance(types, list) else None
+    heads = entries.integer("num_attention_heads")
+    width = entries.maybe_integer("head_dim") or entries.integer("hidden_size") // heads
+    dims = entries.maybe_integer("rotary_dim", None)
+    linear = LinearAttention(
+        full_every=_full_every(entries, "full_attention_interval", 8, "linear_attention", kinds), rule="decay",
+        key_heads=heads, value_heads=heads, key_dim=width, value_dim=width, chunk=entries.integer("block_size", 256),
+    )  # fmt: skip
+    moe = MoEShape(
+        experts=entries.integer("num_local_experts", 8), top_k=entries.integer("num_experts_per_tok", 2),
+        ffn=entries.integer("intermediate_size"),
+    )  # fmt: skip
+    share = dims / width if dims else _rotary_share(entries, 1.0)
+    return {"moe": moe, "unbuilt": UnbuiltParts(norms="stream", linear=linear, rotary_share=share)}
+
+
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _GELU = ("gelu_pytorch_tanh",)
+_QWEN_NEXT = {"rms_norm_eps": 1e-6, "head_dim": 256, "max_position_embeddings": 32768}
+_QWEN_35 = ("mamba_ssm_dtype",)
+_FACTORS = (
+    "full_attn",
+    "linear_attn",
+    "mlp",
+    "layernorm_full_attention",
+    "layernorm_linear_attention",
+    "layernorm_mlp",
+)
+_MINIMAX_01 = PlannedFamily(
+    parts=_minimax_01, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+    read=("attn_type_list", "rotary_dim", "partial_rotary_factor", "shared_moe_mode", "layer_types",
+          *(f"{factor}_{end}" for factor in _FACTORS for end in ("alpha_factor", "beta_factor", "alpha", "beta"))),
+)  # fmt: skip
 PLANNED: Mapping[str, PlannedFamily] = {
     "gemma2": PlannedFamily(
         parts=_gemma2, activations=_GELU,
@@ -197,12 +273,23 @@ PLANNED: Mapping[str, PlannedFamily] = {
         parts=_nemotron, eps_key="norm_eps", activations=("relu2",), defaults={"norm_eps": 1e-5},
     ),
     "glm4_moe": PlannedFamily(parts=_glm4_moe, defaults={"rms_norm_eps": 1e-5, "head_dim": 128}),
+    "qwen3_next": PlannedFamily(parts=_gated_delta_moe, defaults=_QWEN_NEXT),
+    "qwen3_5_text": PlannedFamily(parts=_gated_delta, defaults=_QWEN_NEXT, read=_QWEN_35),
+    "qwen3_5_moe_text": PlannedFamily(
+        parts=_gated_delta_moe, read=_QWEN_35,
+        defaults={**_QWEN_NEXT, "num_experts": 256, "num_experts_per_tok": 8, "intermediate_size": 512},
+    ),
+    "minimax": _MINIMAX_01,
+    "minimax_text_01": _MINIMAX_01,
+    "minimax_m1": _MINIMAX_01,
     "minimax_m2": PlannedFamily(
         parts=_minimax_m2, defaults={"rms_norm_eps": 1e-6, "head_dim": 128},
         read=("rotary_dim", "partial_rotary_factor", "shared_intermediate_size", "qk_norm_type", "attn_type_list"),
     ),
 }  # fmt: skip
-WRAPPERS = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+WRAPPERS = {
+    "gemma3": "gemma3_text", "llama4": "llama4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
 """Models of text and images: the language model is in text_config, and is what is planned."""
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Names under which another family's layout is published."""

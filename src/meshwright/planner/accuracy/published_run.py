@@ -6,7 +6,7 @@ from functools import cache
 from math import lcm
 
 from meshwright.planner.accuracy.published_models import gpt, shape_named, tied_by_count
-from meshwright.planner.accuracy.published_stacks import NANOTRON, run_of_sweep, stack_of
+from meshwright.planner.accuracy.published_stacks import HAI_LLM, NANOTRON, run_of_sweep, stack_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
@@ -15,6 +15,7 @@ from meshwright.spec.presets import device
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import stage_layers
 from meshwright.spec.shape import ModelShape
+from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 DEVICES = (
     (r"a100.?(sxm.?)?-?40", "a100-40"), (r"a100", "a100-80"), (r"h100-sxm-96", "h100-96"), (r"gb200", "gb200"),
@@ -66,6 +67,8 @@ def plan_of(columns: dict[str, str]) -> tuple[Plan, Stack]:
     _trainable(columns)
     sequence = whole(columns, "seq_len", 2048 if _described(columns) else None)
     shape = _shape_of(columns, sequence)
+    if stack.name == HAI_LLM.name:
+        shape = replace(shape, unbuilt=UnbuiltParts(predicts=1))  # DeepSeek-V3 report, section 4.2
     layout, batch = _layout(columns, shape, devices, cluster)
     if stack == NANOTRON and "benchmarks_interactive" in columns["source"]:
         stack = run_of_sweep(layout, number(columns, "params_b", 0.0))

@@ -121,6 +121,7 @@ MEGATRON_CORE = Stack(
     name="megatron-core",
     flash=3,
     hides_tensor=0.7,
+    hides_with_sequence=True,
     gradient_exchange_bytes=2.0,
     activation_kept=0.0,
     gradient_bytes=4.0,
@@ -129,7 +130,8 @@ MEGATRON_CORE = Stack(
     routes_once=True,
     adds_expert_biases=True,
     expert_launch_s=6e-5,
-    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, docs on communication overlap; expert_launch_s "
+    source="NVIDIA-NeMo/Megatron-Bridge docs/performance-summary.md, docs on communication overlap; tp_comm_overlap "
+    "asks for sequence parallelism (NVIDIA/Megatron-LM megatron/training/arguments.py); expert_launch_s "
     "(some six launches of 10 us) fitted to its rows, and the same for 4 to 32 experts a rank",
 )
 MEGATRON_CORE_2024 = replace(MEGATRON_CORE, name="megatron-core-2024", flash=2)

@@ -5,8 +5,10 @@ from dataclasses import replace
 from functools import cache
 
 from meshwright.planner.serving.cached_layers import CachedLayers, ServedModel, served
+from meshwright.spec.linear_attention import LinearAttention
 from meshwright.spec.presets import model
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.unbuilt_parts import UnbuiltParts
 
 LONGEST = 131072
 
@@ -41,13 +43,14 @@ def _kimi() -> ServedModel:
 
 
 def _qwen_next() -> ServedModel:
-    """Qwen/Qwen3.5-397B-A17B, its language model: three of four layers keep a state of 64 heads of 128 x 128."""
+    """Qwen/Qwen3.5-397B-A17B, its language model."""
+    linear = LinearAttention(full_every=4, key_heads=16, value_heads=64, taps=4)
     shape = ModelShape(
         name="qwen3.5-397b-a17b", vocab=248320, layers=60, hidden=4096, heads=32, kv_heads=2, head_dim=256, ffn=1024,
         max_positions=LONGEST, moe=MoEShape(experts=512, top_k=10, ffn=1024, shared_experts=1),
+        unbuilt=UnbuiltParts(linear=linear, gated_attention=True),
     )  # fmt: skip
-    groups = CachedLayers(15), CachedLayers(45, state_elements=64 * 128 * 128)
-    return ServedModel(shape, groups, state_heads=64)
+    return served(shape)
 
 
 def _glm() -> ServedModel:

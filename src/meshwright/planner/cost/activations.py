@@ -8,6 +8,7 @@ the others, as the fields of `Stack` say.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from meshwright.planner.cost import state_layers
 from meshwright.planner.cost.work import KeptBytes
 from meshwright.spec.frozen_code_rules import holds_codes
 
@@ -135,7 +136,7 @@ def layer_transient(of: "Local", routed: Routed | None) -> float:
     if of.stack.attention != "flash":
         word = 2 * of.width + (8 if of.stack.score_kept else 0)
         widest = max(widest, of.tokens * of.sequence * of.shape.heads / of.tp * word)
-    return widest + STREAMS * of.hidden_bytes
+    return max(widest, state_layers.inside_bytes(of)) + STREAMS * of.hidden_bytes
 
 
 def _norm_kept(of: "Local", name: str) -> tuple[KeptBytes, KeptBytes]:
@@ -158,8 +159,20 @@ def _mlp_norm_kept(of: "Local", routed: Routed | None) -> tuple[KeptBytes, ...]:
     return (stream,) if copied else (stream, normed)
 
 
+def gate_dims(of: "Local", out: float) -> float:
+    """Columns of a projection that weighs what attention makes of `out` dims; 0 = there is none."""
+    gated = of.linear or (of.shape.unbuilt and of.shape.unbuilt.gated_attention)
+    return out if gated else 0.0
+
+
 def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     word = of.tokens * of.width
+    if gate := word * gate_dims(of, widths.out):
+        yield KeptBytes("attention gate", gate, gate)
+        yield KeptBytes("gated attention output", gate, gate if of.stack.selective == "core" else 0.0)
+    if of.linear:
+        yield from state_layers.kept(of)
+        return
     yield from _latent_kept(of, widths) if of.shape.mla else _heads_kept(of, widths)
     packed = word * widths.queries * of.stack.core_kept / 2
     if packed:

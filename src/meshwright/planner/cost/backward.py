@@ -4,7 +4,7 @@ backward pass leaves for the gradients of weights. Letters as in block.py; held 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost import adapters
+from meshwright.planner.cost import adapters, state_layers
 from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.states import largest_weight
 
@@ -38,7 +38,7 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
     if routed:
         mlp = _experts(of, routed) + _rounded_experts(of, routed) + adapters.restored_bytes(of, "expert")
     else:
-        mlp = max(_mlp(of), _rounded_mlp(of), _mlp(of) / 2 + adapters.restored_bytes(of, "mlp"))
+        mlp = max(_mlp(of), _rounded_mlp(of), of.gates * _gate(of) + adapters.restored_bytes(of, "mlp"))
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     kept = _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
@@ -47,16 +47,21 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
         attention=max(_attention(of, widths), _rounded_attention(of, widths), _restored_attention(of, widths))
         - kept
         + stream,
-        after=(_experts(of, routed) if routed else _mlp(of) / 2 - kept) + stream,
+        after=(_experts(of, routed) if routed else of.gates * _gate(of) - kept) + stream,
         weights=weights,
         queued=adapters.queued(of, widths, routed) if of.shape.lora else queued(of, widths, routed),
     )
 
 
 def _mlp(of: "Local") -> float:
-    """Gated: the gradient of the product, the activation, the product made again and the gradient of a gate stand
-    together (kernels/swiglu.py)."""
-    return (4 if of.gates == 2 else 2) * of.tokens * of.shape.ffn / of.tp * of.width
+    """Gated: the gradient of the product, which becomes that of a gate, that of the other, and the product made again
+    stand together (kernels/swiglu.py)."""
+    return (of.gates + 1) * _gate(of)
+
+
+def _gate(of: "Local") -> float:
+    """The gradient of what the first product of an MLP makes, or each of two."""
+    return of.tokens * of.shape.ffn / of.tp * of.width
 
 
 def _rounded(of: "Local", weight: float, rows: float) -> float:
@@ -118,6 +123,8 @@ def _attention(of: "Local", widths: HeadWidths) -> float:
     """Around the core. Over context-parallel ranks (parallel/ring.py, kernels/partial.py): copies of queries, result
     and its gradient, their own gradient in fp32; of keys and values those of two ranks and four fp32 sums (ring), or
     those of all ranks three times, their fp32 gradients, and these cut and put together again (all-gather)."""
+    if of.linear:
+        return state_layers.inside_bytes(of)
     queries, keys_values = of.tokens * widths.queries, of.tokens * widths.keys_values
     if of.cp == 1:
         copies = queries - keys_values / 2 if of.masked and of.shape.mla is None else 0.0
@@ -132,7 +139,7 @@ def _attention(of: "Local", widths: HeadWidths) -> float:
 def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
     """Inputs of the products with weights, gathered where sequence parallelism shares them, and gradients of what the
     products made."""
-    word, hidden, mla = of.width, of.hidden_bytes, of.shape.mla
+    word, hidden, mla = of.width, of.hidden_bytes, None if of.linear else of.shape.mla
     found = hidden + of.tokens * widths.out * word
     if mla is None:
         found += hidden + of.tokens * (widths.queries + widths.keys_values) * word

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
-from meshwright.planner.cost import activations, adapters, exchanges, operands, rounded_weights
+from meshwright.planner.cost import activations, adapters, exchanges, operands, rounded_weights, state_layers
 from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
 from meshwright.planner.cost.attention_core import without_weights
 from meshwright.planner.cost.backward import NONE as NOTHING
 from meshwright.planner.cost.backward import Backward, backward
 from meshwright.planner.cost.grouped_products import grouped
 from meshwright.planner.cost.local_shape import Local
+from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import (
     NO_EXCHANGES,
     Exchange,
@@ -79,9 +80,9 @@ COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read what enters attention."""
 
 
-def layer(of: Local, *, window: int = 0, routed: bool = False) -> LayerWork:
-    """A transformer block."""
-    of = replace(of, window=window)
+def layer(of: Local, *, window: int = 0, routed: bool = False, state: bool = False) -> LayerWork:
+    """A transformer block. `state`: with the linear attention that its shape has in some layers."""
+    of = replace(of, window=window, linear=of.shape.unbuilt.linear if state and of.shape.unbuilt else None)
     attention = list(_attention(of))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
@@ -166,29 +167,12 @@ def _add(of: Local) -> LayerOperation:
     )
 
 
-def _linear(of: Local, name: str, tokens: float, into: float, out: float, bias: bool = False) -> LayerOperation:
-    width, low = of.product_width, 1.0 if of.fp8 else of.product_width
-    least = 1.0 if of.fp8_all else width
-    moved = tokens * out * of.width
-    apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
-    summed = (MemoryPass(moved),) if bias else ()
-    thin, restored = adapters.thin(of, name, tokens, into, out), adapters.restored(of, name, into, out)
-    back = replace(of, compiled=of.compiled and not of.fp8_all)  # by an operator of its own (kernels.linear)
-    turned = operands.rounded(back, tokens * into, tokens * out) if of.fp8_all else ()
-    learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *operands.accumulated(of, into * out))
-    return LayerOperation(
-        name=name,
-        forward=(*operands.cast(of, tokens * into), *operands.rounded(of, tokens * into, into * out), *restored,
-                 Product(tokens, into, out, 1.0, low), *apart, *thin.forward),
-        inputs=(*operands.cast(of, tokens * out), *operands.rounded(back, tokens * out, into * out), *restored,
-                Product(tokens, out, into, 1.0, low), *thin.inputs),
-        weights=thin.weights if of.shape.lora else learned,
-    )  # fmt: skip
-
-
 def _widths(of: Local) -> HeadWidths:
     """(query dims, key and value dims together, output dims of the core) of a rank."""
     shape = of.shape
+    if of.linear:
+        keys, values = of.linear.keys / of.tp, of.linear.values / of.tp
+        return HeadWidths(keys, keys + values, values)
     if shape.mla:
         mla = shape.mla
         qk = mla.nope_dim + mla.rope_dim
@@ -203,24 +187,32 @@ def _widths(of: Local) -> HeadWidths:
 def _attention(of: Local) -> Iterator[LayerOperation]:
     shape, tokens = of.shape, of.tokens
     queries, keys_values, out = _widths(of)
-    if shape.mla:
+    if shape.mla and not of.linear:
         made = list(_latent(of, queries, keys_values))
     else:
-        made = [_linear(of, "qkv", tokens, shape.hidden, queries + keys_values, shape.qkv_bias)]
+        columns = queries + keys_values + activations.gate_dims(of, out)
+        made = [linear(of, "qkv", tokens, shape.hidden, columns, shape.qkv_bias and not of.linear)]
     readers = [op for op in made if op.name in COLUMNS]
     enter = exchanges.enter(of, of.stack.column_inputs[0], readers=readers)
     put = exchanges.together(of, queries + keys_values) if of.sp else ()
     yield LayerOperation(name="enter attention", forward=put, exchanges=enter)
     yield from made
-    if shape.positions == "rope":
+    yield from state_layers.core(of) if of.linear else _heads(of, queries, keys_values)
+    written = linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
+    yield written
+    yield _leave(of, "leave attention", written)
+
+
+def _heads(of: Local, queries: float, keys_values: float) -> Iterator[LayerOperation]:
+    """Between the products: rotation, softmax, a gate."""
+    if of.shape.positions == "rope":
         passes = of.stack.rope_passes
-        moved, launches = tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0
+        moved, launches = of.tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0
         turned = (MemoryPass(2 * moved, launches),)
         yield LayerOperation(name="rope", forward=turned, inputs=turned, again=True)
     yield _core(of, queries, keys_values)
-    written = _linear(of, "o", tokens, out, shape.hidden, shape.out_bias)
-    yield written
-    yield _leave(of, "leave attention", written)
+    if activations.gate_dims(of, queries):
+        yield state_layers.gated(of, queries)
 
 
 def _latent(of: Local, queries: float, keys_values: float) -> Iterator[LayerOperation]:
@@ -228,13 +220,13 @@ def _latent(of: Local, queries: float, keys_values: float) -> Iterator[LayerOper
     mla, hidden = of.shape.mla, of.shape.hidden
     assert mla is not None
     if mla.q_rank:
-        yield _linear(of, "q_down", of.tokens, hidden, mla.q_rank)
-        yield _linear(of, "q_up", of.tokens, mla.q_rank, queries)
+        yield linear(of, "q_down", of.tokens, hidden, mla.q_rank)
+        yield linear(of, "q_up", of.tokens, mla.q_rank, queries)
     else:
-        yield _linear(of, "q", of.tokens, hidden, queries)
-    yield _linear(of, "kv_down", of.tokens, hidden, mla.kv_rank + mla.rope_dim)
+        yield linear(of, "q", of.tokens, hidden, queries)
+    yield linear(of, "kv_down", of.tokens, hidden, mla.kv_rank + mla.rope_dim)
     up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
-    yield _linear(of, "kv_up", of.tokens, mla.kv_rank, up)
+    yield linear(of, "kv_up", of.tokens, mla.kv_rank, up)
 
 
 def _core(of: Local, queries: float, keys_values: float) -> LayerOperation:
@@ -269,13 +261,13 @@ def _core(of: Local, queries: float, keys_values: float) -> LayerOperation:
 
 def _mlp(of: Local, ffn: float, tokens: float, name: str = "mlp", exchange: bool = True) -> Iterator[LayerOperation]:
     shape = of.shape
-    up = _linear(of, f"{name} up", tokens, shape.hidden, of.gates * ffn, shape.mlp_bias)
+    up = linear(of, f"{name} up", tokens, shape.hidden, of.gates * ffn, shape.mlp_bias)
     enter = exchanges.enter(of, of.stack.column_inputs[1], readers=(up,)) if exchange else NO_EXCHANGES
     put = exchanges.together(of, of.gates * ffn) if of.sp and exchange else ()
     yield LayerOperation(name=f"enter {name}", forward=put, exchanges=enter)
     yield up
     yield _activation(of, name, tokens, ffn)
-    written = _linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
+    written = linear(of, f"{name} down", tokens, ffn, shape.hidden, shape.mlp_bias)
     yield written
     yield _leave(of, f"leave {name}", written) if exchange else LayerOperation(name=f"leave {name}")
 
@@ -321,7 +313,7 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     own, copies, ffn = _routed(of)
     enter, leave = (NO_EXCHANGES,) * 2 if of.ep > 1 else (exchanges.enter(of, alone=True), exchanges.leave(of))
     yield LayerOperation(name="enter experts", exchanges=enter)
-    router = _linear(of, "router", own, shape.hidden, moe.experts)
+    router = linear(of, "router", own, shape.hidden, moe.experts)
     if of.stack.own:
         router = in_fp32(router)
     yield replace(router, exchanges=Exchanges(exchanges.balance(of)))

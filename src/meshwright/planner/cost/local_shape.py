@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.compiled_blocks import compiles_blocks, keeps_no_norms
 from meshwright.spec.layout import Layout
+from meshwright.spec.linear_attention import LinearAttention
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.recipe import NO_SCHEME
 from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
@@ -42,6 +43,8 @@ class Local:
     """The objective is over pairs: it asks for log-probabilities, and makes logits again for the backward pass."""
     window: int = 0
     """Sliding window of the layer that is counted."""
+    linear: LinearAttention | None = None
+    """Of the layer that is counted; None = it keeps keys and values."""
     splits: bool = False
     """The schedule splits backward passes: gradients of weights come later."""
     compiled: bool = False

@@ -131,6 +131,8 @@ class Stack:
     travel, gradients of weights while those of inputs are summed."""
     hides_tensor: float = 0.0
     """Share of tensor-parallel exchanges that runs behind products."""
+    hides_with_sequence: bool = False
+    """They do so with sequence parallelism only."""
     routes_once: bool = False
     """Experts: a token goes to another node once, however many of its experts are there (DeepEP)."""
     dispatch_bytes: float = 0.0

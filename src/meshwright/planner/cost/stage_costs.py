@@ -1,5 +1,6 @@
 """The sums of blocks and pipeline stages: seconds of a forward and backward pass, bytes kept, for one micro-batch."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import sqrt
 from typing import Literal, NamedTuple
@@ -10,6 +11,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import Exchange, LayerOperation, MemoryPass, Work
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.schedule import ranges
@@ -181,7 +183,9 @@ class PassSeconds:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
         hidden = self._seconds(exchange.beside) - sum(self._whole(one) for one in exchange.first)
         took = max(0.0, took - beside * max(0.0, hidden))
-        return took * (1 + self.of.stack.skew) * (1 - self.of.stack.hides_tensor) if exchange.axis == "tp" else took
+        stack = self.of.stack
+        hidden_share = 0.0 if stack.hides_with_sequence and not self.of.sp else stack.hides_tensor
+        return took * (1 + stack.skew) * (1 - hidden_share) if exchange.axis == "tp" else took
 
     def _whole(self, exchange: Exchange) -> float:
         """Of all its calls, hidden ones too."""
@@ -250,6 +254,8 @@ def costs(
     inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.pieces, layout.cuda_graphs
     around = of.batch, of.cp, of.ring, of.context_split
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
+    if shape.unbuilt and shape.unbuilt.predicts:
+        keys["head"] = *keys["head"], *around, of.ep, of.ep_pieces
     if shape.routed_layers < shape.layers:
         keys["dense"] = *around, *inside
     if shape.mixed_windows and shape.routed_layers < shape.layers:
@@ -268,14 +274,35 @@ def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links
     """Of one part; the ends are never recomputed."""
     if part in ("embedding", "head"):
         block = embedding(of) if part == "embedding" else head(of)
-        return dict.fromkeys(RECOMPUTE, block_cost(block, block_time(block, of, layout, speeds, links), of, "none"))
+        end = block_cost(block, block_time(block, of, layout, speeds, links), of, "none")
+        further = of.shape.unbuilt.predicts if part == "head" and of.shape.unbuilt else 0
+        if not further:
+            return dict.fromkeys(RECOMPUTE, end)
+        joined = LayerWork(operations=(linear(of, "projection", of.tokens, 2 * of.shape.hidden, of.shape.hidden),))
+        put = block_cost(joined, block_time(joined, of, layout, speeds, links), of, "none").plus(end)
+        blocks = _policies(
+            "routed" if of.shape.is_moe_layer(of.shape.layers - 1) else "dense", of, layout, speeds, links
+        )
+        return {policy: end.plus(put.plus(one), further) for policy, one in blocks.items()}
     mixed = of.shape.mixed_windows
     window = 0 if mixed and part == "dense" else of.shape.window
     if part == "routed" and of.shape.unbuilt is not None and of.shape.unbuilt.full_every:
         window = mean_window(of.shape.window, of.sequence, of.shape.unbuilt.full_every)
-    block = layer(of, window=window, routed=part == "routed")
-    time = block_time(block, of, layout, speeds, links)
-    return {policy: block_cost(block, time, of, policy) for policy in RECOMPUTE}
+    found: Policies = dict.fromkeys(RECOMPUTE, NO_COST)
+    for state, share in _kinds(of.shape, part == "routed").items():
+        block = layer(of, window=window, routed=part == "routed", state=state)
+        time = block_time(block, of, layout, speeds, links)
+        found = {policy: cost.plus(block_cost(block, time, of, policy), share) for policy, cost in found.items()}
+    return found
+
+
+def _kinds(shape: ModelShape, routed: bool) -> dict[bool, float]:
+    """Whether layers of a part have linear attention -> which share of them. Both are counted as equal ones, with the
+    mean of what they take."""
+    if shape.unbuilt is None or shape.unbuilt.linear is None:
+        return {False: 1.0}
+    found = Counter(bool(shape.linear_of(n)) for n in range(shape.layers) if shape.is_moe_layer(n) == routed)
+    return {state: times / found.total() for state, times in found.items()}
 
 
 def mean_window(window: int, sequence: int, full_every: int) -> int:

@@ -12,7 +12,7 @@ from meshwright.spec.boxes import boxes, sharded_dim
 from meshwright.spec.code_cuts import bytes_of_codes, lines_of_codes, share_bytes
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.held import COUNTER_BYTES, WIDTHS, gradient_bytes, master_bytes, shards_are_masters
-from meshwright.spec.inventory import parameters
+from meshwright.spec.inventory import PREDICTOR, parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateStorage
 from meshwright.spec.shape import ModelShape
@@ -31,21 +31,32 @@ class LocalSizes:
     dense: Sizes
     routed: Sizes
     norm: Sizes
+    """And what stands behind the last layer beside it."""
     head: Sizes
+    dense_linear: Sizes = ()
+    routed_linear: Sizes = ()
+    """Of layers with linear attention, where there are any."""
+
+
+def layer_kind(shape: ModelShape, layer: int) -> str:
+    """The field of LocalSizes that a layer's parameters are in."""
+    kind = "routed" if shape.is_moe_layer(layer) else "dense"
+    return f"{kind}_linear" if shape.linear_of(layer) else kind
 
 
 @cache
 def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STATES) -> LocalSizes:
     """The parts of a shape; layers by their kind."""
-    first = next(filter(shape.is_moe_layer, range(shape.layers)), 0)
-    small = replace(shape, layers=first + 1)
+    first = {layer_kind(shape, layer): layer for layer in reversed(range(shape.layers))}
+    small = replace(shape, layers=max(first.values()) + 1)
     found = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
     groups: dict[str, list[Size]] = {}
     for parameter in parameters(small):
         box = found[parameter.name]
         codes = bytes_of_codes(parameter.scheme, box), lines_of_codes(parameter.scheme, box)
-        kind = parameter.group if parameter.layer < 0 else "routed" if small.is_moe_layer(parameter.layer) else "dense"
-        if kind == "dense" and parameter.layer > 0:
+        kind = parameter.group if parameter.layer < 0 else layer_kind(small, parameter.layer)
+        kind = "norm" if parameter.name.startswith(PREDICTOR) else kind
+        if parameter.layer >= 0 and parameter.layer != first[kind]:
             continue
         size = box.sizes, parameter.group == "expert", storage.of(parameter), parameter.trained, *codes
         groups.setdefault(kind, []).append(size)
@@ -57,7 +68,7 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
 def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
     """Elements of the largest tensor of a layer on a rank that has a gradient."""
     found = pieces(shape, tp, ep)
-    some = found.routed if routed else found.dense
+    some = found.routed + found.routed_linear if routed else found.dense + found.dense_linear
     return max((prod(sizes) for sizes, _, _, trained, *_ in some if trained), default=0)
 
 
@@ -96,10 +107,9 @@ def counts(
 ) -> ElementCounts:  # fmt: skip
     """Of the layers (and ends) that a pipeline rank holds."""
     found = pieces(shape, layout.tp, layout.ep, storage)
-    routed = sum(shape.is_moe_layer(layer) for layer in layers)
     parts: Counter[Size] = Counter()
-    for sizes, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
-        for size in sizes:
+    for kind, times in Counter(layer_kind(shape, layer) for layer in layers).items():
+        for size in getattr(found, kind):
             parts[size] += times
     ends = [*(found.embedding if first else ()), *(found.norm if last else ())]
     if last and not (shape.tied and first):

@@ -4,7 +4,7 @@ Formulas are arithmetic only, as in product_times.py.
 """
 
 from meshwright.planner.kernels.chips import Chip
-from meshwright.planner.kernels.product_times import Figures
+from meshwright.planner.kernels.product_times import Figures, least, most
 
 ROWS = 128
 """Queries of a tile. Short sequences pack the queries that share a key head into one tile."""
@@ -27,14 +27,6 @@ fill at least 16 rows. step_us: of KEYS keys. split_us: of merging the parts tha
 pair_us, row_us: of a thousand sequences x key heads, and of a thousand sequences."""
 
 
-def _least(a: float, b: float) -> float:
-    return a * (a < b) + b * (a >= b)
-
-
-def _most(a: float, b: float) -> float:
-    return a * (a > b) + b * (a <= b)
-
-
 def _of_dim(of: Figures, dim: float) -> float:
     """Share of the rate that heads of this dim reach."""
     low, middle, high = (dim <= 64) * of["dim64"], (dim > 64) * (dim <= 128), (dim > 128) * (dim <= 192) * of["dim192"]
@@ -48,10 +40,10 @@ def prefill_us(
     short = sequence < ROWS
     packed = -(-sequence * heads / kv_heads // ROWS) * kv_heads
     tiles = batch * (short * packed + (1 - short) * -(-sequence // ROWS) * heads)
-    flop = 4.0 * ROWS * _most(dim, 64.0) * chip.processors / (chip.peak * of["rate"] * _of_dim(of, dim))
-    mean = flop * ((sequence + _least(sequence, float(ROWS))) / 2 + of["padding"]) + of["tile_us"]
+    flop = 4.0 * ROWS * most(dim, 64.0) * chip.processors / (chip.peak * of["rate"] * _of_dim(of, dim))
+    mean = flop * ((sequence + least(sequence, float(ROWS))) / 2 + of["padding"]) + of["tile_us"]
     longest = flop * (sequence + of["padding"]) + of["tile_us"]
-    computing = _most(tiles * mean / chip.processors + of["tail"] * longest, longest)
+    computing = most(tiles * mean / chip.processors + of["tail"] * longest, longest)
     moving = 4.0 * batch * sequence * dim * (heads + kv_heads) / (chip.memory * of["memory"])
     found: float = of["launch_us"] + (computing**4 + moving**4) ** 0.25 + of["row_us"] * batch * heads / 1000
     return found
@@ -64,12 +56,12 @@ def decode_us(
     the processor with the most."""
     pairs, keys = batch * kv_heads, context + 1
     size = 4.0 * pairs * keys * dim
-    held = _least(of["cached"] * chip.cache_bytes / size, 1.0)
+    held = least(of["cached"] * chip.cache_bytes / size, 1.0)
     moving = size * (held / of["cache_rate"] + (1 - held) / of["memory"]) / chip.memory
     rows = -(-heads / kv_heads // 16) * 16
     computing = 4.0 * pairs * -(-keys // KEYS) * KEYS * rows * dim / (chip.peak * of["rate"])
-    parts = _least(_most(chip.processors / pairs, 1.0), keys / KEYS + 1)
-    steps = of["step_us"] * -(-keys // (KEYS * parts)) * _most(pairs / chip.processors, 1.0)
+    parts = least(most(chip.processors / pairs, 1.0), keys / KEYS + 1)
+    steps = of["step_us"] * -(-keys // (KEYS * parts)) * most(pairs / chip.processors, 1.0)
     ends = 4.0 * batch * heads * dim / (chip.memory * of["memory"]) + of["split_us"] * (parts > 1.5)
     counted = (of["pair_us"] * pairs + of["row_us"] * batch) / 1000
     found: float = of["launch_us"] + (moving**3 + computing**3 + steps**3) ** (1 / 3) + ends + counted

@@ -70,13 +70,13 @@ KNOWN: dict[str, Silicon] = {
     "MI250X": Silicon(110, 1.7, 8, "A100-SXM-80"),
     "MI": Silicon(304, 2.1, 256, "H200-SXM"),
 }
-"""Beginning of a device's name -> its silicon; the first that fits."""
+"""Beginning of a device's name -> its silicon; the longest that fits."""
 UNKNOWN = Silicon(132, 1.98, 50, "H100-SXM-80")
 """Of a device that no line above names."""
 
 
 def silicon_of(device: Device) -> Silicon:
-    """By the beginning of its name, the longest first."""
+    """By the beginning of its name."""
     name = device.name.upper()
     fits = [known for known in KNOWN if name.startswith(known.upper())]
     return KNOWN[max(fits, key=len)] if fits else UNKNOWN

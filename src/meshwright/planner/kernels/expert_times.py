@@ -4,7 +4,7 @@ The rank holds experts / ep experts, each cut tp ways. Formulas are arithmetic o
 """
 
 from meshwright.planner.kernels.chips import Chip
-from meshwright.planner.kernels.product_times import Figures
+from meshwright.planner.kernels.product_times import Figures, least, most
 
 COLUMNS = 128
 """Of a tile; its rows are the tokens of an expert, 16 to 128."""
@@ -20,23 +20,15 @@ concentrates on experts that are busy anyhow. hot: more tokens of the busiest ra
 that skew adds. row_us: of a thousand tokens x top_k."""
 
 
-def _least(a: float, b: float) -> float:
-    return a * (a < b) + b * (a >= b)
-
-
-def _most(a: float, b: float) -> float:
-    return a * (a > b) + b * (a <= b)
-
-
 def busy(of: Figures, tokens: float, top_k: float, experts: float, ep: float, skew: float) -> tuple[float, float]:
     """(pairs of token and expert on the rank, experts of it that have any)."""
     pairs = tokens * top_k / ep * (1 + of["hot"] * _doublings(ep) * skew)
     chosen = tokens * top_k / experts
     held = experts / ep
-    even = held * (1 - 2.718281828 ** (-chosen * (1 - _least(of["uneven"] * skew, 0.95))))
-    spread = _least(held, _most(pairs, 1.0))
-    active = _least(even * (skew > 0) + spread * (skew <= 0), _most(pairs, 1e-6))
-    return pairs, _most(active, _least(pairs, 1.0))
+    even = held * (1 - 2.718281828 ** (-chosen * (1 - least(of["uneven"] * skew, 0.95))))
+    spread = least(held, most(pairs, 1.0))
+    active = least(even * (skew > 0) + spread * (skew <= 0), most(pairs, 1e-6))
+    return pairs, most(active, least(pairs, 1.0))
 
 
 def _doublings(ep: float) -> float:
@@ -50,7 +42,7 @@ def grouped_us(of: Figures, chip: Chip, active: float, rows: float, n: float, k:
     tile = 16.0 + 16.0 * (rows > 16) + 32.0 * (rows > 32) + 64.0 * (rows > 64)
     tiles = active * -(-rows // tile) * -(-n // COLUMNS)
     waves = tiles / chip.processors
-    waves = of["wave"] * -(-waves // 1) + (1 - of["wave"]) * _most(waves, 1.0)
+    waves = of["wave"] * -(-waves // 1) + (1 - of["wave"]) * most(waves, 1.0)
     flop = 2.0 * tile * COLUMNS * chip.processors / (chip.best * of["rate"])
     each = (flop**2 + (of["step_us"] / STEP) ** 2) ** 0.5
     found: float = waves * (k * each + of["tile_us"])

@@ -36,6 +36,16 @@ QUANTIZING: dict[str, float] = {"quantize_us": 3.0, "quantize_memory": 0.6}
 """Of fp8 as vLLM runs it: a kernel scales and casts the activations first. memory: bandwidth it reaches."""
 
 
+def least(a: float, b: float) -> float:
+    """The smaller one; of arrays each."""
+    return a * (a < b) + b * (a >= b)
+
+
+def most(a: float, b: float) -> float:
+    """The larger one; of arrays each."""
+    return a * (a > b) + b * (a <= b)
+
+
 class TileChoice(NamedTuple):
     """Rows, columns, parts of the inner dim."""
 

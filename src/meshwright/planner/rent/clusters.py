@@ -57,6 +57,12 @@ def lacks(device: Device) -> str:
     return ", ".join(missing)
 
 
+def left_out(prices: Prices) -> dict[str, str]:
+    """Devices with a price on which nothing is predicted -> what is missing."""
+    named = {one.device: lacks(presets.device(one.key)) for one in prices.offers}
+    return {device: missing for device, missing in named.items() if missing}
+
+
 def offers_of(name: str, prices: Prices, nodes: Sequence[int]) -> Iterator[Offer]:
     """All clusters of one device, the smallest first. Several nodes need a price with a network between them, and a
     device whose network is known; several devices of a node need its links."""

@@ -228,7 +228,8 @@ class Least:
     def _held(self, layout: Layout, m: int) -> HeldBytes:
         shape, recipe = self.of.shape, self.of.recipe
         parts = []
-        for layers, first in (((0,), False), ((shape.layers - 1,), False), ((), True)):
+        few = [self._smallest(routed) for routed in (False, True)]
+        for layers, first in ((few[0], False), (few[1], False), ((), True)):
             count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
             count = replace(count, gathered=count.whole)  # padding grows with sharing, nothing else does
             parts.append(self.of.states(layout, count, m).step)
@@ -237,6 +238,14 @@ class Least:
         return HeldBytes(
             dense, routed, ends, max(parts[1], key=parts[1].__getitem__), (gradients[0], gradients[1], gradients[2])
         )
+
+    def _smallest(self, routed: bool) -> tuple[int, ...]:
+        """Of layers of linear attention and others, where a shape has both, the one with fewer parameters."""
+        shape = self.of.shape
+        kinds = {bool(shape.linear_of(n)): n for n in range(shape.layers) if shape.is_moe_layer(n) == routed}
+        if len(kinds) < 2:
+            return (shape.layers - 1 if routed else 0,)
+        return (min(kinds.values(), key=lambda n: counts(shape, Layout(), (n,), first=False, last=False).whole),)
 
     def family_s(self, family: RegionFamily) -> float:
         """No layout of the family takes less: work that is spread evenly, without a bubble."""

@@ -27,6 +27,8 @@ SPLIT_RULES = "split rules"
 They look at degrees, ZeRO and the split; the layout's pipeline is any."""
 PIPELINE_RULES = "pipeline rules"
 """The same of schedules: they look at degrees, schedule, virtual stages and micro-batch; the split is any."""
+FULL_ROUNDS = "full rounds"
+"""Key of Fixed: several stages of a rank want as many micro-batches as pipeline ranks."""
 
 
 class Cell(NamedTuple):
@@ -183,10 +185,17 @@ def _experts(shape: ModelShape, tp: int, sp: bool, ranks: int, fixed: Fixed) -> 
 def pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
     """(schedule, virtual stages) that exist for a cell and such micro-batches, and that no rule refuses."""
     found = _legal_pipelines(plan, cell, micro_batch, fixed)
+    if FULL_ROUNDS in fixed and min(_times(plan, cell, micro_batch)) < cell.pp:
+        found = tuple((name, vp) for name, vp in found if vp == 1)
     if PIPELINE_RULES not in fixed:
         return found
     laid = ((one, Region(cell, micro_batch, *one, DEFAULT.recompute).layout()) for one in found)
     return tuple(one for one, layout in laid if not _refused(plan, layout, fixed, PIPELINE_RULES))
+
+
+def _times(plan: Plan, cell: Cell, micro_batch: int) -> tuple[int, ...]:
+    """Micro-batches of a rank, in each stage of a ramp."""
+    return tuple(size // min(size, micro_batch) for size in (b // cell.dp for b in batches(plan.recipe)))
 
 
 def _legal_pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
@@ -194,7 +203,7 @@ def _legal_pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> 
     if pp == 1:
         return (("1f1b", 1),) if keep(fixed, "vp", (1,)) and keep(fixed, "schedule", ("1f1b",)) else ()
     tied_ends = shape.tied and cell.dp * cell.cp > 1
-    times = tuple(size // min(size, micro_batch) for size in (b // cell.dp for b in batches(plan.recipe)))
+    times = _times(plan, cell, micro_batch)
     if not {"schedule", "vp"} & fixed.keys():
         return _pipelines(shape.layers, pp, times, tied_ends)
     deep = tuple(fixed.get("vp", ())) if any(KINDS[name].deeper for name in fixed.get("schedule", ())) else ()

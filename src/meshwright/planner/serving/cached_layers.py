@@ -1,5 +1,6 @@
 """What the layers of a model keep of a sequence while it is served: keys and values, latents, windows, states."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from meshwright.spec.shape import ModelShape
@@ -12,7 +13,7 @@ class CachedLayers(NamedTuple):
     window: int = 0
     """Positions that are kept at most; 0 = all."""
     state_elements: int = 0
-    """Of a layer that keeps a state of one size in place of keys and values (linear attention)."""
+    """Of a layer that keeps a state of one size in place of keys and values (spec/linear_attention.py)."""
 
 
 class ServedModel(NamedTuple):
@@ -20,9 +21,6 @@ class ServedModel(NamedTuple):
 
     shape: ModelShape
     groups: tuple[CachedLayers, ...]
-    state_heads: int = 0
-    """Value heads of layers with states, of `state_dim` dims each."""
-    state_dim: int = 128
     selected: int = 0
     """Positions that attention reads at most, out of all that are kept (sparse attention); 0 = all."""
 
@@ -38,12 +36,13 @@ class ServedModel(NamedTuple):
 
 
 def served(shape: ModelShape) -> ServedModel:
-    """A shape that says all there is to say: every layer keeps keys and values, some within a window."""
-    windows: dict[int, int] = {}
+    """A shape that says all there is to say: every layer keeps keys and values, some within a window, or a
+    state."""
+    kept: Counter[tuple[int, int]] = Counter()
     for layer in range(shape.layers):
-        window = shape.window_of(layer)
-        windows[window] = windows.get(window, 0) + 1
-    return ServedModel(shape, tuple(CachedLayers(layers, window) for window, layers in windows.items()))
+        linear = shape.linear_of(layer)
+        kept[(0, linear.state_elements) if linear else (shape.window_of(layer), 0)] += 1
+    return ServedModel(shape, tuple(CachedLayers(layers, *each) for each, layers in kept.items()))
 
 
 def elements_per_position(shape: ModelShape, tp: int = 1) -> int:

@@ -3,6 +3,7 @@
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.kernel_times import KernelTimes
 from meshwright.planner.serving.number_formats import BF16, NumberFormat
+from meshwright.spec.linear_attention import LinearAttention
 
 ACTIVATION = 2.0
 """Bytes of an activation."""
@@ -12,7 +13,9 @@ def layers_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:
     """Of all layers but their attention cores, for `tokens` tokens of each attention rank."""
     shape, tp = of.model.shape, of.degrees.tp
     attending = sum(one.layers for one in of.model.attending)
-    total = attending * projections_s(of, kernels, tokens) + of.model.state_layers * state_s(of, kernels, tokens)
+    total = attending * projections_s(of, kernels, tokens)
+    if shape.unbuilt and shape.unbuilt.linear:
+        total += of.model.state_layers * state_s(of, kernels, tokens, shape.unbuilt.linear)
     dense = shape.layers - shape.routed_layers
     total += dense * mlp_s(of, kernels, tokens, shape.ffn)
     if shape.moe:
@@ -29,7 +32,10 @@ def projections_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:
     if shape.mla is None:
         kv_heads = max(1, shape.kv_heads // tp)
         inner, key = heads * shape.head_dim, kv_heads * shape.head_dim
-        return together_s(of, kernels, tokens, (inner, key, key), how) + kernels.product(tokens, inner, hidden, how)
+        gate = (inner,) if shape.unbuilt and shape.unbuilt.gated_attention else ()
+        return together_s(of, kernels, tokens, (inner, *gate, key, key), how) + kernels.product(
+            tokens, inner, hidden, how
+        )
     latent = shape.mla
     total = kernels.product(tokens, hidden, latent.q_rank + latent.kv_rank + latent.rope_dim, how)
     if latent.q_rank:
@@ -49,11 +55,11 @@ def together_s(
     return sum(kernels.product(tokens, hidden, each, how) for each in columns)
 
 
-def state_s(of: Deployment, kernels: KernelTimes, tokens: float) -> float:
-    """Products of a layer of linear attention: queries, keys (a quarter of the value heads each), values, gates."""
-    inner = of.model.state_heads * of.model.state_dim / of.degrees.tp
-    hidden, how = of.model.shape.hidden, of.formats.attention
-    return kernels.product(tokens, hidden, 2.5 * inner, how) + kernels.product(tokens, inner, hidden, how)
+def state_s(of: Deployment, kernels: KernelTimes, tokens: float, linear: LinearAttention) -> float:
+    """Products of a layer of linear attention with its weights: queries, keys, values, gates, rates, and the output."""
+    hidden, tp, how = of.model.shape.hidden, of.degrees.tp, of.formats.attention
+    columns = (linear.channels + linear.values + 2 * linear.value_heads * linear.delta) / tp
+    return kernels.product(tokens, hidden, columns, how) + kernels.product(tokens, linear.values / tp, hidden, how)
 
 
 def mlp_s(of: Deployment, kernels: KernelTimes, tokens: float, ffn: float) -> float:

@@ -9,6 +9,7 @@ from meshwright.planner.serving.device_kernels import DeviceKernels
 from meshwright.planner.serving.frameworks import LATENT
 from meshwright.planner.serving.kernel_times import KernelTimes
 from meshwright.planner.serving.layer_times import head_s, layers_s
+from meshwright.planner.serving.number_formats import BF16
 
 GRID = tuple(float(round(2 ** (n / 2))) for n in range(33))
 """Tokens at which times are counted: between them they follow straight lines of logarithms."""
@@ -86,6 +87,11 @@ class StepTimes:
             else:
                 each = self.kernels.prefill(end, start, heads, kv_heads, dim)
             total += one.layers * each
+        linear = shape.unbuilt.linear if shape.unbuilt else None
+        if linear:
+            pieces = tokens / linear.chunk * linear.value_heads / tp
+            rule = sum(self.kernels.product(*size, BF16, pieces) for size in linear.products())
+            total += self.of.model.state_layers * rule
         return total
 
     def core_s(self, batch: float, context: float) -> float:

@@ -24,7 +24,7 @@ class Memo:
     shares: dict[tuple[object, ...], Edges] = field(default_factory=dict)
     stages: dict[tuple[object, ...], list[MicroBatchCost]] = field(default_factory=dict)
     standing: dict[tuple[object, ...], tuple[Standing, ...]] = field(default_factory=dict)
-    kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool]]] = field(default_factory=dict)
+    kinds: dict[tuple[object, ...], list[tuple[int, int, bool, bool, tuple[int, ...]]]] = field(default_factory=dict)
     played: dict[tuple[object, ...], float] = field(default_factory=dict)
     splits: dict[tuple[object, ...], list[range]] = field(default_factory=dict)
     stage_kinds: dict[tuple[object, ...], tuple[list[tuple[StageKind, ...]], list[int]]] = field(default_factory=dict)

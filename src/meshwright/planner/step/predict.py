@@ -10,7 +10,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import ranks_of
-from meshwright.planner.cost.states import ElementCounts, States, states
+from meshwright.planner.cost.states import ElementCounts, States, counts, states
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.prediction import Prediction
@@ -58,7 +58,8 @@ class Estimator(SharedCosts):
         held, routed = self._contents(layout, rank)
         degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
-        key = *degrees, shares_codes(layout), len(held.layers), routed, held.first, held.last, summed
+        linear = sum(bool(self.shape.linear_of(layer)) for layer in held.layers)
+        key = *degrees, shares_codes(layout), len(held.layers), routed, linear, held.first, held.last, summed
         if key not in self._known.sums:
             self._known.sums[key] = sharing(
                 self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
@@ -267,14 +268,20 @@ class Estimator(SharedCosts):
         blocks beside them, since the next is gathered early; one's gradients and the buffer they are reduced from."""
         if layout.dp * layout.cp == 1 or layout.zero < 3 or (layout.pp > 1 and self.stack.sharding != "flat"):
             return 0.0
-        block = self._unit(layout, state, (self.shape.layers - 1,))
+        block = self._unit(layout, state, self._widest)
         ends = self._unit(layout, state, (), first=True, last=True)
         return 2 * block.parameters + 2 * block.gradients + ends.parameters
+
+    @cached_property
+    def _widest(self) -> tuple[int, ...]:
+        """The last layer, or the last of linear attention where that has more parameters."""
+        layers = range(self.shape.layers)
+        ends = {bool(self.shape.linear_of(layer)): layer for layer in layers}.values()
+        return (max(ends, key=lambda n: counts(self.shape, Layout(), (n,), first=False, last=False).whole),)
 
     def _units(self, layout: Layout, state: States) -> GatherUnits:
         """Of this package's engine: what is gathered, made and reduced together."""
         tied, summed = self.shape.tied, layout.dp * layout.cp > 1
-        layers = self.shape.layers
         made = state.parameter_bytes / state.gradient_bytes
 
         def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> GatherUnit:
@@ -283,7 +290,7 @@ class Estimator(SharedCosts):
 
         return GatherUnits(
             first=unit((), first=True, last=tied),
-            block=unit((layers - 1,)),
+            block=unit(self._widest),
             last=unit((), first=tied, last=True),
             summed=summed,
             tied=tied,

@@ -187,15 +187,17 @@ class SharedCosts:
             return 0
         return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
 
-    def _ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool]]:
-        """(dense layers, routed ones, has the embedding, has the head) of each pipeline rank."""
+    def _ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool, tuple[int, ...]]]:
+        """(dense layers, routed ones, has the embedding, has the head; its layers, where they have attention of two
+        kinds) of each pipeline rank."""
         key = layout.schedule, layout.pp, layout.vp, layout.stages
         if key not in self._known.kinds:
             split, shape = self.split(layout), self.shape
+            mixed = bool(shape.unbuilt and shape.unbuilt.linear)
             routed = [sum(map(shape.is_moe_layer, layers)) if shape.moe else 0 for layers in split]
             self._known.kinds[key] = [
                 (sum(len(split[s]) - routed[s] for s in own), sum(routed[s] for s in own), 0 in own,
-                 len(split) - 1 in own)
+                 len(split) - 1 in own, tuple(n for s in own for n in split[s]) if mixed else ())
                 for own in stages_of_ranks(layout.schedule, layout.pp, layout.vp)
             ]  # fmt: skip
         return self._known.kinds[key]
@@ -205,11 +207,11 @@ class SharedCosts:
         kind = self._ranks(layout)[rank]
         key = *_sharers(layout), kind
         if key not in self._known.counts:
-            dense, routed, first, last = kind
+            dense, routed, first, last, own = kind
             kinds: dict[bool, list[int]] = {False: [], True: []}
             for layer in range(self.shape.layers):
                 kinds[self.shape.is_moe_layer(layer)].append(layer)
-            layers = sorted(kinds[False][:dense] + kinds[True][len(kinds[True]) - routed :])
+            layers = own or sorted(kinds[False][:dense] + kinds[True][len(kinds[True]) - routed :])
             self._known.counts[key] = counts(
                 self.shape, layout, layers, first=first, last=last, storage=self.recipe.storage
             )
@@ -224,7 +226,8 @@ class SharedCosts:
         for stage in own:
             first, last = stage == 0, stage == len(split) - 1
             routed = sum(map(self.shape.is_moe_layer, split[stage])) if self.shape.moe else 0
-            key = "stage", layout.tp, layout.ep, len(split[stage]), routed, first, last
+            linear = sum(bool(self.shape.linear_of(layer)) for layer in split[stage])
+            key = "stage", layout.tp, layout.ep, len(split[stage]), routed, linear, first, last
             if key not in self._known.counts:
                 self._known.counts[key] = counts(self.shape, plain, split[stage], first=first, last=last)
             found.append(self._known.counts[key].whole)

@@ -17,7 +17,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import ranks_of
-from meshwright.planner.cost.states import Size, Sizes, pieces
+from meshwright.planner.cost.states import Size, Sizes, layer_kind, pieces
 from meshwright.planner.cost.work import Exchange
 from meshwright.planner.time.matrix_costs import matrix_traffic
 from meshwright.spec.boxes import rows_of, sharded_dim
@@ -228,9 +228,9 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
     makes the ends one unit under ZeRO."""
     found = pieces(shape, layout.tp, layout.ep)
     (layers, first, last), apart = held, layout.ep > 1
-    routed = sum(map(shape.is_moe_layer, layers)) if shape.moe else 0
     units: list[ShardingUnit] = []
-    for block, times in ((found.dense, len(layers) - routed), (found.routed, routed)):
+    kinds = Counter(layer_kind(shape, layer) for layer in layers)
+    for block, times in ((getattr(found, kind), kinds[kind]) for kind in sorted(kinds)):
         units.append(ShardingUnit(tuple(size for size in block if not (apart and size[1])), times=times))
         units.append(ShardingUnit(tuple(size for size in block if apart and size[1]), spread=True, times=times))
     front, behind = found.embedding if first else (), found.norm if last else ()
@@ -238,6 +238,8 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
         front = (*front, *(found.head if last and not first else ()))
     elif last:
         behind = (*behind, *found.head)
+    units.append(ShardingUnit(tuple(size for size in behind if apart and size[1]), spread=True))
+    behind = tuple(size for size in behind if not (apart and size[1]))
     ends = (
         [ShardingUnit((*front, *behind), kept=True)]
         if shape.tied and layout.zero

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import PlanError
+from meshwright.spec.linear_attention import LinearAttention
 from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape, RopeScaling
 from meshwright.spec.unbuilt_parts import UnbuiltParts
@@ -61,6 +62,8 @@ def shape_of(fields: Mapping[str, Any]) -> ModelShape:
     """A shape from plain fields, its parts (moe, mla, rope_scaling) as mappings; PlanError with the nearest key for one
     that is not known, else errors as ModelShape."""
     given = {key: value for key, value in fields.items() if value is not None}
+    if (linear := given.get("unbuilt", {}).get("linear")) is not None:
+        given["unbuilt"] = {**given["unbuilt"], "linear": _made(LinearAttention, "unbuilt.linear", linear)}
     parts: dict[str, Any] = {key: _made(part, key, given[key]) for key, part in PARTS.items() if key in given}
     return _made(ModelShape, "model", {**fields, **parts})
 

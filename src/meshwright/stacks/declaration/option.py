@@ -85,6 +85,25 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UncountedOption:
+    """An option that changes memory or time, and is counted with one value only."""
+
+    key: str
+    counted: Any
+    """With this value."""
+    absent: Any
+    """What the software takes where the option is left out."""
+    effect: str
+    """What another value does: the end of a sentence that begins with the option."""
+
+    def note(self, value: Any) -> str:
+        """A sentence about a file that has this value; empty where it is the one that is counted."""
+        if value == self.counted or str(value).lower() == str(self.counted).lower():
+            return ""
+        return f"{self.key}={str(value).lower()} {self.effect}: not counted."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
     """A file of options that a software reads."""
 
@@ -98,6 +117,8 @@ class ConfigFile:
     """Keys that change neither memory nor time; a trailing * stands for any rest."""
     refused: Mapping[str, str] = None  # type: ignore[assignment]  # the same
     """Keys that matter and are not counted, with what they do: refused where they are on."""
+    unread: tuple[UncountedOption, ...] = ()
+    """Named in the answer where they have another value than is counted."""
     title: str = ""
     """What the file is, for its first line."""
     head: Callable[[Facts], str] | None = None

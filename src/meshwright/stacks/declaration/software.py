@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.search.regions import PIPELINE_RULES, SPLIT_RULES, Fixed
+from meshwright.planner.search.regions import FULL_ROUNDS, PIPELINE_RULES, SPLIT_RULES, Fixed
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
@@ -75,6 +75,8 @@ class TrainingSoftware:
     """Looks at degrees, ZeRO and the split of data parallelism only."""
     pipeline_refusal: Refusal = no_refusal
     """Looks at degrees, schedule, virtual stages and micro-batch only."""
+    full_rounds: bool = False
+    """Several stages of a pipeline rank want as many micro-batches as there are ranks."""
     files: tuple[ConfigFile, ...]
     facts: Callable[[Plan], Facts] = nothing_more
     """Facts of its own, for its options; PlanError where it has no such model."""
@@ -99,7 +101,20 @@ class TrainingSoftware:
     def fixed(self) -> Fixed:
         """What restricts a search to its layouts."""
         rules = {SPLIT_RULES: (self.split_refusal,), PIPELINE_RULES: (self.pipeline_refusal,)}
-        return {**self.offered, **rules}
+        rounds = {FULL_ROUNDS: (True,)} if self.full_rounds else {}
+        return {**self.offered, **rules, **rounds}
+
+    def plan_refusal(self, plan: Plan) -> str:
+        """Why it has no such plan; empty = it has. As `refusal`, and by the number of micro-batches."""
+        return self.refusal(plan.model, plan.layout) or self.round_refusal(plan)
+
+    def round_refusal(self, plan: Plan) -> str:
+        """Why so few micro-batches do not go with its interleaved schedule; empty = they do."""
+        layout = plan.layout
+        fewest = min(map(layout.micro_batches, plan.recipe.global_batches))
+        if not self.full_rounds or layout.vp == 1 or fewest >= layout.pp:
+            return ""
+        return f"{self.word} interleaves stages in rounds of pp={layout.pp} micro-batches or more: a rank has {fewest}"
 
     def refusal(self, shape: ModelShape, layout: Layout) -> str:
         """Why it has no such layout; empty = it has."""

@@ -5,7 +5,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers.accelerate_fsdp import NOT_SCORED, RESHARDED
@@ -51,8 +51,12 @@ YAML = ConfigFile(
         "output_dir": ("runs/out", "where checkpoints go"),
         "datasets": ([{"path": "DATASET", "type": "completion"}], "yours"),
     },
+    unread=(
+        UncountedOption(key="sample_packing", counted=True, absent=False,
+               effect="pads short texts, so that fewer tokens are trained on"),
+    ),
     ignored=(
-        "datasets*", "test_datasets*", "dataset_*", "val_set_size", "output_dir", "sample_packing*", "eval_*", "seed",
+        "datasets*", "test_datasets*", "dataset_*", "val_set_size", "output_dir", "sample_packing_*", "eval_*", "seed",
         "pad_to_*", "special_tokens*", "chat_template*", "wandb_*", "mlflow_*", "comet_*", "use_tensorboard", "hub_*",
         "logging_*", "save_*", "saves_*", "evals_*", "warmup_*", "lr_*", "lr_scheduler", "weight_decay", "adam_*",
         "cosine_*", "max_grad_norm", "num_epochs", "train_on_inputs", "group_by_length", "tf32", "strict", "resume_*",

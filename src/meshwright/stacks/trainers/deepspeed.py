@@ -30,6 +30,8 @@ JSON = ConfigFile(
                meaning="AdamW with two fp32 states"),
         Option(key="zero_optimization.overlap_comm", fact="overlaps",
                meaning="reductions run beside the backward pass"),
+        Option(key="communication_data_type", fact="travels", words={"fp32": "fp32", "fp16": "fp16", "bf16": "bfp16"},
+               meaning="what gradients travel as"),
     ),
     ignored=(
         "optimizer*", "scheduler*", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "zero_allow_*",
@@ -38,7 +40,7 @@ JSON = ConfigFile(
         "prescale_gradients",
         "zero_optimization.reduce_*", "zero_optimization.allgather_*", "zero_optimization.contiguous_gradients", "amp*",
         "zero_optimization.stage3_*", "zero_optimization.sub_group_size", "zero_optimization.round_robin_gradients",
-        "zero_optimization.ignore_unused_parameters", "communication_data_type", "sparse_gradients", "checkpoint*",
+        "zero_optimization.ignore_unused_parameters", "sparse_gradients", "checkpoint*",
         "dump_state",
         "gradient_predivide_factor", "data_types*", "aio*", "zero_optimization", "activation_checkpointing.*",
         "torch_autocast*",
@@ -65,7 +67,9 @@ JSON = ConfigFile(
 def _stack(facts: Facts) -> Stack:
     """Where a file does not say, stage 3 alone hides reductions: runtime/zero/config.py, overlap_comm_valid."""
     hidden = str(facts.get("overlaps", facts.get("zero", 3) == 3)).lower() != "false"
-    return hf.DEEPSPEED if hidden else replace(hf.DEEPSPEED, hides_gradients=0.0)
+    found = hf.DEEPSPEED if hidden else replace(hf.DEEPSPEED, hides_gradients=0.0)
+    travels = facts.get("travels")
+    return replace(found, gradient_exchange_bytes=4.0 if travels == "fp32" else 2.0) if travels else found
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:

@@ -9,7 +9,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers.megatron_models import MODEL, model_facts, model_of
 
@@ -49,6 +49,7 @@ LAYOUT = (
     Option(key="--fp16", fact="fp16", default=False, meaning="in float16, with loss scaling"),
     Option(key="--fp8-format", fact="narrow", meaning="products of layers in 8 bits",
            words={"e4m3": "e4m3", "hybrid": "hybrid"}),
+    Option(key="--hidden-dropout", fact="hidden_dropout", default=0.1, meaning="no masks are drawn and kept"),
     Option(key="--optimizer", fact="optimizer", words={"adam": "adam"}, default="adam",
            meaning="AdamW with two fp32 states"),
     Option(key="--train-iters", fact="steps", meaning="optimizer steps: yours to choose"),
@@ -57,7 +58,6 @@ LAYOUT = (
 FIXED = {
     "--cross-entropy-loss-fusion": (True, "softmax and loss in one kernel"),
     "--attention-dropout": (0.0, "no masks are drawn"),
-    "--hidden-dropout": (0.0, "no masks are drawn"),
     "--tokenizer-type": ("HuggingFaceTokenizer", "yours to choose"),
     "--tokenizer-model": ("TOKENIZER", "yours: a hub name or a folder"),
     "--data-path": ("DATA", "yours: preprocessed text"),
@@ -68,12 +68,12 @@ IGNORED = (
     "--eval-*", "--split", "--tokenizer-*", "--data-*", "--train-*", "--tensorboard-*", "--wandb-*", "--ckpt-*",
     "--distributed-*", "--num-workers", "--seed", "--merge-file", "--vocab-file", "--mock-data", "--exit-*",
     "--rotary-percent",
-    "--attention-dropout", "--hidden-dropout", "--nproc*", "--nnodes", "--node_rank", "--node-rank", "--master_*",
+    "--nproc*", "--nnodes", "--node_rank", "--node-rank", "--master_*",
     "--rdzv*",
     "--no-load-*", "--no-save-*", "--decoupled-*", "--manual-gc*", "--empty-unused-memory-level", "--profile*",
     "--no-create-attention-mask-in-dataloader", "--no-mmap-bin-files", "--tiktoken-*", "--apply-layernorm-1p",
     "--use-mcore-models", "--use-flash-attn", "--attention-backend", "--transformer-impl", "--no-masked-softmax-fusion",
-    "--no-position-embedding", "--distributed-backend", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl",
+    "--no-position-embedding", "--distributed-backend", "--cross-entropy-fusion-impl",
     "--calculate-per-token-loss", "--moe-router-*", "--moe-aux-*",
     "--moe-permute-fusion", "--moe-enable-deepep", "--overlap-moe-*",
     "--make-vocab-size-divisible-by", "--override-opt_param-scheduler", "--no-gradient-accumulation-fusion",
@@ -100,6 +100,13 @@ REFUSED = {
     "--moe-layer-recompute": "makes experts again in the backward pass",
     "--spec": "takes the layers from another module",
 }
+UNREAD = (
+    UncountedOption(key="--cross-entropy-loss-fusion", counted=True, absent=False,
+                    effect="takes softmax and loss apart, with copies of the logits in fp32"),
+    UncountedOption(key="--attention-dropout", counted=0.0, absent=0.1,
+                    effect="draws masks inside the attention kernel"),
+)  # fmt: skip
+"""Defaults of megatron/training/arguments.py and of TransformerConfig."""
 MODULES = "core_attn"
 
 
@@ -110,6 +117,7 @@ def stack_of(facts: Facts) -> Stack:
     narrow = facts.get("narrow_sums") or facts.get("precision") == "fp16"
     stack = replace(stack, gradient_exchange_bytes=2.0 if narrow else 4.0)
     stack = stack if overlapped else replace(stack, hides_tensor=0.0)
+    stack = replace(stack, dropout=float(facts.get("hidden_dropout") or 0.0) > 0)
     if facts.get("dispatcher") == "alltoall" and (facts.get("ep") or 1) > 1:
         stack = replace(stack, counts_s=COUNTS_S, routes_once=False)
     return stack if facts.get("overlap_reduce", True) else replace(stack, hides_gradients=0.0)
@@ -147,7 +155,7 @@ def _facts(plan: Plan) -> Facts:
         "recompute_modules": MODULES if layout.recompute == "selective" else None,
         "recompute_method": None if layout.recompute != "full" else "block" if layout.recompute_layers else "uniform",
         "recompute_number": None if layout.recompute != "full" else layout.recompute_layers or 1,
-        "bf16": plan.recipe.precision == "bf16", "fp16": plan.recipe.precision == "fp16",
+        "bf16": plan.recipe.precision == "bf16", "fp16": plan.recipe.precision == "fp16", "hidden_dropout": 0.0,
     }  # fmt: skip
 
 
@@ -155,13 +163,18 @@ def layout_facts(plan: Plan) -> Facts:
     """What Megatron-Core's options say of a layout, whoever sets them."""
     layout = plan.layout
     times = layout.micro_batches(plan.recipe.global_batch)
-    uneven = layout.vp > 1 and times % layout.pp  # its own rounds are of pp micro-batches, and must leave none over
     return {
-        "round": times // max(1, times // layout.pp) if uneven else None,
+        "round": _round(times, layout.pp) if layout.vp > 1 and times % layout.pp else None,
         "stages_of_rank": layout.vp if layout.vp > 1 else None, "expert_tp": 1 if layout.ep > 1 else None,
         "sharded": layout.zero == 1, "overlap_reduce": layout.dp * layout.cp > 1, "overlap_gather": layout.zero == 1,
         "tp_overlap": layout.sp,
     }  # fmt: skip
+
+
+def _round(times: int, ranks: int) -> int:
+    """Micro-batches that a stage takes in a row: no fewer than ranks, nor are those that are left over, if there are
+    any (megatron/core/pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving)."""
+    return next((size for size in range(ranks, times) if not 0 < times % size < ranks), times)
 
 
 def resolve(facts: Facts) -> Facts:
@@ -225,6 +238,7 @@ MEGATRON_LM = TrainingSoftware(
     reasons={"zero": "the distributed optimizer is ZeRO-1", "schedule": "megatron/core/pipeline_parallel/schedules.py"},
     split_refusal=split_refusal,
     pipeline_refusal=pipeline_refusal,
+    full_rounds=True,
     files=(
         ConfigFile(
             name="arguments.sh",
@@ -233,6 +247,7 @@ MEGATRON_LM = TrainingSoftware(
             fixed=FIXED,
             ignored=IGNORED,
             refused=REFUSED,
+            unread=UNREAD,
             title="arguments for pretrain_gpt.py of Megatron-LM",
         ),
     ),

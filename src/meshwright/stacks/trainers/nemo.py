@@ -173,6 +173,7 @@ NEMO = TrainingSoftware(
     reasons=megatron.MEGATRON_LM.reasons,
     split_refusal=megatron.split_refusal,
     pipeline_refusal=megatron.pipeline_refusal,
+    full_rounds=True,
     files=(
         ConfigFile(
             name="nemo_plan.py", form="python", options=OPTIONS, ignored=IGNORED, refused=REFUSED, head=head,

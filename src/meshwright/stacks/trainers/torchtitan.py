@@ -12,7 +12,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.text.option_text import Called, Entry
 
@@ -108,9 +108,13 @@ IGNORED = (
     "parallelism.spmd_backend", "training.disable_cuda_graphs", "activation_checkpoint.per_op_*",
     "activation_checkpoint.force_*", "activation_checkpoint.early_stop", "memory_estimation.*",
     "model.print_after_conversion",
-    "experimental.enable_async_tensor_parallel", "parallelism.enable_async_tensor_parallel",
-    "compile.enable_async_tensor_parallel", "training.mixed_precision_reduce",
+    "training.mixed_precision_reduce",
 )  # fmt: skip
+BESIDE = "runs exchanges of tensor parallelism beside products, which is faster"
+UNREAD = tuple(
+    UncountedOption(key=f"{table}.enable_async_tensor_parallel", counted=False, absent=False, effect=BESIDE)
+    for table in ("experimental", "parallelism", "compile")
+)
 REFUSED = {
     "training.enable_cpu_offload": "keeps parameters and optimizer in host memory",
     "parallelism.module_fqns_per_model_part": "deals layers to stages by hand",
@@ -317,8 +321,7 @@ TORCHTITAN = TrainingSoftware(
             name="torchtitan_plan.py",
             form="python",
             options=PYTHON,
-            ignored=IGNORED,
-            refused=REFUSED,
+            ignored=IGNORED, refused=REFUSED, unread=UNREAD,
             title="configuration for torchtitan 0.3",
             head=head,
             tail="    return config\n",
@@ -327,8 +330,7 @@ TORCHTITAN = TrainingSoftware(
             name="torchtitan.toml",
             form="toml",
             options=TOML,
-            ignored=IGNORED,
-            refused=REFUSED,
+            ignored=IGNORED, refused=REFUSED, unread=UNREAD,
             title="configuration for torchtitan 0.1 and 0.2",
         ),
     ),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.plan import Plan
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import accelerate_fsdp as accelerate
 from meshwright.stacks.trainers import hugging_face as hf
@@ -59,6 +59,10 @@ SFT = ConfigFile(
         "model_init_kwargs": "loads the model in another way",
         "gradient_checkpointing_kwargs.selective": "keeps some operations of a block",
     },
+    unread=(
+        UncountedOption(key="packing", counted=True, absent=False,
+               effect="pads short texts, so that fewer tokens are trained on"),
+    ),
     title="configuration for trl sft --config",
 )  # fmt: skip
 

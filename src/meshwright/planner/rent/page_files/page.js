@@ -227,13 +227,15 @@ function notes() {
     said.push(`${clusters.tried} clusters tried; ${clusters.unfit.length} do not hold all requests at once.`);
     said.push("Nodes stand alone: no engine reaches beyond one. Spare nodes and idle hours are not counted.");
   } else {
-    said.push(`${clusters.tried} clusters tried: ${clusters.searched} searched to the end, ${clusters.dominated} cannot beat these, ${clusters.too_long} take over a year, ${clusters.unfit.length} do not fit.`);
+    said.push(`${clusters.tried} clusters tried: ${clusters.searched} searched to the end, ${clusters.dominated} cannot beat these, ${clusters.too_long} take longer than ${time(DATA.longest_seconds)}, ${clusters.unfit.length} do not fit.`);
     said.push(`A failure every ${short(given.mtbf_device_hours, 3)} hours of a device; ${percent(given.hardware)} of them take a node for ${time(given.repair_s)}. A restart takes ${time(given.restart_s)} and reading the checkpoint.`);
     said.push(`Evaluation takes ${percent(given.evaluation)} of the steps' time. Checkpoints move at ${short(given.storage_bytes_per_s / 1e9)} GB/s per node.`);
     said.push("Ranges: the planner's error on published runs, and the simulated chance of failures.");
     said.push("Energy: datasheet watts of all devices all the time, without hosts, network and cooling.");
   }
   said.push(`Prices: ${DATA.prices}, on demand, without storage, traffic, tax and discounts.`);
+  const missing = Object.entries(DATA.left_out).map(([device, figures]) => `${device} (no ${figures})`);
+  if (missing.length) said.push(`Priced and not tried, since a figure is not known: ${missing.join(", ")}.`);
   if (DATA.unpriced.length) said.push(`No price, so not tried: ${DATA.unpriced.join(", ")}.`);
   for (const words of said) node("li", {}, words, $("#notes"));
   $("#map-words").textContent = "Each dot is a cluster; blue ones are the front. Click one for its layout and its command."

@@ -1,0 +1,47 @@
+"""The library of what a training step takes on a CPU, built when it is first asked for."""
+
+import ctypes
+from functools import cache
+
+import torch
+
+from meshwright.kernels.compiled.library import THREADS, built
+from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER
+
+VECTOR = 16
+"""Numbers of a vector: widths of rows and heads are multiples."""
+DTYPES = (torch.float32, torch.bfloat16)
+_NUMBERS = [INT] * 4
+_ARGUMENTS: dict[str, list[type]] = {
+    "attend_sequences": [POINTER],
+    "sequences_gradients": [POINTER],
+    "norm_rows": [POINTER, POINTER, FLOAT, POINTER, POINTER, *_NUMBERS],
+    "norm_gradients": [*[POINTER] * 6, INT, *_NUMBERS],
+    "gate_rows": [*[POINTER] * 3, *_NUMBERS],
+    "gate_gradients": [*[POINTER] * 6, *_NUMBERS],
+    "transpose_rows": [POINTER, INT, POINTER, INT, INT, INT],
+    "turn_rows": [POINTER, INT, INT, INT, POINTER, POINTER, INT, FLOAT, POINTER, INT, INT, *_NUMBERS],
+}
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = built("sequence_attention.c", "training_rows.c", threads=THREADS[:1])
+    for name, arguments in _ARGUMENTS.items() if library is not None else ():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, INT if name == "attend_sequences" else None
+    return library
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def is_compiled() -> bool:
+    """Whether there is a C compiler for this processor, with OpenMP: one thread would be slower than all of torch's.
+    The first answer of a process takes it one to two seconds."""
+    return _library() is not None
+
+
+def library() -> ctypes.CDLL:
+    """Where it `is_compiled`."""
+    found = _library()
+    assert found is not None, "a loop was chosen without a library"
+    return found

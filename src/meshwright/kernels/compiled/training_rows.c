@@ -1,0 +1,113 @@
+/* Norms, rotation and the gate of an MLP, forward and backward: one pass over memory each, where torch has three to six.
+
+   Rows of D numbers, a multiple of 16, in fp32 or, where narrow, bf16; inside all is fp32. Rows are shared by threads;
+   no bit depends on how many these are. */
+
+#include "vectors.h"
+
+#define EACH_ROW(COUNT)                                                                                                 \
+    const int64_t used = shared_by;                                                                                     \
+    _Pragma("omp parallel for num_threads(used)") for (int64_t row = 0; row < (COUNT); row++)
+#define AT(x, row) ((char *)(x) + (row) * width * (narrow ? 2 : 4))
+
+/* x (R, D) / rms(x) * weight (D,) into out (R, D), and 1 / rms into scales (R,). */
+void norm_rows(const void *x, const void *weight, float eps, void *out, float *scales, int64_t rows, int64_t width,
+               int64_t narrow, int64_t shared_by) {
+    EACH_ROW(rows) {
+        lanes squares[2] = {{0}, {0}};
+        for (int64_t i = 0; i < width; i += 16) {
+            const lanes read = read_lanes(AT(x, row), i, narrow);
+            squares[i / 16 % 2] += read * read;
+        }
+        const float scale = 1.0f / sqrtf(sum_of(squares[0] + squares[1]) / (float)width + eps);
+        scales[row] = scale;
+        for (int64_t i = 0; i < width; i += 16)
+            write_lanes(read_lanes(AT(x, row), i, narrow) * scale * read_lanes(weight, i, narrow), AT(out, row), i, narrow);
+    }
+}
+
+/* From g, the gradient of the norm (R, D), that of x: r (g w) - x r^3 / D sum(g w x), with r of scales; and the sums over
+   each `block` rows of g x r into of_weight (R / block, D). */
+void norm_gradients(const void *g, const void *x, const void *weight, const float *scales, void *of_x, float *of_weight,
+                    int64_t rows, int64_t width, int64_t block, int64_t narrow, int64_t shared_by) {
+    const int64_t used = shared_by;
+#pragma omp parallel for num_threads(used)
+    for (int64_t first = 0; first < rows; first += block) {
+        float *sums = of_weight + first / block * width;
+        memset(sums, 0, width * sizeof(float));
+        for (int64_t row = first; row < rows && row < first + block; row++) {
+            const float scale = scales[row];
+            lanes all[2] = {{0}, {0}};
+            for (int64_t i = 0; i < width; i += 16) {
+                const lanes both = read_lanes(AT(g, row), i, narrow) * read_lanes(AT(x, row), i, narrow);
+                all[i / 16 % 2] += both * read_lanes(weight, i, narrow);
+                *(lanes *)(sums + i) += both * scale;
+            }
+            const float along = sum_of(all[0] + all[1]) * scale * scale * scale / (float)width;
+            for (int64_t i = 0; i < width; i += 16) {
+                const lanes scaled = read_lanes(AT(g, row), i, narrow) * read_lanes(weight, i, narrow) * scale;
+                write_lanes(scaled - read_lanes(AT(x, row), i, narrow) * along, AT(of_x, row), i, narrow);
+            }
+        }
+    }
+}
+
+static inline lanes sigmoid(lanes x) {
+    const lanes none = {0};
+    return either(x < none - 87.0f, none, 1.0f / (1.0f + exponentials(-x)));
+}
+
+/* silu(gate) * up, all (R, D). */
+void gate_rows(const void *gate, const void *up, void *out, int64_t rows, int64_t width, int64_t narrow,
+               int64_t shared_by) {
+    EACH_ROW(rows)
+        for (int64_t i = 0; i < width; i += 16) {
+            const lanes x = read_lanes(AT(gate, row), i, narrow);
+            write_lanes(x * sigmoid(x) * read_lanes(AT(up, row), i, narrow), AT(out, row), i, narrow);
+        }
+}
+
+/* From g, the gradient of that, those of gate and up; of_gate may be g. And, where `out` is given, the product again. */
+void gate_gradients(const void *g, const void *gate, const void *up, void *of_gate, void *of_up, void *out, int64_t rows,
+                    int64_t width, int64_t narrow, int64_t shared_by) {
+    EACH_ROW(rows)
+        for (int64_t i = 0; i < width; i += 16) {
+            const lanes x = read_lanes(AT(gate, row), i, narrow), y = read_lanes(AT(up, row), i, narrow);
+            const lanes given = read_lanes(AT(g, row), i, narrow), share = sigmoid(x), silu = x * share;
+            if (out) write_lanes(silu * y, AT(out, row), i, narrow);
+            write_lanes(given * silu, AT(of_up, row), i, narrow);
+            write_lanes(given * y * (share + silu * (1.0f - share)), AT(of_gate, row), i, narrow);
+        }
+}
+
+/* Pairs (i, i + half) of heads of x (B, S, heads, 2 half) turned by cosine and sine (1 or B, S, half), `sign` 1, or back,
+   -1; into out, contiguous. Strides are those of rows, positions and heads; `apart`: of the tables' rows. */
+void turn_rows(const void *x, int64_t x_row, int64_t x_position, int64_t x_head, const float *cosine, const float *sine,
+               int64_t apart, float sign, void *out, int64_t rows, int64_t positions, int64_t heads, int64_t half,
+               int64_t narrow, int64_t shared_by) {
+    const int64_t width = 2 * half, size = narrow ? 2 : 4;
+    EACH_ROW(rows * positions) {
+        const int64_t b = row / positions, s = row % positions;
+        const float *c = cosine + b * apart + s * half, *t = sine + b * apart + s * half;
+        for (int64_t head = 0; head < heads; head++) {
+            const char *from = (const char *)x + (b * x_row + s * x_position + head * x_head) * size;
+            char *to = AT(out, row * heads + head);
+            for (int64_t i = 0; i < half; i += 16) {
+                const lanes one = read_lanes(from, i, narrow), two = read_lanes(from, half + i, narrow);
+                const lanes along = *(const lanes *)(c + i), across = *(const lanes *)(t + i) * sign;
+                write_lanes(one * along - two * across, to, i, narrow);
+                write_lanes(two * along + one * across, to, half + i, narrow);
+            }
+        }
+    }
+}
+
+/* x (R, C), of whose rows the beginnings are `apart`, -> (C, R) in fp32; both multiples of 16. */
+void transpose_rows(const float *x, int64_t apart, float *out, int64_t rows, int64_t columns, int64_t shared_by) {
+    const int64_t used = shared_by;
+#pragma omp parallel for num_threads(used) collapse(2)
+    for (int64_t c = 0; c < columns; c += 64)
+        for (int64_t r = 0; r < rows; r += 64)
+            transpose(x + r * apart + c, apart, rows - r < 64 ? rows - r : 64, columns - c < 64 ? columns - c : 64,
+                      out + c * rows + r, rows);
+}

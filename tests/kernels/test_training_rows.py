@@ -1,0 +1,148 @@
+"""Norms, rotation and the gate of an MLP in compiled loops, forward and backward, against plain code in fp64."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels import norm, rope, swiglu, training_rows
+from meshwright.kernels.compiled import training_library
+from meshwright.kernels.linear import linear_reference
+from tests.kernels.exactness import Function, assert_not_worse, assert_single, tensors
+
+pytestmark = pytest.mark.skipif(
+    not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
+)
+EPS = 1e-5
+SIZES = [(3, 16), (2, 5, 48), (70, 384), (1, 1008)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_rows, "LEAST", 0)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    request.addfinalizer(lambda: torch.set_num_threads(before))
+
+
+def compare(run: Function, plain: Function, given: list[Tensor]) -> None:
+    """In fp32 to a few roundings, in bf16 no worse than plain code."""
+    if given[0].dtype == torch.float32:
+        assert_single(run, plain, given)
+    else:
+        assert_not_worse(run, plain, plain, given)
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight
+
+
+def plain_gate(gate: Tensor, up: Tensor) -> Tensor:
+    return gate / (1 + (-gate).exp()) * up
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rms_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = tensors(size, size[-1:], dtype=dtype)
+    assert training_rows.takes(*given)
+    compare(partial(norm.rms_norm, eps=EPS), plain_norm, given)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_swiglu(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    compare(swiglu.swiglu, plain_gate, tensors(size, size, dtype=dtype))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_swiglu_and_the_product_behind_it(size: tuple[int, ...], dtype: torch.dtype) -> None:
+    given = tensors(size, size, (24, size[-1]), dtype=dtype)
+    compare(swiglu.swiglu_linear, lambda g, u, w: linear_reference(plain_gate(g, u), w), given)
+
+
+def tables(rows: int, positions: int, half: int) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(rows, positions, 1, half, generator=torch.Generator().manual_seed(3)) * 6
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own_tables", [False, True], ids=["one table", "a table a row"])
+@pytest.mark.parametrize("half", [16, 32, 48])
+def test_rotation(half: int, own_tables: bool, dtype: torch.dtype) -> None:
+    """Of a view as well: heads side by side in what a product made."""
+    cos, sin = tables(3 if own_tables else 1, 7, half)
+
+    def turned(x: Tensor, by: Function) -> Tensor:
+        found: Tensor = by(
+            x[..., 8:].unflatten(2, (2, 2 * half)), cos.to(x.dtype) if x.dtype == torch.float64 else cos, sin
+        )
+        return found
+
+    given = tensors((3, 7, 8 + 4 * half), dtype=dtype)
+    compare(partial(turned, by=rope.rotate), partial(turned, by=rope.rotate_reference), given)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("size", [(16, 16), (80, 48), (64, 192), (208, 80)], ids=str)
+def test_transposed_rows_of_a_view(size: tuple[int, int]) -> None:
+    (x,) = tensors((size[0], size[1] + 24))
+    part = x[:, 8 : 8 + size[1]]
+    assert training_rows.transposed(part).equal(part.t().contiguous())
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 40.0, 1e4, 1e18])
+def test_extreme_inputs_are_as_torch_has_them(size: float) -> None:
+    gate, up = (x * size for x in tensors((4, 64), (4, 64)))
+    torch.testing.assert_close(training_rows.swiglu(gate, up), torch.nn.functional.silu(gate) * up)
+    weight = torch.ones(64)
+    torch.testing.assert_close(training_rows.rms_norm(gate, weight, EPS)[0], norm.rms_norm_reference(gate, weight, EPS))
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    x, weight = tensors((4, 32), (32,))
+    x[1, 3] = float("nan")
+    for found in (training_rows.rms_norm(x, weight, EPS)[0], training_rows.swiglu(x, x)):
+        assert found[1, 3].isnan() and torch.isfinite(found[[0, 2, 3]]).all()
+    narrow = training_rows.swiglu(x.bfloat16(), x.bfloat16())
+    assert narrow[1, 3].isnan() and torch.isfinite(narrow[[0, 2, 3]]).all()
+
+
+def test_no_bit_depends_on_the_number_of_threads() -> None:
+    x, weight, gradient = tensors((200, 64), (64,), (200, 64))
+    found, before = [], torch.get_num_threads()
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        out, scales = training_rows.rms_norm(x, weight, EPS)
+        found.append((out, *training_rows.rms_norm_gradients(gradient, x, weight, scales)))
+    torch.set_num_threads(before)
+    assert all(a.equal(b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+def test_fake_tensors_have_the_same_sizes() -> None:
+    x, weight = tensors((4, 5, 32), (32,))
+    real = training_rows.rms_norm(x, weight, EPS)
+    with compat.fake_tensors():
+        fake = training_rows.rms_norm(torch.empty(4, 5, 32), torch.empty(32), EPS)
+    assert [(one.shape, one.dtype) for one in fake] == [(one.shape, one.dtype) for one in real]
+
+
+@pytest.mark.parametrize("case", ["fp16", "mixed", "odd", "small"])
+def test_what_they_do_not_take(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = tensors((4, 24 if case == "odd" else 32), (32,))
+    if case == "small":
+        monkeypatch.setattr(training_rows, "LEAST", 129)
+    x = x.half() if case == "fp16" else x
+    assert not training_rows.takes(x, weight.bfloat16() if case == "mixed" else weight.to(x.dtype))
