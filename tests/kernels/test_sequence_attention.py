@@ -158,6 +158,18 @@ def test_weights_are_made_again_of_the_same_scores(size: float) -> None:
     torch.testing.assert_close(of_v.double(), exact, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("narrow", [("-U__AVX512F__",), ("-U__AVX512F__", "-U__AVX__")], ids=["eight", "four"])
+@pytest.mark.parametrize("name", ["plain", "odd vectors", "documents and a window"])
+def test_vectors_of_other_processors(name: str, narrow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, *narrow))
+    made = training_library._library.__wrapped__()
+    assert made is not None
+    monkeypatch.setattr(sequence_attention, "library", lambda: made)
+    given, mask, seen = case(name)
+    plain = partial(plain_attention, seen=seen, scale=SCALE)
+    assert_single(partial(attend, mask=mask, scale=SCALE), plain, given, bound=2e-6)
+
+
 def test_what_is_no_number_stays_in_its_document() -> None:
     (q, k, v), _, _ = case("plain")
     documents = (torch.arange(100) >= 40).int().expand(2, -1)

@@ -6,12 +6,16 @@
 #include "vectors.h"
 
 #define TILE 64 /* queries and keys of a tile */
+#define DOWN 6 /* rows, and vectors of WIDE numbers, of which the sums stay in registers */
 #ifdef __AVX512F__
-#define ACROSS 4 /* vectors of 16 numbers, and rows, of which the sums stay in registers */
-#define DOWN 6
+#define WIDE 16
+#define ACROSS 4
+#elif defined(__AVX__)
+#define WIDE 8 /* gcc keeps vectors that are wider than a register in memory */
+#define ACROSS 2
 #else
-#define ACROSS 1
-#define DOWN 4
+#define WIDE 4
+#define ACROSS 4
 #endif
 
 /* A tensor (B, S, heads, width), fp32 or, where it is narrow, bf16, by its strides. */
@@ -57,22 +61,24 @@ static void write_rows(const Strided *x, int64_t row, int64_t position, int64_t 
     }
 }
 
+typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+
 static inline __attribute__((always_inline)) void sums_of(const float *a, int64_t a_row, int64_t a_inner,
                                                           const float *b, int64_t b_row, float *c, int64_t c_row,
                                                           int64_t inner, int adds, const int rows, const int across) {
-    lanes total[DOWN][ACROSS];
+    wide total[DOWN][ACROSS];
     for (int r = 0; r < rows; r++)
-        for (int p = 0; p < across; p++) total[r][p] = adds ? *(const lanes *)(c + r * c_row + 16 * p) : (lanes){0};
+        for (int p = 0; p < across; p++) total[r][p] = adds ? *(const wide *)(c + r * c_row + WIDE * p) : (wide){0};
     for (int64_t i = 0; i < inner; i++) {
-        lanes right[ACROSS];
-        for (int p = 0; p < across; p++) right[p] = *(const lanes *)(b + i * b_row + 16 * p);
+        wide right[ACROSS];
+        for (int p = 0; p < across; p++) right[p] = *(const wide *)(b + i * b_row + WIDE * p);
         for (int r = 0; r < rows; r++) {
             const float left = a[r * a_row + i * a_inner];
             for (int p = 0; p < across; p++) total[r][p] += left * right[p];
         }
     }
     for (int r = 0; r < rows; r++)
-        for (int p = 0; p < across; p++) *(lanes *)(c + r * c_row + 16 * p) = total[r][p];
+        for (int p = 0; p < across; p++) *(wide *)(c + r * c_row + WIDE * p) = total[r][p];
 }
 
 /* c (rows, columns) = or += a (rows, inner) b (inner, columns); columns are a multiple of 16. */
@@ -82,15 +88,15 @@ static void product(const float *a, int64_t a_row, int64_t a_inner, const float 
     case ROWS * 8 + VECTORS:                                                                                            \
         sums_of(a + r * a_row, a_row, a_inner, b + n, b_row, c + r * c_row + n, c_row, inner, adds, ROWS, VECTORS);     \
         break;
-#if ACROSS == 4
+#if WIDE == 16
 #define SOME(ROWS) SOME_ROWS(ROWS, 1) SOME_ROWS(ROWS, 2) SOME_ROWS(ROWS, 3) SOME_ROWS(ROWS, 4)
-#define EACH_SIZE SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
 #else
-#define EACH_SIZE SOME_ROWS(1, 1) SOME_ROWS(2, 1) SOME_ROWS(3, 1) SOME_ROWS(4, 1)
+#define SOME(ROWS) SOME_ROWS(ROWS, ACROSS)
 #endif
-    for (int64_t n = 0; n < columns; n += 16 * ACROSS)
+#define EACH_SIZE SOME(1) SOME(2) SOME(3) SOME(4) SOME(5) SOME(6)
+    for (int64_t n = 0; n < columns; n += WIDE * ACROSS)
         for (int64_t r = 0; r < rows; r += DOWN)
-            switch (least_of(rows - r, DOWN) * 8 + least_of((columns - n) / 16, ACROSS)) { EACH_SIZE }
+            switch (least_of(rows - r, DOWN) * 8 + least_of((columns - n) / WIDE, ACROSS)) { EACH_SIZE }
 }
 
 static const lanes COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
