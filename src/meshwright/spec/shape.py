@@ -275,7 +275,10 @@ class ModelShape:
     def matrices(self) -> tuple[str, ...]:
         """Names of a layer's matrices that an adapter can stand beside: of attention, then of MLPs."""
         latent = (*(("q_down", "q_up") if self.mla.q_rank else ("q",)), "kv_down", "kv_up") if self.mla else ()
-        attention = latent or ("q", "k", "v")
+        rates = (
+            ("rate", "decay") if self.unbuilt is not None and self.unbuilt.linear and self.unbuilt.linear.delta else ()
+        )
+        attention = latent or ("q", "k", "v", *rates)
         return (*attention, "o", *(("gate",) if self.mlp == "swiglu" else ()), "up", "down")
 
     @property
