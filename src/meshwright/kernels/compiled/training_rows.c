@@ -52,32 +52,51 @@ void norm_gradients(const void *g, const void *x, const void *weight, const floa
     }
 }
 
-static inline lanes sigmoid(lanes x) {
-    const lanes none = {0};
-    return either(x < none - 87.0f, none, 1.0f / (1.0f + exponentials(-x)));
+/* Single numbers, of which the compiler makes vectors: gcc keeps `lanes` in memory where they are two registers. */
+static inline __attribute__((always_inline)) float read_one(const void *from, int64_t i, const int narrow) {
+    union { uint32_t bits; float number; } read = {.bits = narrow ? (uint32_t)((const uint16_t *)from)[i] << 16 : 0};
+    return narrow ? read.number : ((const float *)from)[i];
 }
+
+static inline __attribute__((always_inline)) void write_one(float found, void *to, int64_t i, const int narrow) {
+    union { float number; uint32_t bits; } read = {.number = found};
+    const uint32_t rounded = (read.bits + 0x7fff + ((read.bits >> 16) & 1)) >> 16;
+    if (narrow) ((uint16_t *)to)[i] = (uint16_t)(found != found ? 0x7fc0 : rounded);
+    else ((float *)to)[i] = found;
+}
+
+static inline float sigmoid(float x) { return x < -87.0f ? 0.0f : 1.0f / (1.0f + exponential(-x)); }
+
+/* Numbers of rows, for both widths. */
+#define EACH_NUMBER(...)                                                                                                \
+    EACH_ROW(rows)                                                                                                      \
+    if (narrow) EACH_OF_ROW(1, __VA_ARGS__)                                                                             \
+    else EACH_OF_ROW(0, __VA_ARGS__)
+#define EACH_OF_ROW(NARROW, ...)                                                                                        \
+    _Pragma("omp simd") for (int64_t i = 0; i < width; i++) {                                                           \
+        enum { half = NARROW };                                                                                         \
+        __VA_ARGS__                                                                                                     \
+    }
 
 /* silu(gate) * up, all (R, D). */
 void gate_rows(const void *gate, const void *up, void *out, int64_t rows, int64_t width, int64_t narrow,
                int64_t shared_by) {
-    EACH_ROW(rows)
-        for (int64_t i = 0; i < width; i += 16) {
-            const lanes x = read_lanes(AT(gate, row), i, narrow);
-            write_lanes(x * sigmoid(x) * read_lanes(AT(up, row), i, narrow), AT(out, row), i, narrow);
-        }
+    EACH_NUMBER({
+        const float x = read_one(AT(gate, row), i, half);
+        write_one(x * sigmoid(x) * read_one(AT(up, row), i, half), AT(out, row), i, half);
+    })
 }
 
 /* From g, the gradient of that, those of gate and up; of_gate may be g. And, where `out` is given, the product again. */
 void gate_gradients(const void *g, const void *gate, const void *up, void *of_gate, void *of_up, void *out, int64_t rows,
                     int64_t width, int64_t narrow, int64_t shared_by) {
-    EACH_ROW(rows)
-        for (int64_t i = 0; i < width; i += 16) {
-            const lanes x = read_lanes(AT(gate, row), i, narrow), y = read_lanes(AT(up, row), i, narrow);
-            const lanes given = read_lanes(AT(g, row), i, narrow), share = sigmoid(x), silu = x * share;
-            if (out) write_lanes(silu * y, AT(out, row), i, narrow);
-            write_lanes(given * silu, AT(of_up, row), i, narrow);
-            write_lanes(given * y * (share + silu * (1.0f - share)), AT(of_gate, row), i, narrow);
-        }
+    if (out) gate_rows(gate, up, out, rows, width, narrow, shared_by);
+    EACH_NUMBER({
+        const float x = read_one(AT(gate, row), i, half), y = read_one(AT(up, row), i, half);
+        const float given = read_one(AT(g, row), i, half), share = sigmoid(x), silu = x * share;
+        write_one(given * silu, AT(of_up, row), i, half);
+        write_one(given * y * (share + silu * (1.0f - share)), AT(of_gate, row), i, half);
+    })
 }
 
 /* Pairs (i, i + half) of heads of x (B, S, heads, 2 half) turned by cosine and sine (1 or B, S, half), `sign` 1, or back,
