@@ -68,6 +68,7 @@ KNOWN: dict[str, Silicon] = {
     "RTX-4090": Silicon(128, 2.52, 72, "A100-SXM-80"),
     "RTX-5090": Silicon(170, 2.41, 96, "A100-SXM-80"),
     "MI250X": Silicon(110, 1.7, 8, "A100-SXM-80"),
+    "MI355X": Silicon(256, 2.4, 256, "H200-SXM"),
     "MI": Silicon(304, 2.1, 256, "H200-SXM"),
 }
 """Beginning of a device's name -> its silicon; the longest that fits."""

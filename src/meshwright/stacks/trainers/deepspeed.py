@@ -33,6 +33,7 @@ JSON = ConfigFile(
         Option(key="communication_data_type", fact="travels", words={"fp32": "fp32", "fp16": "fp16", "bf16": "bfp16"},
                meaning="what gradients travel as"),
     ),
+    fixed={"gradient_clipping": (1.0, "as the Trainer's max_grad_norm; DeepSpeed clips nothing where it is absent")},
     ignored=(
         "optimizer*", "scheduler*", "gradient_clipping", "steps_per_print", "wall_clock_breakdown", "zero_allow_*",
         "flops_profiler*",
