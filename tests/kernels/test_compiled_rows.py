@@ -235,4 +235,4 @@ def test_a_compiler_without_threads_builds_nothing(tmp_path: Path, monkeypatch: 
     single.chmod(0o755)
     monkeypatch.setattr(library, "COMPILERS", (str(single),))
     assert training_library._library.__wrapped__() is None
-    assert library.built(*library.STEPS) is not None, "serving goes on with one"
+    assert library.built(*library.STEPS) is not None, "the loops of serving run on one thread too"

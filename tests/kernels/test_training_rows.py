@@ -53,7 +53,8 @@ def plain_gate(gate: Tensor, up: Tensor) -> Tensor:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_rms_norm(size: tuple[int, ...], dtype: torch.dtype) -> None:
     given = tensors(size, size[-1:], dtype=dtype)
-    assert training_rows.takes(*given)
+    with torch.no_grad():
+        assert training_rows.takes(*given)
     compare(partial(norm.rms_norm, eps=EPS), plain_norm, given)
 
 
@@ -139,10 +140,45 @@ def test_fake_tensors_have_the_same_sizes() -> None:
     assert [(one.shape, one.dtype) for one in fake] == [(one.shape, one.dtype) for one in real]
 
 
+def test_second_derivatives_are_those_of_torch_or_refused() -> None:
+    """The loops have no graph: their gradients of gradients would be 0 without a word."""
+    x, weight = tensors((8, 32), (32,))
+
+    def again(function: Function, given: list[Tensor]) -> list[Tensor]:
+        leaves = [one.requires_grad_() for one in given]
+        first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
+        found = torch.autograd.grad(sum(one.square().sum() for one in first), leaves)  # type: ignore[arg-type]
+        return list(found)
+
+    wanted = again(plain_norm, [x.double(), weight.double()])
+    found = again(partial(norm.rms_norm, eps=EPS), [x, weight])
+    for one, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.double(), right, rtol=1e-3, atol=1e-3)
+    for refused, given in ((swiglu.swiglu_linear, tensors((8, 32), (8, 32), (4, 32))), (rope.rotate, rotated())):
+        with pytest.raises(RuntimeError, match=r"differentiation|not implemented"):
+            again(lambda one, *rest, run=refused: run(one, *rest), given)
+
+
+def rotated() -> list[Tensor]:
+    return [*tensors((1, 7, 2, 32)), *tables(1, 7, 16)]
+
+
+def test_what_does_not_fit_each_other_is_left_to_torch() -> None:
+    """C would read what lies behind it."""
+    x, short = tensors((4, 32), (1, 32))
+    cos, sin = tables(1, 1, 16)
+    (q,) = tensors((1, 7, 2, 32))
+    with torch.no_grad():
+        assert not training_rows.takes(x, short) and not training_rows.takes_tables(q, cos, sin)
+        assert swiglu.swiglu(x, short).allclose(plain_gate(x, short))
+        assert rope.rotate(q, cos, sin).allclose(rope.rotate_reference(q, cos, sin))
+
+
 @pytest.mark.parametrize("case", ["fp16", "mixed", "odd", "small"])
 def test_what_they_do_not_take(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = tensors((4, 24 if case == "odd" else 32), (32,))
     if case == "small":
         monkeypatch.setattr(training_rows, "LEAST", 129)
     x = x.half() if case == "fp16" else x
-    assert not training_rows.takes(x, weight.bfloat16() if case == "mixed" else weight.to(x.dtype))
+    with torch.no_grad():
+        assert not training_rows.takes(x, weight.bfloat16() if case == "mixed" else weight.to(x.dtype))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import training_rows
+from meshwright.kernels.compiled.training_library import VECTOR
 from meshwright.kernels.target import kind
 
 LEAST = 2**20
@@ -85,7 +86,8 @@ def _by_parts(a: Tensor, b: Tensor, bias: Tensor | None, rows: int) -> Tensor:
 def _copied(a: Tensor) -> Tensor:
     """a (M, K) contiguous, where its columns are."""
     rows = a.t()
-    if rows.stride(-1) == 1 and len(rows) % training_rows.VECTOR == 0 and training_rows.takes(rows):
+    fits = rows.dtype == torch.float32 and rows.stride(-1) == 1 and len(rows) % VECTOR == 0
+    if fits and training_rows.takes(rows):
         return training_rows.transposed(rows)
     return a.contiguous()
 

@@ -70,6 +70,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out, scale = _normed(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
+        ctx.eps = eps
         return out
 
     @staticmethod
@@ -79,6 +80,8 @@ class _RmsNorm(torch.autograd.Function):
             return *training_rows.rms_norm_gradients(gradient, x, weight, scale), None
         narrow, inner = gradient.dtype, _inner(gradient)
         x, weight, scale = (saved.to(inner) for saved in (x, weight, scale))
+        if torch.is_grad_enabled():  # a second derivative: what was kept has no graph
+            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ctx.eps)
         gradient, width = gradient.to(inner), x.shape[-1]
         product = (gradient * x).reshape(-1, width)
         rows = scale.reshape(-1, 1)

@@ -27,8 +27,7 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: float) -> Tensor:
     """One buffer as wide as the tables, each half written once; the inverse turn (sign = -1) is the gradient."""
-    half = x.shape[-1] // 2
-    if not interleaved and cos.dtype == sin.dtype == torch.float32 and training_rows.takes(x, width=half):
+    if not interleaved and training_rows.takes_tables(x, cos, sin):
         return training_rows.rotate(x, cos, sin, sign)
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, cos.dtype))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

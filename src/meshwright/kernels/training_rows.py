@@ -8,8 +8,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.compiled import training_library
-from meshwright.kernels.compiled.training_library import DTYPES, library
-from meshwright.kernels.compiled.training_library import VECTOR as VECTOR
+from meshwright.kernels.compiled.training_library import DTYPES, VECTOR, library
 from meshwright.kernels.target import kind
 
 LEAST = 2**17
@@ -19,30 +18,38 @@ BLOCK = 32
 
 
 def takes(x: Tensor, *others: Tensor, width: int = 0) -> bool:
-    """Whether tensors are of one dtype and large enough, and rows, or parts of them of `width`, whole vectors."""
-    if torch.compiler.is_compiling() or kind(x) != "cpu" or x.numel() < LEAST or x.dtype not in DTYPES:
+    """Whether x is large enough, its rows, or parts of them of `width`, are whole vectors, and others have its dtype
+    and its shape or, as a weight, that of a row. Not where a second derivative is wanted: the loops have no graph."""
+    if x.numel() < LEAST or x.dtype not in DTYPES or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
-    alike = all(one.dtype == x.dtype for one in others)
-    return alike and (width or x.shape[-1]) % VECTOR == 0 and training_library.is_compiled()
+    alike = all(one.dtype == x.dtype and one.shape in (x.shape, x.shape[-1:]) for one in others)
+    return alike and kind(x) == "cpu" and (width or x.shape[-1]) % VECTOR == 0 and training_library.is_compiled()
+
+
+def takes_tables(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """The same of x (B, S, H, E) that is turned by tables (B or 1, S, 1, E / 2) in fp32."""
+    rows, positions, _, width = x.shape
+    fit = cos.shape == sin.shape == (len(cos), positions, 1, width // 2) and len(cos) in (1, rows)
+    return fit and cos.dtype == sin.dtype == torch.float32 and takes(x, width=width // 2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x (..., D), weight (D,) -> the norm (..., D), and 1 / rms (..., 1) in fp32."""
-    x = x.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     out, scales = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32)
     if not compat.is_fake(x):
-        library().norm_rows(*_at(x, weight.contiguous()), eps, *_at(out, scales), *_sizes(x))
+        library().norm_rows(*_at(x, weight), eps, *_at(out, scales), *_sizes(x))
     return out, scales
 
 
 def rms_norm_gradients(gradient: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """From that of the norm (..., D): of x (..., D) and of weight (D,)."""
-    gradient, x = gradient.contiguous(), x.contiguous()
+    gradient, x, weight = gradient.contiguous(), x.contiguous(), weight.contiguous()
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     of_x, sums = torch.empty_like(x), x.new_empty(-(-rows // BLOCK), width, dtype=torch.float32)
     if not compat.is_fake(x):
         count, wide, *rest = _sizes(x)
-        library().norm_gradients(*_at(gradient, x, weight.contiguous(), scales, of_x, sums), count, wide, BLOCK, *rest)
+        library().norm_gradients(*_at(gradient, x, weight, scales, of_x, sums), count, wide, BLOCK, *rest)
     return of_x, sums.sum(0).to(weight.dtype)
 
 
