@@ -2,13 +2,13 @@
 
     python -m benchmarks.product_share [--json] [--shapes 10m,100m,300m] [--precisions fp32,bf16] [--rounds 7]
 
-One step of ours is watched for its matrix products (mm, addmm and their forms that write into a buffer). Each
-distinct product is then timed alone: same sizes, strides, dtypes and threads. Its time is the least of the rounds, what
-the machine gives where nothing else runs. Steps and products take turns. Attention's products run inside its kernel:
-they are counted as what they would take at the rate of the others, two forward and five backward over the pairs that
-see each other. The share is the sum of these times over the median step; what is missing to 1 is the softmax, passes
-over memory, the optimizer, and products slower in the step than alone. `ONEDNN_MAX_CPU_ISA=AVX512_CORE` switches
-16-bit matrix units off.
+One step of ours is watched for its matrix products (mm, addmm and their forms that write into or add to a tensor).
+Each distinct product is then timed alone: same sizes, strides, dtypes and threads. Its time is the least of the rounds
+and of the watched step, what the machine gives where nothing else runs. Steps and products take turns. Attention's
+products run inside its kernel: they are counted as what they would take at the rate of the others, two forward and five
+backward over the pairs that see each other. The share is the sum of these times over the median step; what is missing
+to 1 is the softmax, passes over memory, the optimizer, and products slower in the step than alone.
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE` switches 16-bit matrix units off.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from meshwright.kernels import cpu_product as cpu_product  # registers its opera
 aten = torch.ops.aten
 PRODUCTS = {
     op: op.overloadpacket
-    for packet in (aten.mm, aten.addmm, aten._scaled_mm)
+    for packet in (aten.mm, aten.addmm, aten.addmm_, aten._scaled_mm)
     for op in (getattr(packet, name) for name in packet.overloads())
 } | {torch.ops.meshwright.cpu_product.default: torch.ops.meshwright.cpu_product}
 """The operators that multiply matrices outside of attention."""
@@ -40,15 +40,17 @@ Key = tuple[Any, tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...
 
 
 class Products(TorchDispatchMode):
-    """Counts the products of a step, by operator and by sizes, strides and dtypes of its tensors."""
+    """Counts and times the products of a step, by operator and by sizes, strides and dtypes of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[Key] = Counter()
         self.rest: dict[Key, dict[str, Any]] = {}
+        self.best: dict[Key, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, started = kwargs or {}, time.perf_counter()
+        found, taken = func(*args, **kwargs), time.perf_counter() - started
         if func in PRODUCTS:
             plain = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
             given = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -58,7 +60,8 @@ class Products(TorchDispatchMode):
             self.calls[key] += 1
             names = [name for name in kwargs if name not in plain]
             self.rest[key] = {"args": len(given), "none": none, "plain": plain, "names": names}
-        return func(*args, **kwargs)
+            self.best[key] = min(taken, self.best.get(key, taken))
+        return found
 
 
 def alone(key: Key, rest: dict[str, Any]) -> Callable[[], Any]:
@@ -79,7 +82,7 @@ def share(shape: str, precision: str, rounds: int) -> dict[str, Any]:
         step()
     runs = {key: alone(key, products.rest[key]) for key in products.calls}
     steps: list[float] = []
-    best = dict.fromkeys(runs, float("inf"))
+    best = dict(products.best)
     for _ in range(rounds):
         steps += [_seconds(step) for _ in range(2)]
         for key, run in runs.items():

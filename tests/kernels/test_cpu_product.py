@@ -2,11 +2,13 @@
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from meshwright import compat
+from meshwright.compat import onednn_products
 from meshwright.kernels import cpu_product, fast
 from meshwright.kernels.target import acting_as
 from meshwright.model.transformer import build
@@ -20,7 +22,6 @@ def slow_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(compat, "blas_is_slow", lambda: True)
-    monkeypatch.setattr(compat, "blas_takes_half", lambda: True)
 
 
 def sizes(seed: int) -> tuple[int, int, int]:
@@ -112,34 +113,61 @@ def test_compiled_code_calls_it_too() -> None:
     torch._dynamo.reset()
 
 
-def test_a_transposed_operand_is_copied_part_by_part() -> None:
+ORDERS = ("as it lies", "transposed", "with gaps", "transposed with gaps", "every second")
+
+
+def lying(rows: int, columns: int, order: str) -> torch.Tensor:
+    if order.startswith("transposed"):
+        return lying(columns, rows, "with gaps" if "gaps" in order else "as it lies").t()
+    if order == "with gaps":
+        return torch.randn(rows, 3 * columns)[:, columns : 2 * columns]
+    return torch.randn(rows, 2 * columns)[:, ::2] if order == "every second" else torch.randn(rows, columns)
+
+
+@pytest.mark.parametrize("right", ORDERS)
+@pytest.mark.parametrize("left", ORDERS)
+def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
+    """Exact to fp32, though torch is told that it may round to bf16; and none falls back to plain loops, which are a
+    thousand times as slow."""
+    a, b = lying(256, 1024, left), lying(1024, 64, right)
+    exact, before = a.double() @ b.double(), torch.backends.mkldnn.matmul.fp32_precision
+    assert cpu_product.pays(a, 64)
+    assert error(cpu_product.multiply(a, b), exact) < 1e-6
+    for total in (torch.ones(256, 64), torch.ones(256, 128)[:, 32:96], torch.ones(64, 256).t()):
+        began = time.process_time()
+        assert cpu_product.add_product(total, a, b) is total
+        assert time.process_time() - began < 0.5
+        assert error(total, exact + 1) < 1e-6
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one with AMX would."""
+    monkeypatch.setattr(onednn_products, "multiply", lambda a, b: (a.bfloat16() @ b.bfloat16()).float())
+    onednn_products._are_exact.cache_clear()
+    assert not onednn_products.are_exact() and not cpu_product.pays(torch.randn(128, 128), 128)
+    monkeypatch.undo()
+    onednn_products._are_exact.cache_clear()
+    assert onednn_products.are_exact()
+
+
+def test_products_of_threads_leave_the_setting_as_it_was() -> None:
+    a, b = torch.randn(128, 128).t(), torch.randn(128, 128)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: cpu_product.multiply(a, b), range(200)))
+    assert all(one.equal(found[0]) for one in found)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_a_product_copies_no_operand_and_no_sum() -> None:
+    """oneDNN packs half a MiB for each thread."""
     x, gradient = torch.randn(8192, 64), torch.randn(8192, 256)
-    exact = gradient.double().t() @ x.double()
+    total = torch.zeros(256, 64)
     with watching() as seen:
-        found = cpu_product.multiply(gradient.t(), x)
-    assert error(found, exact) < 1e-6 and found.is_contiguous()
-    assert max(total for _, total in seen.totals()) < 0.6 * gradient.nbytes
-
-
-@pytest.mark.parametrize("turned", [True, False])
-@pytest.mark.parametrize(("m", "k", "n"), [(6000, 200, 48), (6127, 512, 32), (4096, 2048, 256), (512, 8192, 64)])
-def test_what_it_takes_inside_is_known(m: int, k: int, n: int, turned: bool) -> None:
-    """Of a transposed first operand, beside the result and what oneDNN packs; of rows nothing."""
-    b = torch.randn(k, n).t() if turned else torch.randn(n, k)
-    for a in (torch.randn(k, m).t(), torch.randn(m, k)):
-        with watching() as heard:
-            found = torch.ops.meshwright.cpu_product(a, b, None)
-        peak = max(held for _, held in heard.totals())
-        assert peak - found.nbytes == pytest.approx(cpu_product.scratch_bytes(a, b), abs=3 * b.nbytes)
-
-
-def test_no_order_of_operands_is_slow() -> None:
-    """oneDNN falls back to plain loops, a thousand times as slow, where rows of the second operand have gaps."""
-    a, b = torch.randn(4096, 512).t(), torch.randn(64, 4096)
-    cpu_product.linear(a, b)
-    began = time.process_time()
-    cpu_product.linear(a, b)
-    assert time.process_time() - began < 0.5
+        cpu_product.multiply(gradient.t(), x)
+        cpu_product.add_product(total, gradient.t(), x)
+    assert max(held for _, held in seen.totals()) < gradient.nbytes / 4
 
 
 @pytest.mark.slow
@@ -164,14 +192,3 @@ def test_a_compiled_block_takes_no_more_memory_than_with_torchs_products(monkeyp
 
     assert peak(True) <= 1.005 * peak(False)
     torch._dynamo.reset()
-
-
-def test_a_transposed_operand_is_left_to_mkl_where_copying_it_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "blas_takes_half", lambda: False)
-    x, gradient = torch.randn(512, 64), torch.randn(512, 96)
-    with Operations() as made:
-        cpu_product.multiply(gradient.t(), x)
-    assert not any("cpu_product" in name for name in made.counts)
-    with Operations() as made:
-        cpu_product.multiply(gradient, torch.randn(96, 64))
-    assert any("cpu_product" in name for name in made.counts)

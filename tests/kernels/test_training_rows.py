@@ -96,14 +96,6 @@ def test_rotation(half: int, own_tables: bool, dtype: torch.dtype) -> None:
     compare(partial(turned, by=rope.rotate), partial(turned, by=rope.rotate_reference), given)
 
 
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("size", [(16, 16), (80, 48), (64, 192), (208, 80)], ids=str)
-def test_transposed_rows_of_a_view(size: tuple[int, int]) -> None:
-    (x,) = tensors((size[0], size[1] + 24))
-    part = x[:, 8 : 8 + size[1]]
-    assert training_rows.transposed(part).equal(part.t().contiguous())
-
-
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 40.0, 1e4, 1e18])
 def test_extreme_inputs_are_as_torch_has_them(size: float) -> None:
     gate, up = (x * size for x in tensors((4, 64), (4, 64)))

@@ -299,7 +299,6 @@ def test_products_of_onednn_are_left_for_later_too(name: str, monkeypatch: pytes
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
     monkeypatch.setattr(compat, "blas_is_slow", lambda: True)
-    monkeypatch.setattr(compat, "blas_takes_half", lambda: True)
     monkeypatch.setattr(cpu_product, "LEAST", 1)
     layout = Layout(compile="on")
     compiled = gradients_of(name, layout, BACKEND)

@@ -2,7 +2,6 @@
 
 import ctypes
 import platform
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
@@ -67,34 +66,25 @@ class BareMode(TorchDispatchMode):
         return False
 
 
-def _amd_family() -> int:
-    """0 where it is not AMD's, or has no AVX-512, or torch has not both libraries."""
+def _leaves_avx512() -> bool:
+    """Not where torch has not both libraries, or the processor is Intel's or has no AVX-512."""
     both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     if not both or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return 0
+        return False
     told = platform.processor()
     with suppress(OSError):
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    family = re.search(r"cpu family\s*:\s*(\d+)|Family (\d+)", told)
-    return 0 if "GenuineIntel" in told else int(next(filter(None, family.groups()))) if family else 1
+    return "GenuineIntel" not in told
 
 
-_AMD_FAMILY = _amd_family()
+_LEAVES_AVX512 = _leaves_avx512()
 """Found once: what torch asks itself is nothing that the compiler can follow."""
-ZEN_5 = 26
-"""Family of the first AMD processors whose units are 512 bits wide; Zen 4's take AVX-512 in halves of 256."""
 
 
 def blas_is_slow() -> bool:
     """Whether oneDNN's fp32 products are the faster ones: MKL takes AVX-512 on Intel's processors alone, oneDNN on all.
     `torch.backends.cpu` knows the instructions and not whose processor it is."""
-    return _AMD_FAMILY > 0
-
-
-def blas_takes_half() -> bool:
-    """Whether MKL leaves half of this processor idle. Then oneDNN's products are faster even of a transposed first
-    operand, which has to be copied for them; on Zen 4 they are 0.7 to 1.1 times as fast as MKL's (measured)."""
-    return _AMD_FAMILY >= ZEN_5
+    return _LEAVES_AVX512
 
 
 def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -88,15 +88,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     return out
 
 
-def transposed(x: Tensor) -> Tensor:
-    """x (R, C) in fp32, a row's numbers side by side -> (C, R) contiguous."""
-    rows, columns = x.shape
-    out = x.new_empty(columns, rows)
-    if not compat.is_fake(x):
-        library().transpose_rows(x.data_ptr(), x.stride(0), out.data_ptr(), rows, columns, torch.get_num_threads())
-    return out
-
-
 def _at(*tensors: Tensor) -> list[int]:
     return [x.data_ptr() for x in tensors]
 

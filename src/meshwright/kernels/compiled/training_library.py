@@ -19,7 +19,6 @@ _ARGUMENTS: dict[str, list[type]] = {
     "norm_gradients": [*[POINTER] * 6, INT, *_NUMBERS],
     "gate_rows": [*[POINTER] * 3, *_NUMBERS],
     "gate_gradients": [*[POINTER] * 6, *_NUMBERS],
-    "transpose_rows": [POINTER, INT, POINTER, INT, INT, INT],
     "turn_rows": [POINTER, INT, INT, INT, POINTER, POINTER, INT, FLOAT, POINTER, INT, INT, *_NUMBERS],
 }
 

@@ -120,13 +120,3 @@ void turn_rows(const void *x, int64_t x_row, int64_t x_position, int64_t x_head,
         }
     }
 }
-
-/* x (R, C), of whose rows the beginnings are `apart`, -> (C, R) in fp32; both multiples of 16. */
-void transpose_rows(const float *x, int64_t apart, float *out, int64_t rows, int64_t columns, int64_t shared_by) {
-    const int64_t used = shared_by;
-#pragma omp parallel for num_threads(used) collapse(2)
-    for (int64_t c = 0; c < columns; c += 64)
-        for (int64_t r = 0; r < rows; r += 64)
-            transpose(x + r * apart + c, apart, rows - r < 64 ? rows - r : 64, columns - c < 64 ? columns - c : 64,
-                      out + c * rows + r, rows);
-}

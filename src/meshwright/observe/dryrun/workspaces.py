@@ -8,11 +8,9 @@ mem_eff_attention/kernel_backward.h. Matrix products have workspaces that stay: 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cpu_product
 
 FP32_BYTES = 4
 ROWS = 128
@@ -77,7 +75,6 @@ WORKSPACES = {
     compat.varlen_backward(): _varlen_backward,
 }
 CPU_WORKSPACES: dict[Any, Callable[..., int]] = {
-    torch.ops.meshwright.cpu_product.default: cpu_product.scratch_bytes,
     compat.GATHER: _gathered,
     compat.SCATTER: _scattered,
 }

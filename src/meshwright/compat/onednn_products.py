@@ -1,0 +1,66 @@
+"""fp32 products by oneDNN of operands in any order, which torch has no public way to ask for.
+
+torch's own `mm` calls oneDNN where fp32 matrices may be rounded to bf16 inside, by the setting
+`torch.backends.mkldnn.matmul.fp32_precision`. oneDNN rounds them only where that is faster, with AMX; on other
+processors it multiplies in fp32, and reads transposed operands as they lie. `are_exact` tries that. The setting is that
+of the whole process: it is changed for each call alone.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+_ONE_CALL = Lock()
+"""Else a thread would take what another one has set for what it was before."""
+ROUNDED = 1e-5
+"""Relative error (norms) above which operands were rounded: fp32's is 1e-6, that of bf16 2e-3."""
+
+
+@contextmanager
+def _by_onednn() -> Iterator[None]:
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch says nothing of it there
+    with _ONE_CALL:
+        before = setting.fp32_precision
+        setting.fp32_precision = "bf16"
+        try:
+            yield
+        finally:
+            setting.fp32_precision = before
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a (M, K) times b (K, N), fp32 -> (M, N)."""
+    with _by_onednn():
+        return torch.mm(a, b)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total (M, N) += a (M, K) times b (K, N), fp32, in place."""
+    with _by_onednn():
+        return total.addmm_(a, b)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def are_exact() -> bool:
+    """Whether both functions multiply in fp32 on this processor: tried once, with either operand transposed."""
+    return _are_exact()
+
+
+@cache
+def _are_exact() -> bool:
+    with _disable_current_modes():  # of a run without values
+        kinds: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(160, 160, generator=generator, **kinds) for _ in range(2))
+        for left, right in ((a, b), (a.t(), b), (a, b.t()), (a.t(), b.t())):
+            exact = left.double() @ right.double()
+            for found in (multiply(left, right), add_product(torch.zeros(160, 160, **kinds), left, right)):
+                if (found.double() - exact).norm() > ROUNDED * exact.norm():
+                    return False
+    return True
