@@ -38,7 +38,8 @@ class Fields(ctypes.Structure):
         *((name, Strided) for name in ("q", "k", "v", "out", "gradient", "of_q", "of_k", "of_v")),
         ("sums", POINTER), ("room", POINTER), ("documents", POINTER),
         *((name, INT) for name in (
-            "count", "length", "heads", "key_heads", "width", "value_width", "window", "parts", "threads", "each"
+            "count", "length", "heads", "key_heads", "width", "value_width", "window", "parts", "threads", "each",
+            "pairs",
         )),
         ("scale", FLOAT),
     )  # fmt: skip
@@ -68,7 +69,7 @@ def attend(
         given = (Strided.of(x) for x in (q, k, v, out, *[out] * 4))
         fields = Fields(
             *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, 1, threads,
-            each, scale,
+            each, compat.cpu_multiplies(q.dtype), scale,
         )  # fmt: skip
         if library().attend_sequences(ctypes.byref(fields)):
             raise MemoryError(f"no memory for a list of {len(list_of)} documents")
@@ -87,14 +88,14 @@ def gradients(
     of_q = q.new_empty(q.shape)
     of_k, of_v = (_parted(x, parts) for x in (k, v))
     longest = max(end - begin for _, begin, end in documents)
-    each = TILE * (4 * (q.shape[3] + v.shape[3]) + 2 * TILE) + group // parts * longest * (q.shape[3] + 1)
+    each = TILE * (4 * (q.shape[3] + v.shape[3]) + 5 * TILE // 2) + group // parts * longest * (q.shape[3] + 1)
     room = _room(q, threads * each)
     if not compat.is_fake(q):
         list_of = _listed(documents)
         given = (Strided.of(x) for x in (q, k, v, out, gradient, of_q, of_k, of_v))
         fields = Fields(
             *given, sums.data_ptr(), room.data_ptr(), list_of.data_ptr(), *_sizes(q, k, v, list_of), window, parts,
-            threads, each, scale,
+            threads, each, compat.cpu_multiplies(q.dtype), scale,
         )  # fmt: skip
         library().sequences_gradients(ctypes.byref(fields))
     if parts > 1:

@@ -25,20 +25,31 @@ static inline lanes either(whole_lanes which, lanes a, lanes b) {
     return (lanes)((which & (whole_lanes)a) | (~which & (whole_lanes)b));
 }
 
+/* a > b ? a : b, and a < b ? a : b: b where one is no number. */
+#ifdef __AVX512F__
+static inline lanes larger(lanes a, lanes b) { return (lanes)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline lanes smaller(lanes a, lanes b) { return (lanes)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
+static inline lanes larger(lanes a, lanes b) { return either(a > b, a, b); }
+static inline lanes smaller(lanes a, lanes b) { return either(a < b, a, b); }
+#endif
+
 /* As `exponential`. */
 static inline lanes exponentials(lanes x) {
     const lanes least = (lanes){0} - 87.0f;
-    x = either(x < least, least, x);
-    x = either(x > -least, -least, x);
+    x = smaller(-least, larger(least, x));
     const float half = 12582912.0f;
     const lanes n = (x * 1.44269504088896341f + half) - half;
     lanes r = x - n * 0.693145751953125f;
     r = r - n * 1.42860682030941723e-6f;
     lanes p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666671633720f + r * (0.0416666455566883f +
               r * (0.00833336170762777f + r * 0.00139316345565021f)))));
+#ifdef __AVX512F__
+    return (lanes)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     return p * (lanes)((__builtin_convertvector(n, whole_lanes) + 127) << 23);
+#endif
 }
-
 
 #ifdef __clang__
 #define SHUFFLED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
@@ -47,7 +58,7 @@ static inline lanes exponentials(lanes x) {
 #endif
 
 /* (rows, columns), both multiples of 16, -> (columns, rows): 16 by 16, by exchanging halves of halves. */
-static inline void transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
+static __attribute__((noinline, unused)) void transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
                              int64_t to_row) {
     for (int64_t r = 0; r < rows; r += 16)
         for (int64_t c = 0; c < columns; c += 16) {
