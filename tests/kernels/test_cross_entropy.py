@@ -9,6 +9,7 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import cross_entropy, fast, reference
+from meshwright.kernels.compiled import logit_rows
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors
@@ -22,9 +23,10 @@ ROUNDED_AGAIN = 1.42
 that are rounded already, so there are two roundings: sqrt(2). In training the factor is 1, which changes no bit."""
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight rows a chunk, so that small tensors have several."""
+@pytest.fixture(autouse=True, params=["plain", "loops"])
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rows a chunk, so that small tensors have several; by plain code and by compiled loops."""
+    monkeypatch.setattr(logit_rows, "LEAST", 0 if request.param == "loops" else 2**62)
     monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", {"cpu": 0, "cuda": 0})
     monkeypatch.setattr(cross_entropy, "MIN_CHUNK_ROWS", 8)
     monkeypatch.setattr(cross_entropy, "ROW_STEP", 2)

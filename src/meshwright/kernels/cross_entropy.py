@@ -1,12 +1,14 @@
 """Head and loss in one, without the whole logits: sums of -log softmax(x W^T)[target], or each log-probability.
 
 One loop over chunks of rows serves both, and heads of which each device of a group holds some rows: what a chunk finds
-is then combined by the reductions of a `Vocabulary`. Products are the library's; plain code on a CPU and one Triton
-kernel on a GPU (triton/loss_rows.py) make of a chunk's logits what they are for.
+is then combined by the reductions of a `Vocabulary`. Products are the library's. What a chunk's logits are for is made
+in their place by one kernel: in Triton on a GPU (triton/loss_rows.py), in C on a CPU (compiled/logit_rows.py); else by
+plain code.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import cpu_product
 from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.compiled import logit_rows
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.head_chunk import CHUNK_BYTES
@@ -109,6 +112,22 @@ def rounded_rows(number: int, rows: int) -> int:
     return rounded if rows - rounded >= FEWEST_LEFT_OUT * rows else rows
 
 
+def _kernel(logits: Tensor, in_triton: bool) -> Any:
+    """The module that makes losses and gradients in the place of logits; None for plain code."""
+    if in_triton:
+        from meshwright.kernels.triton import loss_rows
+
+        return loss_rows
+    return logit_rows if logit_rows.takes(logits) else None
+
+
+def _check_targets(targets: Tensor, valid: Tensor, rows: int) -> None:
+    """On a GPU the loss is nan instead: its host would wait."""
+    outside = targets[valid & ((targets < 0) | (targets >= rows))]
+    if len(outside):
+        raise IndexError(f"a target is {int(outside[0])}, and the head has rows 0 to {rows - 1}")
+
+
 @dataclass(slots=True)
 class _Chunks:
     """The loop: targets (N,) of x (N, D), chunk by chunk, with gradients of the sum of factor x loss where wanted."""
@@ -141,9 +160,10 @@ class _Chunks:
             kept = kept_rows(valid, parts)
             part = (self.x[here] if kept is None else self.x[here][kept]).to(dtype)
             logits = cpu_product.widened_linear(part, weight)
-            if not in_triton:
+            kernel = _kernel(logits, in_triton)
+            if kernel is None:
                 logits = logits.float()
-            make = self._in_triton if in_triton else self._chunk
+            make = self._chunk if kernel is None else partial(self._in_place, kernel)
             if kept is None:
                 losses = make(logits, targets, valid, each)
                 if parts is not None:  # no part of the head can tell by itself
@@ -211,25 +231,27 @@ class _Chunks:
     def _whole(self, logits: Tensor) -> int:
         return self.vocabulary.whole if self.vocabulary else logits.shape[1]
 
-    def _in_triton(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:
+    def _in_place(
+        self, kernel: Any, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None
+    ) -> Tensor:  # fmt: skip
         """As `_chunk`, of logits in the dtype that the product gave."""
-        from meshwright.kernels.triton import loss_rows
-
         parts, smoothing, z = self.vocabulary, self.form.smoothing, self.form.z
         if parts is None:
-            return loss_rows.losses(
+            if kind(logits) == "cpu" and not compat.is_fake(logits):
+                _check_targets(targets, valid, len(self.weight))
+            return kernel.losses(  # type: ignore[no-any-return]
                 logits, targets, factor, ignored=IGNORED, gradient=self._wants_gradients, smoothing=smoothing, z=z
             )
-        peak, total, plain, chosen = loss_rows.gathered(logits, targets, parts.first).unbind(0)
+        peak, total, plain, chosen = kernel.gathered(logits, targets, parts.first).unbind(0)
         highest = parts.largest(peak.clone())
         mine = (targets >= parts.first) & (targets < parts.first + parts.number)
         found = [total * (peak - highest).exp(), (chosen - highest) * mine]  # as `_chunk` sends them: one device may
-        found += [plain - highest * parts.number] if smoothing else []  # have Triton and another not
+        found += [plain - highest * parts.number] if smoothing else []  # have a kernel and another not
         total, chosen, *rest = parts.total(torch.stack(found)).unbind(0)
         lse = highest + total.log()
         if self._wants_gradients:
             each = valid.float() if factor is None else valid * factor
-            loss_rows.write_gradients(
+            kernel.write_gradients(
                 logits, targets, lse, each, first=parts.first, vocabulary=parts.whole, smoothing=smoothing, z=z
             )
         losses = total.log() - chosen

@@ -19,13 +19,16 @@ _ARGUMENTS: dict[str, list[type]] = {
     "norm_gradients": [*[POINTER] * 6, INT, *_NUMBERS],
     "gate_rows": [*[POINTER] * 3, *_NUMBERS],
     "gate_gradients": [*[POINTER] * 6, *_NUMBERS],
+    "losses_of_rows": [POINTER, INT, POINTER, POINTER, INT, POINTER, *_NUMBERS, FLOAT, FLOAT, INT, INT],
+    "gather_rows": [POINTER, INT, POINTER, INT, POINTER, *_NUMBERS],
+    "gradient_rows": [POINTER, INT, POINTER, INT, POINTER, POINTER, INT, INT, INT, FLOAT, FLOAT, INT, INT],
     "turn_rows": [POINTER, INT, INT, INT, POINTER, POINTER, INT, FLOAT, POINTER, INT, INT, *_NUMBERS],
 }
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = built("sequence_attention.c", "training_rows.c", threads=THREADS[:1])
+    library = built("sequence_attention.c", "training_rows.c", "logit_rows.c", threads=THREADS[:1])
     for name, arguments in _ARGUMENTS.items() if library is not None else ():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, INT if name == "attend_sequences" else None

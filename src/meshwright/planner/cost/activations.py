@@ -103,11 +103,12 @@ def logits(of: "Local") -> Logits:
 
 
 def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, float]:
-    """A chunk's logits as they are made and in fp32; then its part of the matrix's gradient beside its logits, where
-    that is not added inside the product (fp32 on one tp rank)."""
+    """A chunk's logits as they are made, and in fp32 where losses take a copy; then its part of the matrix's gradient
+    beside its logits, where that is not added inside the product (fp32 on one tp rank)."""
     if of.width == 4:
         return of.hidden_bytes + logits * 4, of.hidden_bytes + (logits + matrix) * 4 if of.tp > 1 else 0.0
-    return of.hidden_bytes + logits * (of.width + 4), of.hidden_bytes + (logits + matrix) * of.width
+    copied = 0 if of.stack.loss_in_place else 4
+    return of.hidden_bytes + logits * (of.width + copied), of.hidden_bytes + (logits + matrix) * of.width
 
 
 def head_rows(of: "Local") -> float:

@@ -57,6 +57,8 @@ class Stack:
     """Bytes of a logit more at that moment with tensor parallelism: a loss written out, or parts put together."""
     head_chunk_bytes: float = 0.0
     """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
+    loss_in_place: bool = False
+    """Losses and gradients of such a chunk are made in the place of its logits, whatever their dtype."""
     gradient_bytes: float = 2.0
     """Bytes of a parameter's gradient as it is kept over a step."""
     update_bucket_bytes: float = 0.0
