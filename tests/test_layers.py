@@ -37,6 +37,7 @@ LONG_ON_PURPOSE: dict[str, str] = {}
 READS_ENVIRONMENT: dict[str, str] = {
     "compat/cpu_units.py": "oneDNN takes the instructions that it may use from the environment alone",
     "compat/torch_compile.py": "CC names the C compiler that Triton calls",
+    "compat/freed_memory.py": "glibc takes the threshold that a user sets from the environment alone",
     "compat/onednn_cache.py": "oneDNN takes the size of its cache from the environment alone",
     "api/determinism.py": "cuBLAS takes the workspace of a deterministic run from the environment alone",
     "data/cache_folder.py": "XDG_CACHE_HOME names the user's cache folder",

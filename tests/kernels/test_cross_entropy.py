@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cross_entropy, fast, reference
-from meshwright.kernels.compiled import logit_rows
+from meshwright.kernels import cross_entropy, fast, logit_rows, reference
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows
 from tests.counting import Operations
 from tests.kernels.exactness import LOW, SLACK, assert_not_worse, assert_single, outcome, tensors

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.compiled import logit_rows, training_library
+from meshwright.kernels import logit_rows
+from meshwright.kernels.compiled import training_library
 from meshwright.kernels.cross_entropy import IGNORED
 from tests.kernels.exactness import tensors
 

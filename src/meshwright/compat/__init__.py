@@ -1,8 +1,6 @@
 """Private names of torch and of the C library, in one place, each with its reason."""
 
-import ctypes
 import platform
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -31,6 +29,7 @@ from meshwright.compat.foreach import add_to_each as add_to_each
 from meshwright.compat.foreach import copy_each as copy_each
 from meshwright.compat.foreach import fused_adamw as fused_adamw
 from meshwright.compat.foreach import norms as norms
+from meshwright.compat.freed_memory import keep_freed_memory as keep_freed_memory
 from meshwright.compat.fsdp import fsdp_drop_gradients as fsdp_drop_gradients
 from meshwright.compat.fsdp import fsdp_keep_reduce_dtype as fsdp_keep_reduce_dtype
 from meshwright.compat.fsdp import fsdp_post_backward as fsdp_post_backward
@@ -115,22 +114,6 @@ def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Ten
         return weights * (gradient - (gradient * weights).sum(-1, keepdim=True))
     result: torch.Tensor = fused(gradient, weights, -1, weights.dtype)
     return result
-
-
-def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to keep large freed blocks instead of giving each back to the kernel; False where not glibc.
-
-    By default every tensor above 128 KiB .. 32 MiB is mapped anew and faulted in page by page, which on a virtual
-    machine makes a fresh 256 MB tensor six times slower to write than an old one. -3 is M_MMAP_THRESHOLD, -1
-    M_TRIM_THRESHOLD (malloc.h); there is no Python name for them.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        return bool(libc.mallopt(-3, 2**30)) and bool(libc.mallopt(-1, 2**31 - 1))
-    except (OSError, AttributeError):
-        return False
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

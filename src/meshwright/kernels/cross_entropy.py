@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cpu_product
+from meshwright.kernels import cpu_product, logit_rows
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.compiled import logit_rows
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.head_chunk import CHUNK_BYTES
