@@ -113,6 +113,16 @@ def test_compiled_code_calls_it_too() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_adds_products() -> None:
+    """Which cannot follow the change of torch's setting."""
+    total, a, b = torch.zeros(256, 96), torch.randn(256, 128), torch.randn(128, 96)
+    torch._dynamo.reset()
+    found = torch.compile(cpu_product.add_product, fullgraph=True, backend="aot_eager")(total, a, b)
+    assert found is total and error(total, a.double() @ b.double()) < 1e-6
+    torch._dynamo.reset()
+
+
 ORDERS = ("as it lies", "transposed", "with gaps", "transposed with gaps", "every second")
 
 
