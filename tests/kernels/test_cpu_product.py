@@ -3,9 +3,12 @@
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import compat
 from meshwright.compat import onednn_products
@@ -171,6 +174,26 @@ def test_products_of_threads_leave_the_setting_as_it_was() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: cpu_product.multiply(a, b), range(200)))
     assert all(one.equal(found[0]) for one in found)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_a_mode_that_hears_of_a_product_may_multiply() -> None:
+    class Checked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **kwargs or {})
+            if func is torch.ops.aten.addmm_.default:
+                cpu_product.add_product(args[0].neg(), args[1], args[2])
+            return found
+
+    def add() -> None:
+        with Checked():
+            cpu_product.add_product(total, torch.randn(128, 128), torch.randn(128, 128))
+
+    total, before = torch.zeros(128, 128), torch.backends.mkldnn.matmul.fp32_precision
+    thread = Thread(target=add, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and total.abs().sum() > 0
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
