@@ -3,11 +3,11 @@
     python -m benchmarks.product_share [--json] [--shapes 10m,100m,300m] [--precisions fp32,bf16] [--rounds 7]
 
 One step of ours is watched for its matrix products (mm, addmm and their forms that write into or add to a tensor).
-Each distinct product is then timed alone: same sizes, strides, dtypes and threads. Its time is the least of the rounds
-and of the watched step, what the machine gives where nothing else runs. Steps and products take turns. Attention's
-products run inside its kernel: they are counted as what they would take at the rate of the others, two forward and five
-backward over the pairs that see each other. The share is the sum of these times over the median step; what is missing
-to 1 is the softmax, passes over memory, the optimizer, and products slower in the step than alone.
+Each distinct product is then timed alone: same sizes, strides, dtypes, threads and library. Its time is the least of
+the rounds, what the machine gives where nothing else runs. Steps and products take turns. Attention's products run
+inside its kernel: they are counted as what they would take at the rate of the others, two forward and five backward
+over the pairs that see each other. The share is the sum of these times over the median step; what is missing to 1 is
+the softmax, passes over memory, the optimizer, and products slower in the step than alone.
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE` switches 16-bit matrix units off.
 """
 
@@ -30,27 +30,27 @@ from meshwright.kernels import cpu_product as cpu_product  # registers its opera
 
 aten = torch.ops.aten
 PRODUCTS = {
-    op: op.overloadpacket
-    for packet in (aten.mm, aten.addmm, aten.addmm_, aten._scaled_mm)
-    for op in (getattr(packet, name) for name in packet.overloads())
-} | {torch.ops.meshwright.cpu_product.default: torch.ops.meshwright.cpu_product}
+    getattr(packet, name)
+    for packet in (aten.mm, aten.addmm, aten.addmm_, aten._scaled_mm, torch.ops.meshwright.cpu_product)
+    for name in packet.overloads()
+}
 """The operators that multiply matrices outside of attention."""
+SETTING = torch.backends.mkldnn.matmul
+"""What chooses the library of torch's own products in fp32 (compat/onednn_products.py)."""
 
 Key = tuple[Any, tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...], str]
 
 
 class Products(TorchDispatchMode):
-    """Counts and times the products of a step, by operator and by sizes, strides and dtypes of its tensors."""
+    """Counts the products of a step, by operator and by sizes, strides and dtypes of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[Key] = Counter()
         self.rest: dict[Key, dict[str, Any]] = {}
-        self.best: dict[Key, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, started = kwargs or {}, time.perf_counter()
-        found, taken = func(*args, **kwargs), time.perf_counter() - started
+        kwargs = kwargs or {}
         if func in PRODUCTS:
             plain = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
             given = [arg for arg in args if isinstance(arg, torch.Tensor)]
@@ -60,16 +60,23 @@ class Products(TorchDispatchMode):
             self.calls[key] += 1
             names = [name for name in kwargs if name not in plain]
             self.rest[key] = {"args": len(given), "none": none, "plain": plain, "names": names}
-            self.best[key] = min(taken, self.best.get(key, taken))
-        return found
+            self.rest[key]["setting"] = SETTING.fp32_precision
+        return func(*args, **kwargs)
 
 
-def alone(key: Key, rest: dict[str, Any]) -> Callable[[], Any]:
+def alone(key: Key, rest: dict[str, Any]) -> Callable[[], None]:
     """One product of random numbers."""
     operator, tensors, _ = key
     made = [torch.empty_strided(size, stride, dtype=dtype).normal_() for size, stride, dtype in tensors]
     named = dict(zip(rest["names"], made[rest["args"] :], strict=True))
-    return lambda: operator(*made[: rest["args"]], *rest["none"], **named, **rest["plain"])
+
+    def run() -> None:
+        before = SETTING.fp32_precision
+        SETTING.fp32_precision = rest["setting"]
+        operator(*made[: rest["args"]], *rest["none"], **named, **rest["plain"])
+        SETTING.fp32_precision = before
+
+    return run
 
 
 def share(shape: str, precision: str, rounds: int) -> dict[str, Any]:
@@ -82,7 +89,7 @@ def share(shape: str, precision: str, rounds: int) -> dict[str, Any]:
         step()
     runs = {key: alone(key, products.rest[key]) for key in products.calls}
     steps: list[float] = []
-    best = dict(products.best)
+    best = dict.fromkeys(runs, math.inf)
     for _ in range(rounds):
         steps += [_seconds(step) for _ in range(2)]
         for key, run in runs.items():

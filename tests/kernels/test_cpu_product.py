@@ -3,9 +3,12 @@
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright import compat
 from meshwright.compat import onednn_products
@@ -113,6 +116,16 @@ def test_compiled_code_calls_it_too() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_adds_products() -> None:
+    """Which cannot follow the change of torch's setting."""
+    total, a, b = torch.zeros(256, 96), torch.randn(256, 128), torch.randn(128, 96)
+    torch._dynamo.reset()
+    found = torch.compile(cpu_product.add_product, fullgraph=True, backend="aot_eager")(total, a, b)
+    assert found is total and error(total, a.double() @ b.double()) < 1e-6
+    torch._dynamo.reset()
+
+
 ORDERS = ("as it lies", "transposed", "with gaps", "transposed with gaps", "every second")
 
 
@@ -128,11 +141,15 @@ def lying(rows: int, columns: int, order: str) -> torch.Tensor:
 @pytest.mark.parametrize("left", ORDERS)
 def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
     """Exact to fp32, though torch is told that it may round to bf16; and none falls back to plain loops, which are a
-    thousand times as slow."""
-    a, b = lying(256, 1024, left), lying(1024, 64, right)
+    thousand times as slow: more than a second."""
+    a, b = lying(256, 4096, left), lying(4096, 64, right)
     exact, before = a.double() @ b.double(), torch.backends.mkldnn.matmul.fp32_precision
     assert cpu_product.pays(a, 64)
-    assert error(cpu_product.multiply(a, b), exact) < 1e-6
+    began = time.process_time()
+    found = [cpu_product.multiply(a, b), cpu_product.linear(a, b.t(), torch.ones(64)) - 1]
+    found.append(cpu_product.linear(a.unflatten(0, (2, 128)), b.t()).flatten(0, 1))
+    assert time.process_time() - began < 0.5
+    assert max(error(one, exact) for one in found) < 1e-6
     for total in (torch.ones(256, 64), torch.ones(256, 128)[:, 32:96], torch.ones(64, 256).t()):
         began = time.process_time()
         assert cpu_product.add_product(total, a, b) is total
@@ -157,6 +174,26 @@ def test_products_of_threads_leave_the_setting_as_it_was() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: cpu_product.multiply(a, b), range(200)))
     assert all(one.equal(found[0]) for one in found)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_a_mode_that_hears_of_a_product_may_multiply() -> None:
+    class Checked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **kwargs or {})
+            if func is torch.ops.aten.addmm_.default:
+                cpu_product.add_product(args[0].neg(), args[1], args[2])
+            return found
+
+    def add() -> None:
+        with Checked():
+            cpu_product.add_product(total, torch.randn(128, 128), torch.randn(128, 128))
+
+    total, before = torch.zeros(128, 128), torch.backends.mkldnn.matmul.fp32_precision
+    thread = Thread(target=add, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and total.abs().sum() > 0
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 

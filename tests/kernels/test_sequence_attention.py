@@ -153,6 +153,19 @@ def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
 
 
 @pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_scale_of_0_weighs_all_alike(dtype: torch.dtype) -> None:
+    (q, k, v), mask, seen = case("plain", dtype)
+    shares = seen.double() / seen.sum(-1, keepdim=True)
+    exact = torch.einsum("bst,btke->bske", shares, v.double()).repeat_interleave(3, 2)
+    found = attend(q, k, leaf := v.requires_grad_(), mask, scale=0.0)
+    (of_v,) = torch.autograd.grad(found.sum(), leaf)
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), exact, rtol=limit, atol=limit)
+    torch.testing.assert_close(of_v.double(), 3 * shares.sum(1)[:, :, None, None].expand_as(v), rtol=limit, atol=limit)
+
+
+@pytest.mark.usefixtures("units")
 @pytest.mark.parametrize("width", [32, 48])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e4, 1e10, 1e30])

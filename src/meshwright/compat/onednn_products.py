@@ -9,15 +9,16 @@ of the whole process: it is changed for each call alone.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-_ONE_CALL = Lock()
-"""Else a thread would take what another one has set for what it was before."""
+_ONE_CALL = RLock()
+"""Else a thread would take what another one has set for what it was before. A mode that hears of a product may multiply
+itself."""
 ROUNDED = 1e-5
 """Relative error (norms) above which operands were rounded: fp32's is 1e-6, that of bf16 2e-3."""
 

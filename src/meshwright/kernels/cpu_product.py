@@ -26,9 +26,9 @@ _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if a.is_contiguous() or a.dim() > 2:
-        return compat.onednn_product(a.contiguous(), b, bias)
-    found = onednn_products.multiply(a, b.t())
+    if a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous()):  # with gaps a thousand times as slow
+        return compat.onednn_product(a, b, bias)
+    found = onednn_products.multiply(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], len(b))
     return found if bias is None else found.add_(bias)
 
 

@@ -81,6 +81,41 @@ static void write_rows(const Strided *x, int64_t row, int64_t position, int64_t 
     }
 }
 
+#ifdef __clang__
+#define SHUFFLED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
+#else
+#define SHUFFLED(A, B, ...) __builtin_shuffle(A, B, (whole_lanes){__VA_ARGS__})
+#endif
+
+/* (rows, columns), both multiples of 16, -> (columns, rows): 16 by 16, by exchanging halves of halves. */
+static __attribute__((noinline)) void transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns,
+                                                float *to, int64_t to_row) {
+    for (int64_t r = 0; r < rows; r += 16)
+        for (int64_t c = 0; c < columns; c += 16) {
+            lanes x[16], y[16];
+            for (int i = 0; i < 16; i++) x[i] = *(const lanes *)(from + (r + i) * from_row + c);
+#define EXCHANGE(A, B, STEP)                                                                                            \
+    for (int i = 0; i < 16; i++)                                                                                        \
+        if (!(i & STEP)) {                                                                                              \
+            B[i] = SHUFFLED(A[i], A[i + STEP], LOW_##STEP);                                                             \
+            B[i + STEP] = SHUFFLED(A[i], A[i + STEP], HIGH_##STEP);                                                     \
+        }
+#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
+#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
+#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#define LOW_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
+#define HIGH_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
+            EXCHANGE(x, y, 8)
+            EXCHANGE(y, x, 4)
+            EXCHANGE(x, y, 2)
+            EXCHANGE(y, x, 1)
+            for (int i = 0; i < 16; i++) *(lanes *)(to + (c + i) * to_row + r) = x[i];
+        }
+}
+
 typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 typedef int32_t bits __attribute__((aligned(4), may_alias));
 
@@ -118,13 +153,11 @@ static void pair_rows(const float *from, int64_t rows, int64_t width, float *to)
 
 static inline __attribute__((always_inline)) void sums_of(const float *a, int64_t a_row, int64_t a_inner,
                                                           const float *b, int64_t b_row, float *c, int64_t c_row,
-                                                          int64_t inner, float scale, const int pair, const int rows,
-                                                          const int across) {
-    const int adds = scale == 0.0f;
-    const wide all = (wide){0} + scale;
+                                                          int64_t inner, const float *scale, const int pair,
+                                                          const int rows, const int across) {
     wide total[DOWN][ACROSS];
     for (int r = 0; r < rows; r++)
-        for (int p = 0; p < across; p++) total[r][p] = adds ? *(const wide *)(c + r * c_row + WIDE * p) : (wide){0};
+        for (int p = 0; p < across; p++) total[r][p] = scale ? (wide){0} : *(const wide *)(c + r * c_row + WIDE * p);
     for (int64_t i = 0; i < inner; i++) {
         wide right[ACROSS];
         for (int p = 0; p < across; p++) right[p] = *(const wide *)(b + i * b_row + WIDE * p);
@@ -137,16 +170,16 @@ static inline __attribute__((always_inline)) void sums_of(const float *a, int64_
     }
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < across; p++) {
-            if (!adds) total[r][p] *= all;
+            if (scale) total[r][p] *= *scale;
             *(wide *)(c + r * c_row + WIDE * p) = total[r][p];
         }
 }
 
-/* c (rows, columns) = `scale` times, or where that is 0, += a (rows, inner) b (inner, columns); columns are a multiple of
-   16. Not inlined: a compiler that sees the scale rounds it with what comes next, and both passes must round alike. */
+/* c (rows, columns) = `scale` times, or where that is NULL, += a (rows, inner) b (inner, columns); columns are a multiple
+   of 16. Not inlined: a compiler that sees the scale rounds it with what comes next, and both passes must round alike. */
 static __attribute__((noinline)) void product(const float *a, int64_t a_row, int64_t a_inner, const float *b,
                                               int64_t b_row, float *c, int64_t c_row, int64_t rows, int64_t inner,
-                                              int64_t columns, float scale, int pair) {
+                                              int64_t columns, const float *scale, int pair) {
 #define SOME_ROWS(ROWS, VECTORS, PAIR)                                                                                  \
     case (PAIR * 8 + ROWS) * 8 + VECTORS:                                                                               \
         sums_of(a + r * a_row, a_row, a_inner, b + n, b_row, c + r * c_row + n, c_row, inner, scale, PAIR, ROWS,        \
@@ -170,6 +203,7 @@ static __attribute__((noinline)) void product(const float *a, int64_t a_row, int
         }
 }
 
+static const float ONE = 1.0f;
 static const lanes COUNT = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 typedef struct {
@@ -202,7 +236,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
         if (pair == 2) pair_rows(rows, steps * 2, V, values);
         const int whole = first + TILE <= start + 1 && (!s->window || first > stop - 1 - s->window);
         for (int64_t g = 0; g < group; g++) {
-            product(keys, inner, 1, q + g * TILE * E, padded, weights, padded, found, inner, padded, s->scale, pair);
+            product(keys, inner, 1, q + g * TILE * E, padded, weights, padded, found, inner, padded, &s->scale, pair);
             for (int64_t p = 0; p < vectors; p++) {
                 float *at = weights + 16 * p;
                 lanes largest = most[g][p];
@@ -235,7 +269,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
                     *x = *x * again;
                 }
             }
-            product(values, 1, V, weights, padded, out + g * TILE * V, padded, V, steps, padded, 0.0f, pair);
+            product(values, 1, V, weights, padded, out + g * TILE * V, padded, V, steps, padded, NULL, pair);
         }
     }
     for (int64_t g = 0; g < group; g++) {
@@ -327,8 +361,8 @@ static inline __attribute__((always_inline)) void gradients_of(const Sequences *
                 read_words(&s->q, d.row, d.begin + start, head, count, steps * pair, E, q, pair);
                 read_words(&s->gradient, d.row, d.begin + start, head, count, steps * pair, V, given, pair);
                 if (pair == 2) pair_rows(q, steps * 2, E, q_along), pair_rows(given, steps * 2, V, given_along);
-                product(q, E / pair, 1, keys_turned, padded, weights, padded, count, E / pair, padded, s->scale, pair);
-                product(given, V / pair, 1, values_turned, padded, of_weights, padded, count, V / pair, padded, 1.0f, pair);
+                product(q, E / pair, 1, keys_turned, padded, weights, padded, count, E / pair, padded, &s->scale, pair);
+                product(given, V / pair, 1, values_turned, padded, of_weights, padded, count, V / pair, padded, &ONE, pair);
                 const int whole = start > first && found == TILE && (!s->window || first > start + count - 1 - s->window);
                 for (int64_t r = 0; r < count; r += pair)
                     for (int64_t p = 0; p < padded; p += 16) {
@@ -351,10 +385,10 @@ static inline __attribute__((always_inline)) void gradients_of(const Sequences *
                         *(lanes *)(weights + at) = pair == 2 ? in_pairs(weight[0], weight[1]) : weight[0];
                         *(lanes *)(of_weights + at) = pair == 2 ? in_pairs(of_weight[0], of_weight[1]) : of_weight[0];
                     }
-                product(weights, 1, padded, given_along, V, of_values, V, padded, steps, V, 0.0f, pair);
-                product(of_weights, 1, padded, q_along, E, of_keys, E, padded, steps, E, 0.0f, pair);
+                product(weights, 1, padded, given_along, V, of_values, V, padded, steps, V, NULL, pair);
+                product(of_weights, 1, padded, q_along, E, of_keys, E, padded, steps, E, NULL, pair);
                 product(pair == 2 ? narrow : of_weights, padded / pair, 1, keys, E, of_q + (g * length + start) * E, E,
-                        count, padded / pair, E, 0.0f, pair);
+                        count, padded / pair, E, NULL, pair);
             }
         }
         write_rows(&s->of_k, d.row, d.begin + first, own, found, E, s->scale, of_keys);

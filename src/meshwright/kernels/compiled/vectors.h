@@ -50,38 +50,3 @@ static inline lanes exponentials(lanes x) {
     return p * (lanes)((__builtin_convertvector(n, whole_lanes) + 127) << 23);
 #endif
 }
-
-#ifdef __clang__
-#define SHUFFLED(A, B, ...) __builtin_shufflevector(A, B, __VA_ARGS__)
-#else
-#define SHUFFLED(A, B, ...) __builtin_shuffle(A, B, (whole_lanes){__VA_ARGS__})
-#endif
-
-/* (rows, columns), both multiples of 16, -> (columns, rows): 16 by 16, by exchanging halves of halves. */
-static __attribute__((noinline, unused)) void transpose(const float *from, int64_t from_row, int64_t rows, int64_t columns, float *to,
-                             int64_t to_row) {
-    for (int64_t r = 0; r < rows; r += 16)
-        for (int64_t c = 0; c < columns; c += 16) {
-            lanes x[16], y[16];
-            for (int i = 0; i < 16; i++) x[i] = *(const lanes *)(from + (r + i) * from_row + c);
-#define EXCHANGE(A, B, STEP)                                                                                            \
-    for (int i = 0; i < 16; i++)                                                                                        \
-        if (!(i & STEP)) {                                                                                              \
-            B[i] = SHUFFLED(A[i], A[i + STEP], LOW_##STEP);                                                             \
-            B[i + STEP] = SHUFFLED(A[i], A[i + STEP], HIGH_##STEP);                                                     \
-        }
-#define LOW_8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define HIGH_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define LOW_4 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27
-#define HIGH_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
-#define LOW_2 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
-#define HIGH_2 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
-#define LOW_1 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30
-#define HIGH_1 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31
-            EXCHANGE(x, y, 8)
-            EXCHANGE(y, x, 4)
-            EXCHANGE(x, y, 2)
-            EXCHANGE(y, x, 1)
-            for (int i = 0; i < 16; i++) *(lanes *)(to + (c + i) * to_row + r) = x[i];
-        }
-}
