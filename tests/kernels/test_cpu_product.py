@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any
@@ -158,14 +159,29 @@ def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
+@pytest.fixture
+def not_tried() -> Iterator[None]:
+    onednn_products._are_exact.cache_clear()
+    yield
+    onednn_products._are_exact.cache_clear()
+
+
+@pytest.mark.usefixtures("not_tried")
 def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one with AMX would."""
     monkeypatch.setattr(onednn_products, "multiply", lambda a, b: (a.bfloat16() @ b.bfloat16()).float())
-    onednn_products._are_exact.cache_clear()
     assert not onednn_products.are_exact() and not cpu_product.pays(torch.randn(128, 128), 128)
-    monkeypatch.undo()
-    onednn_products._are_exact.cache_clear()
-    assert onednn_products.are_exact()
+
+
+@pytest.mark.usefixtures("not_tried")
+def test_autocast_rounds_nothing() -> None:
+    a, b = torch.randn(128, 256).t(), torch.randn(128, 128)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert onednn_products.are_exact()
+        found = cpu_product.multiply(a, b)
+        cpu_product.add_product(total := torch.zeros(256, 128), a, b)
+    assert found.dtype == torch.float32 and error(found, a.double() @ b.double()) < 1e-6
+    assert error(total, a.double() @ b.double()) < 1e-6
 
 
 def test_products_of_threads_leave_the_setting_as_it_was() -> None:

@@ -116,7 +116,7 @@ def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Ten
     return result
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_wide_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total (M, N) fp32 += a (M, K) b (K, N), of 16-bit tensors too, whose sums then never leave fp32.
 
     A GPU's library adds to fp32 by itself; the overload that says so is in torch.ops only, and for CUDA only. Elsewhere

@@ -7,7 +7,7 @@ of the whole process: it is changed for each call alone.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -23,10 +23,15 @@ ROUNDED = 1e-5
 """Relative error (norms) above which operands were rounded: fp32's is 1e-6, that of bf16 2e-3."""
 
 
+def _at_full_precision() -> AbstractContextManager[Any]:
+    """Inside of a user's autocast, too."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+
+
 @contextmanager
 def _by_onednn() -> Iterator[None]:
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch says nothing of it there
-    with _ONE_CALL:
+    with _ONE_CALL, _at_full_precision():
         before = setting.fp32_precision
         setting.fp32_precision = "bf16"
         try:

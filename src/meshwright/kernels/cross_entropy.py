@@ -182,7 +182,7 @@ class _Chunks:
                     self.x_gradient[here].zero_().index_copy_(0, kept, found.to(self.x_gradient.dtype))
                 del found
             if self.weight_gradient is not None and in_triton:
-                compat.add_product(self.weight_gradient, logits.t(), part)
+                compat.add_wide_product(self.weight_gradient, logits.t(), part)
             elif self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
                 cpu_product.add_product(self.weight_gradient, logits.t(), part)
             elif self.weight_gradient is not None:

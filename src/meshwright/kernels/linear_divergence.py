@@ -135,7 +135,7 @@ class _DivergenceChunks:
         if self.weight_gradient is None:
             return
         if kind(part) != "cpu":
-            compat.add_product(self.weight_gradient, made.t(), part)
+            compat.add_wide_product(self.weight_gradient, made.t(), part)
         elif part.dtype == torch.float32:
             cpu_product.add_product(self.weight_gradient, made.t(), part)
         else:

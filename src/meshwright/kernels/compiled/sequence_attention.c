@@ -291,7 +291,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
 
 /* Whether both widths are whole vectors of words. */
 static int takes_pairs(const Sequences *s) {
-    return PAIRS && s->pairs && s->q.narrow && s->width % 32 == 0 && s->value_width % 32 == 0;
+    return PAIRS && s->pairs && s->q.narrow && s->gradient.narrow && s->width % 32 == 0 && s->value_width % 32 == 0;
 }
 
 /* Tiles at the ends of documents come first: they see most. Returns 0, or 1 where there was no memory. */
