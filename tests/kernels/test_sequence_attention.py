@@ -12,7 +12,7 @@ from meshwright import compat
 from meshwright.kernels import attention, varlen
 from meshwright.kernels.attention import attend, backend, causal_mask
 from meshwright.kernels.compiled import library, sequence_attention, training_library
-from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, plain_attention, tensors
+from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, errors, plain_attention, tensors
 
 pytestmark = pytest.mark.skipif(
     not training_library.is_compiled(), reason="no C compiler that takes the loops of kernels/compiled"
@@ -150,6 +150,16 @@ def test_large_scores_neither_overflow_nor_vanish(size: float) -> None:
     large = [q * size, k, v]
     exact = plain_attention(large[0].double(), k.double(), v.double(), seen, SCALE)
     torch.testing.assert_close(attended(large, mask).double(), exact, rtol=0, atol=2e-2)
+
+
+@pytest.mark.usefixtures("units")
+@pytest.mark.parametrize("scale", [0.0, 1e-46, -0.3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_scale_is_taken_for_another(dtype: torch.dtype, scale: float) -> None:
+    """Of 0, and of what is 0 in fp32, all weights of a query are the same."""
+    given, mask, seen = case("plain", dtype)
+    plain = partial(plain_attention, seen=seen, scale=scale)
+    assert max(errors(partial(attend, mask=mask, scale=scale), plain, given)) < (2e-6 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.usefixtures("units")

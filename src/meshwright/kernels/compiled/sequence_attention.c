@@ -118,10 +118,10 @@ static void pair_rows(const float *from, int64_t rows, int64_t width, float *to)
 
 static inline __attribute__((always_inline)) void sums_of(const float *a, int64_t a_row, int64_t a_inner,
                                                           const float *b, int64_t b_row, float *c, int64_t c_row,
-                                                          int64_t inner, float scale, const int pair, const int rows,
+                                                          int64_t inner, const float *scale, const int pair, const int rows,
                                                           const int across) {
-    const int adds = scale == 0.0f;
-    const wide all = (wide){0} + scale;
+    const int adds = !scale;
+    const wide all = (wide){0} + (adds ? 1.0f : *scale);
     wide total[DOWN][ACROSS];
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < across; p++) total[r][p] = adds ? *(const wide *)(c + r * c_row + WIDE * p) : (wide){0};
@@ -142,11 +142,11 @@ static inline __attribute__((always_inline)) void sums_of(const float *a, int64_
         }
 }
 
-/* c (rows, columns) = `scale` times, or where that is 0, += a (rows, inner) b (inner, columns); columns are a multiple of
-   16. Not inlined: a compiler that sees the scale rounds it with what comes next, and both passes must round alike. */
+/* c (rows, columns) = `*scale` times, or where there is none, += a (rows, inner) b (inner, columns); columns are a multiple
+   of 16. Not inlined: a compiler that sees the scale rounds it with what comes next, and both passes must round alike. */
 static __attribute__((noinline)) void product(const float *a, int64_t a_row, int64_t a_inner, const float *b,
                                               int64_t b_row, float *c, int64_t c_row, int64_t rows, int64_t inner,
-                                              int64_t columns, float scale, int pair) {
+                                              int64_t columns, const float *scale, int pair) {
 #define SOME_ROWS(ROWS, VECTORS, PAIR)                                                                                  \
     case (PAIR * 8 + ROWS) * 8 + VECTORS:                                                                               \
         sums_of(a + r * a_row, a_row, a_inner, b + n, b_row, c + r * c_row + n, c_row, inner, scale, PAIR, ROWS,        \
@@ -202,7 +202,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
         if (pair == 2) pair_rows(rows, steps * 2, V, values);
         const int whole = first + TILE <= start + 1 && (!s->window || first > stop - 1 - s->window);
         for (int64_t g = 0; g < group; g++) {
-            product(keys, inner, 1, q + g * TILE * E, padded, weights, padded, found, inner, padded, s->scale, pair);
+            product(keys, inner, 1, q + g * TILE * E, padded, weights, padded, found, inner, padded, &s->scale, pair);
             for (int64_t p = 0; p < vectors; p++) {
                 float *at = weights + 16 * p;
                 lanes largest = most[g][p];
@@ -235,7 +235,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Sequences *s
                     *x = *x * again;
                 }
             }
-            product(values, 1, V, weights, padded, out + g * TILE * V, padded, V, steps, padded, 0.0f, pair);
+            product(values, 1, V, weights, padded, out + g * TILE * V, padded, V, steps, padded, NULL, pair);
         }
     }
     for (int64_t g = 0; g < group; g++) {
@@ -293,6 +293,7 @@ static inline __attribute__((always_inline)) void gradients_of(const Sequences *
     float *weights = given + TILE * V, *of_weights = weights + TILE * TILE, *of_keys = of_weights + TILE * TILE;
     float *of_values = of_keys + TILE * E, *narrow = of_values + TILE * V, *means = narrow + TILE * TILE / 2;
     float *of_q = means + group * length;
+    const float one = 1.0f;
     float *q_along = pair == 2 ? q + TILE * E / 2 : q, *given_along = pair == 2 ? given + TILE * V / 2 : given;
     float *key_rows = pair == 2 ? q : keys, *value_rows = pair == 2 ? given : values;
     for (int64_t g = 0; g < group; g++)
@@ -327,8 +328,8 @@ static inline __attribute__((always_inline)) void gradients_of(const Sequences *
                 read_words(&s->q, d.row, d.begin + start, head, count, steps * pair, E, q, pair);
                 read_words(&s->gradient, d.row, d.begin + start, head, count, steps * pair, V, given, pair);
                 if (pair == 2) pair_rows(q, steps * 2, E, q_along), pair_rows(given, steps * 2, V, given_along);
-                product(q, E / pair, 1, keys_turned, padded, weights, padded, count, E / pair, padded, s->scale, pair);
-                product(given, V / pair, 1, values_turned, padded, of_weights, padded, count, V / pair, padded, 1.0f, pair);
+                product(q, E / pair, 1, keys_turned, padded, weights, padded, count, E / pair, padded, &s->scale, pair);
+                product(given, V / pair, 1, values_turned, padded, of_weights, padded, count, V / pair, padded, &one, pair);
                 const int whole = start > first && found == TILE && (!s->window || first > start + count - 1 - s->window);
                 for (int64_t r = 0; r < count; r += pair)
                     for (int64_t p = 0; p < padded; p += 16) {
@@ -351,10 +352,10 @@ static inline __attribute__((always_inline)) void gradients_of(const Sequences *
                         *(lanes *)(weights + at) = pair == 2 ? in_pairs(weight[0], weight[1]) : weight[0];
                         *(lanes *)(of_weights + at) = pair == 2 ? in_pairs(of_weight[0], of_weight[1]) : of_weight[0];
                     }
-                product(weights, 1, padded, given_along, V, of_values, V, padded, steps, V, 0.0f, pair);
-                product(of_weights, 1, padded, q_along, E, of_keys, E, padded, steps, E, 0.0f, pair);
+                product(weights, 1, padded, given_along, V, of_values, V, padded, steps, V, NULL, pair);
+                product(of_weights, 1, padded, q_along, E, of_keys, E, padded, steps, E, NULL, pair);
                 product(pair == 2 ? narrow : of_weights, padded / pair, 1, keys, E, of_q + (g * length + start) * E, E,
-                        count, padded / pair, E, 0.0f, pair);
+                        count, padded / pair, E, NULL, pair);
             }
         }
         write_rows(&s->of_k, d.row, d.begin + first, own, found, E, s->scale, of_keys);
