@@ -1,8 +1,11 @@
 """Products by oneDNN, switched on whatever this processor is."""
 
+import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +31,12 @@ def sizes(seed: int) -> tuple[int, int, int]:
     """Odd sizes, of which half are above the least that oneDNN is asked for."""
     draw = random.Random(seed)
     return draw.randint(1, 300), draw.randint(1, 300), draw.randint(1, 300)
+
+
+def setting() -> str:
+    library: Any = torch.backends.mkldnn  # whose types torch does not tell
+    found: str = library.matmul.fp32_precision
+    return found
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -130,15 +139,18 @@ def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
     """Exact to fp32, though torch is told that it may round to bf16; and none falls back to plain loops, which are a
     thousand times as slow."""
     a, b = lying(256, 1024, left), lying(1024, 64, right)
-    exact, before = a.double() @ b.double(), torch.backends.mkldnn.matmul.fp32_precision
+    exact, before = a.double() @ b.double(), setting()
     assert cpu_product.pays(a, 64)
+    began = time.process_time()
     assert error(cpu_product.multiply(a, b), exact) < 1e-6
+    assert error(cpu_product.linear(a.view(2, 128, 1024), b.t())[1], exact[128:]) < 1e-6
+    assert time.process_time() - began < 0.5
     for total in (torch.ones(256, 64), torch.ones(256, 128)[:, 32:96], torch.ones(64, 256).t()):
         began = time.process_time()
         assert cpu_product.add_product(total, a, b) is total
         assert time.process_time() - began < 0.5
         assert error(total, exact + 1) < 1e-6
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert setting() == before
 
 
 def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,13 +163,66 @@ def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch
     assert onednn_products.are_exact()
 
 
+@pytest.mark.parametrize("before", ["none", "ieee"])
+def test_what_the_setting_inherits_it_inherits_afterwards(before: str) -> None:
+    every: Any = torch.backends
+    try:
+        every.fp32_precision = before
+        cpu_product.multiply(torch.randn(128, 128).t(), torch.randn(128, 128))
+        every.fp32_precision = "tf32"
+        assert setting() == "tf32"
+    finally:
+        every.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_autocast_changes_none_of_them(count: int) -> None:
+    """Not in the backward pass either, nor what is known of the processor."""
+    x, *weights = (torch.randn(128, 128, requires_grad=True) for _ in range(1 + count))
+    onednn_products._are_exact.cache_clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert onednn_products.are_exact()
+        torch.stack([one.sum() for one in fast().linears(x, weights, [None] * count)]).sum().backward()
+    exact = x.detach().double().sum(0).expand(128, 128)
+    for weight in weights:
+        assert weight.grad is not None and error(weight.grad, exact) < 1e-6
+
+
+def test_a_product_may_be_asked_for_inside_of_another() -> None:
+    """As a handler of a signal does, or a mode that sees the first."""
+    a, b, before = torch.randn(128, 128).t(), torch.randn(128, 128), setting()
+    with onednn_products._by_onednn():
+        assert error(cpu_product.multiply(a, b), a.double() @ b.double()) < 1e-6
+        assert setting() == "bf16"
+    assert setting() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_has_neither_the_lock_nor_the_setting_of_a_thread() -> None:
+    entered = Event()
+
+    def multiply_long() -> None:
+        with onednn_products._by_onednn():
+            entered.set()
+            time.sleep(0.2)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(multiply_long)
+        entered.wait()
+        child = os.fork()
+        if not child:
+            free = onednn_products._ONE_CALL.acquire(timeout=2)
+            os._exit(0 if free and setting() != "bf16" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def test_products_of_threads_leave_the_setting_as_it_was() -> None:
     a, b = torch.randn(128, 128).t(), torch.randn(128, 128)
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    before = setting()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: cpu_product.multiply(a, b), range(200)))
     assert all(one.equal(found[0]) for one in found)
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert setting() == before
 
 
 def test_a_product_copies_no_operand_and_no_sum() -> None:

@@ -159,7 +159,9 @@ def test_no_scale_is_taken_for_another(dtype: torch.dtype, scale: float) -> None
     """Of 0, and of what is 0 in fp32, all weights of a query are the same."""
     given, mask, seen = case("plain", dtype)
     plain = partial(plain_attention, seen=seen, scale=scale)
-    assert max(errors(partial(attend, mask=mask, scale=scale), plain, given)) < (2e-6 if dtype == torch.float32 else 4e-3)
+    assert max(errors(partial(attend, mask=mask, scale=scale), plain, given)) < (
+        2e-6 if dtype == torch.float32 else 4e-3
+    )
 
 
 @pytest.mark.usefixtures("units")

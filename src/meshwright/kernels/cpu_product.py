@@ -26,9 +26,10 @@ _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if a.is_contiguous() or a.dim() > 2:
+    gaps = not b.is_contiguous() and not b.t().is_contiguous()  # oneDNN's linear product has plain loops for them
+    if not gaps and (a.is_contiguous() or a.dim() > 2):
         return compat.onednn_product(a.contiguous(), b, bias)
-    found = onednn_products.multiply(a, b.t())
+    found = onednn_products.multiply(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], b.shape[0])
     return found if bias is None else found.add_(bias)
 
 
