@@ -3,7 +3,9 @@
 import os
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from meshwright import compat
 from meshwright.compat import onednn_products
 from meshwright.kernels import cpu_product, fast
+from meshwright.kernels.linear import linears_reference
 from meshwright.kernels.target import acting_as
 from meshwright.model.transformer import build
 from meshwright.observe.profile.cpu_allocator import watching
@@ -93,6 +96,24 @@ def test_a_layer_and_its_gradients(seed: int) -> None:
     for one, exact in zip((x, weight, bias), wide, strict=True):
         assert one.grad is not None and exact.grad is not None
         assert error(one.grad, exact.grad) < 1e-6
+
+
+@pytest.mark.parametrize("size", [16, 128])
+def test_second_derivatives_are_right(size: int) -> None:
+    """Above the least of oneDNN's products and below it."""
+
+    def twice(run: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, first, second, bias = leaves = [one.detach().clone().requires_grad_() for one in given]
+        made = run(x, (first, second), (bias, None))
+        gradients = torch.autograd.grad(sum(one.square().mean() for one in made), leaves, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in gradients), leaves)
+
+    given = [torch.randn(*shape) for shape in ((2, size, size), (size, size), (size, size), (size,))]
+    exact = twice(linears_reference, *(one.double() for one in given))
+    singly = lambda x, weights, biases: tuple(map(partial(fast().linear, x), weights, biases))  # noqa: E731
+    for run in (fast().linears, singly):
+        for found, right in zip(twice(run, *given), exact, strict=True):
+            assert error(found, right) < 2e-6
 
 
 def test_only_large_products_of_fp32_on_a_cpu_are_its() -> None:
