@@ -1,10 +1,12 @@
 """Products by oneDNN, switched on whatever this processor is."""
 
+import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from functools import partial
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright import compat
 from meshwright.compat import onednn_products
 from meshwright.kernels import cpu_product, fast
+from meshwright.kernels.linear import linears_reference
 from meshwright.kernels.target import acting_as
 from meshwright.model.transformer import build
 from meshwright.observe.profile.cpu_allocator import watching
@@ -32,6 +35,12 @@ def sizes(seed: int) -> tuple[int, int, int]:
     """Odd sizes, of which half are above the least that oneDNN is asked for."""
     draw = random.Random(seed)
     return draw.randint(1, 300), draw.randint(1, 300), draw.randint(1, 300)
+
+
+def setting() -> str:
+    library: Any = torch.backends.mkldnn  # whose types torch does not tell
+    found: str = library.matmul.fp32_precision
+    return found
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -90,6 +99,24 @@ def test_a_layer_and_its_gradients(seed: int) -> None:
         assert error(one.grad, exact.grad) < 1e-6
 
 
+@pytest.mark.parametrize("size", [16, 128])
+def test_second_derivatives_are_right(size: int) -> None:
+    """Above the least of oneDNN's products and below it."""
+
+    def twice(run: Callable[..., tuple[torch.Tensor, ...]], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, first, second, bias = leaves = [one.detach().clone().requires_grad_() for one in given]
+        made = run(x, (first, second), (bias, None))
+        gradients = torch.autograd.grad(sum(one.square().mean() for one in made), leaves, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in gradients), leaves)
+
+    given = [torch.randn(*shape) for shape in ((2, size, size), (size, size), (size, size), (size,))]
+    exact = twice(linears_reference, *(one.double() for one in given))
+    singly = lambda x, weights, biases: tuple(map(partial(fast().linear, x), weights, biases))  # noqa: E731
+    for run in (fast().linears, singly):
+        for found, right in zip(twice(run, *given), exact, strict=True):
+            assert error(found, right) < 2e-6
+
+
 def test_only_large_products_of_fp32_on_a_cpu_are_its() -> None:
     large, small = torch.randn(128, 128), torch.randn(16, 128)
     assert cpu_product.pays(large, 128) and not cpu_product.pays(small, 128)
@@ -144,7 +171,7 @@ def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
     """Exact to fp32, though torch is told that it may round to bf16; and none falls back to plain loops, which are a
     thousand times as slow: more than a second."""
     a, b = lying(256, 4096, left), lying(4096, 64, right)
-    exact, before = a.double() @ b.double(), torch.backends.mkldnn.matmul.fp32_precision
+    exact, before = a.double() @ b.double(), setting()
     assert cpu_product.pays(a, 64)
     began = time.process_time()
     found = [cpu_product.multiply(a, b), cpu_product.linear(a, b.t(), torch.ones(64)) - 1]
@@ -156,7 +183,7 @@ def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
         assert cpu_product.add_product(total, a, b) is total
         assert time.process_time() - began < 0.5
         assert error(total, exact + 1) < 1e-6
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert setting() == before
 
 
 @pytest.fixture
@@ -173,24 +200,66 @@ def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch
     assert not onednn_products.are_exact() and not cpu_product.pays(torch.randn(128, 128), 128)
 
 
+@pytest.mark.parametrize("before", ["none", "ieee"])
+def test_what_the_setting_inherits_it_inherits_afterwards(before: str) -> None:
+    every: Any = torch.backends
+    try:
+        every.fp32_precision = before
+        cpu_product.multiply(torch.randn(128, 128).t(), torch.randn(128, 128))
+        every.fp32_precision = "tf32"
+        assert setting() == "tf32"
+    finally:
+        every.fp32_precision = "none"
+
+
 @pytest.mark.usefixtures("not_tried")
-def test_autocast_rounds_nothing() -> None:
-    a, b = torch.randn(128, 256).t(), torch.randn(128, 128)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+@pytest.mark.parametrize("count", [1, 3])
+def test_autocast_changes_none_of_them(count: int) -> None:
+    """Not in the backward pass either, nor what is known of the processor."""
+    x, *weights = (torch.randn(128, 128, requires_grad=True) for _ in range(1 + count))
+    with torch.autocast("cpu", torch.bfloat16):
         assert onednn_products.are_exact()
-        found = cpu_product.multiply(a, b)
-        cpu_product.add_product(total := torch.zeros(256, 128), a, b)
-    assert found.dtype == torch.float32 and error(found, a.double() @ b.double()) < 1e-6
-    assert error(total, a.double() @ b.double()) < 1e-6
+        torch.stack([one.sum() for one in fast().linears(x, weights, [None] * count)]).sum().backward()
+    exact = x.detach().double().sum(0).expand(128, 128)
+    for weight in weights:
+        assert weight.grad is not None and error(weight.grad, exact) < 1e-6
+
+
+def test_a_product_may_be_asked_for_inside_of_another() -> None:
+    """As a handler of a signal does, or a mode that sees the first."""
+    a, b, before = torch.randn(128, 128).t(), torch.randn(128, 128), setting()
+    with onednn_products._by_onednn():
+        assert error(cpu_product.multiply(a, b), a.double() @ b.double()) < 1e-6
+        assert setting() == "bf16"
+    assert setting() == before
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_forked_process_has_neither_the_lock_nor_the_setting_of_a_thread() -> None:
+    entered = Event()
+
+    def multiply_long() -> None:
+        with onednn_products._by_onednn():
+            entered.set()
+            time.sleep(0.2)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(multiply_long)
+        entered.wait()
+        child = os.fork()
+        if not child:
+            free = onednn_products._ONE_CALL.acquire(timeout=2)
+            os._exit(0 if free and setting() != "bf16" else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_products_of_threads_leave_the_setting_as_it_was() -> None:
     a, b = torch.randn(128, 128).t(), torch.randn(128, 128)
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    before = setting()
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: cpu_product.multiply(a, b), range(200)))
     assert all(one.equal(found[0]) for one in found)
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert setting() == before
 
 
 def test_a_mode_that_hears_of_a_product_may_multiply() -> None:
@@ -205,12 +274,12 @@ def test_a_mode_that_hears_of_a_product_may_multiply() -> None:
         with Checked():
             cpu_product.add_product(total, torch.randn(128, 128), torch.randn(128, 128))
 
-    total, before = torch.zeros(128, 128), torch.backends.mkldnn.matmul.fp32_precision
+    total, before = torch.zeros(128, 128), setting()
     thread = Thread(target=add, daemon=True)
     thread.start()
     thread.join(30)
     assert not thread.is_alive() and total.abs().sum() > 0
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert setting() == before
 
 
 def test_a_product_copies_no_operand_and_no_sum() -> None:

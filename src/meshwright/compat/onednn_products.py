@@ -6,8 +6,9 @@ processors it multiplies in fp32, and reads transposed operands as they lie. `ar
 of the whole process: it is changed for each call alone.
 """
 
+import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -17,22 +18,24 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 _ONE_CALL = RLock()
-"""Else a thread would take what another one has set for what it was before. A mode that hears of a product may multiply
-itself."""
+"""Else a thread would take what another one has set for what it was before. The same thread may come again: a signal's
+handler, or a mode of torch's."""
+if hasattr(os, "register_at_fork"):  # else a child had the lock and the setting of a thread that it has not
+    os.register_at_fork(
+        before=_ONE_CALL.acquire, after_in_parent=_ONE_CALL.release, after_in_child=_ONE_CALL.release
+    )  # fmt: skip
 ROUNDED = 1e-5
 """Relative error (norms) above which operands were rounded: fp32's is 1e-6, that of bf16 2e-3."""
 
 
-def _at_full_precision() -> AbstractContextManager[Any]:
-    """Inside of a user's autocast, too."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
-
-
 @contextmanager
 def _by_onednn() -> Iterator[None]:
-    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # torch says nothing of it there
-    with _ONE_CALL, _at_full_precision():
+    library: Any = torch.backends.mkldnn
+    setting = library.matmul
+    with _ONE_CALL:
         before = setting.fp32_precision
+        if before == library.fp32_precision:  # it is read as what it inherits, and would inherit no more
+            before = "none"
         setting.fp32_precision = "bf16"
         try:
             yield
@@ -41,9 +44,10 @@ def _by_onednn() -> Iterator[None]:
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """a (M, K) times b (K, N), fp32 -> (M, N)."""
+    """a (M, K) times b (K, N), fp32 -> (M, N). Autocast leaves a product alone whose result is given."""
+    found = a.new_empty(a.shape[0], b.shape[1])
     with _by_onednn():
-        return torch.mm(a, b)
+        return torch.mm(a, b, out=found)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -3,8 +3,9 @@
 torch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only; on AMD's it is left with AVX2.
 oneDNN, which torch ships too, asks the processor what it can: about twice as fast on an EPYC of Zen 5, 1.1 to 1.5 times
 on one of Zen 4 (`python -m benchmarks.product_rates`). On such a processor the functions below are oneDNN's, elsewhere
-torch's own. None has a gradient: autograd functions call them. The product is an operator of its own, so that the
-compiler, which knows oneDNN's with frozen weights alone, does not look inside.
+torch's own. Autograd functions call them; where one's backward pass is recorded for a second derivative, products are
+torch's. The product is an operator of its own, so that the compiler, which knows oneDNN's with frozen weights alone,
+does not look inside.
 """
 
 import torch
@@ -26,9 +27,10 @@ _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if a.is_contiguous() and (b.is_contiguous() or b.t().is_contiguous()):  # with gaps a thousand times as slow
-        return compat.onednn_product(a, b, bias)
-    found = onednn_products.multiply(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], len(b))
+    gaps = not b.is_contiguous() and not b.t().is_contiguous()  # oneDNN's linear product has plain loops for them
+    if not gaps and (a.is_contiguous() or a.dim() > 2):
+        return compat.onednn_product(a.contiguous(), b, bias)
+    found = onednn_products.multiply(a.reshape(-1, a.shape[-1]), b.t()).view(*a.shape[:-1], b.shape[0])
     return found if bias is None else found.add_(bias)
 
 
@@ -47,9 +49,16 @@ def pays(a: Tensor, columns: int) -> bool:
     return a.numel() * columns >= LEAST and onednn_products.are_exact()
 
 
+def _is_recorded(*operands: Tensor | None) -> bool:
+    """Whether autograd would follow: the operator has no gradient."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return any(one is not None and one.requires_grad for one in operands)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., K) times weight (N, K) transposed, plus bias (N,) -> (..., N)."""
-    if not pays(x, weight.shape[0]):
+    if not pays(x, weight.shape[0]) or _is_recorded(x, weight, bias):
         return F.linear(x, weight, bias)
     found: Tensor = torch.ops.meshwright.cpu_product(x, weight, bias)
     return found
@@ -57,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a (M, K) times b (K, N) -> (M, N)."""
-    if not pays(a, b.shape[1]):
+    if not pays(a, b.shape[1]) or _is_recorded(a, b):
         return torch.mm(a, b)
     found: Tensor = torch.ops.meshwright.cpu_product(a, b.t(), None)
     return found

@@ -175,8 +175,10 @@ def parameter_gradients(
     has taken the product. Without x only biases have any."""
     count = len(weights)
     narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-    # What waits in a queue must not hold the graph it came from, which holds the stage's input and its gradient.
-    rows = None if x is None else x.detach().reshape(-1, x.shape[-1])
+    if x is not None and not torch.is_grad_enabled():  # else a second derivative is wanted
+        # What waits in a queue must not hold the graph it came from, which holds the stage's input and its gradient.
+        x = x.detach()
+    rows = None if x is None else x.reshape(-1, x.shape[-1])
     wide: Tensor | fp8.Narrow | None = None
     for gradient, weight, leaf, wants in zip(narrow, weights, leaves, wanted[:count], strict=True):
         if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype, form)):
