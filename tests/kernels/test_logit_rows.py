@@ -113,6 +113,23 @@ def test_a_masked_logit_learns_nothing_and_what_is_no_number_stays_in_its_row() 
     assert logits[0, 7] == 0 and logits[0].isfinite().all() and logits[1].isnan().all() and logits[3].isfinite().all()
 
 
+@pytest.mark.parametrize("targets, factor", [(8, 9), (10, 9), (9, 8), (9, 10)])
+def test_what_does_not_fit_the_rows_is_refused(targets: int, factor: int) -> None:
+    (logits,) = tensors((9, 40))
+    with pytest.raises(RuntimeError, match="size"):
+        logit_rows.losses(
+            logits, torch.zeros(targets).long(), torch.ones(factor), ignored=IGNORED, gradient=True, smoothing=0, z=0
+        )
+
+
+def test_targets_and_factors_of_other_dtypes() -> None:
+    logits, targets, factors = case(50, torch.float32)
+    found = [logits.clone() for _ in range(2)]
+    for made, places, each in zip(found, (targets, targets.int()), (factors, factors.double()), strict=True):
+        logit_rows.losses(made, places, each, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+    assert found[0].equal(found[1])
+
+
 def test_where_gradients_are_recorded_plain_code_runs() -> None:
     (logits,) = tensors((512, 512))
     assert not logit_rows.takes(logits)

@@ -27,11 +27,10 @@ def losses(
     """-log softmax (R,) fp32 of `logits`, which become factor x gradient; factor () or (R,) fp32."""
     found = logits.new_empty(len(logits), dtype=torch.float32)
     if not compat.is_fake(logits):
-        targets, factor = targets.contiguous(), None if factor is None else factor.contiguous()
-        factors = (None, 0) if factor is None else (factor.data_ptr(), factor.dim())
+        places, factors = _each(targets.long(), logits), None if factor is None else _each(factor.float(), logits)
         library().losses_of_rows(
-            *_rows(logits), targets.data_ptr(), *factors, found.data_ptr(), *logits.shape, ignored, gradient, smoothing,
-            z, *_kind(logits),
+            *_rows(logits), places.data_ptr(), None if factors is None else factors.data_ptr(), found.data_ptr(),
+            *logits.shape, ignored, gradient, smoothing, z, *_kind(logits),
         )  # fmt: skip
     return found
 
@@ -40,9 +39,9 @@ def gathered(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     """(4, R) fp32: maximum, sum of exp(logit - maximum), sum of logits, the target's logit where it is here, else 0."""
     found = logits.new_empty(4, len(logits), dtype=torch.float32)
     if not compat.is_fake(logits):
-        targets = targets.contiguous()
+        places = _each(targets.long(), logits)
         library().gather_rows(
-            *_rows(logits), targets.data_ptr(), first, found.data_ptr(), *logits.shape, *_kind(logits)
+            *_rows(logits), places.data_ptr(), first, found.data_ptr(), *logits.shape, *_kind(logits)
         )  # fmt: skip
     return found
 
@@ -54,11 +53,16 @@ def write_gradients(
     """Over `logits` (R, V') of which this process holds columns `first` on: the gradients, from log-sum-exps (R,)."""
     if compat.is_fake(logits):
         return
-    targets, sums, factors = targets.contiguous(), sums.contiguous(), factors.contiguous()
+    places, sums, factors = (_each(x, logits) for x in (targets.long(), sums.float(), factors.float()))
     library().gradient_rows(
-        *_rows(logits), targets.data_ptr(), first, sums.data_ptr(), factors.data_ptr(), *logits.shape, vocabulary,
+        *_rows(logits), places.data_ptr(), first, sums.data_ptr(), factors.data_ptr(), *logits.shape, vocabulary,
         smoothing, z, *_kind(logits),
     )  # fmt: skip
+
+
+def _each(x: Tensor, logits: Tensor) -> Tensor:
+    """() or (R,) -> (R,); of another number of rows an error: C would read what lies behind them."""
+    return x.expand(len(logits)).contiguous()
 
 
 def _rows(logits: Tensor) -> tuple[int, int]:

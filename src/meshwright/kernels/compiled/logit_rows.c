@@ -78,9 +78,9 @@ static void write_gradient(void *row, int64_t target, int64_t columns, int64_t v
 }
 
 /* The loss of each row (R,), 0 where ignored; of a target that no column has, no number. Where `gradient`, that over the
-   logits, times factors (R,) or, of stride 0, (1,); none: 1. */
-void losses_of_rows(void *logits, int64_t apart, const int64_t *targets, const float *factors, int64_t factor_apart,
-                    float *losses, int64_t rows, int64_t columns, int64_t ignored, int64_t gradient, float smoothing,
+   logits, times factors (R,); none: 1. */
+void losses_of_rows(void *logits, int64_t apart, const int64_t *targets, const float *factors, float *losses,
+                    int64_t rows, int64_t columns, int64_t ignored, int64_t gradient, float smoothing,
                     float z, int64_t narrow, int64_t shared_by) {
     EACH_ROW {
         const int64_t target = targets[row];
@@ -94,7 +94,7 @@ void losses_of_rows(void *logits, int64_t apart, const int64_t *targets, const f
         float loss = lse - found.chosen + z * lse * lse;
         if (smoothing != 0.0f) loss += smoothing * (found.chosen - found.plain / (float)columns);
         losses[row] = target >= 0 && target < columns ? loss : NAN;
-        const float factor = factors ? factors[row * factor_apart] : 1.0f;
+        const float factor = factors ? factors[row] : 1.0f;
         if (gradient) write_gradient(AT(row), target, columns, columns, lse, factor, smoothing, z, narrow);
     }
 }

@@ -19,7 +19,7 @@ _ARGUMENTS: dict[str, list[type]] = {
     "norm_gradients": [*[POINTER] * 6, INT, *_NUMBERS],
     "gate_rows": [*[POINTER] * 3, *_NUMBERS],
     "gate_gradients": [*[POINTER] * 6, *_NUMBERS],
-    "losses_of_rows": [POINTER, INT, POINTER, POINTER, INT, POINTER, *_NUMBERS, FLOAT, FLOAT, INT, INT],
+    "losses_of_rows": [POINTER, INT, POINTER, POINTER, POINTER, *_NUMBERS, FLOAT, FLOAT, INT, INT],
     "gather_rows": [POINTER, INT, POINTER, INT, POINTER, *_NUMBERS],
     "gradient_rows": [POINTER, INT, POINTER, INT, POINTER, POINTER, INT, INT, INT, FLOAT, FLOAT, INT, INT],
     "turn_rows": [POINTER, INT, INT, INT, POINTER, POINTER, INT, FLOAT, POINTER, INT, INT, *_NUMBERS],
