@@ -157,6 +157,14 @@ def test_a_second_backward_pass_is_refused() -> None:
         loss.backward()
 
 
+def test_a_second_derivative_is_refused() -> None:
+    """Behind other layers it would lack what the loss adds to it, in silence."""
+    x, weight = (tensor.requires_grad_() for tensor in inputs(9))
+    loss = fast().linear_cross_entropy(x.square(), weight, targets_of(9))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, (x, weight), create_graph=True)
+
+
 def test_a_factor_on_the_loss_reaches_the_gradients() -> None:
     x, weight = (tensor.requires_grad_() for tensor in inputs(21))
     targets = targets_of(21)

@@ -233,6 +233,14 @@ def test_no_more_than_chunks_of_logits_and_one_backward_pass() -> None:
         loss.backward()
 
 
+def test_a_second_derivative_is_refused() -> None:
+    x, weight, *theirs = inputs(9)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    loss, _ = FUNCTIONS["fast"](*leaves, TeacherHead(*theirs), targets_of(9))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
 def test_evaluation_makes_no_gradients() -> None:
     x, weight, *theirs = (one.requires_grad_() for one in inputs(21))
     with torch.no_grad(), Operations() as made:

@@ -162,6 +162,8 @@ class _LinearDivergence(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Any:
         if ctx.dtype is None:
             raise RuntimeError("linear_divergence keeps its gradients for one backward pass only")
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("linear_divergence has no second derivative: its gradients were made without a graph")
         x_gradient, weight_gradient = ctx.x_gradient, ctx.weight_gradient
         if x_gradient is not None:
             x_gradient.mul_(gradient)
