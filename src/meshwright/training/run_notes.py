@@ -15,6 +15,8 @@ def run_notes(plan: Plan, device: torch.device, *more: str, steps_done: int, len
     the one it goes on from."""
     compiled = is_compiled(plan.layout, device) and can_be_compiled(plan.model, plan.recipe.fake_quantize)
     found = compile_notes(plan.layout, device, plan.model)
+    if compiled:
+        found.append("the first step compiles blocks, which may take a minute; later runs find the code on disk")
     found += [plan.beyond_positions] if plan.beyond_positions else []
     found += [*schedule_notes(plan.layout), *more]
     found += kernel_notes(plan, device, compiled)
