@@ -81,6 +81,10 @@ schema: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.train_speed $(ARGS)
+	$(RUN) -m benchmarks.product_share
+	$(RUN) -m benchmarks.documents
+	$(RUN) -m benchmarks.recomputation
+	$(RUN) -m benchmarks.kernel_errors
 	$(RUN) -m benchmarks.tune_speed
 	$(RUN) -m benchmarks.encoding
 	$(RUN) -m benchmarks.startup
