@@ -121,7 +121,7 @@ def _kernel(logits: Tensor, in_triton: bool) -> Any:
 
 
 def _check_targets(targets: Tensor, valid: Tensor, rows: int) -> None:
-    """On a GPU the loss is nan instead: its host would wait."""
+    """In Triton the loss is nan instead: a GPU's host would wait."""
     outside = targets[valid & ((targets < 0) | (targets >= rows))]
     if len(outside):
         raise IndexError(f"a target is {int(outside[0])}, and the head has rows 0 to {rows - 1}")
@@ -236,7 +236,7 @@ class _Chunks:
         """As `_chunk`, of logits in the dtype that the product gave."""
         parts, smoothing, z = self.vocabulary, self.form.smoothing, self.form.z
         if parts is None:
-            if kind(logits) == "cpu" and not compat.is_fake(logits):
+            if kernel is logit_rows and not compat.is_fake(logits):
                 _check_targets(targets, valid, len(self.weight))
             return kernel.losses(  # type: ignore[no-any-return]
                 logits, targets, factor, ignored=IGNORED, gradient=self._wants_gradients, smoothing=smoothing, z=z
