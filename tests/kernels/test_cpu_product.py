@@ -203,13 +203,15 @@ def test_a_processor_that_rounds_is_left_to_blas(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("before", ["none", "ieee"])
 def test_what_the_setting_inherits_it_inherits_afterwards(before: str) -> None:
     every: Any = torch.backends
+    whole, own = every.fp32_precision, setting()
+    every.mkldnn.matmul.fp32_precision = "none"
     try:
         every.fp32_precision = before
         cpu_product.multiply(torch.randn(128, 128).t(), torch.randn(128, 128))
         every.fp32_precision = "tf32"
         assert setting() == "tf32"
     finally:
-        every.fp32_precision = "none"
+        every.fp32_precision, every.mkldnn.matmul.fp32_precision = whole, own
 
 
 @pytest.mark.usefixtures("not_tried")

@@ -238,9 +238,10 @@ class _Chunks:
         if parts is None:
             if kernel is logit_rows and not compat.is_fake(logits):
                 _check_targets(targets, valid, len(self.weight))
-            return kernel.losses(  # type: ignore[no-any-return]
+            losses: Tensor = kernel.losses(
                 logits, targets, factor, ignored=IGNORED, gradient=self._wants_gradients, smoothing=smoothing, z=z
             )
+            return losses
         peak, total, plain, chosen = kernel.gathered(logits, targets, parts.first).unbind(0)
         highest = parts.largest(peak.clone())
         mine = (targets >= parts.first) & (targets < parts.first + parts.number)
