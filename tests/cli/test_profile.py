@@ -18,6 +18,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="written for two processes on a CPU"),
 ]
 
+PACKED_BYTES = 600_000
+"""What oneDNN packs of a transposed operand inside of a product, for each thread: no dry run counts it."""
+
 
 def test_a_profile_is_compared_reported_and_fed_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, known, better = tmp_path / "run", tmp_path / "known.toml", tmp_path / "better.toml"
@@ -30,7 +33,7 @@ def test_a_profile_is_compared_reported_and_fed_back(tmp_path: Path, capsys: pyt
     assert found["columns"]["measured"]["about"] == "a profile of the plan (profile.json)", errors
     rows = {(row["section"], row["what"], row["unit"]): row for row in found["rows"]}
     peak = rows["memory", "peak", "bytes"]
-    assert peak["dryrun"] == pytest.approx(peak["measured"], rel=0.05)
+    assert 0.95 * peak["measured"] - PACKED_BYTES < peak["dryrun"] < 1.05 * peak["measured"]
     for unit in ("bytes", "calls"):
         sent = rows["traffic", "data all_reduce", unit]
         assert sent["dryrun"] == sent["measured"] > 0
