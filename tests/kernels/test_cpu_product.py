@@ -284,6 +284,7 @@ def test_a_mode_that_hears_of_a_product_may_multiply() -> None:
     assert setting() == before
 
 
+@pytest.mark.filterwarnings("ignore:.*clears events")
 def test_a_product_copies_no_operand_and_no_sum() -> None:
     """oneDNN packs half a MiB for each thread."""
     x, gradient = torch.randn(8192, 64), torch.randn(8192, 256)
