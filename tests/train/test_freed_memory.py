@@ -24,7 +24,7 @@ print(before - resident() > 2**26)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is told")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library is not glibc")
 @pytest.mark.parametrize("name, value", [("", ""), ("MALLOC_MMAP_THRESHOLD_", "16777216"),
                                          ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=16777216")])  # fmt: skip
 def test_freed_memory_is_kept_unless_the_environment_says_how_much(name: str, value: str) -> None:
