@@ -170,8 +170,8 @@ def lying(rows: int, columns: int, order: str) -> torch.Tensor:
 @pytest.mark.parametrize("right", ORDERS)
 @pytest.mark.parametrize("left", ORDERS)
 def test_operands_may_lie_in_any_order(left: str, right: str) -> None:
-    """Exact to fp32, though torch's setting allows bf16. None is left to oneDNN's plain loops, which are a thousand times
-    as slow: more than a second."""
+    """Exact to fp32, though torch's setting allows bf16. None is left to oneDNN's plain loops, which are a thousand
+    times as slow: more than a second."""
     a, b = lying(256, 4096, left), lying(4096, 64, right)
     exact, before = a.double() @ b.double(), setting()
     assert cpu_product.pays(a, 64)
