@@ -24,6 +24,7 @@ from meshwright.compat.fakes import fake_maker as fake_maker
 from meshwright.compat.fakes import fake_tensors as fake_tensors
 from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import is_fake as is_fake
+from meshwright.compat.fakes import lies_in_memory as lies_in_memory
 from meshwright.compat.fakes import storage_key as storage_key
 from meshwright.compat.foreach import add_to_each as add_to_each
 from meshwright.compat.foreach import copy_each as copy_each

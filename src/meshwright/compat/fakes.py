@@ -72,6 +72,19 @@ def is_fake(x: torch.Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
+def lies_in_memory(*tensors: torch.Tensor) -> bool:
+    """Whether their numbers are where `data_ptr` says, so that a C loop may read them; fake tensors count as those they
+    stand for, and so does what is compiled. Subclasses with operations of their own (DTensor) keep numbers elsewhere,
+    and their pointer is 0; torch.func's wrappers have none."""
+    if torch.compiler.is_compiling():
+        return True
+    plain = torch.Tensor.__torch_dispatch__
+    return all(
+        (type(x).__torch_dispatch__ is plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)) or is_fake(x)
+        for x in tensors
+    )
+
+
 class FakeMaker:
     """Makes fake tensors as a mode of them would, in a tenth of the time.
 

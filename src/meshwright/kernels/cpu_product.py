@@ -46,7 +46,7 @@ def pays(a: Tensor, columns: int) -> bool:
     """Whether the product of a (..., K) with a matrix (K, columns) is oneDNN's."""
     if a.dtype != torch.float32 or not compat.blas_is_slow() or kind(a) != "cpu":
         return False
-    return a.numel() * columns >= LEAST and onednn_products.are_exact()
+    return a.numel() * columns >= LEAST and compat.lies_in_memory(a) and onednn_products.are_exact()
 
 
 def _is_recorded(*operands: Tensor | None) -> bool:

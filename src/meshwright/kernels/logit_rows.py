@@ -18,7 +18,7 @@ def takes(logits: Tensor) -> bool:
     if logits.numel() < LEAST or logits.dtype not in DTYPES or torch.is_grad_enabled():
         return False
     plain = not torch.compiler.is_compiling() and kind(logits) == "cpu" and logits.stride(-1) == 1
-    return plain and training_library.is_compiled()
+    return plain and compat.lies_in_memory(logits) and training_library.is_compiled()
 
 
 def losses(

@@ -23,14 +23,16 @@ def takes(x: Tensor, *others: Tensor, width: int = 0) -> bool:
     if x.numel() < LEAST or x.dtype not in DTYPES or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return False
     alike = all(one.dtype == x.dtype and one.shape in (x.shape, x.shape[-1:]) for one in others)
-    return alike and kind(x) == "cpu" and (width or x.shape[-1]) % VECTOR == 0 and training_library.is_compiled()
+    fit = alike and kind(x) == "cpu" and (width or x.shape[-1]) % VECTOR == 0 and compat.lies_in_memory(x, *others)
+    return fit and training_library.is_compiled()
 
 
 def takes_tables(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """The same of x (B, S, H, E) that is turned by tables (B or 1, S, 1, E / 2) in fp32."""
     rows, positions, _, width = x.shape
     fit = cos.shape == sin.shape == (len(cos), positions, 1, width // 2) and len(cos) in (1, rows)
-    return fit and cos.dtype == sin.dtype == torch.float32 and takes(x, width=width // 2)
+    fit = fit and cos.dtype == sin.dtype == torch.float32 and compat.lies_in_memory(cos, sin)
+    return fit and takes(x, width=width // 2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -50,7 +50,8 @@ def takes_heads(q: Tensor, k: Tensor, v: Tensor) -> bool:
     and the three fit each other: of others C would read what lies behind them, where torch repeats a row or refuses."""
     fit = k.shape == (*q.shape[:2], k.shape[2], q.shape[3]) and v.shape[:3] == k.shape[:3]
     known = q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and q.shape[2] % k.shape[2] == 0
-    return fit and known and all(x.shape[3] % VECTOR == 0 and x.shape[3] <= WIDEST for x in (q, v))
+    fit = fit and known and compat.lies_in_memory(q, k, v)
+    return fit and all(x.shape[3] % VECTOR == 0 and x.shape[3] <= WIDEST for x in (q, v))
 
 
 def attend(

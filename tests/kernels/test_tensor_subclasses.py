@@ -1,0 +1,75 @@
+"""Tensors whose numbers are not behind their pointer: a user's DTensors and torch.func's wrappers take torch's own
+operations, where a C loop would read from address 0."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.experimental import implicit_replication
+
+from meshwright import compat
+from meshwright.kernels import attention, linear, norm, rope, swiglu
+
+ROWS, WIDTH = 1024, 256
+"""Large enough for the compiled loops and for products of oneDNN."""
+DRAWN = torch.Generator().manual_seed(4)
+
+
+def drawn(*size: int) -> Tensor:
+    return torch.randn(size, generator=DRAWN)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention.attend(q, k, v, attention.Mask(), scale=0.1)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rope.rotate(x, cos, sin)
+
+
+CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "norm": (lambda x, weight: norm.rms_norm(x, weight, 1e-5), (drawn(ROWS, WIDTH), drawn(WIDTH))),
+    "gate": (swiglu.swiglu, (drawn(ROWS, WIDTH), drawn(ROWS, WIDTH))),
+    "rotation": (turned, (drawn(1, ROWS, 4, 64), drawn(1, ROWS, 1, 32), drawn(1, ROWS, 1, 32))),
+    "attention": (attended, tuple(drawn(1, ROWS, 4, 64) for _ in range(3))),
+    "linear": (linear.linear, (drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_dtensor_gives_what_its_numbers_give(name: str) -> None:
+    run, given = CASES[name]
+    plain = [x.clone().requires_grad_() for x in given]
+    expected = run(*plain)
+    expected.square().sum().backward()
+    with compat.fake_world(0, 1), implicit_replication():
+        mesh = init_device_mesh("cpu", (1,))
+        held = [DTensor.from_local(x, mesh, [Replicate()]).requires_grad_() for x in given]
+        found = run(*held)
+        found.square().sum().backward()
+        assert isinstance(found, DTensor)
+        torch.testing.assert_close(found.to_local(), expected, rtol=1e-4, atol=1e-4)
+        for one, right in zip(held, plain, strict=True):
+            assert (one.grad is None) == (right.grad is None)
+            if isinstance(one.grad, DTensor):
+                torch.testing.assert_close(one.grad.to_local(), right.grad, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule of square_
+def test_wrappers_of_torch_func_are_not_read_by_loops() -> None:
+    rows, weight = drawn(4, ROWS, WIDTH), drawn(WIDTH)
+    with torch.no_grad():
+        found = torch.func.vmap(lambda x: norm.rms_norm(x, weight, 1e-5))(rows)
+        torch.testing.assert_close(found, norm.rms_norm_reference(rows, weight, 1e-5))
+
+
+def test_what_lies_in_memory() -> None:
+    x = drawn(2, 2)
+    assert compat.lies_in_memory(x, torch.nn.Parameter(x))
+    with compat.fake_tensors():
+        assert compat.lies_in_memory(torch.empty(2))
+    with compat.fake_world(0, 1):
+        assert not compat.lies_in_memory(x, DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()]))
