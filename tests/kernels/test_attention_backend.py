@@ -72,4 +72,4 @@ def test_a_run_records_the_kernel_of_its_steps(monkeypatch: pytest.MonkeyPatch) 
     packed = Plan(model=shrink("llama-3.1-8b"), recipe=Recipe(sequence=64), layout=Layout(cp=2))
     assert device.attention_kernel(packed, cpu) == "ring of flash parts"
     window = Plan(model=replace(shrink("llama-3.1-8b"), window=8), recipe=recipe, layout=Layout(cp=2))
-    assert device.attention_kernel(window, cpu) == "ring of plain parts"
+    assert device.attention_kernel(window, cpu) == "ring of flash parts"

@@ -70,6 +70,7 @@ REAL = {
     "but attention": plan(SMALL, 32, cp=2, micro_batch=16, recompute="all-but-attention"),
     "cp-window": plan(replace(SMALL, window=24), 32, cp=2, micro_batch=16),
     "cp-window gathered": plan(replace(SMALL, window=24), 32, cp=2, micro_batch=16, context="all-gather"),
+    "cp-window in bf16": plan(replace(SMALL, window=24), 32, cp=2, micro_batch=16, precision="bf16"),
     "zb-h1": plan(SMALL, 32, pp=2, micro_batch=8, schedule="zb-h1"),
     "ep": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8),
     "ep in pieces": plan(MIXED, 32, dp_shard=2, ep=2, zero=1, micro_batch=8, ep_chunks=2),
@@ -95,7 +96,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", ["norms", "but attention", "cp-window", "cp-window gathered"])
+@pytest.mark.parametrize("name", ["norms", "but attention", "cp-window", "cp-window gathered", "cp-window in bf16"])
 def test_context_parallel_plans_run_without_values(name: str) -> None:
     assert dry_run(REAL[name], ranks=(1,), device="cuda").ranks[0].peak_bytes > 0
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.data import Sequences
+from meshwright.kernels import partial
 from meshwright.kernels.attention import Mask, attend_reference, causal_mask
 from meshwright.model import Transformer, build
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import ring
-from meshwright.parallel.context import ContextMask, mask_maker, places, take_at
+from meshwright.parallel.context import ContextMask, Places, mask_maker, places, take_at
 from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.recompute import block_call
@@ -96,8 +97,17 @@ def seen(tiles: Any, queries: int, keys: int) -> Tensor:
         part = torch.ones(tile.queries.stop - tile.queries.start, tile.keys.stop - tile.keys.start, dtype=torch.int64)
         for columns, hidden in tile.hidden:
             part[:, columns] *= ~hidden.view(len(part), -1)
-        found[tile.queries, tile.keys] += part.tril() if tile.causal else part
+        part = part * in_band(*part.shape, tile.left, tile.right)
+        assert tile.hidden or part.any(1).all()  # a GPU's kernel has no log-sum-exp of a query that sees nothing
+        found[tile.queries, tile.keys] += part
     return found
+
+
+def in_band(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """Pairs (S, T) by the sentence of flash-attn 2.8 (flash_attn_func, `window_size`): query i sees the keys from
+    i + seqlen_k - seqlen_q - window_size[0] to i + seqlen_k - seqlen_q + window_size[1], -1 being no border."""
+    at, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
+    return ((key >= at - left) | (left < 0)) & ((key <= at + right) | (right < 0))
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 40, 100])
@@ -112,24 +122,32 @@ def test_tiles_are_the_mask_of_one_device(size: int, split: str, window: int) ->
         for rows in (1, 5, 64):
             tiles = mask.blocks(mask.keys_of(size, other), rows)
             assert torch.equal(seen(tiles, len(mine), len(theirs)), expected)
-        if not window:
-            assert torch.equal(seen(mask.chunks(mask.keys_of(size, other)), len(mine), len(theirs)), expected)
+        for rows in (0, 1, 7) if window else (0,):
+            tiles = mask.chunks(mask.keys_of(size, other), rows)
+            assert torch.equal(seen(tiles, len(mine), len(theirs)), expected)
+        whole_keys = Places((0,), SEQUENCE)  # as they are gathered
+        if split != "striped":
+            assert torch.equal(seen(mask.chunks(whole_keys), len(mine), SEQUENCE), whole[mine].long())
 
 
+@pytest.mark.parametrize("window", [0, 1, 11, 50])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("size", [2, 4])
-def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(size: int, split: str, share: float) -> None:
+def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(
+    size: int, split: str, share: float, window: int
+) -> None:
     draw = torch.Generator().manual_seed(size)
     documents = (torch.rand(BATCH, SEQUENCE, generator=draw) < share).int().cumsum(1)
-    whole = causal_mask(SEQUENCE, SEQUENCE, documents=documents).allowed(SEQUENCE, SEQUENCE, torch.device("cpu"))
+    told = causal_mask(SEQUENCE, SEQUENCE, documents=documents, window=window)
+    whole = told.allowed(SEQUENCE, SEQUENCE, torch.device("cpu"))
     begins = torch.ones(BATCH, SEQUENCE, dtype=torch.bool)
     begins[:, 1:] = documents.diff(dim=1) != 0
     first = torch.arange(SEQUENCE).where(begins, 0).cummax(1).values
     for index, other in itertools.product(range(size), range(size)):
         mine, theirs = (local_positions(SEQUENCE, size, rank, split) for rank in (index, other))
         at = places(SEQUENCE, size, index, split)
-        mask = ContextMask.of(alone(size, index), at, split, torch.device("cpu"), first[:, mine], 0)
+        mask = ContextMask.of(alone(size, index), at, split, torch.device("cpu"), first[:, mine], window)
         tiles = list(mask.chunks(mask.keys_of(size, other)))
         assert not any(tile.hidden for tile in tiles)
         for row in range(BATCH):
@@ -153,11 +171,12 @@ def test_a_mask_of_packed_documents_waits_for_no_device(split: str, seed: int) -
         mask = mask_maker(alone(4, index), split)(
             SEQUENCE // 4, SEQUENCE // 4, window=window, documents=unseen, spans=part.spans
         )
-        assert isinstance(mask, ContextMask) and mask.bounds is not None
+        assert isinstance(mask, ContextMask)
         right = [
             [max(int((row == row[at]).argmax()), at - window + 1 if window else 0) for at in columns] for row in rows
         ]
-        assert mask.bounds.tolist() == right
+        firsts = mask.firsts()
+        assert firsts is not None and firsts.tolist() == right
         assert split_batch(batch, 2)[1].spans.begins == ((0,),)
 
 
@@ -182,7 +201,8 @@ def test_work_is_even_in_every_step_and_half_of_the_square(size: int, split: str
 
 def test_a_window_bounds_the_work() -> None:
     mask = context_mask(4, 3, "chunks", window=5)
-    assert [sum(1 for _ in mask.blocks(mask.keys_of(4, other))) for other in range(4)] == [0, 0, 1, 1]
+    for tiles_of in (mask.blocks, mask.chunks):
+        assert [sum(1 for _ in tiles_of(mask.keys_of(4, other))) for other in range(4)] == [0, 0, 1, 1]
 
 
 WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8), "wide": (3, 3, 8, 12)}
@@ -246,13 +266,76 @@ def compare(cases: list[tuple[str, bool, str, int, bool]], fused: bool) -> dict[
 @pytest.mark.parametrize("fused", [False, True], ids=["blocks", "fused"])
 @pytest.mark.long
 def test_attention_and_gradients_equal_one_device(size: int, fused: bool) -> None:
-    masks = [(0, False), (0, True)] if fused else [(0, False), (7, False), (60, False), (0, True), (30, True)]
+    masks = [(0, False), (7, False), (60, False), (0, True), (30, True)]
     cases = [
         (route, split, widths, *mask) for route, split, widths, mask in itertools.product(ROUTES, SPLITS, WIDTHS, masks)
     ]
     for worst in on_ranks(size, compare, cases, fused):
         assert len(worst) == len(cases)
         assert not {name: error for name, error in worst.items() if not error < 1e-5}
+
+
+def banded(q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Stands in for a GPU's kernel, by the sentence of `in_band`."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT * scale).masked_fill(~in_band(q.shape[2], k.shape[2], left, right), float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def banded_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, left: int, right: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of its backward pass: weights from the log-sum-exp over all keys."""
+    heads = k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[1] // heads, 1) for x in (k, v))
+    seen = in_band(q.shape[2], k.shape[2], left, right)
+    weights = (q @ k.mT * scale - lse[..., None]).exp().masked_fill(~seen, 0.0)
+    of_scores = weights * (gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)) * scale
+    of_k, of_v = of_scores.mT @ q, weights.mT @ gradient
+    return of_scores @ k, *(x.unflatten(1, (heads, -1)).sum(2) for x in (of_k, of_v))
+
+
+@pytest.mark.parametrize("window", [2, 7, 60])
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_gpu_is_told_the_borders_of_a_window_as_numbers(
+    monkeypatch: pytest.MonkeyPatch, split: str, window: int
+) -> None:
+    flash, back = compat.flash_attention, compat.flash_attention_backward
+    monkeypatch.setattr(partial, "kind", lambda x: "cuda")
+    monkeypatch.setattr(ring, "kind", lambda x: "cuda")
+    monkeypatch.setattr(compat, "flash_attention", lambda *given, **how: flash(*given, **{**how, "device": "cpu"}))
+    monkeypatch.setattr(
+        compat, "flash_attention_backward", lambda *given, **how: back(*given, **{**how, "device": "cpu"})
+    )
+    monkeypatch.setattr(compat, "banded_attention", banded)
+    monkeypatch.setattr(compat, "banded_attention_backward", banded_backward)
+    given, whole = on_one_device("gqa", window, True)
+    begins = torch.ones(BATCH, SEQUENCE, dtype=torch.bool)
+    begins[:, 1:] = documents().diff(dim=1) != 0
+    first = torch.arange(SEQUENCE).where(begins, 0).cummax(1).values
+    q, k, v, gradient = given
+    sums = [torch.zeros_like(x) for x in (k, v)]
+    for index in range(4):
+        at = places(SEQUENCE, 4, index, split)
+        mask = ContextMask.of(alone(4, index), at, split, q.device, take_at(first, at, 1), window)
+        mine, keys, values = take_at(q, at, 1), k.transpose(1, 2), v.transpose(1, 2)
+        attention = partial.PartialAttention(mine, v.shape[-1], scale=SCALE, fused=True)
+        parts = [places(SEQUENCE, 4, other, split) for other in range(4)]
+        for held in parts:
+            attention.add(take_at(keys, held, 2), take_at(values, held, 2), ring._tiles(mask, held, mine, True))
+        out, lse = attention.result()
+        of_out = take_at(gradient, at, 1)
+        gradients = partial.PartialGradients(mine, out, lse, of_out, scale=SCALE, fused=True)
+        for held in parts:
+            of_k, of_v = (torch.zeros_like(take_at(x, held, 2)) for x in (keys, values))
+            tiles = ring._tiles(mask, held, mine, True)
+            gradients.add(take_at(keys, held, 2), take_at(values, held, 2), tiles, of_k, of_v)
+            there = held.positions(0, SEQUENCE // 4)
+            for total, part in zip(sums, (of_k, of_v), strict=True):
+                total.index_add_(1, there, part.transpose(1, 2))
+        assert far(out, take_at(whole[0], at, 1)) < 1e-5
+        assert far(gradients.result(), take_at(whole[1], at, 1)) < 1e-5
+    assert max(far(a, b) for a, b in zip(sums, whole[2:], strict=True)) < 1e-5
 
 
 def low_precision(fused: bool, native: bool) -> list[float]:

@@ -10,6 +10,7 @@ from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.work import AttentionCore
+from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.rank_memory import in_flight, leading
 from meshwright.planner.step.predict import estimator
 from meshwright.spec.cluster import Cluster
@@ -54,6 +55,20 @@ def test_the_last_of_plain_chunks_has_most_attention() -> None:
     }  # fmt: skip
     assert core["striped"] == core["zigzag"]
     assert core["chunks"] == core["zigzag"] * 7 / 4
+
+
+def test_a_window_over_context_ranks_multiplies_what_it_sees() -> None:
+    """Pairs by counting positions one by one; the last of plain chunks is the busiest."""
+    window, ranks = 700, 4
+    shape = replace(GPT, window=window)
+    seen = [min(at + 1, window) for at in range(S)]
+    for split, pairs in (("zigzag", sum(seen) / ranks), ("chunks", sum(seen[-S // ranks :]))):
+        of = local(shape, MESHWRIGHT, Layout(cp=ranks, context_split=split), S, B, 2)  # type: ignore[arg-type]  # a word of the layout
+        operations = layer(of, window=window).operations
+        core = next(op for op in operations if op.name == "attention")
+        flop = sum(work.flop for work in core.forward if isinstance(work, AttentionCore))
+        assert flop == pytest.approx(4 * B * pairs * D, rel=0.005)
+        assert not any(isinstance(work, Product) for work in core.forward)
 
 
 def test_without_dropout_and_scores() -> None:

@@ -37,6 +37,8 @@ from meshwright.compat.fsdp import fsdp_post_backward as fsdp_post_backward
 from meshwright.compat.fsdp import let_selective_recomputation_pass_hooks as let_selective_recomputation_pass_hooks
 from meshwright.compat.groups import named_group as named_group
 from meshwright.compat.sdpa import attention_backward as attention_backward
+from meshwright.compat.sdpa import banded_attention as banded_attention
+from meshwright.compat.sdpa import banded_attention_backward as banded_attention_backward
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
 from meshwright.compat.sdpa import cuda_attention as cuda_attention
 from meshwright.compat.sdpa import efficient_attention as efficient_attention

@@ -84,6 +84,38 @@ def flash_attention_backward(
     return found[0], found[1], found[2]
 
 
+def banded_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, left: int, right: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A GPU's flash attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp (B, H, S): query
+    i sees the keys from i + T - S - left to i + T - S + right; -1 = no border. Every query must see a key.
+
+    The operation of varlen_attention without borders of documents, which takes heads after positions.
+    """
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    sizes = None, None, q.shape[2], k.shape[2]
+    found = torch.ops.aten._flash_attention_forward(
+        *turned, *sizes, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
+    )
+    return found[0].transpose(1, 2), found[1]
+
+
+def banded_attention_backward(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    *, left: int, right: int, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of q, k and v by these keys, given result and log-sum-exp over all keys; see banded_attention."""
+    turned = (x.transpose(1, 2) for x in (gradient, q, k, v, out))
+    unread = torch.empty(2, dtype=torch.uint64, device=q.device)
+    sizes = None, None, q.shape[2], k.shape[2]
+    found = torch.ops.aten._flash_attention_backward(
+        *turned, lse, *sizes, 0.0, False, unread, unread[0], scale=scale, window_size_left=left,
+        window_size_right=right,
+    )  # fmt: skip
+    of_q, of_k, of_v = (x.transpose(1, 2) for x in found)
+    return of_q, of_k, of_v
+
+
 def has_flash_attention(device: str) -> bool:
     """Whether this torch has both of the above for a kind of device."""
     if device not in ("cpu", "cuda"):

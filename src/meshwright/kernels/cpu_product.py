@@ -14,14 +14,14 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.compat import onednn_products
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import acts, kind
+from meshwright.spec.head_chunk import ADDED_AT_ONCE
 
 LEAST = 2**20
 """Multiplications from which on oneDNN is the faster one: a call of it costs some 10 microseconds more."""
 WIDENED_AT_ONCE = 2**20
 """Elements of a matrix of 16 bits that are widened at a time, where products are taken in fp32: 4 MiB, which the cache
 holds. Of more than 32 MiB glibc has the system give every page anew, which costs more than a product of few rows."""
-
 _library = torch.library.Library("meshwright", "FRAGMENT")
 _library.define("cpu_product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
 
@@ -73,7 +73,18 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total (M, N) += a (M, K) times b (K, N), in place. The compiler gets a product of its own: it fuses the sum."""
+    """total (M, N) fp32 += a (M, K) times b (K, N), in place. A GPU adds inside of the product, for which a dry run
+    takes no memory. A CPU's product of 16 bits is rounded and added some rows at a time, while the cache holds it:
+    torch widens all that it adds. The compiler gets a product of its own: it fuses the sum."""
+    if kind(total) != "cpu":
+        if not acts():
+            compat.add_wide_product(total, a, b)
+        return total
+    if total.dtype != a.dtype and not torch.compiler.is_compiling():
+        rows = max(1, ADDED_AT_ONCE // max(1, total.shape[1]))
+        for start in range(0, len(total), rows):
+            total[start : start + rows].add_(torch.mm(a[start : start + rows], b))
+        return total
     if not pays(a, b.shape[1]):
         return total.addmm_(a, b)
     if torch.compiler.is_compiling():

@@ -19,7 +19,7 @@ from meshwright import compat
 from meshwright.kernels import cpu_product, logit_rows
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import product_dtype
-from meshwright.kernels.target import kind
+from meshwright.kernels.target import acts, kind
 from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.purpose import takes
 
@@ -111,13 +111,15 @@ def rounded_rows(number: int, rows: int) -> int:
     return rounded if rows - rounded >= FEWEST_LEFT_OUT * rows else rows
 
 
-def _kernel(logits: Tensor, in_triton: bool) -> Any:
-    """The module that makes losses and gradients in the place of logits; None for plain code."""
+def _kernel(logits: Tensor, in_triton: bool, prefer: str) -> Any:
+    """The module that makes losses and gradients in the place of logits; None for plain code. In a dry run that of a
+    CPU stands for Triton's: they take the same memory."""
     if in_triton:
         from meshwright.kernels.triton import loss_rows
 
         return loss_rows
-    return logit_rows if logit_rows.takes(logits) else None
+    stands_in = acts() == "cuda" and prefer in ("auto", "triton")
+    return logit_rows if stands_in or logit_rows.takes(logits) else None
 
 
 def _check_targets(targets: Tensor, valid: Tensor, rows: int) -> None:
@@ -159,7 +161,7 @@ class _Chunks:
             kept = kept_rows(valid, parts)
             part = (self.x[here] if kept is None else self.x[here][kept]).to(dtype)
             logits = cpu_product.widened_linear(part, weight)
-            kernel = _kernel(logits, in_triton)
+            kernel = _kernel(logits, in_triton, self.prefer)
             if kernel is None:
                 logits = logits.float()
             make = self._chunk if kernel is None else partial(self._in_place, kernel)
@@ -181,12 +183,8 @@ class _Chunks:
                 else:
                     self.x_gradient[here].zero_().index_copy_(0, kept, found.to(self.x_gradient.dtype))
                 del found
-            if self.weight_gradient is not None and in_triton:
-                compat.add_wide_product(self.weight_gradient, logits.t(), part)
-            elif self.weight_gradient is not None and part.dtype == torch.float32 and parts is None:
+            if self.weight_gradient is not None:
                 cpu_product.add_product(self.weight_gradient, logits.t(), part)
-            elif self.weight_gradient is not None:
-                self.weight_gradient += cpu_product.multiply(logits.t(), part)
             del logits, part  # else a chunk stands beside the next
 
     def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:

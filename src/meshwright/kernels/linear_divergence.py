@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright import compat
 from meshwright.kernels import cpu_product
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows, kept_rows
 from meshwright.kernels.divergence_rows import (
@@ -132,14 +131,8 @@ class _DivergenceChunks:
                 self.x_gradient[here] = found
             else:
                 self.x_gradient[here].zero_().index_copy_(0, kept, found)
-        if self.weight_gradient is None:
-            return
-        if kind(part) != "cpu":
-            compat.add_wide_product(self.weight_gradient, made.t(), part)
-        elif part.dtype == torch.float32:
+        if self.weight_gradient is not None:
             cpu_product.add_product(self.weight_gradient, made.t(), part)
-        else:
-            self.weight_gradient += cpu_product.multiply(made.t(), part)
 
 
 class _LinearDivergence(torch.autograd.Function):

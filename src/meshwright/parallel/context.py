@@ -110,11 +110,10 @@ def in_order(parts: Sequence[Tensor], split: str, dim: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ContextMask(Mask):
-    """What this rank's queries see of any keys, told as tiles. A position sees those from its `first` to itself, so
-    neither window nor documents need more than one number a query. Under documents alone no tile needs a mask; those of
-    a window are made a tile at a time, at its edges only.
+    """What this rank's queries see of any keys, told as tiles: those of a position's own document, from `window` - 1
+    before it to itself.
 
-    `bounds` (B or 1, S / c), on the host: each position's `first`; None = the start of the sequence.
+    `bounds` (B, S / c), on the host: where each position's document begins; None = at the start of the sequence.
     """
 
     queries: Places = Places((0,), 0)
@@ -137,21 +136,27 @@ class ContextMask(Mask):
 
     def blocks(self, keys: Places, rows: int = ROWS, columns: int = COLUMNS) -> Iterator[Tile]:
         """Tiles of at most `rows` queries and `columns` keys; keys that none of the queries sees are left out."""
-        lowest, highest = self._over_rows()
+        firsts = self.firsts()
+        lowest, highest = self._over_rows(firsts)
         for queries, start in self.queries.pieces(rows):
             first = keys.upto(lowest[queries.start] - 1) if lowest else 0
             last = keys.upto(start + (queries.stop - queries.start - 1) * self.queries.step)
             for begin in range(first, last, columns):
                 end = min(begin + columns, last)
                 hidden = (
-                    *self._too_early(keys, queries, begin, end, highest),
+                    *self._too_early(keys, queries, begin, end, firsts, highest),
                     *self._too_late(keys, queries, start, begin, end),
                 )
                 yield Tile(queries=queries, keys=slice(begin, end), hidden=hidden)
 
-    def chunks(self, keys: Places) -> Iterator[Tile]:
-        """Tiles without masks, where there is no window. A run of queries of one document sees the same keys of that
-        document, or each one more than the query before it: then those are a causal tile."""
+    def chunks(self, keys: Places, most: int = 0) -> Iterator[Tile]:
+        """Tiles without masks, with a window of `most` queries (0 = as many as there are). A run of queries of
+        one document sees the same keys of that document, or each one more than the query before it: then those are a
+        causal tile. With a window each sees one key less at the other end, too, of keys that follow each other."""
+        if self.window:
+            for run in self._runs(most):
+                yield from self._bands(keys, *run)
+            return
         for rows, queries, start, first in self._runs():
             begin, seen = keys.upto(first - 1), keys.upto(start)
             end = keys.upto(start + (queries.stop - queries.start - 1) * self.queries.step)
@@ -160,22 +165,50 @@ class ContextMask(Mask):
                 yield Tile(rows=rows, queries=queries, keys=slice(begin, whole))
             if whole < end:  # of stripes that come later the first query sees nothing
                 after = slice(queries.stop - (end - whole), queries.stop)
-                yield Tile(rows=rows, queries=after, keys=slice(whole, end), causal=True)
+                yield Tile(rows=rows, queries=after, keys=slice(whole, end), right=0)
 
-    def _over_rows(self) -> tuple[list[int], list[int]]:
+    def _bands(self, keys: Places, rows: slice, queries: slice, start: int, first: int) -> Iterator[Tile]:
+        """What a run of queries, the first at `start`, sees of each chunk of keys, counted in keys of the chunk: query
+        i those from the larger of `begin` and `near` + i to `last` + i."""
+        count = queries.stop - queries.start
+        for chunk, origin in enumerate(keys.starts):
+            begin = max(0, -((origin - first) // keys.step))
+            near = -((origin - (start - self.window + 1)) // keys.step)
+            last = (start - origin) // keys.step
+            low, high = max(0, begin - last), min(count, keys.length - near)
+            if low >= high or near > last or begin >= keys.length:
+                continue
+            from_key, to_key = max(begin, near + low), min(keys.length, last + high)
+            left, right = to_key - high - near, last + high - to_key
+            here = chunk * keys.length
+            yield Tile(
+                rows=rows, queries=slice(queries.start + low, queries.start + high),
+                keys=slice(here + from_key, here + to_key),
+                left=left if left < to_key - from_key - 1 else -1, right=right if right < high - low - 1 else -1,
+            )  # fmt: skip
+
+    def firsts(self) -> Tensor | None:
+        """The first position that each of this rank's positions sees (B or 1, S / c); None = that of the sequence."""
+        if not self.window:
+            return self.bounds
+        held = self.queries.positions(0, len(self.queries.starts) * self.queries.length, torch.device("cpu"))
+        near = (held - (self.window - 1)).clamp(min=0)
+        return near[None] if self.bounds is None else torch.maximum(self.bounds, near)
+
+    def _over_rows(self, firsts: Tensor | None) -> tuple[list[int], list[int]]:
         """The lowest and the highest first position of each query."""
-        if self.bounds is None:
+        if firsts is None:
             return [], []
-        if compat.is_fake(self.bounds):  # a dry run, which has no documents here: all rows are alike
+        if compat.is_fake(firsts):  # a dry run, which has no documents here: all rows are alike
             length, step = self.queries.length, self.queries.step
             every = (at for start in self.queries.starts for at in range(start, start + length * step, step))
-            firsts = [max(0, at - self.window + 1) for at in every]
-            return firsts, firsts
-        return self.bounds.amin(0).tolist(), self.bounds.amax(0).tolist()
+            found = [max(0, at - self.window + 1) for at in every]
+            return found, found
+        return firsts.amin(0).tolist(), firsts.amax(0).tolist()
 
-    def _runs(self) -> Iterator[tuple[slice, slice, int, int]]:
+    def _runs(self, most: int = 0) -> Iterator[tuple[slice, slice, int, int]]:
         """(rows, queries, their first position, that of their document): neighbours of one document."""
-        for queries, start in self.queries.pieces(self.queries.length):
+        for queries, start in self.queries.pieces(most or self.queries.length):
             if self.bounds is None:
                 yield slice(None), queries, start, 0
                 continue
@@ -186,15 +219,15 @@ class ContextMask(Mask):
                     yield slice(row, row + 1), here, start + begin * self.queries.step, int(firsts[begin])
 
     def _too_early(
-        self, keys: Places, queries: slice, begin: int, end: int, highest: list[int]
+        self, keys: Places, queries: slice, begin: int, end: int, firsts: Tensor | None, highest: list[int]
     ) -> Iterator[tuple[slice, Tensor]]:
         """Window and documents hide, from some of the queries, keys before the last one's first."""
-        if self.bounds is None:
+        if firsts is None:
             return
         common = min(keys.upto(highest[queries.stop - 1] - 1), end)
         if begin < common:
             positions = keys.positions(begin, common, self.device)
-            first = self.bounds[:, queries, None].to(self.device, non_blocking=True)
+            first = firsts[:, queries, None].to(self.device, non_blocking=True)
             yield slice(0, common - begin), positions < first
 
     def _too_late(
@@ -233,7 +266,7 @@ def mask_maker(group: Group, split: str) -> Callable[..., Mask]:
         mine = places(sequence, group.size, group.index, split)
         window = window if window < sequence else 0
         begins = None if documents is None else _begins(group, mine, split, documents, spans)
-        return ContextMask.of(group, mine, split, device, _first_seen(mine, window, begins), window)
+        return ContextMask.of(group, mine, split, device, begins, window)
 
     return make
 
@@ -249,12 +282,3 @@ def _begins(group: Group, mine: Places, split: str, documents: Tensor, spans: Do
     changes[:, 1:] = whole[:, 1:] != whole[:, :-1]
     starts = torch.arange(whole.shape[1], device="cpu").where(changes, 0).cummax(1).values
     return take_at(starts, mine, 1)
-
-
-def _first_seen(mine: Places, window: int, begins: Tensor | None) -> Tensor | None:
-    """The first position that each of this rank's positions sees (B or 1, S / c); None = that of the sequence."""
-    if not window:
-        return begins
-    held = mine.positions(0, len(mine.starts) * mine.length, torch.device("cpu"))
-    near = (held - (window - 1)).clamp(min=0)
-    return near[None] if begins is None else torch.maximum(begins, near)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.partial import PartialAttention, PartialGradients, Tile, can_fuse
+from meshwright.kernels.row_tiles import STRETCH
+from meshwright.kernels.target import kind
 from meshwright.parallel.context import ContextMask, Places, in_order, places, take_at
 from meshwright.parallel.group import Group, numbered
 from meshwright.spec.errors import IllegalLayout
@@ -154,30 +156,27 @@ class _Shared:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The result (B, S/c, H, V) and the log-sum-exp (B, H, S/c)."""
-        fused = self._is_fused(q, k)
+        fused = can_fuse(q, k)
         attention = PartialAttention(q, v.shape[-1], scale=self.scale, fused=fused)
         for part, at in self.route(self.group, self.mask, _pack(k, v)).parts():
-            attention.add(part.keys, part.values, _tiles(self.mask, at, fused))
+            attention.add(part.keys, part.values, _tiles(self.mask, at, q, fused))
         return attention.result()
 
     def gradients(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of q, k and v."""
-        fused = self._is_fused(q, k)
+        fused = can_fuse(q, k)
         gradients = PartialGradients(q, out, lse, gradient, scale=self.scale, fused=fused)
         route = self.route(self.group, self.mask, _pack(k, v))
         for part, at in route.parts():
             sums = part.zeros()
-            tiles = _tiles(self.mask, at, fused)
+            tiles = _tiles(self.mask, at, q, fused)
             gradients.add(part.keys, part.values, tiles, sums.keys, sums.values)
             route.give_back(sums)
         home = route.returned()
         k_gradient, v_gradient = home.keys.transpose(1, 2).to(k.dtype), home.values.transpose(1, 2).to(v.dtype)
         return gradients.result(), k_gradient, v_gradient
-
-    def _is_fused(self, q: Tensor, k: Tensor) -> bool:
-        return not self.mask.window and can_fuse(q, k)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -293,5 +292,8 @@ def _pack(k: Tensor, v: Tensor) -> _Packed:
     return _Packed.of(k.transpose(1, 2), v.transpose(1, 2))
 
 
-def _tiles(mask: ContextMask, keys: Places, fused: bool) -> Iterator[Tile]:
-    return mask.chunks(keys) if fused else mask.blocks(keys)
+def _tiles(mask: ContextMask, keys: Places, q: Tensor, fused: bool) -> Iterator[Tile]:
+    """A CPU's fused kernel takes the borders of a window as a mask over queries and keys, so queries come in pieces."""
+    if not fused:
+        return mask.blocks(keys)
+    return mask.chunks(keys, max(STRETCH, mask.window // 4) if kind(q) == "cpu" else 0)

@@ -94,13 +94,12 @@ def _attended(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor,
 
 def attention_kernel(plan: Plan, device: torch.device) -> str:
     """Which kernel computes a training step's attention on this machine, as `flash`; see kernels.attention.backend."""
-    shape, layout = plan.model, plan.layout
+    layout = plan.layout
     if layout.kernels == "reference":
         return "reference"
     q, k, v, mask = _attended(plan, device)
     if layout.cp > 1:
-        fused = can_fuse(q, k) and not any(shape.window_of(layer) for layer in range(shape.layers))
-        return f"{layout.context} of {'flash' if fused else 'plain'} parts"
+        return f"{layout.context} of {'flash' if can_fuse(q, k) else 'plain'} parts"
     return backend(q, k, v, mask, scale=q.shape[-1] ** -0.5, dropout=plan.recipe.dropout)
 
 

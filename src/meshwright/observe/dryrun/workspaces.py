@@ -8,6 +8,7 @@ mem_eff_attention/kernel_backward.h. Matrix products have workspaces that stay: 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshwright import compat
@@ -40,6 +41,12 @@ def _scattered(part: Tensor, whole: Tensor, *_: Any) -> int:
     return whole.nbytes
 
 
+def _added(total: Tensor, other: Any, *_: Any) -> int:
+    """What is added to numbers of another dtype is widened first, whole."""
+    widens = isinstance(other, Tensor) and other.dim() > 0 and other.dtype != total.dtype
+    return other.numel() * total.element_size() if widens else 0
+
+
 def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
     """q (B, H, S, E), k (B, K, T, E): the gradient of q and a number a row in fp32; where keys are shared by heads,
     gradients of keys and values for each head, which are summed then."""
@@ -50,8 +57,13 @@ def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:
     return sums + apart * 2 * batch * k.shape[2] * heads * dim * q.element_size()
 
 
-def _varlen_backward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor, *_: Any) -> int:
-    """The same for q (T, H, E), k (T, K, E) of documents that begin at `borders` (N + 1,): each is rounded."""
+def _varlen_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, borders: Tensor | None, *_: Any
+) -> int:  # fmt: skip
+    """The same for q (T, H, E), k (T, K, E) of documents that begin at `borders` (N + 1,): each is rounded. Without
+    borders q (B, S, H, E), k (B, T, K, E)."""
+    if borders is None:
+        return _flash_backward(q.transpose(1, 2), k.transpose(1, 2))
     total, heads, dim = q.shape
     rounded = heads * (total + ROWS * (len(borders) - 1))
     sums = rounded * (_up(dim, 32 if dim <= 128 else 64) + 1) * FP32_BYTES
@@ -77,4 +89,5 @@ WORKSPACES = {
 CPU_WORKSPACES: dict[Any, Callable[..., int]] = {
     compat.GATHER: _gathered,
     compat.SCATTER: _scattered,
+    torch.ops.aten.add_.Tensor: _added,
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from meshwright.planner.cost import state_layers
 from meshwright.planner.cost.work import KeptBytes
 from meshwright.spec.frozen_code_rules import holds_codes
+from meshwright.spec.head_chunk import ADDED_AT_ONCE
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -103,12 +104,12 @@ def logits(of: "Local") -> Logits:
 
 
 def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, float]:
-    """A chunk's logits as they are made, and in fp32 where losses take a copy; then its part of the matrix's gradient
-    beside its logits, where that is not added inside the product (fp32 on one tp rank)."""
-    if of.width == 4:
-        return of.hidden_bytes + logits * 4, of.hidden_bytes + (logits + matrix) * 4 if of.tp > 1 else 0.0
-    copied = 0 if of.stack.loss_in_place else 4
-    return of.hidden_bytes + logits * (of.width + copied), of.hidden_bytes + (logits + matrix) * of.width
+    """A chunk's logits as they are made, and in fp32 where losses take a copy; then what a CPU adds to the matrix's
+    gradient at a time beside its logits, in 16 bits, which it does not add inside the product."""
+    copied = 0 if of.stack.loss_in_place or of.width == 4 else 4
+    made = of.hidden_bytes + logits * of.width
+    added = min(matrix, ADDED_AT_ONCE) * (of.width + 4) if of.width < 4 and not of.gpu else 0.0
+    return made + logits * copied, made + added
 
 
 def head_rows(of: "Local") -> float:

@@ -53,7 +53,7 @@ def _dim(of: "Local", value: float) -> float:
     return value / (of.shape.heads / of.tp)
 
 
-def fused(of: "Local", queries: float, value: float, parts: int) -> Core:
+def fused(of: "Local", queries: float, value: float, parts: float) -> Core:
     """The kernel that skips what lies above the diagonal; in `parts` it is called for as much shorter rows."""
     keys, dim = _seen(of), _dim(of, value)
     flop, rows = 2 * of.tokens * keys * (queries + value) * of.uneven, 2 * keys / parts
@@ -87,14 +87,24 @@ def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Cor
     """One part for each rank's keys (ring, stripes), or one of all (all-gather): results are merged in fp32; gradients
     are added up in fp32, and in a ring once more with those that arrive."""
     parts = of.cp if of.ring or of.context_split == "striped" else 1
-    kernels = fused(of, queries, value, of.cp)
+    met = _met(of, parts)
+    kernels = fused(of, queries, value, met if met < parts else of.cp)
     tiles = 2 * parts
     keys = of.tokens * keys_values * (1 if of.ring else of.cp)
     pack = MemoryPass(2 * keys * of.width * (1 if of.ring else 3), 4)
-    merge = MemoryPass(parts * of.tokens * value * MERGED_BYTES, 4 * tiles)
+    merge = MemoryPass(met * of.tokens * value * MERGED_BYTES, 4 * tiles)
     travel = 12 if of.ring else 8
-    added = MemoryPass(parts * (of.tokens * queries * ADDED_BYTES + keys * (4 + ADDED_BYTES + travel)), 6 * tiles)
+    back = met * (of.tokens * queries + keys) * ADDED_BYTES + parts * keys * (4 + travel)
+    added = MemoryPass(back, 6 * tiles)
     return Core((*kernels.forward, pack, merge), (*kernels.backward, pack, added))
+
+
+def _met(of: "Local", parts: int) -> float:
+    """Parts in which a query sees keys, on average: with a window those of its own chunk and of as many before it as
+    the window reaches; of stripes all."""
+    chunk = of.sequence / of.cp / (2 if of.context_split == "zigzag" else 1)
+    reached = parts if of.context_split == "striped" or not of.window else 1 + of.window / chunk
+    return min(float(parts), reached)
 
 
 def without_weights(of: "Local", queries: float, keys_values: float, value: float) -> Core:

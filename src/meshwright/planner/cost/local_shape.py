@@ -67,15 +67,22 @@ class Local:
 
     @property
     def masked(self) -> bool:
-        """Whether documents or a window hide keys and no kernel leaves these out: in fp32 on a GPU (kernels/strips.py),
-        and a window over context-parallel ranks (parallel/ring.py)."""
-        window, wide = 0 < self.window < self.sequence, self.gpu and self.width >= 4
-        return self.stack.own and (window or self.documents) and (wide or (window and self.cp > 1))
+        """Whether documents, a window or other ranks' positions hide keys and no kernel leaves these out: in fp32 on a
+        GPU (kernels/strips.py, kernels/partial.py)."""
+        hidden = 0 < self.window < self.sequence or self.documents or self.cp > 1
+        return self.stack.own and hidden and self.gpu and self.width >= 4
 
     @property
     def uneven(self) -> float:
-        """Attention's work of the rank that has most, over the mean: of c chunks the last sees 2 c - 1 halves."""
-        return (2 * self.cp - 1) / self.cp if self.context_split == "chunks" else 1.0
+        """Attention's work of the rank that has most, over the mean: of chunks that of the last, whose queries see all
+        that a window lets them. Without one it is (2 c - 1) / c."""
+        if self.context_split != "chunks":
+            return 1.0
+        whole, begin = float(self.sequence), self.sequence * (1 - 1 / self.cp)
+        reach = min(self.window or whole, whole)
+        narrow = max(reach, begin)  # from here on a window is full
+        last = ((narrow**2 - begin**2) / 2 + reach * (whole - narrow)) / (whole - begin)
+        return last / (reach - reach**2 / (2 * whole))
 
     @property
     def gates(self) -> int:

@@ -186,6 +186,7 @@ MESHWRIGHT = Stack(
     logit_kept=0.0,
     logit_peak=0.0,
     head_chunk_bytes=CHUNK_BYTES["cuda"],
+    loss_in_place=True,
     sharding="fully_shard",
     ends_apart=True,
     update_bucket_bytes=16 * 2**20,

@@ -65,7 +65,9 @@ class SharedCosts:
         compiles = layout.compile != "off" and can_be_compiled(self.shape, self.recipe.fake_quantize)
         stack = self.stack if compiles else eager(self.stack)
         if stack.own and not self.cluster.device.is_gpu:
-            stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"], loss_in_place=True)
+            stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
+        elif stack.own and layout.kernels in ("eager", "reference"):
+            stack = replace(stack, loss_in_place=False)
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
 
     def _key(self, layout: Layout) -> tuple[object, ...]:
