@@ -1,6 +1,7 @@
 """ZeRO-0: every rank holds every parameter, and gradients are summed over the ranks once a step.
 
-A bucket is a block; embedding, and norm with head, are one each. Micro-batches are added up in one buffer for each, of
+A bucket is a block; embedding, and norm with head, are one each. Small ones are put together, but for stages of a
+pipeline (spec/gradient_buckets.py). Micro-batches are added up in one buffer for each, of
 which the gradients are views. When the backward pass of the last one has made the last gradient of a bucket, its
 all-reduce begins, in place, while the backward pass goes on with the blocks before (Li et al. 2020, arXiv:2006.15704).
 Of a step's only micro-batch gradients stay as they are made until a bucket has all, and are widened as they are laid
@@ -12,7 +13,7 @@ DistributedDataParallel's buckets are a fifth N. Sums are taken in fp32, or in t
 Buckets start in one order on every rank, each after the ones before it.
 """
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -28,6 +29,7 @@ from meshwright.model.moe import MoE
 from meshwright.parallel.data import meeting
 from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.gradient_buckets import bucket_counts
 from meshwright.spec.purpose import takes
 
 
@@ -158,12 +160,27 @@ def _replicate(model: Transformer, mesh: Mesh, dtype: torch.dtype | None) -> Rep
     last = [p for p in model.parameters() if p not in inside and p not in set(ends)]
     idle = {module.bias for module in model.modules() if isinstance(module, Linear) and not module.adds_bias}
     times: dict[Tensor | None, int] = {**dict.fromkeys(meeting(model), 2), **dict.fromkeys(idle, 0)}
+    units = [[p for p in unit if p.requires_grad] for unit in [last, *reversed(blocks), ends]]
+    merge = mesh["pp"].size == 1
+    found = [
+        *_together([[p for p in unit if p not in experts] for unit in units], dtype, merge, mesh["data"]),
+        *_together([[p for p in unit if p in experts] for unit in units], dtype, merge, mesh["expert_data"]),
+    ]
     buckets = []
-    for parameters in [last, *reversed(blocks), ends]:
-        some = [p for p in parameters if p.requires_grad]
-        buckets += _buckets([p for p in some if p not in experts], mesh["data"], dtype, times)
-        buckets += _buckets([p for p in some if p in experts], mesh["expert_data"], dtype, times)
+    for _, some, group in sorted(found, key=lambda one: one[0]):  # by the unit whose gradients are made last
+        buckets += _buckets(some, group, dtype, times)
     return Replicas(buckets, meeting(model))
+
+
+def _together(
+    units: Sequence[Sequence[nn.Parameter]], dtype: torch.dtype | None, merge: bool, group: Group
+) -> Iterator[tuple[int, list[nn.Parameter], Group]]:
+    """(place of the last unit, parameters) of each bucket."""
+    places = [place for place, unit in enumerate(units) if unit]
+    sizes = (sum(p.numel() * (dtype or p.dtype).itemsize for p in units[place]) for place in places)
+    for count in bucket_counts(sizes) if merge else [1] * len(places):
+        here, places = places[:count], places[count:]
+        yield here[-1], [p for place in here for p in units[place]], group
 
 
 def _buckets(

@@ -8,6 +8,7 @@ reduce-scatter and all-to-all (n-1)/n of the whole one.
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from meshwright.planner.time.matrix_costs import matrix_traffic
 from meshwright.spec.boxes import rows_of, sharded_dim
 from meshwright.spec.code_cuts import share_bytes
 from meshwright.spec.frozen_code_rules import shares_codes
+from meshwright.spec.gradient_buckets import bucket_counts
 from meshwright.spec.held import WIDTHS, common, held
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages, own_stages, pipeline_ranks
@@ -98,7 +100,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     if layout.zero:
         yield from _of_shards(layout, m, _units(shape, layout, part), width.parameter, summed, shares_codes(layout))
     else:
-        yield from _of_replicas(layout, _units(shape, layout, part), summed)
+        yield from _of_replicas(shape, layout, part, summed)
     first = pipeline_ranks(layout)[pp_rank]
     yield from _of_common_gradients(shape, layout, first, summed)
     if recipe.optimizer == "muon":
@@ -124,11 +126,10 @@ def sharing(shape: ModelShape, layout: Layout, held: StageContents, links: Links
     """Of the calls of the ledger. `word`, `summed`: bytes of a parameter and of a gradient as they travel. `lump`: a
     collective takes all it can at once, not unit by unit."""
     plain = replace(layout, pp=1) if layout.pp > 1 else layout
-    units = _units(shape, layout, held)
     calls = (
-        _of_shards(plain, 1, units, word, summed, shares_codes(layout))
+        _of_shards(plain, 1, _units(shape, layout, held), word, summed, shares_codes(layout))
         if layout.zero
-        else _of_replicas(layout, units, summed)
+        else _of_replicas(shape, layout, held, summed)
     )
     found = {"reduce": 0.0, "gather": 0.0, "copies": 0.0}
     sizes: dict[tuple[str, str], float] = {}
@@ -228,11 +229,7 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
     makes the ends one unit under ZeRO."""
     found = pieces(shape, layout.tp, layout.ep)
     (layers, first, last), apart = held, layout.ep > 1
-    units: list[ShardingUnit] = []
-    kinds = Counter(layer_kind(shape, layer) for layer in layers)
-    for block, times in ((getattr(found, kind), kinds[kind]) for kind in sorted(kinds)):
-        units.append(ShardingUnit(tuple(size for size in block if not (apart and size[1])), times=times))
-        units.append(ShardingUnit(tuple(size for size in block if apart and size[1]), spread=True, times=times))
+    units = list(_blocks(shape, layout, layers))
     front, behind = found.embedding if first else (), found.norm if last else ()
     if shape.tied:
         front = (*front, *(found.head if last and not first else ()))
@@ -246,6 +243,15 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
         else [ShardingUnit(front), ShardingUnit(behind, kept=True)]
     )
     return (unit for unit in (*units, *ends) if unit.sizes and unit.times)
+
+
+def _blocks(shape: ModelShape, layout: Layout, layers: Iterable[int]) -> Iterator[ShardingUnit]:
+    """Of layers, those of a kind together."""
+    found, apart = pieces(shape, layout.tp, layout.ep), layout.ep > 1
+    kinds = Counter(layer_kind(shape, layer) for layer in layers)
+    for block, times in ((getattr(found, kind), kinds[kind]) for kind in sorted(kinds)):
+        yield ShardingUnit(tuple(size for size in block if not (apart and size[1])), times=times)
+        yield ShardingUnit(tuple(size for size in block if apart and size[1]), spread=True, times=times)
 
 
 def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
@@ -267,12 +273,27 @@ def _holders(layout: Layout) -> int:
     return layout.dp_shard * layout.cp * layout.tp // layout.ep
 
 
-def _of_replicas(layout: Layout, units: Iterable[ShardingUnit], summed: float) -> Calls:
-    for unit in units:
-        n, own = layout.dp_replicate * (_holders(layout) if unit.spread else layout.dp_shard * layout.cp), unit.learned
-        if n > 1 and own:
-            axis = "expert_data" if unit.spread else "data"
-            yield axis, "all_reduce", unit.times, 2 * (n - 1) * _numel(own) * summed // n
+def _of_replicas(shape: ModelShape, layout: Layout, held: StageContents, summed: float) -> Calls:
+    """Buckets of the units in the order of the backward pass: norm with head, blocks, embedding."""
+    ends = list(_units(shape, layout, held._replace(layers=())))
+    blocks = {layer_kind(shape, layer): layer for layer in held.layers}
+    units = {kind: list(_blocks(shape, layout, (layer,))) for kind, layer in blocks.items()}
+    made = [units[layer_kind(shape, layer)] for layer in reversed(held.layers)]
+    order = [
+        [one for one in ends if one.kept or one.spread],
+        *made,
+        [one for one in ends if not (one.kept or one.spread)],
+    ]
+    for spread, axis in ((False, "data"), (True, "expert_data")):
+        n = layout.dp_replicate * (_holders(layout) if spread else layout.dp_shard * layout.cp)
+        if n == 1:
+            continue
+        numel = {id(one): _numel(one.learned) for unit in order for one in unit if one.spread == spread}
+        sizes = [numel[id(one)] * summed for unit in order for one in unit if numel.get(id(one))]
+        counts = bucket_counts(sizes) if layout.pp == 1 else [1] * len(sizes)
+        ends_at = [*accumulate(counts, initial=0)]
+        for size, times in Counter(sum(sizes[a:b]) for a, b in pairwise(ends_at)).items():
+            yield axis, "all_reduce", times, 2 * (n - 1) * size // n
 
 
 def _of_shards(

@@ -1,0 +1,20 @@
+"""Which gradients of replicated parameters are summed over the ranks in one call (parallel/replicas.py)."""
+
+from collections.abc import Iterable
+
+BUCKET_BYTES = 8 * 2**20
+"""Of a sum, at least: blocks of small models are put together. Each all-reduce of Gloo costs two processes on two cores
+half a millisecond beyond its bytes: 13 of a model of 7M parameters took 3 % of a step, 4 take nothing that shows."""
+
+
+def bucket_counts(sizes: Iterable[float]) -> list[int]:
+    """Units of each bucket, for bytes of the units in the order in which their gradients are made."""
+    counts, room = list[int](), 0.0
+    for size in sizes:
+        if room > 0:
+            counts[-1] += 1
+        else:
+            counts.append(1)
+            room = BUCKET_BYTES
+        room -= size
+    return counts
