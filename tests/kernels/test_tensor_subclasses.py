@@ -1,17 +1,20 @@
-"""Tensors whose numbers are not behind their pointer: a user's DTensors and torch.func's wrappers take torch's own
-operations, where a C loop would read from address 0."""
+"""Tensors that a C loop must leave to torch's own operations: their numbers are not behind their pointer (a user's
+DTensors, torch.func's wrappers), or somebody records or differentiates what torch does."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.experimental import implicit_replication
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshwright import compat
 from meshwright.kernels import attention, linear, norm, rope, swiglu
+from meshwright.kernels.compiled import library
 
 ROWS, WIDTH = 1024, 256
 """Large enough for the compiled loops and for products of oneDNN."""
@@ -32,7 +35,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "norm": (lambda x, weight: norm.rms_norm(x, weight, 1e-5), (drawn(ROWS, WIDTH), drawn(WIDTH))),
-    "gate": (swiglu.swiglu, (drawn(ROWS, WIDTH), drawn(ROWS, WIDTH))),
+    "gate": (lambda gate, up: swiglu.swiglu(gate, up), (drawn(ROWS, WIDTH), drawn(ROWS, WIDTH))),
     "rotation": (turned, (drawn(1, ROWS, 4, 64), drawn(1, ROWS, 1, 32), drawn(1, ROWS, 1, 32))),
     "attention": (attended, tuple(drawn(1, ROWS, 4, 64) for _ in range(3))),
     "linear": (linear.linear, (drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH))),
@@ -56,6 +59,46 @@ def test_a_dtensor_gives_what_its_numbers_give(name: str) -> None:
             assert (one.grad is None) == (right.grad is None)
             if isinstance(one.grad, DTensor):
                 torch.testing.assert_close(one.grad.to_local(), right.grad, rtol=1e-3, atol=1e-2)
+
+
+def test_loops_of_a_server_leave_a_dtensor_alone() -> None:
+    x, weight = drawn(4, WIDTH), drawn(WIDTH)
+    with torch.no_grad(), library.used(library.compiled()), compat.fake_world(0, 1), implicit_replication():
+        held = DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
+        found = norm.rms_norm(held, weight, 1e-5)
+    assert isinstance(found, DTensor)
+    torch.testing.assert_close(found.to_local(), norm.rms_norm_reference(x, weight, 1e-5))
+
+
+def test_the_negative_bit_is_read() -> None:
+    x, weight = drawn(ROWS, WIDTH), drawn(WIDTH)
+    with torch.no_grad():
+        found = norm.rms_norm(torch._neg_view(-x), weight, 1e-5)
+        torch.testing.assert_close(found, norm.rms_norm_reference(x, weight, 1e-5))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of all that it cannot record
+@pytest.mark.parametrize("name", ["norm", "gate", "rotation"])
+def test_a_tracer_records_what_is_computed(name: str) -> None:
+    run, given = CASES[name]
+    other = tuple(x + 0.5 for x in given)
+    with torch.no_grad():
+        for traced in (torch.jit.trace(run, given), make_fx(run)(*given)):
+            torch.testing.assert_close(traced(*other), run(*other), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch scripts its own rules of forward mode
+@pytest.mark.parametrize("name", ["norm", "gate", "linear"])
+def test_a_tangent_goes_through(name: str) -> None:
+    run, (x, *others) = CASES[name]
+    with torch.no_grad(), forward_ad.dual_level():
+        found = run(forward_ad.make_dual(x, torch.ones_like(x)), *others)
+        tangent = forward_ad.unpack_dual(found).tangent
+    step = 1e-2
+    assert tangent is not None
+    torch.testing.assert_close(
+        tangent, (run(x + step, *others) - run(x - step, *others)) / (2 * step), rtol=2e-2, atol=2e-2
+    )
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no batching rule of square_

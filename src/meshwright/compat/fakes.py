@@ -73,16 +73,30 @@ def is_fake(x: torch.Tensor) -> bool:
 
 
 def lies_in_memory(*tensors: torch.Tensor) -> bool:
-    """Whether their numbers are where `data_ptr` says, so that a C loop may read them; fake tensors count as those they
-    stand for, and so does what is compiled. Subclasses with operations of their own (DTensor) keep numbers elsewhere,
-    and their pointer is 0; torch.func's wrappers have none."""
+    """Whether their numbers are where `data_ptr` says, as they are, so that a C loop may read them in torch's stead.
+    Fake tensors count as those they stand for, and so does what is compiled.
+
+    Subclasses with operations of their own (DTensor) keep numbers elsewhere, torch.func's wrappers and zero tensors
+    nowhere, and those with the negative bit the other way round. A tracer would miss the loop, and forward-mode
+    differentiation its derivative.
+    """
     if torch.compiler.is_compiling():
         return True
+    if torch.jit.is_tracing() or torch.autograd.forward_ad._current_level >= 0 or _traces():
+        return False
     plain = torch.Tensor.__torch_dispatch__
-    return all(
-        (type(x).__torch_dispatch__ is plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)) or is_fake(x)
-        for x in tensors
-    )
+    return all(is_fake(x) or (type(x).__torch_dispatch__ is plain and _is_stored(x)) for x in tensors)
+
+
+def _is_stored(x: torch.Tensor) -> bool:
+    return not (torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor())
+
+
+def _traces() -> bool:
+    """Whether make_fx records operations."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
 
 
 class FakeMaker:

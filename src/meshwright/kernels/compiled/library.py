@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER, Panels, pointer
 
@@ -61,10 +61,14 @@ _ARGUMENTS: dict[str, list[type]] = {
 }
 
 
+PLAIN = (Tensor, nn.Parameter)
+"""Whose numbers are where their pointer says."""
+
+
 def takes(*tensors: Tensor) -> bool:
-    """Whether tensors are fp32 on a CPU with the numbers of a row side by side."""
-    for one in tensors:  # noqa: SIM110 - a generator costs as much again as what it asks, some hundred times a step
-        if one.dtype != torch.float32 or one.device.type != "cpu" or one.stride(-1) != 1:
+    """Whether tensors are fp32 on a CPU with the numbers of a row side by side, and torch's own."""
+    for one in tensors:
+        if type(one) not in PLAIN or one.dtype != torch.float32 or one.device.type != "cpu" or one.stride(-1) != 1:
             return False
     return True
 

@@ -83,6 +83,11 @@ def strip_keys(of: "Local") -> float:
     return (reach * (reach + strip) / 2 + (of.sequence - reach) * (reach + strip)) / of.sequence
 
 
+def widest_strip(of: "Local") -> float:
+    """Keys of the strip that has most."""
+    return float(min(of.sequence, min(of.window or of.sequence, of.sequence) + STRIP))
+
+
 def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Core:
     """One part for each rank's keys (ring, stripes), or one of all (all-gather): results are merged in fp32; gradients
     are added up in fp32, and in a ring once more with those that arrive."""

@@ -4,7 +4,7 @@ backward pass leaves for the gradients of weights. Letters as in block.py; held 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.cost import adapters, state_layers
+from meshwright.planner.cost import adapters, attention_core, state_layers
 from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.states import largest_weight
 
@@ -122,18 +122,22 @@ def _mlp_kept(of: "Local", routed: Routed | None) -> float:
 def _attention(of: "Local", widths: HeadWidths) -> float:
     """Around the core. Over context-parallel ranks (parallel/ring.py, kernels/partial.py): copies of queries, result
     and its gradient, their own gradient in fp32; of keys and values those of two ranks and four fp32 sums (ring), or
-    those of all ranks three times, their fp32 gradients, and these cut and put together again (all-gather)."""
+    those of all ranks three times beside their fp32 gradients and these cut, or once beside these put together again
+    (all-gather). Stripes are used rank by rank: once, and their fp32 gradients twice."""
     if of.linear:
         return state_layers.inside_bytes(of)
     queries, keys_values = of.tokens * widths.queries, of.tokens * widths.keys_values
     if of.cp == 1:
         copies = queries - keys_values / 2 if of.masked and of.shape.mla is None else 0.0
-        bias = 2.0 * of.batch * of.sequence**2 * of.width / 2 if of.masked else 0.0
-        return of.width * (3 * queries + keys_values + 2 * copies) + bias
+        keys = attention_core.widest_strip(of) if of.masked else 0.0
+        mask = (of.batch if of.documents else 1) * min(attention_core.STRIP, of.sequence) * keys * (of.width + 2)
+        return of.width * (3 * queries + keys_values + 2 * copies * keys / of.sequence) + mask
     around = queries * (4 * of.width + 4)
     if of.ring:
         return around + keys_values * (3 * of.width + 4 * 4)
-    return around + of.cp * keys_values * (3 * of.width + 3 * 4)
+    striped = of.context_split == "striped"
+    held = of.width + 2 * 4 if striped else max(3 * of.width + 2 * 4, of.width + 3 * 4)
+    return around + of.cp * keys_values * held
 
 
 def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:

@@ -110,7 +110,9 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
   if (what === "loss") {
     const gathered = alone && units.summed && (frees || (layout.zero && !again));
     const transient = Math.max(cost.logits_chunk, cost.logits_matrix);
-    return [kinds(before, logits + transient, 0, units.last.parameters * (Number(Boolean(gathered)) + Number(frees)))];
+    const late = units.tied ? units.block : units.last; // both ends of a tied matrix were gathered before the blocks
+    const buffers = late.parameters * Number(Boolean(gathered)) + units.last.parameters * Number(frees);
+    return [kinds(before, logits + transient, 0, buffers)];
   }
   const wider = made < summed && !again ? summed : 0;
   if (what === "weights") return [kinds(before, logits, cost.weights * (made + wider), 0)];

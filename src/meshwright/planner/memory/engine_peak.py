@@ -192,7 +192,8 @@ class PipelineRank:
 
         if what == "loss":
             gathered = self.layout.pp == 1 and units.summed and (self.frees or (self.layout.zero and not again))
-            buffers = units.last.parameters * (bool(gathered) + self.frees)
+            late = units.block if units.tied else units.last  # a tied matrix was gathered before blocks
+            buffers = late.parameters * bool(gathered) + units.last.parameters * self.frees
             yield kinds(Place(before, logits + cost.logits.transient, 0.0, buffers))
         elif what == "weights":
             wider = self.summed if self.made < self.summed and not again else 0.0
