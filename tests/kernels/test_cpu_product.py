@@ -147,13 +147,25 @@ def test_compiled_code_calls_it_too() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_code_adds_products() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_code_adds_products(dtype: torch.dtype) -> None:
     """Which cannot follow the change of torch's setting."""
-    total, a, b = torch.zeros(256, 96), torch.randn(256, 128), torch.randn(128, 96)
+    total, a, b = torch.zeros(256, 96), torch.randn(256, 128).to(dtype), torch.randn(128, 96).to(dtype)
     torch._dynamo.reset()
     found = torch.compile(cpu_product.add_product, fullgraph=True, backend="aot_eager")(total, a, b)
-    assert found is total and error(total, a.double() @ b.double()) < 1e-6
+    assert found is total and error(total, a.double() @ b.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 100])
+def test_a_product_of_16_bits_is_added_in_pieces(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """To the bits of one sum, whether rows divide or not, and without a widened copy of the whole."""
+    monkeypatch.setattr(cpu_product, "ADDED_AT_ONCE", 16 * 96)
+    whole, a, b = torch.randn(rows, 2 * 96), torch.randn(128, rows).bfloat16().t(), torch.randn(128, 96).bfloat16()
+    total, beside = whole[:, :96], whole[:, 96:].clone()
+    wanted = total + a @ b
+    cpu_product.add_product(total, a, b)
+    assert torch.equal(total, wanted) and torch.equal(whole[:, 96:], beside)
 
 
 ORDERS = ("as it lies", "transposed", "with gaps", "transposed with gaps", "every second")

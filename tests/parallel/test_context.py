@@ -205,6 +205,39 @@ def test_a_window_bounds_the_work() -> None:
         assert [sum(1 for _ in tiles_of(mask.keys_of(4, other))) for other in range(4)] == [0, 0, 1, 1]
 
 
+def test_what_hides_pairs_of_a_wide_window_stays_small() -> None:
+    """On a CPU, whose kernel takes it as numbers."""
+    sequence, window = 131072, 65536
+    mask = mask_maker(alone(2, 1), "zigzag")(sequence // 2, sequence // 2, window=window)
+    assert isinstance(mask, ContextMask)
+    q = torch.empty(1, sequence // 2, 1, 8)
+    sizes = [
+        (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
+        for tile in ring._tiles(mask, mask.keys_of(2, 0), q, True)
+        if not (tile.is_whole or tile.is_causal)
+    ]
+    assert 0 < max(sizes) <= (window + ring.STRETCH) * ring.STRETCH
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize(("left", "right"), [(20, -1), (-1, 3), (40, 0), (70, 30)])
+def test_a_gpu_takes_borders_as_its_kernel_documents_them(heads: tuple[int, int], left: int, right: int) -> None:
+    q, gradient = (torch.randn(2, heads[0], 96, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(2, heads[1], 130, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    how = {"left": left, "right": right, "scale": 0.1}
+    seen = in_band(96, 130, left, right)
+    assert seen.any(1).all()
+    out, lse = compat.banded_attention(q, k, v, **how)  # type: ignore[arg-type]
+    exact, sums = banded(*(x.cpu().double() for x in (q, k, v)), **how)  # type: ignore[arg-type]
+    assert _relative(out.cpu().double(), exact) < 1e-2 and _relative(lse.cpu().double(), sums) < 1e-3
+    found = compat.banded_attention_backward(gradient, q, k, v, out, lse, **how)  # type: ignore[arg-type]
+    given = (x.cpu().double() for x in (gradient, q, k, v))
+    for one, right_one in zip(found, banded_backward(*given, exact, sums, **how), strict=True):  # type: ignore[arg-type]
+        assert _relative(one.cpu().double(), right_one) < 2e-2
+
+
 WIDTHS = {"mha": (4, 4, 8, 8), "gqa": (4, 2, 8, 8), "mqa": (3, 1, 8, 8), "mla": (3, 3, 12, 8), "wide": (3, 3, 8, 12)}
 """Query heads, key heads, widths of keys and of values; either may be the wider."""
 

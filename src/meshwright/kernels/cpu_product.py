@@ -76,19 +76,19 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """total (M, N) fp32 += a (M, K) times b (K, N), in place. A GPU adds inside of the product, for which a dry run
     takes no memory. A CPU's product of 16 bits is rounded and added some rows at a time, while the cache holds it:
     torch widens all that it adds. The compiler gets a product of its own: it fuses the sum."""
+    if torch.compiler.is_compiling():
+        return total.add_(multiply(a, b))
     if kind(total) != "cpu":
         if not acts():
             compat.add_wide_product(total, a, b)
         return total
-    if total.dtype != a.dtype and not torch.compiler.is_compiling():
+    if total.dtype != a.dtype:
         rows = max(1, ADDED_AT_ONCE // max(1, total.shape[1]))
         for start in range(0, len(total), rows):
             total[start : start + rows].add_(torch.mm(a[start : start + rows], b))
         return total
     if not pays(a, b.shape[1]):
         return total.addmm_(a, b)
-    if torch.compiler.is_compiling():
-        return total.add_(multiply(a, b))
     return onednn_products.add_product(total, a, b)
 
 

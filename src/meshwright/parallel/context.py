@@ -150,7 +150,7 @@ class ContextMask(Mask):
                 yield Tile(queries=queries, keys=slice(begin, end), hidden=hidden)
 
     def chunks(self, keys: Places, most: int = 0) -> Iterator[Tile]:
-        """Tiles without masks, with a window of `most` queries (0 = as many as there are). A run of queries of
+        """Tiles without masks; with a window, of at most `most` queries each (0 = of any number). A run of queries of
         one document sees the same keys of that document, or each one more than the query before it: then those are a
         causal tile. With a window each sees one key less at the other end, too, of keys that follow each other."""
         if self.window:
@@ -169,7 +169,7 @@ class ContextMask(Mask):
 
     def _bands(self, keys: Places, rows: slice, queries: slice, start: int, first: int) -> Iterator[Tile]:
         """What a run of queries, the first at `start`, sees of each chunk of keys, counted in keys of the chunk: query
-        i those from the larger of `begin` and `near` + i to `last` + i."""
+        i those from the larger of `begin` and `near` + i to `last` + i, or to the chunk's end."""
         count = queries.stop - queries.start
         for chunk, origin in enumerate(keys.starts):
             begin = max(0, -((origin - first) // keys.step))

@@ -1,16 +1,16 @@
 """ZeRO-0: every rank holds every parameter, and gradients are summed over the ranks once a step.
 
-A bucket is a block; embedding, and norm with head, are one each. Small ones are put together, but for stages of a
-pipeline (spec/gradient_buckets.py). Micro-batches are added up in one buffer for each, of
+A bucket is a block; embedding, and norm with head, are one each. Without a pipeline, whose ranks hold several models,
+small neighbours are one bucket (spec/gradient_buckets.py). Micro-batches are added up in one buffer for each, of
 which the gradients are views. When the backward pass of the last one has made the last gradient of a bucket, its
 all-reduce begins, in place, while the backward pass goes on with the blocks before (Li et al. 2020, arXiv:2006.15704).
 Of a step's only micro-batch gradients stay as they are made until a bucket has all, and are widened as they are laid
 into the buffer: a buffer from the first gradient on would stand beside the activations of the block.
 
-A rank holds 4 N elements in fp32 (parameters, gradients, two moments), and of one micro-batch a block more, where
+A rank holds 4 N elements in fp32 (parameters, gradients, two moments), and of one micro-batch a bucket more, where
 DistributedDataParallel's buckets are a fifth N. Sums are taken in fp32, or in the parameters' dtype.
 
-Buckets start in one order on every rank, each after the ones before it.
+Buckets start in their order, each after the ones before it: one order on all ranks of a group, whose parts are alike.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -49,11 +49,16 @@ class Bucket:
     pending: Pending | None = None
     buffer: Tensor | None = None
     """Of this step. CUDA graphs lay one that stays where it is (parallel/pass_graphs.py)."""
+    _cut: tuple[Tensor, list[Tensor]] | None = None
+    """A buffer and its parts: to cut it for each of hundreds of parameters takes longer than the sum."""
+    _recent: int = 0
+    """The parameter that got a place last."""
 
     def place(self, index: int) -> Tensor:
         """Of a parameter's sum, in the buffer of this step."""
-        if self.buffer is None or all(one.grad is None for one in self.parameters):
+        if self.buffer is None or self.parameters[self._recent].grad is None:
             self._allocate()
+        self._recent = index
         return self._parts()[index]
 
     def _allocate(self) -> None:
@@ -62,8 +67,11 @@ class Bucket:
 
     def _parts(self) -> list[Tensor]:
         assert self.buffer is not None
-        parts = self.buffer.split([one.numel() for one in self.parameters])
-        return [part.view_as(one) for part, one in zip(parts, self.parameters, strict=True)]
+        if self._cut is None or self._cut[0] is not self.buffer:
+            parts = self.buffer.split([one.numel() for one in self.parameters])
+            views = [part.view_as(one) for part, one in zip(parts, self.parameters, strict=True)]
+            self._cut = self.buffer, views
+        return self._cut[1]
 
     def __post_init__(self) -> None:
         self.missing = self.made_here
@@ -83,7 +91,7 @@ class Bucket:
             parameter.grad = part
         if laid:
             compat.copy_each(*map(list, zip(*laid, strict=True)))
-        self.pending, self.buffer = self.group.start_all_reduce(self.buffer), None
+        self.pending, self.buffer, self._cut = self.group.start_all_reduce(self.buffer), None, None
 
     def finish(self) -> None:
         """Wait for the sum."""

@@ -27,6 +27,8 @@ from meshwright.parallel.group import Group, numbered
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.purpose import takes
 
+MOST_HIDDEN = 2**20
+"""Numbers, queries times keys of a window, that hide pairs of a piece: 4 MiB."""
 Attend = Callable[..., Tensor]
 """As kernels.attention.attend."""
 
@@ -293,7 +295,8 @@ def _pack(k: Tensor, v: Tensor) -> _Packed:
 
 
 def _tiles(mask: ContextMask, keys: Places, q: Tensor, fused: bool) -> Iterator[Tile]:
-    """A CPU's fused kernel takes the borders of a window as a mask over queries and keys, so queries come in pieces."""
+    """A CPU's fused kernel takes the borders of a window as numbers (queries, keys), so queries come in pieces."""
     if not fused:
         return mask.blocks(keys)
-    return mask.chunks(keys, max(STRETCH, mask.window // 4) if kind(q) == "cpu" else 0)
+    few = min(mask.window // 4, MOST_HIDDEN // max(1, mask.window))
+    return mask.chunks(keys, max(STRETCH, few) if kind(q) == "cpu" else 0)

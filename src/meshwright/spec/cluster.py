@@ -70,6 +70,12 @@ class Device:
         cores of a machine. Planner and dry run ask here."""
         return self.half_flop_per_s > 0 and not self.name.endswith(CORES)
 
+    @property
+    def runs_triton(self) -> bool:
+        """Whether the kernels of this package run on it, as kernels/chooser.py finds out there: on NVIDIA's from Ampere
+        on, the first with bf16. Names of AMD's begin alike."""
+        return self.is_gpu and self.bf16_flop_per_s > 0 and not self.name.startswith(("MI", "AMD"))
+
     def without(self, precision: str) -> str:
         """Why products of this recipe.precision are not planned on it; empty where they are."""
         if precision != "bf16" or self.bf16_flop_per_s or not self.fp16_flop_per_s:

@@ -61,14 +61,15 @@ _ARGUMENTS: dict[str, list[type]] = {
 }
 
 
-PLAIN = (Tensor, nn.Parameter)
-"""Whose numbers are where their pointer says."""
+OWN_TYPES = (Tensor, nn.Parameter)
+"""Of tensors. What else compat.lies_in_memory asks takes as long as some of these loops: a server makes no such
+tensors."""
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether tensors are fp32 on a CPU with the numbers of a row side by side, and torch's own."""
     for one in tensors:
-        if type(one) not in PLAIN or one.dtype != torch.float32 or one.device.type != "cpu" or one.stride(-1) != 1:
+        if type(one) not in OWN_TYPES or one.dtype != torch.float32 or one.device.type != "cpu" or one.stride(-1) != 1:
             return False
     return True
 

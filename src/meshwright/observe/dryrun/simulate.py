@@ -94,6 +94,8 @@ def dry_run(
     device = device or device_of(plan)
     if not compiles_blocks(plan.layout, plan.model, device, plan.recipe.fake_quantize):
         plan = replace(plan, layout=replace(plan.layout, compile="off"))
+    if plan.cluster.device.is_gpu and not plan.cluster.device.runs_triton:
+        plan = replace(plan, layout=replace(plan.layout, kernels="eager"))
     plan.check()
     ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))

@@ -42,9 +42,11 @@ def _scattered(part: Tensor, whole: Tensor, *_: Any) -> int:
 
 
 def _added(total: Tensor, other: Any, *_: Any) -> int:
-    """What is added to numbers of another dtype is widened first, whole."""
-    widens = isinstance(other, Tensor) and other.dim() > 0 and other.dtype != total.dtype
-    return other.numel() * total.element_size() if widens else 0
+    """What is added to numbers of another dtype is widened first, whole, and so is a narrower sum."""
+    if not isinstance(other, Tensor) or other.dim() == 0 or other.dtype == total.dtype:
+        return 0
+    wide = torch.promote_types(total.dtype, other.dtype)
+    return sum(one.numel() * wide.itemsize for one in (total, other) if one.dtype != wide)
 
 
 def _flash_backward(q: Tensor, k: Tensor, *_: Any) -> int:

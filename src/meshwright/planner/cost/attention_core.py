@@ -93,7 +93,7 @@ def _parts(of: "Local", queries: float, keys_values: float, value: float) -> Cor
     are added up in fp32, and in a ring once more with those that arrive."""
     parts = of.cp if of.ring or of.context_split == "striped" else 1
     met = _met(of, parts)
-    kernels = fused(of, queries, value, met if met < parts else of.cp)
+    kernels = fused(of, queries, value, met if met < parts else of.cp)  # rows of a call: of met keys, or of a rank's
     tiles = 2 * parts
     keys = of.tokens * keys_values * (1 if of.ring else of.cp)
     pack = MemoryPass(2 * keys * of.width * (1 if of.ring else 3), 4)

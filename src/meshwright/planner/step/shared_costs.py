@@ -66,7 +66,7 @@ class SharedCosts:
         stack = self.stack if compiles else eager(self.stack)
         if stack.own and not self.cluster.device.is_gpu:
             stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
-        elif stack.own and layout.kernels in ("eager", "reference"):
+        elif stack.own and (layout.kernels in ("eager", "reference") or not self.cluster.device.runs_triton):
             stack = replace(stack, loss_in_place=False)
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
 

@@ -224,17 +224,20 @@ class ShardingUnit(NamedTuple):
         return tuple(size for size in self.sizes if size[3])
 
 
+def _ends(shape: ModelShape, layout: Layout, held: StageContents) -> tuple[Sizes, Sizes]:
+    """Embedding with positions, and norm with head, as far as a rank has them; a tied matrix is in the first."""
+    found = pieces(shape, layout.tp, layout.ep)
+    front, behind = found.embedding if held.first else (), found.norm if held.last else ()
+    if shape.tied:
+        return (*front, *(found.head if held.last and not held.first else ())), behind
+    return front, (*behind, *found.head) if held.last else behind
+
+
 def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[ShardingUnit]:
     """Each block, embedding with positions, norm with head; experts apart where they lie on other ranks. A tied matrix
     makes the ends one unit under ZeRO."""
-    found = pieces(shape, layout.tp, layout.ep)
-    (layers, first, last), apart = held, layout.ep > 1
-    units = list(_blocks(shape, layout, layers))
-    front, behind = found.embedding if first else (), found.norm if last else ()
-    if shape.tied:
-        front = (*front, *(found.head if last and not first else ()))
-    elif last:
-        behind = (*behind, *found.head)
+    apart, (front, behind) = layout.ep > 1, _ends(shape, layout, held)
+    units = list(_blocks(shape, layout, held.layers))
     units.append(ShardingUnit(tuple(size for size in behind if apart and size[1]), spread=True))
     behind = tuple(size for size in behind if not (apart and size[1]))
     ends = (
@@ -274,25 +277,21 @@ def _holders(layout: Layout) -> int:
 
 
 def _of_replicas(shape: ModelShape, layout: Layout, held: StageContents, summed: float) -> Calls:
-    """Buckets of the units in the order of the backward pass: norm with head, blocks, embedding."""
-    ends = list(_units(shape, layout, held._replace(layers=())))
-    blocks = {layer_kind(shape, layer): layer for layer in held.layers}
-    units = {kind: list(_blocks(shape, layout, (layer,))) for kind, layer in blocks.items()}
-    made = [units[layer_kind(shape, layer)] for layer in reversed(held.layers)]
-    order = [
-        [one for one in ends if one.kept or one.spread],
-        *made,
-        [one for one in ends if not (one.kept or one.spread)],
-    ]
+    """Buckets of norm with head, blocks and embedding, in the order of the backward pass."""
+    found, (front, behind) = pieces(shape, layout.tp, layout.ep), _ends(shape, layout, held)
+    kinds = [layer_kind(shape, layer) for layer in reversed(held.layers)]
+    parts = {"behind": behind, "front": front, **{kind: getattr(found, kind) for kind in set(kinds)}}
     for spread, axis in ((False, "data"), (True, "expert_data")):
         n = layout.dp_replicate * (_holders(layout) if spread else layout.dp_shard * layout.cp)
-        if n == 1:
+        if n == 1 or (spread and layout.ep == 1):
             continue
-        numel = {id(one): _numel(one.learned) for unit in order for one in unit if one.spread == spread}
-        sizes = [numel[id(one)] * summed for unit in order for one in unit if numel.get(id(one))]
-        counts = bucket_counts(sizes) if layout.pp == 1 else [1] * len(sizes)
-        ends_at = [*accumulate(counts, initial=0)]
-        for size, times in Counter(sum(sizes[a:b]) for a, b in pairwise(ends_at)).items():
+        numel = {
+            name: _numel(size for size in sizes if size[3] and (layout.ep > 1 and bool(size[1])) == spread)
+            for name, sizes in parts.items()
+        }
+        sums = [numel[name] * summed for name in ("behind", *kinds, "front") if numel[name]]
+        counts = bucket_counts(sums) if layout.pp == 1 else [1] * len(sums)
+        for size, times in Counter(sum(sums[a:b]) for a, b in pairwise(accumulate(counts, initial=0))).items():
             yield axis, "all_reduce", times, 2 * (n - 1) * size // n
 
 
