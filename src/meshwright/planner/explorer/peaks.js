@@ -147,7 +147,8 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients, headless));
     else {
       found.push(kinds(gradients, logits - gone, end.made, 0));
-      if (final && layout.zero) found.push(kinds(gradients, logits - gone, 0, end.gradients, headless));
+      const reduced = gradients + end.gradients / sharers;
+      if (final && layout.zero && !units.tied) found.push(kinds(reduced, logits - gone, 0, end.gradients, headless));
     }
   }
   const leaves = what === "inputs" && cost.made > 0; // gradients of weights, for later

@@ -225,8 +225,8 @@ class PipelineRank:
             return
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
         yield Place(gradients, logits - gone, last.made)
-        if final and self.layout.zero:
-            yield Place(gradients, logits - gone, 0.0, last.gradients, self._gone(final))
+        if final and self.layout.zero and not self.units.tied:  # that of both ends waits for the embedding's
+            yield Place(gradients + self._shard(last), logits - gone, 0.0, last.gradients, self._gone(final))
 
     def _layer(
         self,
