@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 BUCKET_BYTES = 8 * 2**20
 """Of a sum, from which on a bucket is full: blocks of small models are put together. Beside its bytes an all-reduce of
-Gloo costs processor time, of two processes on two cores half a millisecond: the dp rows of docs/claims.md."""
+Gloo costs processor time, of two processes on two cores half a millisecond (docs/decisions/0042)."""
 
 
 def bucket_counts(sizes: Iterable[float]) -> list[int]:
