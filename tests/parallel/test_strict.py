@@ -67,7 +67,7 @@ def test_layouts_equal_one_device(world: int, layouts: list[Layout]) -> None:
     for index, layout in enumerate(layouts):
         alone = outcome(case_of(layout), Layout(compile="off", micro_batch=layout.micro_batch))
         assert (found := first_difference(alone, [rank[index][0] for rank in ranks])) is None, (layout, found)
-        assert all(rank[index][1] >= 10 for rank in ranks), layout
+        assert all(rank[index][1] >= 8 for rank in ranks), layout  # a sum of all gradients, and figures
     ended = [rank[index][2] for index, layout in enumerate(layouts) if layout.pp > 1 for rank in ranks]
     assert sum(ended) >= 10, "sends that were freed because they had ended"
 

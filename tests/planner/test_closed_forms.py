@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
+from meshwright.planner.caveats import caveats
 from meshwright.planner.cost.block import LayerWork, embedding, head, layer
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
@@ -147,3 +148,12 @@ def test_korthikanti_figure_1(name: str) -> None:
     ends = 18 * hidden * (GPT.vocab / 8 + S + 13 * layers / pp)
     held = sum(found[kind] for kind in ("parameters", "gradients", "masters", "moments"))
     assert weights < held < weights + ends
+
+
+def test_what_reference_kernels_hold_is_said_not_to_be_counted() -> None:
+    plans = [
+        Plan(model=GPT, recipe=Recipe(sequence=S, global_batch=B), layout=Layout(kernels=kernels))
+        for kernels in ("auto", "reference")
+    ]
+    assert not any("kernels" in sentence for sentence in caveats(plans[0]))
+    assert "layout.kernels=reference is plain code" in caveats(plans[1])[0]

@@ -20,7 +20,7 @@ from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.machine.clusterfile import ClusterFile, Together, asked, is_file, load
 from meshwright.planner.machine.clusterfile_writer import text
 from meshwright.planner.machine.overheads import fitted
-from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe
+from meshwright.spec import Layout, ModelShape, MoEShape, Plan, Recipe, gradient_buckets
 from meshwright.spec.cluster import Device
 from meshwright.spec.errors import PlanError
 
@@ -118,12 +118,14 @@ def test_a_step_is_what_hand_arithmetic_says() -> None:
     assert time.total_s == pytest.approx(time.compute_s + time.optimizer_s + 0.25)
 
 
-def test_what_is_not_hidden_of_gradients_is_a_reduction_of_each_unit() -> None:
-    """The embedding, two blocks, norm with head: a call each, of a millisecond whatever its size."""
+def test_what_is_not_hidden_of_gradients_is_a_reduction_of_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding, two blocks, norm with head: one call, of a millisecond whatever its size, or one each."""
     of = machine()
     laid = plan(of, dp_replicate=2)
     time = of.estimator(laid).predict(laid).time
-    assert time.gradients_s == pytest.approx(4e-3)
+    assert time.gradients_s == pytest.approx(1e-3)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
+    assert of.estimator(laid).predict(laid).time.gradients_s == pytest.approx(4e-3)
 
 
 def test_ranks_that_share_cores_fill_each_others_bubbles() -> None:
