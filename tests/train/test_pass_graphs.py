@@ -1,6 +1,7 @@
 """CUDA graphs of passes (layout.cuda_graphs): what a CPU can prove of them, and what a GPU must."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -8,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from meshwright import compat
 from meshwright.data import Sequences
@@ -18,10 +20,11 @@ from meshwright.kernels.varlen import borders_of
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.parallel import Engine, build_engine
-from meshwright.parallel.graph_capture import MOST, WARM
+from meshwright.parallel.graph_capture import MOST, WARM, CudaCapture
 from meshwright.parallel.group import Group, Pending
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.pass_graphs import PassGraphs, check_device
+from meshwright.parallel.replicas import Bucket, Replicas
 from meshwright.spec import Layout, ModelShape, Recipe
 from meshwright.spec.errors import PlanError
 from meshwright.spec.legal import layout_violations
@@ -195,6 +198,83 @@ def test_gradients_and_weights_stay_where_they_are() -> None:
     assert len(seen) == 1 and engine.graphs.captured == 1
     buffers = {engine.graphs.gradients[p].untyped_storage().data_ptr() for p in engine.parameters.values()}
     assert len(buffers) == 1  # so that what the optimizer drops is not counted as given back
+
+
+class StreamRecorder(Recorder):
+    """Notes of each node of autograd that outlives a pass whether it was made on the stream that passes run on. On a
+    GPU a node runs on the stream it was made on."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(lambda: [p.grad for p in self.parameters if p.grad is not None])
+        self.parameters = list(parameters)
+        self.at_capture: set[str] = set()
+
+    def note(self, where: str) -> None:
+        for parameter in self.parameters:  # of a node that nobody holds a new one is made, which ends with the line
+            get_gradient_edge(parameter).node.metadata.setdefault("made", where)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.note("elsewhere")
+        yield
+        self.note("here")
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.note("elsewhere")
+        nodes = [get_gradient_edge(parameter).node for parameter in self.parameters]
+        self.at_capture |= {node.metadata["made"] for node in nodes if "made" in node.metadata}
+        del nodes
+        return super().record(work)
+
+
+@pytest.mark.usefixtures("as_on_gpus")
+@pytest.mark.parametrize("ranks", ["one rank", "replicas"])
+def test_nodes_that_outlive_a_pass_are_made_on_its_stream(ranks: str) -> None:
+    """What adds bf16 gradients up in fp32 is held from pass to pass. Made on the default stream it would end the
+    capture of any pass."""
+    recipe = Recipe(global_batch=4, sequence=24, precision="bf16")
+    engine = engine_of(LLAMA, Layout(compile="off"), "bf16", micro_batches=2 if ranks == "one rank" else 1)
+    if ranks == "replicas":
+        parameters = list(engine.parameters.values())
+        bucket = Bucket(parameters, engine.mesh["data"], torch.float32, made_here=len(parameters))
+        engine = replace(engine, replicas=(Replicas([bucket]),))
+    recorder = StreamRecorder(engine.parameters.values())
+    engine = replace(engine, graphs=PassGraphs(model=engine.model, capture=recorder, replicas=engine.replicas))
+    trained(engine, recipe, 4)
+    assert recorder.launches == 8 - WARM
+    assert recorder.at_capture == {"here"}
+
+
+def test_a_capture_that_fails_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.graph itself stays on it where the capture cannot be ended: everything later would run there."""
+    current = ["default"]
+
+    class OnStream:
+        def __init__(self, stream: str) -> None:
+            self.stream = stream
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.stream
+
+        def __exit__(self, *failure: object) -> None:
+            current[0] = self.before
+
+    class FailingGraph:
+        def capture_begin(self, *pool: object, **options: object) -> None:
+            assert current == ["capture"]
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
+
+    for name, stand_in in {
+        "Stream": lambda device: "capture", "stream": OnStream, "graph_pool_handle": lambda: (0, 1),
+        "CUDAGraph": FailingGraph, "synchronize": lambda: None, "empty_cache": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    with pytest.raises(RuntimeError, match="legacy stream"):
+        CudaCapture(CPU).record(lambda: None)
+    assert current == ["default"]
 
 
 @pytest.mark.usefixtures("as_on_gpus")

@@ -37,7 +37,23 @@ class GradientSum:
     ) -> None:
         self.parameter, self.dtype, self.place, self.made, self.meets = parameter, dtype, place, made, meets
         parameter.grad_dtype = None  # autograd does not widen
-        alias = parameter.view_as(parameter).grad_fn
+        self._hold_node()
+        _sums[parameter] = ref(self)
+
+    def move_to_current_stream(self) -> None:
+        """Receive gradients on the stream that is current now, which is the one of all passes to come.
+
+        A node of autograd runs on the stream that was current when it was made, and the one that is held here outlives
+        its pass. Made on the default stream, it would have that stream wait for the one of a CUDA graph that is being
+        captured, which CUDA refuses.
+        """
+        self._handle.remove()
+        del self._node  # the last reference: the parameter's next node is a new one
+        self._hold_node()
+
+    def _hold_node(self) -> None:
+        """Hook the node that adds to the parameter's gradient, and hold it: it is gone as soon as nobody does."""
+        alias = self.parameter.view_as(self.parameter).grad_fn
         node = alias and alias.next_functions[0][0]
         assert node is not None, "a frozen parameter has no gradient"
         own = ref(self)  # the node's hooks are out of the garbage collector's reach: no circle may go through them
@@ -49,8 +65,7 @@ class GradientSum:
             found.add(gradient)
             return (None,)
 
-        self._node, self._handle = node, node.register_prehook(take)  # a node is gone as soon as nobody holds it
-        _sums[parameter] = own
+        self._node, self._handle = node, node.register_prehook(take)
 
     @torch.no_grad()
     def add(self, gradient: Tensor) -> None:

@@ -80,9 +80,12 @@ class CudaCapture:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def record(self, work: Callable[[], None]) -> Launch:
-        """Calls of other threads, such as the one that reads batches, are no part of it and do not end it."""
+        """Calls of other threads, such as the one that reads batches, are no part of it and do not end it. The stream
+        is entered here as well: where a capture fails, torch.cuda.graph leaves the process on it (torch 2.11 to
+        2.13)."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+        capturing = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+        with torch.cuda.stream(self.stream), capturing:
             work()
         return graph.replay
 

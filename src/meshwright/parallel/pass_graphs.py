@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import Kernels, choose
 from meshwright.kernels.experts import keeps_counts
-from meshwright.kernels.gradient_sums import gradient_dtype
+from meshwright.kernels.gradient_sums import gradient_dtype, sum_of
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
 from meshwright.parallel.graph_capture import CudaCapture, FormGraphs, NoCapture, Repeatable
@@ -66,6 +66,9 @@ class PassGraphs(FormGraphs[Capturable]):
         held = [p for p in self.model.parameters() if p.requires_grad and p not in self.gradients]
         for dtype in dict.fromkeys(map(gradient_dtype, held)):
             self._side_by_side([p for p in held if gradient_dtype(p) == dtype], dtype)
+        with self.capture.beside():
+            for gradient_sum in filter(None, map(sum_of, self.gradients)):
+                gradient_sum.move_to_current_stream()
 
     def _buckets(self) -> list[Bucket]:
         return [bucket for one in self.replicas for bucket in one.buckets]
