@@ -17,7 +17,10 @@ from meshwright.store.run_folder import MetricsLog
 from meshwright.training import loop
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
-CLOCK = {"seconds", "step_seconds", "data_wait_seconds", "tokens_per_second", "allocated_bytes", "reserved_bytes"}
+CLOCK = {
+    "seconds", "step_seconds", "data_wait_seconds", "pause_seconds", "tokens_per_second", "allocated_bytes",
+    "reserved_bytes",
+}  # fmt: skip
 """Fields of a record that no second run can repeat."""
 SHAPE = ModelShape(name="dot", vocab=257, layers=2, hidden=16, heads=2, kv_heads=1, ffn=24, max_positions=32)
 MOE = replace(SHAPE, name="dots", family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=12))

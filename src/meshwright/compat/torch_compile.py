@@ -9,6 +9,7 @@ import importlib
 import logging
 import os
 import shutil
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,12 @@ def raise_recompile_limit(limit: int) -> None:
         if hasattr(config, name):
             setattr(config, name, max(limit, getattr(config, name)))
             return
+
+
+def compiled_graphs() -> int:
+    """Count the graphs that torch has compiled in this process; rises with each compilation and each recompilation."""
+    counted: Any = sys.modules.get("torch._dynamo.utils")
+    return counted.counters["stats"]["unique_graphs"] if counted else 0
 
 
 def keep_code_by_cpu() -> None:

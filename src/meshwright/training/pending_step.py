@@ -13,6 +13,7 @@ from meshwright.training.rate import learning_rate
 from meshwright.training.readback import Readback
 from meshwright.training.skipping import REASONS
 from meshwright.training.step import StepResult
+from meshwright.training.step_clock import StepSpan
 from meshwright.training.watch import StepMetrics
 
 
@@ -24,8 +25,7 @@ class PendingStep:
     global_batch: int
     tokens: int
     """Of the run, this step included."""
-    begun_s: float
-    """By the clock of time.perf_counter."""
+    span: StepSpan
     data_wait_s: float
     part: Tensor
     """Of StepResult."""
@@ -53,13 +53,12 @@ def step_metrics(
     found: dict[str, list[float]],
     *,
     device_used: torch.device,
-    elapsed_s: float,
     run_s: float,
     noise_scale_tokens: float | None,
 ) -> StepMetrics:
     """The record of a step; `found` is what its readback gave."""
     use = device.memory(device_used)
-    rate = pending.global_batch * plan.recipe.sequence / elapsed_s
+    rate = pending.global_batch * plan.recipe.sequence / pending.span.seconds
     peak = device.peak_flop_per_s(device_used, plan.recipe.precision, plan.cluster.device)
     peak = peak * plan.layout.world if peak else None
     causal, full = (token_flop(plan.model, plan.recipe.sequence, causal=causal) for causal in (True, False))
@@ -72,8 +71,9 @@ def step_metrics(
         tokens=pending.tokens,
         tokens_per_second=rate,
         seconds=run_s,
-        step_seconds=elapsed_s,
+        step_seconds=pending.span.seconds,
         data_wait_seconds=pending.data_wait_s,
+        pause_seconds=pending.span.pause_s or None,
         allocated_bytes=use.allocated_bytes,
         reserved_bytes=use.reserved_bytes,
         mfu_causal=rate * causal.training / peak if peak else None,

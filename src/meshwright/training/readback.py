@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from meshwright.training import step_clock
+
 
 class Readback:
     """Some small fp32 tensors by name. `read` is the only place where a training step waits for the device."""
@@ -13,14 +15,12 @@ class Readback:
         self._sizes = {name: value.numel() for name, value in values.items()}
         packed = torch.cat([value.detach().reshape(-1) for value in values.values()])
         self._host = packed.to("cpu", non_blocking=True)  # page-locked memory, where it comes from a GPU
-        self._copied = torch.cuda.Event() if packed.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
+        self.border = step_clock.mark_border(packed.device)
+        """Behind the step and the copy."""
 
     def read(self) -> dict[str, list[float]]:
         """Waits until the device has come so far."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self.border.wait()
         numbers, found = self._host.tolist(), {}
         for name, size in self._sizes.items():
             found[name], numbers = numbers[:size], numbers[size:]

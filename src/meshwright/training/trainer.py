@@ -33,6 +33,7 @@ from meshwright.training.run_samples import RunSamples
 from meshwright.training.run_start import run_info
 from meshwright.training.state import TrainState
 from meshwright.training.step import train_step
+from meshwright.training.step_clock import StepClock
 from meshwright.training.stopping import StopAgreement
 from meshwright.training.watch import EvalMetrics, Foreseen, RunInfo, Summary, Watcher, numbers
 
@@ -73,8 +74,7 @@ class Trainer:
     """Whether a step's numbers are read while the next one runs."""
     _stop: StopAgreement = field(init=False)
     _pending: deque[PendingStep] = field(init=False, default_factory=deque)
-    _read_s: float = field(init=False, default=0.0)
-    """When the numbers of a step were last read."""
+    _clock: StepClock = field(init=False)
     _loss: float = field(init=False, default=math.nan)
 
     def __post_init__(self) -> None:
@@ -104,6 +104,7 @@ class Trainer:
         self._stop = StopAgreement(self.state.engine.mesh["world"], self.device, stop, self.saver)
         saved = progress.step
         score: float | None = None
+        self._clock = StepClock(self.device)
         try:
             with self.saver:
                 while progress.step < recipe.steps and not self._stop.reached(under_way=bool(self._pending)):
@@ -118,9 +119,12 @@ class Trainer:
                     if saves:
                         self._save(log, score, goes_on=progress.step < recipe.steps)
                         saved = progress.step
+                    if evaluates or samples or saves:
+                        self._clock.end_pause()
                 self._settle(log)
                 if saved != progress.step:
                     self._save(log, score)
+                    self._clock.end_pause()
         finally:
             feed.close()
             log.close()
@@ -139,12 +143,13 @@ class Trainer:
     def _begin(self, feed: Feed) -> None:
         """Begin the next step; its numbers are read later."""
         recipe, layout, progress = self.plan.recipe, self.plan.layout, self.state.progress
-        begun, step = time.perf_counter(), progress.step + 1
+        step = progress.step + 1
         self.pulse.step = step
         count = recipe.global_batch_at(progress.tokens)
         following = recipe.global_batch_at(progress.tokens + count * recipe.sequence)
+        asked_s = time.perf_counter()
         batch = feed.take(progress.cursor, count, following if progress.step + 1 < recipe.steps else 0)
-        waited = time.perf_counter() - begun
+        waited = time.perf_counter() - asked_s
         self.ledger.begin()
         result = train_step(
             self.state.engine,
@@ -173,7 +178,7 @@ class Trainer:
             step=step,
             global_batch=count,
             tokens=progress.tokens,
-            begun_s=begun,
+            span=self._clock.end_step(numbers.border),
             data_wait_s=waited,
             part=result.part,
             micro_tokens=result.micro_tokens,
@@ -189,11 +194,9 @@ class Trainer:
     def _end(self, pending: PendingStep, log: MetricsLog) -> None:
         recipe, progress = self.plan.recipe, self.state.progress
         found = self._check(pending)
-        now = time.perf_counter()
-        elapsed = now - max(pending.begun_s, self._read_s)  # one step's time alone is neither's where two overlap
-        self._read_s = now
-        self.pulse.step_ended(elapsed)
-        progress.seconds += elapsed
+        self.pulse.step_ended(pending.span.seconds)
+        progress.seconds += pending.span.seconds
+        self._clock.count(pending.span, pending.global_batch * recipe.sequence)
         if pending.micro_tokens:
             progress.noise.add(found["micro_squared"], pending.micro_tokens, found["grad_norm"][0] ** 2)
         metrics = step_metrics(
@@ -201,7 +204,6 @@ class Trainer:
             pending,
             found,
             device_used=self.device,
-            elapsed_s=elapsed,
             run_s=progress.seconds,
             noise_scale_tokens=progress.noise.tokens,
         )
@@ -303,7 +305,8 @@ class Trainer:
         ledger = self.ledger.document(self.device, self.plan) if self.ledger.step else None
         if self.is_first and ledger:
             keep(self.folder.ledger, ledger)
-        progress, validation = self.state.progress, self.corpus.validation
+        self._clock.close()
+        progress, validation, clock = self.state.progress, self.corpus.validation, self._clock
         bits = None
         if progress.eval_loss is not None and not self.plan.recipe.traits.pairs:
             bits = progress.eval_loss / math.log(2) / validation.bytes_per_token
@@ -317,7 +320,11 @@ class Trainer:
             bits_per_byte=bits,
             tokens=progress.tokens,
             seconds=progress.seconds,
-            tokens_per_second=progress.tokens / progress.seconds if self._read_s else 0.0,
+            tokens_per_second=progress.tokens / progress.seconds if clock.steps else 0.0,
+            starting_steps=clock.starting_steps,
+            starting_seconds=clock.starting_s,
+            steady_tokens_per_second=clock.steady_tokens_per_second,
+            paused_seconds=clock.paused_s,
             saving_seconds=self.saver.blocked_s,
             peak_allocated_bytes=device.peak_bytes(self.device),
             checkpoint=checkpoint.latest(self.folder.checkpoints),

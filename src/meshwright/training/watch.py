@@ -60,14 +60,17 @@ class StepMetrics:
     """Cumulative over the whole run."""
     tokens_per_second: float
     seconds: float
-    """Cumulative wall time of training."""
+    """Cumulative time of all steps."""
     step_seconds: float
+    """From the end of the step before to the end of this one, by the clock of the device; without pause_seconds."""
     data_wait_seconds: float
-    """Part of step_seconds spent waiting for the next batch."""
+    """The host's wait for the batch; on a GPU the step before may still be computing meanwhile."""
     allocated_bytes: int
     """Peak of memory in live tensors (GPU), or resident memory of the process (CPU)."""
     reserved_bytes: int
     """Held by the allocator."""
+    pause_seconds: float | None = None
+    """Evaluation, samples and checkpoint between the step before and this one; None = there was nothing."""
     mfu_causal: float | None = None
     """Share of the peak, attention counted by half."""
     mfu_full: float | None = None
@@ -158,6 +161,14 @@ class Summary:
     """Of the steps of the whole run: evaluations and checkpoints are not in it."""
     tokens_per_second: float
     """tokens / seconds; 0 = no step was left for this process."""
+    starting_steps: int = 0
+    """The first step of this process, and those for which code was compiled."""
+    starting_seconds: float = 0.0
+    """Of these steps."""
+    steady_tokens_per_second: float | None = None
+    """Of all other steps of this process; None = there was no other."""
+    paused_seconds: float = 0.0
+    """Evaluations, samples and checkpoints of this process, which are not in seconds."""
     saving_seconds: float = 0.0
     """What steps and the end waited for checkpoints."""
     peak_allocated_bytes: int

@@ -108,6 +108,8 @@ def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
     found = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.figures.items()]
     if metrics.skipped is not None:
         found.append(("skipped", f"({metrics.skipped}, {metrics.skipped_steps or 1} so far)"))
+    if metrics.pause_seconds is not None:
+        found.append(("pause", duration(metrics.pause_seconds)))
     if metrics.noise_scale_tokens is not None:
         found.append(("noise scale", f"{count(metrics.noise_scale_tokens)} tokens"))
     if metrics.balance_loss is not None:
@@ -141,9 +143,19 @@ def closing(summary: Summary, device: str) -> str:
     ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
     parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {many(summary.steps, 'step')}"]
     parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)} of steps")
-    parts.append(f"{count(summary.tokens_per_second)} tokens/s")
+    parts.append(f"{count(summary.tokens_per_second)} tokens/s{_steady(summary)}")
+    if summary.paused_seconds:
+        parts.append(f"{duration(summary.paused_seconds)} of evaluation, samples and checkpoints beside")
     of = "process" if device.startswith("CPU") else "tensors"
     parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB ({of})")
     if summary.bits_per_byte is not None:
         parts.append(f"{summary.bits_per_byte:.3f} bits per byte")
     return ", ".join(parts)
+
+
+def _steady(summary: Summary) -> str:
+    """The rate without the steps that waited for a compiler, where some step did not."""
+    if summary.steady_tokens_per_second is None:
+        return ""
+    steps = "the first step" if summary.starting_steps == 1 else f"{summary.starting_steps} steps that compiled"
+    return f" ({count(summary.steady_tokens_per_second)} without {steps}, {duration(summary.starting_seconds)})"
