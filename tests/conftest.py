@@ -2,7 +2,9 @@
 
 import os
 import socket
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,6 +61,30 @@ def no_network() -> Iterator[None]:
     patch.setattr(socket.socket, "connect", local_only)
     yield
     patch.undo()
+
+
+@pytest.fixture
+def refusing_waits() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the host's waiting for a GPU is an error. torch warns, once a process, that this mode is a
+    prototype, and raises that warning after it has switched: the mode is put back even then."""
+    import torch
+
+    @contextmanager
+    def refusing() -> Iterator[None]:
+        mode = torch.cuda.get_sync_debug_mode()
+
+        def switch(to: int | str) -> None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+                torch.cuda.set_sync_debug_mode(to)
+
+        try:
+            switch("error")
+            yield
+        finally:
+            switch(mode)
+
+    return refusing
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,15 +1,27 @@
 """`meshwright verify`: what it runs, what it prints, and that it can fail."""
 
 import json
+from collections.abc import Iterator
 from itertools import combinations
+from typing import Any
 
 import pytest
 import torch
 
 from meshwright.cli.main import main
 from meshwright.observe.verify import feature_matrix
-from meshwright.observe.verify.feature_matrix import FEATURES, LARGEST_WORLD, Trial, merged, trial, trials
+from meshwright.observe.verify.feature_matrix import (
+    FEATURES,
+    LARGEST_WORLD,
+    PLAIN,
+    Trial,
+    merged,
+    trial,
+    trials,
+    trials_of_one_rank,
+)
 from meshwright.observe.verify.support_page import support_page
+from meshwright.spec import Layout
 
 
 def test_every_pair_is_tried_refused_or_impossible() -> None:
@@ -39,6 +51,58 @@ def test_a_difference_is_exit_code_4(capsys: pytest.CaptureFixture[str], monkeyp
 def test_an_unknown_feature_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--only", "tensor"]) == 2
     assert "'tensor' is no feature" in capsys.readouterr().err
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+def test_one_gpu_says_at_once_what_it_can_show(
+    one_gpu: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And tells of each case as it ends, not of eight together."""
+    seen: list[Trial] = []
+
+    def tried(chosen: list[Trial], device: str) -> Iterator[tuple[Trial, None]]:
+        before = capsys.readouterr()
+        assert "1 GPU: 43 cases, 5 of them compiled" in before.err and not before.out
+        for one in chosen:
+            assert device == "cuda" and one.layout.world == 1
+            seen.append(one)
+            yield one, None
+            assert f"{len(seen):>3}/43  1 rank  {one.title}: equal" in capsys.readouterr().out
+
+    monkeypatch.setattr(feature_matrix, "run", tried)
+    assert main(["verify", "--device", "cuda"]) == 0
+    features = set().union(*(one.features for one in seen))
+    assert {"full", "packed", "bf16", "fp8", "fp16", "compiled", "muon", "torch's kernels", "no masters"} <= features
+    # Counted, not timed: at a second a case and fifteen a compiled one, behind 40 s for the kernels, under 3 minutes.
+    assert sum(15 if one.layout.compile == "on" else 1 for one in seen) + 40 <= 180
+    assert [one.layout.compile for one in seen] == sorted((one.layout.compile for one in seen), reverse=False)
+
+
+def test_one_rank_is_compared_with_plain_code_case_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [one for one in trials_of_one_rank()[0] if one.layout.compile == "off"][:3]
+    called: list[Layout] = []
+
+    def outcome(case: Any, layout: Layout, **options: Any) -> Any:
+        called.append(layout)
+        return real(case, layout, **options)
+
+    real = feature_matrix.outcome
+    monkeypatch.setattr(feature_matrix, "outcome", outcome)
+    monkeypatch.setattr(feature_matrix, "on_ranks", None)  # no process is started
+    found = feature_matrix.run(chosen)
+    assert next(found) == (chosen[0], None) and called == [chosen[0].layout, PLAIN]
+    assert [difference for _, difference in found] == [None, None]
+
+
+@pytest.mark.long
+def test_recipes_and_kernels_of_one_rank_equal_plain_code() -> None:
+    chosen = [one for one in trials_of_one_rank()[0] if one.layout.compile == "off"]
+    assert {one.title: difference for one, difference in feature_matrix.run(chosen) if difference} == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

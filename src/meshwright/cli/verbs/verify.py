@@ -1,5 +1,6 @@
 """`meshwright verify`: every pair of features in some layout of up to 8 processes, beside one device."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,9 @@ def verify(
     compiled: Annotated[
         bool, typer.Option("--compiled", help="Also under torch.compile, with --random each case: some minutes more.")
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each process.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: a GPU for each process; one GPU tries recipes and kernels.")
+    ] = "cpu",
     page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
     random: Annotated[
         int | None, typer.Option(help="Random shapes, layouts and recipes instead: so many.", metavar="N")
@@ -33,13 +36,13 @@ def verify(
     loss, every gradient, gradient norm and weights after two steps. Exit code 4 where any differs."""
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.verbs.verify_random import verify_case, verify_random
-    from meshwright.observe.verify.feature_matrix import FEATURES, run, trials
+    from meshwright.observe.verify.feature_matrix import ALL, FEATURES, run, trials, trials_of_one_rank
     from meshwright.observe.verify.support_page import support_page
 
     wanted = {name.strip() for name in only.split(",") if name.strip()}
-    unknown = wanted - FEATURES.keys()
+    unknown = wanted - ALL.keys()
     if unknown:
-        raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(FEATURES)}")
+        raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(ALL)}")
     if processes < 1:
         raise PlanError(f"--processes {processes} must be at least 1")
     if seed is not None and random is None:
@@ -58,14 +61,22 @@ def verify(
         if not (case or "").strip():
             raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
         return verify_case(case or "", device=device, json=json, processes=processes)
-    chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
+    if alone := device == "cuda" and processes == 1:
+        chosen, refused = trials_of_one_rank(every_compiled=compiled)
+    else:
+        chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
     having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
     chosen = having or [_made_for(wanted, processes, allowed)]
+    said = f"{many(len(chosen), 'case')}, {sum(trial.layout.compile == 'on' for trial in chosen)} of them compiled"
+    if alone:
+        said = f"1 GPU: {said}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
+    print(said, file=sys.stderr, flush=True)
     outcomes = []
     for trial, difference in run(chosen, device):
         outcomes.append((trial, difference))
         if not json:
-            print(f"{many(trial.layout.world, 'rank')}  {trial.title}: {difference or 'equal'}", flush=True)
+            place = f"{len(outcomes):>3}/{len(chosen)}  {many(trial.layout.world, 'rank')}"
+            print(f"{place}  {trial.title}: {difference or 'equal'}", flush=True)
     failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
     if page:
         page.write_text(support_page(outcomes, refused))
@@ -92,9 +103,9 @@ def verify(
 
 def _made_for(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
     """A layout that has features which no layout of the matrix has together, or not on so few processes."""
-    from meshwright.observe.verify.feature_matrix import FEATURES, LARGEST_WORLD, Trial, trial
+    from meshwright.observe.verify.feature_matrix import ALL, LARGEST_WORLD, Trial, trial
 
-    names = [name for name in FEATURES if name in wanted]
+    names = [name for name in ALL if name in wanted]
     found = trial(names)
     if not isinstance(found, Trial):
         why = found or f"some are alternatives, or it would take more than {LARGEST_WORLD} processes"

@@ -14,7 +14,6 @@ from meshwright.parallel.mesh import Made
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
-from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule_kinds import KINDS
 
 LARGEST_WORLD = 8
@@ -30,7 +29,7 @@ EVERY_EXPERT = replace(CASE, shape=replace(CASE.shape, moe=CASE.shape.moe and re
 
 NARROW: Mapping[str, int] = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 64}
 """Of a shape for products in fp8: multiples of 16 on four tp ranks, and few layers, whose rounding adds up."""
-ROUNDED = ("bf16", "fp8")
+ROUNDED = ("bf16", "fp8", "fp16", "no masters")
 """Features with a wider band."""
 
 FEATURES: Mapping[str, Mapping[str, Any]] = {
@@ -60,6 +59,22 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "muon": {"optimizer": "muon"},
 }
 """What a layout (and the packed case) must say to use each feature."""
+ONE_RANK: Mapping[str, Mapping[str, Any]] = {
+    "torch's kernels": {"kernels": "eager"},
+    "fp16": {"precision": "fp16", "products": "same"},
+    "bf16 states": {"optimizer_states": "bf16"},
+    "int8 states": {"optimizer_states": "int8"},
+    "no masters": {"precision": "bf16", "products": "same", "master_weights": "none"},
+}
+"""More features, tried where one rank is all there is. What differs over ranks in them, `--random` draws."""
+ALL = {**FEATURES, **ONE_RANK}
+COMPILED_ALONE = (
+    ("compiled",), ("compiled", "bf16", "packed"), ("compiled", "bf16", "selective"), ("compiled", "bf16", "full"),
+    ("compiled", "fp8"),
+)  # fmt: skip
+"""Compiled cases of one rank: what runs train with."""
+PLAIN = Layout(compile="off", kernels="reference")
+"""What one rank is compared with: plain code on the same device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +86,8 @@ class Trial:
     precision: str = "fp32"
     products: str = "same"
     optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer_states: Literal["fp32", "bf16", "int8"] = "fp32"
+    master_weights: Literal["fp32", "none"] = "fp32"
     features: frozenset[str]
 
     @property
@@ -81,20 +98,27 @@ class Trial:
         shape = base.shape if self.products == "same" else replace(base.shape, **NARROW)  # type: ignore[arg-type]  # all of NARROW are sizes
         return replace(
             base, shape=shape, packed=self.packed, precision=self.precision, products=self.products,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer, optimizer_states=self.optimizer_states, master_weights=self.master_weights,
         )  # fmt: skip
 
     @property
     def title(self) -> str:
         """The features in the order of the table."""
-        return ", ".join(name for name in FEATURES if name in self.features) or "one device"
+        return ", ".join(name for name in ALL if name in self.features) or "one device"
+
+
+CASE_KEYS: Mapping[str, Any] = {
+    "packed": False, "precision": "fp32", "products": "same", "optimizer": "adamw", "optimizer_states": "fp32",
+    "master_weights": "fp32",
+}  # fmt: skip
+"""Settings of a feature that are the case's and not the layout's, and what they are without it."""
 
 
 def merged(names: Sequence[str]) -> dict[str, Any] | None:
     """All settings together; None where two features are alternatives."""
     found: dict[str, Any] = {}
     for name in names:
-        for key, value in FEATURES[name].items():
+        for key, value in ALL[name].items():
             if found.setdefault(key, value) != value:
                 return None
     return found
@@ -105,8 +129,7 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     settings = merged(names)
     if settings is None:
         return None
-    packed, precision = bool(settings.pop("packed", False)), settings.pop("precision", "fp32")
-    products, optimizer = settings.pop("products", "same"), settings.pop("optimizer", "adamw")
+    case = {key: settings.pop(key, default) for key, default in CASE_KEYS.items()}
     if settings.get("ep", 1) > 1 and not {"dp_shard", "cp", "tp"} & settings.keys():
         settings["dp_shard"] = 2
     if settings.get("dp_shard", 1) * settings.get("cp", 1) == 1:
@@ -117,13 +140,9 @@ def trial(names: Sequence[str]) -> Trial | str | None:
     layout = Layout(**settings)
     if layout.world > LARGEST_WORLD:
         return None
-    case = {"packed": packed, "precision": precision, "products": products, "optimizer": optimizer}
-    has = frozenset(name for name in FEATURES if _has(layout, case, FEATURES[name]))
+    has = frozenset(name for name in ALL if _has(layout, case, ALL[name]))
     found = Trial(layout=layout, features=has, **case)
-    recipe = Recipe(
-        sequence=found.case.sequence, global_batch=found.case.global_batch, precision=precision, products=products,
-        optimizer=optimizer,
-    )  # fmt: skip
+    recipe = replace(found.case.recipe, sequence=found.case.sequence, global_batch=found.case.global_batch)
     refusals = layout_violations(found.case.shape, recipe, layout)
     try:
         layout.micro_batches(found.case.global_batch)
@@ -158,10 +177,20 @@ def trials(names: Sequence[str] = tuple(FEATURES)) -> tuple[list[Trial], dict[fr
     return list(chosen.values()), refused
 
 
+def trials_of_one_rank(*, every_compiled: bool = False) -> tuple[list[Trial], dict[frozenset[str], str]]:
+    """As `trials`, of all features that take no second rank; compiled ones last. A case takes a GPU about a second, a
+    compiled one about fifteen: without `every_compiled` these are COMPILED_ALONE, in place of each pair."""
+    names = [name for name in ALL if isinstance(found := trial([name]), Trial) and found.layout.world == 1]
+    chosen, refused = trials([name for name in names if every_compiled or name != "compiled"])
+    if not every_compiled:
+        chosen += [found for found in map(trial, COMPILED_ALONE) if isinstance(found, Trial)]
+    return sorted(chosen, key=lambda found: found.layout.compile == "on"), refused
+
+
 def _enriched(found: Trial, covered: set[frozenset[str]], names: Sequence[str]) -> Trial:
     """More features on top, as long as the layout stays legal and each adds a pair that was not tried yet."""
     for name in names:
-        more = trial([*(n for n in FEATURES if n in found.features and n != "zero 0"), name])
+        more = trial([*(n for n in ALL if n in found.features and n != "zero 0"), name])
         if (
             isinstance(more, Trial)
             and found.features < more.features
@@ -186,16 +215,23 @@ def run(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, s
 
 def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Trial, RankOutcome, list[RankOutcome]]]:
     """Each trial with what one device found and what its ranks did, by world size; ranks live for one size."""
-    expected: dict[Case, RankOutcome] = {}
+    expected: dict[tuple[Case, Layout], RankOutcome] = {}
     for world in sorted({found.layout.world for found in chosen}):
         some = [found for found in chosen if found.layout.world == world]
-        for start in range(0, len(some), BATCH):
-            part = some[start : start + BATCH]
-            together = on_ranks_of(world, [(found.case, found.layout) for found in part], device, LIMIT_S)
+        beside = PLAIN if world == 1 else Layout(compile="off")
+        at_once = 1 if world == 1 else BATCH
+        for start in range(0, len(some), at_once):
+            part = some[start : start + at_once]
+            cases = [(found.case, found.layout) for found in part]
+            if world == 1:  # no processes: each is told of as it ends
+                together = [[received(one)] for one in outcomes_of(cases, device)]
+            else:
+                together = on_ranks_of(world, cases, device, LIMIT_S)
             for found, ranks in zip(part, together, strict=True):
-                if found.case not in expected:
-                    expected[found.case] = outcome(found.case, Layout(compile="off"), device=device)
-                yield found, expected[found.case], ranks
+                key = found.case, beside
+                if key not in expected:
+                    expected[key] = outcome(*key, device=device)
+                yield found, expected[key], ranks
 
 
 def on_ranks_of(
