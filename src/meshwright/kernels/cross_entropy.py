@@ -7,7 +7,7 @@ plain code.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import cpu_product, logit_rows
+from meshwright.kernels import logit_rows
 from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.head_matrix import HeadMatrix
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import acts, kind
 from meshwright.spec.head_chunk import CHUNK_BYTES
@@ -142,16 +143,20 @@ class _Chunks:
     x_gradient: Tensor | None = None
     weight_gradient: Tensor | None = None
     """fp32, whatever the dtype of the weight."""
+    head: HeadMatrix = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.head = HeadMatrix.padded(self.weight, product_dtype(self.weight))
 
     def want(self, x: bool, weight: bool) -> None:
         """Have gradients made."""
         self.x_gradient = torch.empty_like(self.x) if x else None
-        self.weight_gradient = torch.zeros_like(self.weight, dtype=torch.float32) if weight else None
+        self.weight_gradient = self.head.empty_gradient() if weight else None
 
     def losses(self, factor: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Of each chunk: its rows, -log softmax of their targets (R,) fp32, and which of them count (R,)."""
         parts, factor = self.vocabulary, None if factor is None else factor.float()
-        weight, dtype = self.weight, product_dtype(self.weight)
+        weight, head, dtype = self.weight, self.head, product_dtype(self.weight)
         rows = chunk_rows(len(self.x), parts.most if parts else len(weight), kind(self.x))
         in_triton = uses_triton("loss_rows", weight, prefer=self.prefer)
         for start in range(0, len(self.x), rows):
@@ -160,7 +165,7 @@ class _Chunks:
             each = factor[here] if factor is not None and factor.dim() else factor
             kept = kept_rows(valid, parts)
             part = (self.x[here] if kept is None else self.x[here][kept]).to(dtype)
-            logits = cpu_product.widened_linear(part, weight)
+            logits = head.logits(part)
             kernel = _kernel(logits, in_triton, self.prefer)
             if kernel is None:
                 logits = logits.float()
@@ -175,16 +180,16 @@ class _Chunks:
                 losses = found.new_zeros(len(valid)).index_copy_(0, kept, found)
             yield here, losses, valid
             if self._wants_gradients:
-                logits = logits.to(part.dtype)
+                logits = head.laid_out(logits, part.dtype)
             if self.x_gradient is not None:
-                found = cpu_product.widened_multiply(logits, weight)
+                found = head.input_gradient(logits)
                 if kept is None:
                     self.x_gradient[here] = found
                 else:
                     self.x_gradient[here].zero_().index_copy_(0, kept, found.to(self.x_gradient.dtype))
                 del found
             if self.weight_gradient is not None:
-                cpu_product.add_product(self.weight_gradient, logits.t(), part)
+                head.add_gradient(self.weight_gradient, logits, part)
             del logits, part  # else a chunk stands beside the next
 
     def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:

@@ -17,14 +17,13 @@ combined by two reductions of numbers of rows; between forward and reverse there
 Letters: N rows, R rows of a chunk, D and E widths of student and teacher, V vocabulary, K kept log-probabilities.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import cpu_product
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary, chunk_rows, kept_rows
 from meshwright.kernels.divergence_rows import (
     FORWARD,
@@ -36,6 +35,7 @@ from meshwright.kernels.divergence_rows import (
     TeacherHead,
     log_of,
 )
+from meshwright.kernels.head_matrix import HeadMatrix
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
@@ -88,11 +88,19 @@ class _DivergenceChunks:
     x_gradient: Tensor | None = None
     weight_gradient: Tensor | None = None
     """fp32, whatever the dtype of the weight."""
+    head: HeadMatrix = field(init=False)
+    theirs: HeadMatrix | None = field(init=False, default=None)
+    """The head of a teacher that is here."""
+
+    def __post_init__(self) -> None:
+        self.head = HeadMatrix.padded(self.weight, product_dtype(self.weight))
+        if isinstance(self.teacher, TeacherHead):
+            self.theirs = HeadMatrix.padded(self.teacher.weight, product_dtype(self.teacher.weight))
 
     def run(self, scale: Tensor | None, of_x: bool, of_weight: bool) -> Tensor:
         """Sums (2,) fp32 over valid rows: T^2 D and the cross-entropy."""
         self.x_gradient = torch.empty_like(self.x) if of_x else None
-        self.weight_gradient = torch.zeros_like(self.weight, dtype=torch.float32) if of_weight else None
+        self.weight_gradient = self.head.empty_gradient() if of_weight else None
         columns = self.vocabulary.most if self.vocabulary else len(self.weight)
         rows = chunk_rows(len(self.x), BUFFERS * columns, kind(self.x))
         total = torch.zeros(2, dtype=torch.float32, device=self.x.device)
@@ -109,30 +117,30 @@ class _DivergenceChunks:
         part, targets = some(self.x).to(product_dtype(self.weight)), some(self.targets)
         valid = valid if kept is None else valid[kept]
         by_row = RowDivergence(self.vocabulary, self.form)
-        logits = cpu_product.widened_linear(part, self.weight).float()
+        logits = self.head.logits(part).float()
         factor = valid.float() if scale is None else valid * scale.float()
         if isinstance(self.teacher, TeacherHead):
-            head = self.teacher.weight
-            other = cpu_product.widened_linear(some(self.teacher.x).to(product_dtype(head)), head).float()
+            assert self.theirs is not None
+            other = self.theirs.logits(some(self.teacher.x).to(product_dtype(self.teacher.weight))).float()
             found = by_row.of_logits(logits, other, targets, factor)
             del other
         else:
             found = by_row.of_known(logits, KnownTop(*map(some, self.teacher)), targets, factor)
         del logits
         if self.x_gradient is not None or self.weight_gradient is not None:
-            self._add_gradients(found.gradient.to(part.dtype), part, here, kept)
+            self._add_gradients(self.head.laid_out(found.gradient, part.dtype), part, here, kept)
         return torch.stack([(one * valid).sum() for one in (found.soft, found.hard)])
 
     def _add_gradients(self, made: Tensor, part: Tensor, here: slice, kept: Tensor | None) -> None:
-        """Of x and of the weight, from those of a chunk's logits (R, V)."""
+        """Of x and of the weight, from those of a chunk's logits as they are laid out."""
         if self.x_gradient is not None:
-            found = cpu_product.widened_multiply(made, self.weight).to(self.x_gradient.dtype)
+            found = self.head.input_gradient(made).to(self.x_gradient.dtype)
             if kept is None:
                 self.x_gradient[here] = found
             else:
                 self.x_gradient[here].zero_().index_copy_(0, kept, found)
         if self.weight_gradient is not None:
-            cpu_product.add_product(self.weight_gradient, made.t(), part)
+            self.head.add_gradient(self.weight_gradient, made, part)
 
 
 class _LinearDivergence(torch.autograd.Function):

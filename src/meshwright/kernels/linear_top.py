@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels import cpu_product
 from meshwright.kernels.cross_entropy import Vocabulary, chunk_rows
 from meshwright.kernels.divergence_rows import LEAST_LOG, KnownTop
+from meshwright.kernels.head_matrix import HeadMatrix
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
@@ -32,12 +32,12 @@ def linear_top(
 ) -> KnownTop:  # fmt: skip
     """As the reference, chunk by chunk, without a gradient; with a vocabulary `weight` is a part of the head, and every
     part is given what is found in all of them."""
-    most = vocabulary.most if vocabulary else len(weight)
+    most, head = vocabulary.most if vocabulary else len(weight), HeadMatrix.padded(weight, product_dtype(weight))
     rows = chunk_rows(len(x), 2 * most, kind(x))
     found = []
     for start in range(0, len(x), rows):
         part = x[start : start + rows].to(product_dtype(weight))
-        found.append(_of_rows(cpu_product.widened_linear(part, weight).float().div_(temperature), number, vocabulary))
+        found.append(_of_rows(head.logits(part).float().div_(temperature), number, vocabulary))
     if not found:
         found = [KnownTop(x.new_zeros((0, number), dtype=torch.int64), x.new_zeros((0, number + 1)).float())]
     return KnownTop(*(torch.cat(parts) for parts in zip(*found, strict=True)))

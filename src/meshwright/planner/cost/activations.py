@@ -6,10 +6,12 @@ the others, as the fields of `Stack` say.
 """
 
 from collections.abc import Iterator
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.cost import state_layers
 from meshwright.planner.cost.work import KeptBytes
+from meshwright.spec.aligned_products import padded_columns
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.head_chunk import ADDED_AT_ONCE
 
@@ -94,9 +96,10 @@ def logits(of: "Local") -> Logits:
     vocab = shape.vocab / ranks
     stream, normed = (kept.none for kept in _norm_kept(of, "head"))
     if stack.head_chunk_bytes:  # makes both gradients at once: that of its input, and an fp32 one of its matrix
-        matrix = 0.0 if shape.lora else shape.vocab / of.tp * shape.hidden
+        laid = head_columns(of)
+        matrix = 0.0 if shape.lora else laid * shape.hidden
         made = of.tokens * shape.hidden * of.width + matrix * 4 + (normed if of.compares else 0.0)
-        return Logits(stream + made, 0.0, *_chunk_bytes(of, head_rows(of) * vocab, matrix))
+        return Logits(stream + made, 0.0, *_chunk_bytes(of, head_rows(of) * laid, matrix))
     count = of.tokens * vocab
     peak = stack.logit_peak + (stack.tensor_logit if of.tp > 1 else 0.0)
     kept = stream + normed + count * stack.logit_kept
@@ -112,6 +115,12 @@ def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, floa
     return made + logits * copied, made + added
 
 
+def head_columns(of: "Local") -> float:
+    """Logits of a token on a rank as they lie in memory: this package pads those of a GPU (kernels/head_matrix.py)."""
+    vocab = of.shape.vocab / of.tp
+    return float(padded_columns(ceil(vocab), of.width)) if of.stack.own and of.gpu else vocab
+
+
 def head_rows(of: "Local") -> float:
     """Tokens of a chunk of the head."""
     vocab = of.shape.vocab / of.tp
@@ -123,7 +132,9 @@ def divergence_chunk(of: "Local", buffers: int) -> float:
     logits at once, and the gradient of the student's in the width of products."""
     vocab = of.shape.vocab / of.tp
     rows = max(1.0, min(of.tokens, max(256.0, of.stack.head_chunk_bytes / (4 * buffers * vocab))))
-    return of.hidden_bytes + rows * vocab * (4 * buffers + (of.width if of.width < 4 else 0))
+    laid = head_columns(of)
+    copied = of.width if of.width < 4 or laid > vocab else 0
+    return of.hidden_bytes + rows * laid * (4 * buffers + copied)
 
 
 def layer_transient(of: "Local", routed: Routed | None) -> float:

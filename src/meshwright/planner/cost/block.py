@@ -123,8 +123,9 @@ def head(of: Local) -> LayerWork:
     log-probabilities that are compared in the backward pass, which makes the logits again."""
     stack, shape = of.stack, of.shape
     vocab = shape.vocab / of.tp
-    product = Product(of.tokens, shape.hidden, vocab)
-    data, weight = Product(of.tokens, vocab, shape.hidden), Product(shape.hidden, of.tokens, vocab)
+    laid = activations.head_columns(of) if stack.head_chunk_bytes else vocab
+    product = Product(of.tokens, shape.hidden, laid)
+    data, weight = Product(of.tokens, laid, shape.hidden), Product(shape.hidden, of.tokens, laid)
     enter = exchanges.enter(of, alone=bool(stack.head_chunk_bytes))
     softmax = MemoryPass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:

@@ -13,6 +13,7 @@ from meshwright.planner.cost.work import MemoryPass, Work
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
+from meshwright.spec.aligned_products import is_aligned
 from meshwright.spec.cluster import Device
 
 WIDE = 16
@@ -141,8 +142,7 @@ class Speeds:
         assert self.kernel is not None
         _m, k, n, _, width = work
         rate = self.rate(width) * self.product_share
-        row = 16 / max(width, 1)
-        if (k == int(k) and k % row) or (n == int(n) and n % row):
+        if any(size == int(size) and not is_aligned(size, max(width, 1)) for size in (k, n)):
             rate *= self.unaligned_share
         return product_us(self._in_training(self.kernel), work, rate / 1e6) / 1e6
 

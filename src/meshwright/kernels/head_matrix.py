@@ -1,0 +1,101 @@
+"""Products with a head whose number of rows V does not suit a GPU's matrix units (spec/aligned_products.py).
+
+Logits (R, V) and their gradients lie in memory as (R, W), W the next multiple of 128, and the gradient of the head as
+(W, D): all rows are aligned. The head itself stays as it is, since a parameter may be a shard, a gathered buffer or a
+part of another rank's: its last rows alone, fewer than 128, are copied to a block of 128 that zeros fill up. No loss
+reads what is behind V, and no gradient of it leaves this module.
+
+Letters: R rows of a chunk, D width of the model, V rows of the head that are here, W the same padded.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels import cpu_product
+from meshwright.kernels.target import kind
+from meshwright.spec.aligned_products import PADDED_TO, padded_columns
+
+PADDING_DEVICES = {"cuda"}
+"""Kinds of devices that lay rows out so: a CPU's products take any width at one speed."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMatrix:
+    """A head (V, D), for products in one dtype. Made anew for each call of a loss."""
+
+    weight: Tensor
+    width: int
+    """W; V where nothing is padded."""
+    parts: tuple[tuple[slice, Tensor], ...]
+    """Columns of the padded logits, and the rows of the head that make them. The last block comes first: what it adds
+    to the gradient of x is rounded before the rest is added, and is the smallest."""
+
+    @classmethod
+    def padded(cls, weight: Tensor, dtype: torch.dtype) -> "HeadMatrix":
+        """For products in `dtype`."""
+        rows = len(weight)
+        width = padded_columns(rows, dtype.itemsize) if kind(weight) in PADDING_DEVICES else rows
+        if width == rows:
+            return cls(weight, width, ((slice(0, rows), weight),))
+        first = width - PADDED_TO
+        block = weight.new_zeros(PADDED_TO, weight.shape[1], dtype=dtype)
+        block[: rows - first] = weight[first:]
+        last = (slice(first, width), block)
+        return cls(weight, width, (last, (slice(0, first), weight[:first].to(dtype))) if first else (last,))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether W is larger than V."""
+        return self.width > len(self.weight)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x (R, D) -> (R, V)."""
+        if not self.is_padded:
+            return cpu_product.widened_linear(x, self.weight)
+        found = x.new_empty(len(x), self.width)
+        for columns, matrix in self.parts:
+            torch.mm(x, matrix.t(), out=found[:, columns])
+        return found[:, : len(self.weight)]
+
+    def laid_out(self, gradients: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gradients of logits (R, V) -> (R, W) in `dtype`, zeros behind V: in place where they are over `logits`."""
+        if not self.is_padded:
+            return gradients.to(dtype)
+        rows, columns = gradients.shape
+        size = (rows, self.width)
+        if gradients.dtype == dtype and self._has_room(gradients):
+            found = gradients.as_strided(size, (self.width, 1))
+        else:
+            found = gradients.new_empty(size, dtype=dtype)
+            found[:, :columns] = gradients
+        found[:, columns:].zero_()  # 0 x 0 so far, but of an ignored row that is infinite nan
+        return found
+
+    def _has_room(self, gradients: Tensor) -> bool:
+        """Whether each row has W - V numbers of its own behind it."""
+        if gradients.stride() != (self.width, 1):
+            return False
+        numbers = gradients.storage_offset() + len(gradients) * self.width
+        return gradients.untyped_storage().nbytes() >= numbers * gradients.element_size()
+
+    def input_gradient(self, gradients: Tensor) -> Tensor:
+        """Gradients as `laid_out` -> that of x (R, D)."""
+        if not self.is_padded:
+            return cpu_product.widened_multiply(gradients, self.weight)
+        (columns, matrix), *others = self.parts
+        found = cpu_product.multiply(gradients[:, columns], matrix)
+        for columns, matrix in others:
+            cpu_product.add_product(found, gradients[:, columns], matrix)
+        return found
+
+    def empty_gradient(self) -> Tensor:
+        """Room for the gradient of the head (V, D) fp32, of zeros; W rows lie in memory."""
+        whole = self.weight.new_zeros(self.width, self.weight.shape[1], dtype=torch.float32)
+        return whole[: len(self.weight)]
+
+    def add_gradient(self, total: Tensor, gradients: Tensor, x: Tensor) -> None:
+        """total (of `empty_gradient`) += gradients^T x, of those as `laid_out` and x (R, D)."""
+        whole = total.as_strided((self.width, total.shape[1]), total.stride()) if self.is_padded else total
+        cpu_product.add_product(whole, gradients.t(), x)
