@@ -7,6 +7,7 @@ import torch
 
 import meshwright as mw
 from meshwright.model import build
+from meshwright.planner.kernels.chips import silicon_of
 from meshwright.planner.serving import serving_memory as serving_memory_module
 from meshwright.planner.serving.cached_layers import (
     CachedLayers,
@@ -16,16 +17,16 @@ from meshwright.planner.serving.cached_layers import (
     served,
 )
 from meshwright.planner.serving.deployment import Deployment, EngineDegrees
-from meshwright.planner.serving.frameworks import MESHWRIGHT, VLLM
+from meshwright.planner.serving.frameworks import MESHWRIGHT, VLLM, meshwright_on
 from meshwright.planner.serving.number_formats import BF16, formats_of
 from meshwright.planner.serving.serving_memory import (
     BLOCK,
-    GRAPH_ROWS,
     adapters_bytes,
     graphs_bytes,
     serving_memory,
     weights_bytes,
 )
+from meshwright.serve import engine_options
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.request_adapters import ServedAdapter
@@ -33,9 +34,11 @@ from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.step_graphs import StepMemory
 from meshwright.spec import Layout, presets
 from meshwright.spec.boxes import boxes_of
+from meshwright.spec.cluster import Device
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
 from meshwright.spec.inventory import num_parameters, parameters
 from meshwright.spec.lora import LoRAShape
+from meshwright.spec.serving_defaults import MEMORY_SHARE
 from meshwright.spec.shape import ModelShape
 
 
@@ -143,18 +146,54 @@ def test_more_ranks_narrower_weights_and_shorter_sequences_hold_more() -> None:
     assert most(8192) < most(4096) < most(1024)
 
 
+def engine_on_gpu(device: Device, shape: ModelShape) -> EngineOptions:
+    """The engine's options on such a GPU, which says how many processors it has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_options, "processors", lambda _: silicon_of(device).processors)
+        return EngineOptions().on_device(torch.device("cuda", 0), shape.hidden)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "tokens"),
+    [("h200-sxm", "llama-3.1-8b", 8192), ("h200-sxm", "llama-3.1-70b", 4096), ("a100-80", "llama-3.1-8b", 4096),
+     ("h200-sxm", "llama-3.2-1b", 16384), ("l4", "llama-3.1-8b", 4096)],
+)  # fmt: skip
+def test_plans_have_the_defaults_of_the_engine(device: str, model: str, tokens: int) -> None:
+    shape, of = presets.model(model), presets.device(device)
+    options, planned = engine_on_gpu(of, shape), meshwright_on(of, shape.hidden)
+    assert options.most_tokens == planned.budget == tokens
+    assert options.most_sequences == planned.sequences == 256
+    assert options.memory_share == planned.cache_share == 0.9
+    assert options.cache_bytes == 0
+    on_cpu, here = EngineOptions().on_device(torch.device("cpu"), shape.hidden), presets.device("local")
+    assert (on_cpu.most_tokens, on_cpu.most_sequences, on_cpu.cache_bytes) == (512, 64, 2**30)
+    assert meshwright_on(here, shape.hidden) == MESHWRIGHT and on_cpu.most_tokens == MESHWRIGHT.budget
+
+
+def test_plans_make_no_more_answers_at_once_than_the_engine() -> None:
+    """Beyond its sequences more requests in flight wait: a token comes no later for them, and no sooner."""
+    plan = "llama-3.1-8b"
+    few, many = (mw.plan_serving(plan, cluster="h200x1", framework="meshwright", concurrency=one) for one in (256, 512))
+    unlimited = mw.plan_serving(plan, cluster="h200x1", concurrency=512)
+    assert few.best.served and many.best.served and unlimited.best.served
+    assert many.best.served.per_token_s < 1.05 * few.best.served.per_token_s
+    assert many.best.served.first_token_s > 10 * few.best.served.first_token_s
+
+
 def test_cuda_graphs_of_our_engine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs read and leave is what the engine makes for them, but for a block that pads tables; one GPU has them,
     of weights that are not quantized."""
     shape = presets.model("llama-3.1-8b")
-    ours = replace(deployment("llama-3.1-8b"), framework=MESHWRIGHT)
-    rows = EngineOptions().most_sequences
-    assert rows == GRAPH_ROWS and EngineOptions().block == BLOCK
+    plain = deployment("llama-3.1-8b")
+    ours = replace(plain, framework=meshwright_on(plain.device, shape.hidden))
+    rows = engine_on_gpu(plain.device, shape).most_sequences
+    assert EngineOptions().block == BLOCK
     whole = graphs_bytes(ours, 2048)
-    assert graphs_bytes(ours, 64) < whole < graphs_bytes(ours, 100_000) < 2**31
+    assert graphs_bytes(ours, 64) < whole < graphs_bytes(ours, 100_000) < 2**32
     memory = serving_memory(ours, 2048)
     assert memory.graphs_bytes == whole
-    assert memory.cache_bytes == memory.usable_bytes - memory.weights_bytes - memory.activations_bytes - whole
+    left = memory.usable_bytes - memory.weights_bytes - memory.activations_bytes - whole
+    assert memory.cache_bytes == MEMORY_SHARE * left
     monkeypatch.setattr(serving_memory_module, "GRAPH_POOLS", 0.0)
     blocks = 1 + rows * shape.max_positions // BLOCK
     held = StepMemory(rows, blocks, shape.vocab, torch.device("cpu"))

@@ -90,7 +90,7 @@ class Served:
             rows, many = self.engine.options.most_rows, self.engine.options.most_sequences
             assert capture is not None
             one.graphs = StepGraphs(
-                one._model, one.cache, capture, rows=rows, sequences=many, longest=self.engine.longest
+                one.model, one.cache, capture, rows=rows, sequences=many, longest=self.engine.longest
             )
             self.graphs.append(one.graphs)
         if isinstance(capture, Recorder):

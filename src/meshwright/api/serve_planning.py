@@ -19,7 +19,7 @@ from meshwright.planner.serving.closed_loop import Load
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.engine_kernels import EngineKernels
 from meshwright.planner.serving.engine_rates import EngineRates
-from meshwright.planner.serving.frameworks import FRAMEWORKS, MESHWRIGHT, VLLM, Framework
+from meshwright.planner.serving.frameworks import FRAMEWORKS, MESHWRIGHT, VLLM, Framework, meshwright_on
 from meshwright.planner.serving.measured_kernels import MeasuredKernels
 from meshwright.planner.serving.number_formats import FORMATS, formats_of
 from meshwright.planner.serving.serving_memory import weights_bytes
@@ -37,7 +37,7 @@ from meshwright.spec import Cluster, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit, PlanError
 from meshwright.spec.inventory import num_parameters
 from meshwright.spec.lora import LoRAShape
-from meshwright.spec.prompt_chunks import BESIDE_ANSWERS
+from meshwright.spec.serving_defaults import BESIDE_ANSWERS
 from meshwright.spec.units import gib
 
 if TYPE_CHECKING:
@@ -268,14 +268,15 @@ def asked_load(
 
 def _rules(name: str, plan: Plan, cluster: str | None) -> tuple[Framework, Timed]:
     """Of a framework, with the times of a measured machine where `cluster` is its file."""
-    known = {**FRAMEWORKS, MESHWRIGHT.name: MESHWRIGHT}
+    own = meshwright_on(plan.cluster.device, plan.model.hidden)
+    known = {**FRAMEWORKS, own.name: own}
     if name and name not in known:
         raise ArgumentError(f"framework={name!r} is not known: take one of {', '.join(known)}")
     if cluster is None:
         return known[name or VLLM.name], StepTimes
     if name not in ("", MESHWRIGHT.name):
         raise ArgumentError(f"framework={name}: a measured machine runs Meshwright's own engine: framework=meshwright")
-    return MESHWRIGHT, measured_times(cluster, plan)
+    return own, measured_times(cluster, plan)
 
 
 def measured_times(cluster: str, plan: Plan) -> Callable[[Deployment], StepTimes]:

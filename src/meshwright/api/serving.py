@@ -80,7 +80,9 @@ def configuration(
     """What a server runs with: keys are counted, not shown. `draft`: where the model was read from that guesses;
     `adapters`: by name."""
     options = server.options
-    own = {name: getattr(engine, name) for name in EngineOptions.__slots__ if name != "speculation"}
+    shown = [name for name in EngineOptions.__slots__ if name not in ("speculation", "on_progress")]
+    own = {name: getattr(engine, name) for name in shown}
+    own |= {name: own[name] or "auto" for name in ("cache_bytes", "most_tokens", "most_sequences")}
     return {
         "keys": len(options.keys),
         "adapters": ",".join(adapters) or "none",

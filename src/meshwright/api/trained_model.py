@@ -133,7 +133,7 @@ class TrainedModel:
         chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
         if len(chosen) != len(prompts):
             raise ArgumentError(f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each")
-        serving = self.engine(engine, adapters=adapters)
+        serving = self.engine(engine or EngineOptions(warm_start=False), adapters=adapters)
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
         asked = [serving.add(own, one) for own, one in zip(ids, chosen, strict=True)]
         serving.run(asked)

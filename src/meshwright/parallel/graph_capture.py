@@ -164,6 +164,16 @@ class FormGraphs(Generic[Work]):
             self._places = places
             self._forms.clear()
 
+    def prepare(self, one: Work, work: Callable[[Work], None]) -> None:
+        """Capture work of this form now, behind one call of it that runs as it is."""
+        key = one.form()
+        form = self._forms.setdefault(key, _Form())
+        if form.launch is not None or key is None or self.captured >= self.most:
+            return
+        with self.capture.beside():
+            work(one)
+        form.standing, form.launch = self._captured(one, work)
+
     def call(self, one: Work, work: Callable[[Work], None]) -> bool:
         """Do the work on `one`. Whether a graph did it."""
         key = one.form()

@@ -1,16 +1,26 @@
 """How a serving engine uses its machine."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 import torch
 
 from meshwright.kernels.kept_numbers import FORMS, CacheForm
+from meshwright.kernels.target import processors
 from meshwright.serve.prepared_layers import HEADS, HeadForm
 from meshwright.serve.scheduler import check_budget
 from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.prompt_chunks import BESIDE_ANSWERS
+from meshwright.spec.serving_defaults import (
+    BESIDE_ANSWERS,
+    CPU_CACHE_BYTES,
+    CPU_SEQUENCES,
+    CPU_TOKENS,
+    GPU_SEQUENCES,
+    MEMORY_SHARE,
+    step_tokens,
+)
 
 Graphs = Literal["auto", "on", "off"]
 """Whether steps are CUDA graphs; auto: where they can be."""
@@ -24,8 +34,12 @@ class EngineOptions:
     exact: bool = False
     """An answer's bits depend on its own request alone: not on others, chunks, hits of the cache, or preemption. On
     CPUs. Else they depend on these by the rounding of sums in another order."""
-    cache_bytes: int = 2**30
-    """Most bytes of keys and values; less where `most_sequences` of the model's length take less."""
+    cache_bytes: int = 0
+    """Most bytes of keys and values; less where `most_sequences` of the model's length take less. 0 = 1 GiB on a CPU,
+    and on a GPU `memory_share` of what is free there."""
+    memory_share: float = MEMORY_SHARE
+    """Share of a GPU's memory that keys and values take, of what is free beside weights, CUDA graphs and the largest
+    step. Measured when the engine starts; not used with `cache_bytes`."""
     host_cache_bytes: int = 0
     """Most bytes of host memory for cached prefixes whose blocks were given away; 0 = they are computed again. For a
     model on a GPU. On a CPU it is memory as the cache is, and holds prefixes beyond what `most_sequences` can fill."""
@@ -37,13 +51,14 @@ class EngineOptions:
     attention is then sooner. 0 = none."""
     block: int = 16
     """Positions of a block of the cache."""
-    most_tokens: int = 512
-    """Of a step: new tokens of all sequences, and chunks of prompts."""
+    most_tokens: int = 0
+    """Of a step: new tokens of all sequences, and chunks of prompts. 0 = 512 on a CPU, and on a GPU as many as its
+    products take to reach 90 % of their rate (spec/serving_defaults.py)."""
     prompt_tokens: int = 0
     """Most tokens of prompts in a step in which answers grow: fewer make a long prompt slower and those answers
     steadier. 0 = 128 on a CPU, and as many as a step has on a GPU."""
-    most_sequences: int = 64
-    """Answers that are made at once; others wait."""
+    most_sequences: int = 0
+    """Answers that are made at once; others wait. 0 = 64 on a CPU, 256 on a GPU."""
     longest: int = 0
     """Most tokens of prompt and answer; 0 = the model's positions."""
     packed: bool = True
@@ -59,9 +74,27 @@ class EngineOptions:
     """`int8`: the head's matrix is rounded to 8 bits, as the hidden states are that it multiplies; each row has a scale
     of its own. A quantized model's head is not quantized."""
     cuda_graphs: Graphs = "auto"
-    """On a GPU, steps without chunks of prompts are launched as one CUDA graph for each number of rows, captured when
-    there has been need of it (step_graphs.py). `on`: refused where they cannot be. Answers differ by rounding, since
-    rows are padded; rows of adapters run as they are."""
+    """On a GPU, steps without chunks of prompts are launched as one CUDA graph for each number of rows
+    (step_graphs.py). `on`: refused where they cannot be. Answers differ by rounding, since rows are
+    padded; rows of adapters run as they are."""
+    warm_start: bool = True
+    """Capture all CUDA graphs when the engine starts. Else each is captured when a step first needs it: requests then
+    wait for captures, and a short use of the engine does not."""
+    on_progress: Callable[[str], None] | None = None
+    """Called with a line for people while the engine starts on a GPU: memory, and graphs that are captured."""
+
+    def on_device(self, device: torch.device, hidden: int) -> Self:
+        """Replace zeros by this device's defaults, for a model with `hidden` numbers a token. The cache of a GPU stays
+        0: what is free there is measured once weights are loaded."""
+        cpu = device.type == "cpu"
+        sequences = self.most_sequences or (CPU_SEQUENCES if cpu else GPU_SEQUENCES)
+        tokens = self.most_tokens
+        if not tokens and cpu:
+            tokens = max(CPU_TOKENS, 2 * sequences)
+        elif not tokens:
+            tokens = step_tokens(processors(device), hidden, sequences)
+        cache_bytes = self.cache_bytes or (CPU_CACHE_BYTES if cpu else 0)
+        return replace(self, most_sequences=sequences, most_tokens=tokens, cache_bytes=cache_bytes)
 
     def beside_answers(self, device: torch.device) -> int:
         """`prompt_tokens` on a device."""
@@ -77,15 +110,20 @@ class EngineOptions:
         """ArgumentError, which names the field."""
         for name, least in {
             "block": 1,
-            "cache_bytes": 1,
+            "cache_bytes": 0,
             "host_cache_bytes": 0,
+            "most_sequences": 0,
+            "most_tokens": 0,
             "copies_bytes": 0,
             "longest": 0,
             "prompt_tokens": 0,
         }.items():
             if getattr(self, name) < least:
                 raise ArgumentError(f"{name}={getattr(self, name)} must be at least {least}")
-        check_budget(self.most_tokens, self.most_sequences)
+        if not 0 < self.memory_share <= 1:
+            raise ArgumentError(f"memory_share={self.memory_share} must be above 0 and at most 1")
+        if self.most_tokens:
+            check_budget(self.most_tokens, self.most_sequences or 1)
         for name, known in {"cache_dtype": FORMS, "head": HEADS, "cuda_graphs": GRAPHS}.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name}={getattr(self, name)} is not known: take one of {', '.join(known)}")

@@ -43,7 +43,7 @@ class Runner:
         (dense_copies.py). `exact`: a row's bits depend on its own sequence alone. Without `adapters`, those of
         sequences are passed over. `ranks`: with whom this one computes, each with a part of the model. `graphs`: for
         steps that may be one, not in exact mode; the words say why there are none, or which."""
-        self._model, self.cache, self._layers, self._adapters, self._ranks = model, cache, layers, adapters, ranks
+        self.model, self.cache, self._layers, self._adapters, self._ranks = model, cache, layers, adapters, ranks
         self.graphs, self.graphs_words = graphs, graphs_words
         self._head = head = layers.logits if ranks is None else _then(layers.logits, ranks.first_rank_logits)
         on_all = head if ranks is None else _then(layers.logits, ranks.whole_logits)
@@ -60,6 +60,13 @@ class Runner:
     def copies_bytes(self) -> int:
         """Of the matrices that steps have read in another order so far."""
         return self._layers.bytes
+
+    def capture(self, say: Callable[[str], None]) -> None:
+        """Capture the graphs of all steps that may be one, largest first, and tell people how many are done."""
+        if self.graphs is None or self._exact:
+            return
+        with self._layers.used():
+            self.graphs.capture_all(self._head, say)
 
     def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
         """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
@@ -97,12 +104,12 @@ class Runner:
             for rows in self._passes(runs):
                 cache = self.cache.at(rows.places)
                 with self._adapters.over(rows.adapters) if self._adapters else nullcontext():
-                    x, _ = self._model.hidden(rows.tokens, positions=rows.positions, cache=cache)
+                    x, _ = self.model.hidden(rows.tokens, positions=rows.positions, cache=cache)
                 if rows.owners:
                     owners += rows.owners
                     states.append(x[0, rows.last])
             if not owners:
-                return [], torch.empty(0, self._model.shape.vocab)
+                return [], torch.empty(0, self.model.shape.vocab)
             return owners, self._logits(states[0] if len(states) == 1 else torch.cat(states)).float()
 
     def _by_graph(self, graphs: StepGraphs, runs: list[Run]) -> tuple[list[CachedSequence], Tensor] | None:

@@ -20,7 +20,7 @@ def sampled_answers(
     evaluation mode. RunError: its logits are no numbers."""
     options = EngineOptions(
         cache_bytes=MOST_BYTES, copies_bytes=0, block=BLOCK, most_sequences=at_once,
-        most_tokens=max(512, at_once + 1), longest=longest,
+        most_tokens=max(512, at_once + 1), longest=longest, warm_start=False,
     )  # fmt: skip
     with torch.no_grad():
         engine = ServingEngine(model, options, end_ids=stop_ids)

@@ -1,7 +1,6 @@
 """The serving engine: requests in, tokens out, one step at a time."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -15,19 +14,18 @@ from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.draft_model import DraftModel, following
-from meshwright.serve.engine_options import GRAPHS, EngineOptions
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.engine_start import start
 from meshwright.serve.grammar import Grammars, GrammarState
 from meshwright.serve.host_tier import HostTier
 from meshwright.serve.loaded_adapters import LoadedAdapters
-from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.prompt_scores import PromptScores, score_prompt
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.runner_setup import RunnerSetup
 from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
-from meshwright.serve.serving_ranks import RankCommand, ServingRanks
+from meshwright.serve.serving_ranks import ServingRanks
 from meshwright.serve.speculation import GuessCounts, Guesser, Refuted
 from meshwright.spec.errors import ArgumentError
 
@@ -53,39 +51,25 @@ class ServingEngine:
         what constrained answers are spelled by; `adapters`: those that requests may name; `ranks`: those that have the
         other parts of the model, and `follow`. The model is put into evaluation mode. ArgumentError where options make
         no sense, or an adapter cannot be served."""
-        self.options = options = options or EngineOptions()
+        device = model.embed.weight.device
+        self.options = options = (options or EngineOptions()).on_device(device, model.shape.hidden)
         self.model = model.eval()
         self._decode, self._end_ids = decode, frozenset(end_ids)
         self._tokenizer, self._ranks = tokenizer, ranks
         self._grammars: Grammars | None = None
-        self._longest = options.longest or model.shape.max_positions
         self._check(model)
         self.adapters = LoadedAdapters(model, lambda: self.scheduler.adapters, exact=options.exact, ranks=ranks)
-        size = options.block
-        most = options.most_sequences * -(-self._longest // size)
-        draft = options.speculation and options.speculation.draft
-        models = [model, *([draft.eval()] if draft else [])]
-        bytes_each = sum(bytes_per_block(one, size, options.cache_dtype) for one in models)
-        number = max(1, min(most, options.cache_bytes // bytes_each))
-        slots = options.host_cache_bytes // bytes_each
-        if options.host_cache_bytes and not slots:
-            raise ArgumentError(
-                f"host_cache_bytes={options.host_cache_bytes} is less than a block of {bytes_each:,} bytes: give more, "
-                "or 0 for none"
-            )
-        setup = RunnerSetup.of(options, number, slots, self._longest)
-        if ranks is not None:
-            ranks.say(RankCommand.SETUP, setup.words)
-        drafting = replace(setup, exact=False, graphs=GRAPHS.index("off" if options.cuda_graphs == "off" else "auto"))
-        runners = [setup.runner(model, self.adapters.beside, ranks), *(drafting.runner(one) for one in models[1:])]
+        started = start(model, options, self.adapters.beside, ranks)
+        self._longest, self.memory, runners = started.longest, started.memory, started.runners
         self._runner, self.cache = runners[0], runners[0].cache
         widest = [one.cache.widest for one in runners]
+        host = HostTier(started.slots) if started.slots else None
         self.tables = BlockTables(
-            BlockPool(number, HostTier(slots) if slots else None), size, max(widest) if all(widest) else 0
-        )
+            BlockPool(started.blocks, host), options.block, max(widest) if all(widest) else 0
+        )  # fmt: skip
         self.scheduler = Scheduler(
             self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences,
-            prompt_tokens=options.beside_answers(model.embed.weight.device),
+            prompt_tokens=options.beside_answers(device),
         )  # fmt: skip
         self._draft = DraftModel(runners[1]) if runners[1:] else None
         self._guesser = Guesser(options.speculation) if options.speculation else None
@@ -289,12 +273,13 @@ class ServingEngine:
         options = self.options
         if options.exact and self._ranks is not None and self._ranks.row_multiple > 1:
             raise ArgumentError("exact=True pads rows to numbers that expert parallel ranks cannot share: take ep=1")
-        if self._longest > model.shape.max_positions:
+        longest = options.longest or model.shape.max_positions
+        if longest > model.shape.max_positions:
             raise ArgumentError(
-                f"longest={self._longest} is beyond the model's {model.shape.max_positions:,} positions: ask for fewer"
+                f"longest={longest} is beyond the model's {model.shape.max_positions:,} positions: ask for fewer"
             )
         if options.speculation is not None:
-            options.speculation.check(model, self._longest)
+            options.speculation.check(model, longest)
         if model.embed.weight.device.type != "cpu":
             for name, other in {"exact": False, "head": "model"}.items():
                 if getattr(options, name) != other:

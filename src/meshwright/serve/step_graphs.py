@@ -9,6 +9,7 @@ reads, and their logits are dropped. Steps with chunks of prompts, or with rows 
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Self, final
 
 import torch
@@ -24,6 +25,12 @@ from meshwright.serve.packed_step import PackedStep
 from meshwright.serve.paged_cache import PagedCache, StepPlaces
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.graph_sizes import position_numbers, row_numbers
+from meshwright.spec.units import gib
+
+NUMBERS = 5
+"""Of a row: PackedStep.numbers."""
+SECONDS_BETWEEN = 5.0
+"""Lines for people while graphs are captured."""
 
 
 @final
@@ -32,9 +39,14 @@ class StepMemory:
 
     def __init__(self, rows: int, blocks: int, vocab: int, device: torch.device) -> None:
         """Of steps with at most so many rows, whose sequences hold so many blocks in all."""
-        self.numbers = torch.zeros(5, rows, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(NUMBERS, rows, dtype=torch.int64, device=device)
         self.tables = torch.zeros(blocks, dtype=torch.int64, device=device)
         self.logits = torch.empty(rows, vocab, dtype=torch.float32, device=device)
+
+    @staticmethod
+    def bytes_of(rows: int, blocks: int, vocab: int) -> int:
+        """Return the bytes of such memory."""
+        return 8 * (NUMBERS * rows + blocks) + 4 * rows * vocab
 
     @property
     def bytes(self) -> int:
@@ -109,6 +121,7 @@ class StepGraphs:
         self._weights = [*model.parameters(), *model.buffers()]
         self.launched = 0
         """Steps that a graph has computed."""
+        self._told = 0
 
     @property
     def bytes(self) -> int:
@@ -119,6 +132,24 @@ class StepGraphs:
         """The number of rows that a step of so many has in a graph; 0 = none has so many."""
         return next((size for size in self.rows if size >= rows), 0)
 
+    def capture_all(self, head: Callable[[Tensor], Tensor], say: Callable[[str], None]) -> None:
+        """Capture a graph for every number of rows and positions, the largest first, so that all share its memory.
+
+        Each step runs once as it is: its kernels are compiled and loaded then, which no capture may do.
+        """
+        forms = [(rows, positions) for rows in reversed(self.rows) for positions in reversed(self.positions)]
+        self.graphs.read(self._weights)
+        begun = monotonic()
+        for done, (rows, positions) in enumerate(forms):
+            if not done or monotonic() - begun > SECONDS_BETWEEN * (1 + self._told):
+                self._told += bool(done)
+                say(f"CUDA graphs: {done} of {len(forms)} are captured")
+            numbers = torch.zeros(NUMBERS, rows, dtype=torch.int64, device=self._cache.device)
+            numbers[2] = self._cache.unread * self._cache.size
+            step = RowStep(numbers, self._memory.tables[:1], positions, self._memory)
+            self.graphs.prepare(step, self._work(head))
+        say(f"CUDA graphs: {len(forms)} are captured, in {monotonic() - begun:.0f} s and {gib(self.bytes)}")
+
     def compute(self, step: PackedStep, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Logits (R, V) fp32 behind all rows of a step that `padded` has made so many. They are overwritten by the
         next. `head`: hidden states (R, D) -> logits."""
@@ -126,15 +157,17 @@ class StepGraphs:
         longest = next(one for one in self.positions if one >= step.places.rows.longest)
         given = RowStep(step.numbers, step.places.rows.tables, longest, self._memory)
         self.graphs.read(self._weights)
+        self.launched += self.graphs.call(given, self._work(head))
+        assert given.logits is not None
+        return given.logits
 
+    def _work(self, head: Callable[[Tensor], Tensor]) -> Callable[[RowStep], None]:
         def work(one: RowStep) -> None:
             cache = self._cache.at(one.places)
             x, _ = self._model.hidden(one.numbers[:1], positions=one.numbers[1:2], cache=cache)
             one.found(head(x[0]))
 
-        self.launched += self.graphs.call(given, work)
-        assert given.logits is not None
-        return given.logits
+        return work
 
 
 def reason_without(model: Transformer, cache: PagedCache, ranks: int) -> str:
@@ -167,4 +200,4 @@ def step_graphs(
     found = StepGraphs(
         model, cache, CudaCapture(cache.device), rows=rows, sequences=sequences, longest=longest
     )  # fmt: skip
-    return found, f"on, captured at first use (rows: {', '.join(map(str, found.rows))})"
+    return found, f"on, captured at the start (rows: {', '.join(map(str, found.rows))})"

@@ -7,6 +7,9 @@ WIDEST = 256
 """Of heads that this kernel takes; a model of wider ones has no graphs."""
 FINE = 8
 """Numbers of rows up to which are powers of two alone; above is one more between two of them."""
+GRAPH_POOLS = 1.25
+"""Memory of the pool of all graphs, over that of the largest, which is captured first: smaller ones find room in what
+it has left, but for gaps."""
 SPARSE = 4
 """Times as many positions has the next number of them: what a row does not see costs a launch and no reading."""
 

@@ -20,7 +20,16 @@ Exact = Annotated[
 Cache = Annotated[
     int,
     typer.Option(
-        "--cache-mib", metavar="INT", min=1, help="Most memory of keys and values.", rich_help_panel=ENGINE
+        "--cache-mib", metavar="INT", min=0,
+        help="Most memory of keys and values; 0 = 1024 on a CPU, and --memory-share on a GPU.", rich_help_panel=ENGINE
+    ),
+]  # fmt: skip
+MemoryShare = Annotated[
+    float,
+    typer.Option(
+        "--memory-share", metavar="SHARE",
+        help="On a GPU, of the memory that is free beside weights, graphs and a step: what keys and values take.",
+        rich_help_panel=ENGINE,
     ),
 ]  # fmt: skip
 CacheDtype = Annotated[
@@ -58,7 +67,7 @@ MostTokens = Annotated[
     int,
     typer.Option(
         "--most-tokens",
-        help="Of a step: new tokens of all answers, and chunks of prompts; 0 = 512, or twice the answers at once.",
+        help="Of a step: new tokens of all answers, and chunks of prompts; 0 = 512 on a CPU, on a GPU by its products.",
         rich_help_panel=ENGINE,
     ),
 ]
@@ -71,7 +80,10 @@ PromptTokens = Annotated[
     ),
 ]
 MostSequences = Annotated[
-    int, typer.Option("--most-sequences", help="Answers that are made at once.", rich_help_panel=ENGINE)
+    int,
+    typer.Option(
+        "--most-sequences", help="Answers that are made at once; 0 = 64 on a CPU, 256 on a GPU.", rich_help_panel=ENGINE
+    ),
 ]
 Longest = Annotated[
     int,

@@ -31,6 +31,8 @@ def serving_answer(answer: ServingAnswer, *, details: bool = False, top: int | N
         f"{asked.input_tokens:,} tokens in, {asked.output_tokens:,} out",
         f"{asked.concurrency:,} in flight",
     ]
+    if asked.framework.sequences:
+        parts.append(f"a step: {asked.framework.budget:,} tokens, {asked.framework.sequences} answers at most")
     yield from wrapped(dot().join(parts), width(), "", "  ")
     yield ""
     yield from _verdict(answer)

@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -11,6 +12,7 @@ import typer
 from meshwright.cli.inputs import engine_arguments as asked
 from meshwright.cli.verbs.chat import say_of_template
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.serving_defaults import MEMORY_SHARE
 
 if TYPE_CHECKING:
     from meshwright.api.trained_model import TrainedModel
@@ -48,13 +50,14 @@ def serve(
     adapter: asked.Adapters = None,
     adapter_dir: asked.AdapterFolder = None,
     exact: asked.Exact = False,
-    cache_mib: asked.Cache = 1024,
+    cache_mib: asked.Cache = 0,
+    memory_share: asked.MemoryShare = MEMORY_SHARE,
     cache_dtype: asked.CacheDtype = "model",
     host_cache_mib: asked.HostCache = 0,
     block: asked.Block = 16,
     copies_mib: asked.Copies = None,
     longest: asked.Longest = 0,
-    most_sequences: asked.MostSequences = 64,
+    most_sequences: asked.MostSequences = 0,
     most_tokens: asked.MostTokens = 0,
     prompt_tokens: asked.PromptTokens = 0,
     packed: asked.Packed = True,
@@ -108,10 +111,9 @@ def serve(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
         cache_dtype=cast(CacheForm, cache_dtype), block=block,
         copies_bytes=(256 if copies_mib is None else copies_mib) * 2**20, longest=longest,
-        most_sequences=most_sequences, most_tokens=most_tokens or max(512, 2 * most_sequences),
-        prompt_tokens=prompt_tokens, packed=packed,
-        compiled=compiled, head=cast(HeadForm, head), speculation=_guesses(guess_tokens, guess_ngram, draft),
-        cuda_graphs=cast(Graphs, cuda_graphs),
+        memory_share=memory_share, most_sequences=most_sequences, most_tokens=most_tokens, prompt_tokens=prompt_tokens,
+        packed=packed, compiled=compiled, head=cast(HeadForm, head), cuda_graphs=cast(Graphs, cuda_graphs),
+        speculation=_guesses(guess_tokens, guess_ngram, draft), on_progress=partial(print, flush=True),
     )  # fmt: skip
 
     called = name or served_name(model)
@@ -125,6 +127,8 @@ def serve(
         if found is not None and found.model.embed.weight.device.type != "cpu":
             print(f"attention of rows that decode: {found.attention}", flush=True)
             print(f"CUDA graphs of steps: {found.cuda_graphs}", flush=True)
+            limits = found.options
+            print(f"a step: {limits.most_tokens:,} tokens and {limits.most_sequences} answers at most", flush=True)
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )

@@ -1,11 +1,12 @@
 """Sizes of the pieces that one program of a kernel works on."""
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
+
+from meshwright.kernels.target import processors
 
 Arg = tl.tensor
 """An argument of a kernel: in it, a pointer or a number."""
@@ -44,17 +45,12 @@ def warps(elements: int) -> int:
     return max(1, min(32, power_of_two(elements // 512)))
 
 
-@cache
-def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def programs(x: Tensor, each: int = 1) -> int:
     """How many programs share the rows of a kernel that sums over them: `each` a multiprocessor. Fixed for a device, so
     that sums have one order."""
     if x.device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return each * _processors(x.device.index or 0)
+    return each * processors(x.device)
 
 
 def interpreted(kernel: Any) -> bool:

@@ -204,7 +204,9 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is an extra: without it
     def _engine(self) -> ServingEngine:
         """Exact on a CPU, so that an answer does not depend on the questions beside it."""
         exact = self._text.model.embed.weight.device.type == "cpu"
-        return ServingEngine(self._text.model, EngineOptions(exact=exact), end_ids=self._text.stop_ids)
+        return ServingEngine(
+            self._text.model, EngineOptions(exact=exact, warm_start=False), end_ids=self._text.stop_ids
+        )
 
     def _said(self, ids: Sequence[int], until: Sequence[str]) -> bool:
         """Whether an answer has one of its ends."""

@@ -123,6 +123,8 @@ class _Loop:
         for one in self.waiting:
             if one.sent_s + self.rules.turn_us / 1e6 > max(self.planned, 0.0) and one.sent_s and self.running:
                 break
+            if one.read == 0 and self.rules.sequences and len(self.running) + len(chunks) >= self.rules.sequences:
+                break
             if one.read == 0 and self.held and self.held + one.prompt + one.output > self.room:
                 break
             take = min(one.prompt - one.read, budget)

@@ -2,6 +2,10 @@
 
 from typing import NamedTuple
 
+from meshwright.planner.kernels.chips import silicon_of
+from meshwright.spec.cluster import Device
+from meshwright.spec.serving_defaults import CPU_TOKENS, GPU_SEQUENCES, MEMORY_SHARE, step_tokens
+
 
 class Framework(NamedTuple):
     """One serving framework. Times in microseconds."""
@@ -37,6 +41,10 @@ class Framework(NamedTuple):
     """Tokens of prompts in a step in which answers grow; 0 = all of the budget."""
     prompt_layer_us: float = 0.0
     """Of a layer with prompts, beside `layer_us` and its kernels."""
+    cache_share: float = 1.0
+    """Of the memory that it takes and nothing else needs, what keys and values have."""
+    sequences: int = 0
+    """Answers that it makes at once; 0 = as many as fit."""
 
 
 LATENT = 4.0
@@ -54,7 +62,7 @@ MESHWRIGHT = Framework(
     0.0,
     1.0,
     mixes=True,
-    budget=512,
+    budget=CPU_TOKENS,
     turn_us=0.0,
     ahead=False,
     fuses=False,
@@ -62,3 +70,11 @@ MESHWRIGHT = Framework(
 )
 """Meshwright's own engine, without a server around it. A calibrated machine says what a layer takes beside its
 kernels."""
+
+
+def meshwright_on(device: Device, hidden: int) -> Framework:
+    """Return Meshwright's engine with the defaults that it has on a device, for a model of this width."""
+    if not device.is_gpu:
+        return MESHWRIGHT
+    tokens = step_tokens(silicon_of(device).processors, hidden)
+    return MESHWRIGHT._replace(budget=tokens, cache_share=MEMORY_SHARE, sequences=GPU_SEQUENCES)

@@ -7,8 +7,9 @@ from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.serving.cached_layers import sequence_bytes
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.frameworks import MESHWRIGHT
-from meshwright.spec.graph_sizes import SPLIT, WIDEST, position_numbers
+from meshwright.spec.graph_sizes import GRAPH_POOLS, SPLIT, WIDEST, position_numbers
 from meshwright.spec.inventory import Parameter, parameters
+from meshwright.spec.serving_defaults import GPU_SEQUENCES
 
 LANES = 16
 """Columns of a panel of Meshwright's compiled loops."""
@@ -16,10 +17,6 @@ GRAPHS_BYTES = 1.5e9
 """CUDA graphs and workspaces of kernels on a GPU (vLLM reports 0.5 to 2 GB as it starts)."""
 WORKSPACE_BYTES = 0.5e9
 """Workspaces alone, the least of that: Meshwright's graphs are counted."""
-GRAPH_ROWS = 64
-"""Of the largest graph of Meshwright's engine: as many answers as it makes at once by default."""
-GRAPH_POOLS = 2.0
-"""Of the largest graph's memory: numbers of rows double at most, and no graph fits into what a smaller one has left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +34,8 @@ class ServingMemory:
     """Of matrices in a second order, which Meshwright's engine keeps on a CPU."""
     usable_bytes: float
     """What the framework takes of the device; infinite where its memory is not known."""
+    cache_share: float
+    """Of what is usable beside all else, what the framework gives to keys and values."""
     sequence_bytes: float
     """Of the cache, for one sequence of the asked length."""
     position_bytes: float
@@ -51,7 +50,8 @@ class ServingMemory:
     @property
     def cache_bytes(self) -> float:
         """Room for keys and values; negative where weights alone are too large."""
-        return self.usable_bytes - self.held_bytes
+        free_bytes = self.usable_bytes - self.held_bytes
+        return free_bytes * self.cache_share if free_bytes > 0 else free_bytes
 
     @property
     def most_sequences(self) -> float:
@@ -77,6 +77,7 @@ def serving_memory(of: Deployment, length: float) -> ServingMemory:
         graphs_bytes=graphs_bytes(of, length),
         copies_bytes=_kept_copies(of),
         usable_bytes=usable,
+        cache_share=of.framework.cache_share,
         sequence_bytes=one,
         position_bytes=one - sequence_bytes(of.model, length - 1, of.cache_width, tp),
     )
@@ -176,7 +177,7 @@ def graphs_bytes(of: Deployment, length: float) -> float:
     width = shape.mla.kv_rank if shape.mla else shape.head_dim
     pool = token_bytes(of) + 2.0 * shape.vocab + 4.0 * runs * shape.heads * (width + 1)
     beside = 4.0 * shape.vocab + 8.0 * (5 + shape.max_positions / BLOCK)
-    return GRAPH_ROWS * (GRAPH_POOLS * pool + beside)
+    return GPU_SEQUENCES * (GRAPH_POOLS * pool + beside)
 
 
 BLOCK = 16

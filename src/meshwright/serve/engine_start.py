@@ -1,0 +1,89 @@
+"""Start of an engine: sizes of its cache, runners of its models, and CUDA graphs of their steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from meshwright.model.transformer import Transformer
+from meshwright.serve.engine_options import GRAPHS, EngineOptions
+from meshwright.serve.gpu_memory import CudaMemory, DeviceMemory, check_room, measured_room
+from meshwright.serve.paged_cache import bytes_per_block
+from meshwright.serve.request_adapters import RequestAdapters
+from meshwright.serve.runner import Runner
+from meshwright.serve.runner_setup import RunnerSetup
+from meshwright.serve.serving_ranks import RankCommand, ServingRanks
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.units import gib
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """Return the memory whose free part an engine may take; None where it takes what it is given: a CPU's memory is
+    not the engine's alone."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedEngine:
+    """What an engine computes steps with."""
+
+    runners: list[Runner]
+    """Of the model; then of the one that guesses for it, if there is one."""
+    blocks: int
+    """Of the cache."""
+    slots: int
+    """Of host memory, for as many blocks."""
+    longest: int
+    """Most positions of a sequence."""
+    memory: str
+    """A line for people about the cache."""
+
+
+def start(
+    model: Transformer, options: EngineOptions, adapters: RequestAdapters, ranks: ServingRanks | None
+) -> StartedEngine:
+    """Measure memory where the options leave the cache open, and make runners. ArgumentError; DoesNotFit where the
+    cache cannot hold the longest sequence that was asked for."""
+    device, size = model.embed.weight.device, options.block
+    draft = options.speculation and options.speculation.draft
+    models = [model, *([draft.eval()] if draft else [])]
+    bytes_each = sum(bytes_per_block(one, size, options.cache_dtype) for one in models)
+    longest = options.longest or model.shape.max_positions
+    slots = options.host_cache_bytes // bytes_each
+    if options.host_cache_bytes and not slots:
+        raise ArgumentError(
+            f"host_cache_bytes={options.host_cache_bytes} is less than a block of {bytes_each:,} bytes: give more, "
+            "or 0 for none"
+        )
+
+    def of_model(setup: RunnerSetup) -> Runner:
+        if ranks is not None:
+            ranks.say(RankCommand.SETUP, setup.words)
+        return setup.runner(model, adapters, ranks)
+
+    def of_draft(drafting: Transformer, setup: RunnerSetup) -> Runner:
+        off = GRAPHS.index("off")
+        return replace(setup, exact=False, graphs=off if setup.graphs == off else 0).runner(drafting)
+
+    makers: list[Callable[[RunnerSetup], Runner]] = [of_model, *(partial(of_draft, one) for one in models[1:])]
+    cache_bytes, memory = options.cache_bytes, device_memory(device)
+    words = f"{gib(cache_bytes)} at most"
+    if not cache_bytes and memory is None:
+        raise ArgumentError(f"cache_bytes=0 is for a GPU, and this is a {device.type}: give a number of bytes")
+    if not cache_bytes and memory is not None:
+        setup = RunnerSetup.of(options, 1, 0, longest)
+        room = measured_room(memory, makers, setup, options.memory_share, 1 if ranks is None else ranks.size)
+        longest = check_room(room, bytes_each, size, longest, asked=bool(options.longest))
+        cache_bytes, words = room.cache_bytes, str(room)
+    most = options.most_sequences * -(-longest // size)
+    blocks = max(1, min(most, cache_bytes // bytes_each))
+    setup = RunnerSetup.of(options, blocks, slots, longest)
+    words = f"{blocks * size:,} tokens of keys and values in {gib(blocks * bytes_each)} ({words})"
+    say = options.on_progress or (lambda _: None)
+    if memory is not None:
+        say(f"cache: {words}")
+    runners = [make(setup) for make in makers]
+    for runner in runners if options.warm_start else ():
+        runner.capture(say)
+    return StartedEngine(runners=runners, blocks=blocks, slots=slots, longest=longest, memory=words)

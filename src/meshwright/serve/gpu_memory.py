@@ -1,0 +1,169 @@
+"""Size of the cache on a GPU: measured, by the largest steps that the engine will ever make, before it is allocated.
+
+A step is as large as its activations and what attention gathers; no formula knows the workspaces of libraries beside
+them. So two steps run on a cache of one block, in which every sequence's table names that block: a chunk of a prompt at
+the end of the longest sequence, and a token of as many sequences as the engine takes, which are sampled from. What is
+free after that, less the peak of such a step and the pool of CUDA graphs, is shared out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, final
+
+import torch
+
+from meshwright.serve.cached_sequence import CachedSequence, Phase
+from meshwright.serve.engine_options import GRAPHS
+from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.runner import Runner
+from meshwright.serve.runner_setup import RunnerSetup
+from meshwright.serve.sampler import SampledRow, sample
+from meshwright.serve.scheduler import StepPlan
+from meshwright.serve.step_graphs import StepMemory, reason_without
+from meshwright.spec.errors import DoesNotFit
+from meshwright.spec.graph_sizes import GRAPH_POOLS
+from meshwright.spec.units import gib
+
+
+class DeviceMemory(Protocol):
+    """Memory of the device that an engine runs on."""
+
+    def free_bytes(self) -> int:
+        """Return what a program can still allocate; the allocator keeps nothing back."""
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Run the work. Return the most that tensors took meanwhile beyond what they took before."""
+
+
+@final
+class CudaMemory:
+    """Memory of a CUDA device, as the driver and torch's allocator report it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        """As DeviceMemory."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """As DeviceMemory."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        work()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRoom:
+    """What a GPU has for keys and values, in bytes."""
+
+    free_bytes: int
+    """Beside weights and libraries."""
+    step_bytes: int
+    """Peak of the largest step."""
+    graphs_bytes: int
+    """Of CUDA graphs, the same sizes of steps once more."""
+    share: float
+    """Of the rest, what the cache takes."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """For keys and values; 0 where steps and graphs alone do not fit."""
+        return max(0, int(self.share * (self.free_bytes - self.step_bytes - self.graphs_bytes)))
+
+    def __str__(self) -> str:
+        return (
+            f"{gib(self.free_bytes)} are free beside the weights; the largest step takes {gib(self.step_bytes)} and "
+            f"CUDA graphs {gib(self.graphs_bytes)}; keys and values have {gib(self.cache_bytes)}, {self.share:.0%} of "
+            "the rest"
+        )
+
+
+@torch.no_grad()
+def measured_room(
+    memory: DeviceMemory, makers: Sequence[Callable[[RunnerSetup], Runner]], setup: RunnerSetup, share: float,
+    ranks: int = 1,
+) -> CacheRoom:  # fmt: skip
+    """Run the largest steps of all models of an engine: the one that answers, and the one that guesses for it.
+
+    `makers`: of a runner for each model. `setup`: as the engine's, but for its blocks. `ranks`: that share the model.
+    """
+    off = GRAPHS.index("off")
+    alone = replace(setup, blocks=1, slots=0, graphs=off)
+    steps, graphs = list[int](), list[int]()
+    for make in makers:
+        runner = make(alone)
+        peaks = _largest_steps(memory, runner, setup)
+        steps.append(max(peaks))
+        if setup.graphs != off and not reason_without(runner.model, runner.cache, ranks):
+            blocks = 1 + setup.sequences * _blocks(setup, setup.longest)
+            standing = StepMemory.bytes_of(setup.graph_rows, blocks, runner.model.shape.vocab)
+            graphs.append(int(GRAPH_POOLS * peaks[1]) + standing)
+        del runner
+    return CacheRoom(free_bytes=memory.free_bytes(), step_bytes=max(steps), graphs_bytes=sum(graphs), share=share)
+
+
+def _largest_steps(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> list[int]:
+    """Peaks of a step of prompts, of a step of decoding, and of the latter with the choice of its tokens."""
+    prompts, decoding = _prompts(setup), _decoding(setup)
+    peaks = list[int]()
+    for _ in range(2):  # the first time kernels are compiled and workspaces made, which stay
+        peaks = [
+            memory.peak_bytes(lambda: runner.run(prompts)),
+            memory.peak_bytes(lambda: runner.run(decoding)),
+            memory.peak_bytes(lambda: _sampled(runner, decoding)),
+        ]
+    return peaks
+
+
+def check_room(room: CacheRoom, block_bytes: int, block: int, longest: int, asked: bool) -> int:
+    """Return how many positions a sequence can have in the cache, at most `longest`.
+
+    `asked`: the user asked for that many. DoesNotFit where the cache cannot hold them, or not a single block.
+    """
+    held = room.cache_bytes // block_bytes * block
+    if held >= longest:
+        return longest
+    if not held or asked:
+        remedy = f"longest={held}" if held else "a smaller step (most_tokens, most_sequences), or quantized weights"
+        raise DoesNotFit(
+            f"the cache holds {held:,} positions and one sequence has longest={longest:,}: take {remedy}. {room}"
+        )
+    return held
+
+
+def _blocks(setup: RunnerSetup, positions: int) -> int:
+    return -(-positions // setup.block)
+
+
+def _sequence(setup: RunnerSetup, tokens: int, computed: int) -> CachedSequence:
+    """A sequence of which so many tokens are computed. All of its blocks are block 0."""
+    made = CachedSequence(number=0, tokens=[0] * tokens, limit=tokens, first=b"", phase=Phase.RUNNING)
+    made.computed, made.table = computed, [0] * _blocks(setup, tokens)
+    return made
+
+
+def _prompts(setup: RunnerSetup) -> StepPlan:
+    """Chunks at the ends of the longest prompts, as many tokens as a step may have."""
+    left, step = setup.most_tokens, StepPlan()
+    while left and len(step.chunks) < setup.sequences:
+        count = min(left, setup.longest)
+        step.chunks[_sequence(setup, setup.longest, setup.longest - count)] = count
+        left -= count
+    return step
+
+
+def _decoding(setup: RunnerSetup) -> StepPlan:
+    """A token of as many of the longest sequences as the engine takes, or of their guesses."""
+    return StepPlan({_sequence(setup, setup.longest, setup.longest - 1): 1 for _ in range(setup.graph_rows)})
+
+
+def _sampled(runner: Runner, step: StepPlan) -> None:
+    """Run a step and draw a token for each of its rows."""
+    owners, logits = runner.run(step)
+    options = RequestOptions(temperature=1.0, top_p=0.5)
+    sample(logits, [SampledRow(options, 0, (), ()) for _ in owners])

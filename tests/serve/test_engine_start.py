@@ -1,0 +1,134 @@
+"""Start of an engine on a GPU: the cache takes a share of what is free there beside weights, graphs and a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.serve import engine_start, paged_cache, step_graphs
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.engine_start import StartedEngine, start
+from meshwright.serve.gpu_memory import CacheRoom
+from meshwright.serve.paged_cache import bytes_per_block
+from meshwright.serve.request_adapters import RequestAdapters
+from meshwright.serve.speculation import Speculation
+from meshwright.serve.step_graphs import StepGraphs, StepMemory
+from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.graph_sizes import GRAPH_POOLS
+from tests.model.shrunk import KINDS, VOCAB, model
+from tests.operation_recorder import Recorder
+from tests.serve.test_step_graphs import attend_rows
+
+FOUND = model(KINDS[2]).eval()
+BLOCK = bytes_per_block(FOUND, 4)
+LONGEST = 40
+
+
+class FakeMemory:
+    """A device of so many free bytes, whose steps take what their work is said to take, one after the other."""
+
+    def __init__(self, free: int, *peaks: int) -> None:
+        self.free, self.peaks, self.ran = free, list(peaks), 0
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        self.ran += 1
+        return self.peaks[(self.ran - 1) % len(self.peaks)]
+
+
+def started(memory: FakeMemory, monkeypatch: pytest.MonkeyPatch, **options: Any) -> StartedEngine:
+    monkeypatch.setattr(engine_start, "device_memory", lambda _: memory)
+    sizes = {"block": 4, "most_tokens": 24, "most_sequences": 6, "longest": LONGEST, "packed": False}
+    chosen = EngineOptions(**{**sizes, **options})
+    with torch.no_grad():
+        return start(FOUND, chosen, RequestAdapters(FOUND, exact=False), None)
+
+
+def test_a_share_of_what_is_free_beside_the_largest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps really run, twice, since the first one compiles: chunks, a token of each answer, and its choice."""
+    free, step = 40 * BLOCK, 10 * BLOCK
+    memory = FakeMemory(free, step - 3, 5, step)
+    found = started(memory, monkeypatch)
+    assert memory.ran == 6 and found.blocks == int(0.9 * (free - step)) // BLOCK == 27
+    assert found.runners[0].cache.number == 27 and found.longest == LONGEST
+    assert "27 x" not in found.memory and "108 tokens" in found.memory and "90% of the rest" in found.memory
+    half = started(FakeMemory(free, step), monkeypatch, memory_share=0.5)
+    assert half.blocks == 15
+    given = started(FakeMemory(0, 0), monkeypatch, cache_bytes=12 * BLOCK)
+    assert given.blocks == 12
+
+
+def test_no_more_than_all_answers_can_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert started(FakeMemory(10**6 * BLOCK, 0), monkeypatch).blocks == 6 * LONGEST // 4
+
+
+def test_refused_at_the_start_where_the_longest_sequence_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the numbers, and with what fits. Of the model's own positions as many as fit are taken."""
+    few = FakeMemory(10 * BLOCK, BLOCK)
+    with pytest.raises(DoesNotFit, match=r"holds 32 positions and one sequence has longest=40: take longest=32\. "):
+        started(few, monkeypatch)
+    assert started(few, monkeypatch, longest=32).blocks == 8
+    shorter = started(few, monkeypatch, longest=0)
+    assert shorter.longest == 32 < FOUND.shape.max_positions
+    with pytest.raises(DoesNotFit, match=r"holds 0 positions .* take a smaller step"):
+        started(FakeMemory(BLOCK, BLOCK), monkeypatch, longest=0)
+
+
+def test_a_model_that_guesses_has_a_part_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FakeMemory(80 * BLOCK, 0)
+    found = started(memory, monkeypatch, speculation=Speculation(tokens=2, draft=model(KINDS[2]).eval()))
+    assert memory.ran == 12 and found.blocks == 36 and len(found.runners) == 2
+
+
+def test_graphs_are_counted_and_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, recorder = list[str](), Recorder()
+
+    def graphs_of(found: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
+        if wanted == "off":
+            return None, "off"
+        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.kept]
+        return StepGraphs(found, cache, recorder, **sizes), "on"
+
+    monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)
+    monkeypatch.setattr(paged_cache, "attend_rows", attend_rows)
+    monkeypatch.setattr("meshwright.serve.gpu_memory.reason_without", lambda *_: "")
+    memory = FakeMemory(200 * BLOCK, 0, 4 * BLOCK, 0)
+    with_fakes = {"copies_bytes": 0, "compiled": False, "on_progress": lines.append}
+    monkeypatch.setattr(step_graphs, "SECONDS_BETWEEN", 0.0)
+    found = started(memory, monkeypatch, **with_fakes)
+    (runner,) = found.runners
+    graphs = runner.graphs
+    assert graphs is not None and graphs.graphs.captured == len(graphs.rows) * len(graphs.positions)
+    standing = StepMemory.bytes_of(6, 1 + 6 * LONGEST // 4, VOCAB)
+    room = CacheRoom(
+        free_bytes=200 * BLOCK, step_bytes=4 * BLOCK, graphs_bytes=int(GRAPH_POOLS * 4 * BLOCK) + standing, share=0.9
+    )
+    assert found.blocks == min(6 * LONGEST // 4, room.cache_bytes // BLOCK)
+    assert lines[0].startswith("cache: ") and lines[1] == f"CUDA graphs: 0 of {graphs.graphs.captured} are captured"
+    assert lines[-1].startswith(f"CUDA graphs: {graphs.graphs.captured} are captured, in ")
+    lazily = started(memory, monkeypatch, **with_fakes, warm_start=False)
+    assert lazily.runners[0].graphs is not None and lazily.runners[0].graphs.graphs.captured == 0
+
+
+def test_a_cpu_is_told_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_start, "device_memory", lambda _: None)
+    options = EngineOptions(most_tokens=24, most_sequences=6)
+    with pytest.raises(ArgumentError, match="cache_bytes=0 is for a GPU"):
+        start(FOUND, options, RequestAdapters(FOUND, exact=False), None)
+    with pytest.raises(ArgumentError, match=r"memory_share=1\.5 must be above 0"):
+        EngineOptions(memory_share=1.5)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured() -> None:
+    from meshwright.serve.serving_engine import ServingEngine
+
+    found = model(KINDS[2]).to("cuda", torch.bfloat16).eval()
+    engine = ServingEngine(found, EngineOptions(longest=512))
+    free, total = torch.cuda.mem_get_info()
+    assert engine.options.most_sequences == 256 and engine.options.most_tokens >= 512
+    assert "are free beside the weights" in engine.memory and free < total
