@@ -300,3 +300,9 @@ def recorded_allocations() -> dict[str, Any] | None:
     with suppress(*_CANNOT):
         torch.cuda.memory._record_memory_history(None)
     return found if isinstance(found, dict) else None
+
+
+@cache
+def processors(index: int | None) -> int:
+    """Return the multiprocessors of a CUDA device, of which torch's stubs know nothing."""
+    return int(torch.cuda.get_device_properties(index or 0).multi_processor_count)

@@ -7,7 +7,6 @@ therefore fake CPU tensors, and whoever chooses between kernels asks here.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,13 +33,3 @@ def acting_as(kind: str) -> Iterator[None]:
         yield
     finally:
         _acting.reset(token)
-
-
-def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
-    return _processors(device.index or 0)
-
-
-@cache
-def _processors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count

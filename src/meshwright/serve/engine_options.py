@@ -6,8 +6,8 @@ from typing import Literal, Self
 
 import torch
 
+from meshwright.compat import processors
 from meshwright.kernels.kept_numbers import FORMS, CacheForm
-from meshwright.kernels.target import processors
 from meshwright.serve.prepared_layers import HEADS, HeadForm
 from meshwright.serve.scheduler import check_budget
 from meshwright.serve.speculation import Speculation
@@ -92,7 +92,7 @@ class EngineOptions:
         if not tokens and cpu:
             tokens = max(CPU_TOKENS, 2 * sequences)
         elif not tokens:
-            tokens = step_tokens(processors(device), hidden, sequences)
+            tokens = step_tokens(processors(device.index), hidden, sequences)
         cache_bytes = self.cache_bytes or (CPU_CACHE_BYTES if cpu else 0)
         return replace(self, most_sequences=sequences, most_tokens=tokens, cache_bytes=cache_bytes)
 

@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.target import processors
+from meshwright.compat import processors
 
 Arg = tl.tensor
 """An argument of a kernel: in it, a pointer or a number."""
@@ -50,7 +50,7 @@ def programs(x: Tensor, each: int = 1) -> int:
     that sums have one order."""
     if x.device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return each * processors(x.device)
+    return each * processors(x.device.index)
 
 
 def interpreted(kernel: Any) -> bool:
