@@ -60,7 +60,7 @@ def test_help_names_every_scheme_and_nothing_of_the_source(capsys: Capture) -> N
         ([*MODEL, "--nodes", "abc"], "--nodes abc must be a whole number: see meshwright plan --help"),
         ([*MODEL, "--nodes", "2", "--nodes=1.5"], "--nodes 1.5 must be a whole number: see meshwright plan --help"),
         ([*MODEL, "--price", "much"], "--price much must be a number: see meshwright plan --help"),
-        (["serve", "x", "--cache-mib", "0"], "--cache-mib 0 must be at least 1: see meshwright serve --help"),
+        (["serve", "x", "--cache-mib", "-1"], "--cache-mib -1 must be at least 0: see meshwright serve --help"),
         ([*MODEL, "--for", "torchtitann"], "--for 'torchtitann' is not known; nearest: torchtitan"),
         (["plan", "llama-3.1-8", "--cluster", "h100x8"], "MODEL 'llama-3.1-8' is not known; nearest: llama-3.1-8b, "),
         (["plan", "xyzzy", "--cluster", "h100x8"], "MODEL 'xyzzy' is not known; known: "),

@@ -132,7 +132,7 @@ def test_prefixes_in_host_memory(serve: Serve) -> None:
         (["--cache-dtype", "int4"], "--cache-dtype int4 is not known: take one of model, fp8, int8"),
         (["--head", "fp8"], "--head fp8 is not known: take one of model, int8"),
         (["--block", "0"], "--block 0 must be at least 1"),
-        (["--cache-mib", "0"], "see meshwright serve --help"),
+        (["--cache-mib", "-1"], "see meshwright serve --help"),
         (["--most-tokens", "8"], "--most-tokens 8 must be more than --most-sequences 64"),
         (["--guess-tokens", "0"], "--guess-tokens 0 must be at least 1"),
         (["--guess-ngram", "3"], "--guess-ngram 3 says how guesses are looked up, and there are none: add --guess-"),
