@@ -62,10 +62,28 @@ def test_a_finished_run_is_compared_without_another(tmp_path: Path) -> None:
 
 
 def test_an_unknown_device_has_no_times_and_says_so(tmp_path: Path) -> None:
-    found = laid(write(tmp_path / "run", replace(PLAN, cluster=Cluster(devices_per_node=4))))
+    plan = replace(PLAN, cluster=Cluster(devices_per_node=4))
+    kept = ledger(plan) | {"environment": {"device": "NVIDIA T1000"}}
+    found = laid(write(tmp_path / "run", plan, ledger=kept))
     assert all(one.values[0] is None for one in found.rows if one.section in ("time", "use"))
     assert "is not described: name a cluster" in row(found, "time", "step").missing[0]
     assert row(found, "memory", "parameters", rank=0).values[0] > 0
+
+
+def test_a_run_that_kept_no_device_is_planned_for_the_gpu_that_its_ledger_names(tmp_path: Path) -> None:
+    """As runs were kept whose plan named no cluster. A chip that there is in two sizes is not guessed."""
+    plan = replace(PLAN, cluster=Cluster())
+    kept = ledger(plan) | {"environment": {"device": "NVIDIA H200"}}
+    folder = write(tmp_path / "run", plan, ledger=kept)
+    found = laid(folder)
+    assert open_run(folder).plan.cluster == presets.cluster("h200x4")
+    step, named = (
+        row(found, "time", "step"),
+        laid(write(tmp_path / "named", replace(plan, cluster=presets.cluster("h200x4")))),
+    )
+    assert step.values[0] == row(named, "time", "step").values[0] > 0 and not step.missing[0]
+    unsure = ledger(plan) | {"environment": {"device": "NVIDIA GH200"}}
+    assert row(laid(write(tmp_path / "unsure", plan, ledger=unsure)), "time", "step").values[0] is None
 
 
 def test_a_plan_for_another_device_is_compared_by_its_program(tmp_path: Path) -> None:

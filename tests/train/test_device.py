@@ -12,7 +12,7 @@ import torch
 
 from meshwright.kernels import chooser
 from meshwright.kernels.compiled import training_library
-from meshwright.spec import Device, Layout, Plan, Recipe, presets
+from meshwright.spec import Cluster, Device, Layout, Plan, Recipe, presets
 from meshwright.spec.lora import LoRAShape
 from meshwright.training import device, run_notes
 
@@ -74,6 +74,26 @@ def test_names_as_drivers_spell_them(reported: str, gib: float, expected: str) -
 )
 def test_others_are_not_known_and_get_no_peak(reported: str, gib: float) -> None:
     assert device.match_device(reported, int(gib * GIB)) is None
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [("NVIDIA H200", "H200-SXM"), ("NVIDIA H100 80GB HBM3", "H100-SXM-80"), ("NVIDIA H100 PCIe", "H100-PCIe-80"),
+     ("NVIDIA GH200 480GB", None), ("CPU, 2 threads", None), ("", None)],
+)  # fmt: skip
+def test_a_name_alone_tells_a_chip_that_comes_in_one_size(reported: str, expected: str | None) -> None:
+    found = device.match_device(reported)
+    assert (found.name if found else None) == expected
+
+
+def test_a_plan_without_a_device_gets_the_one_that_is_there() -> None:
+    tiny = presets.model("llama-tiny")
+    plan = Plan(model=tiny, layout=Layout(dp_shard=8, micro_batch=1), recipe=Recipe(global_batch=8))
+    h200 = presets.device("h200")
+    assert device.cluster_of(plan, h200, 2) == Cluster(device=h200, devices_per_node=4, nodes=2)
+    assert device.cluster_of(plan, None, 1) == plan.cluster, "a CPU, or a GPU without a preset"
+    named = replace(plan, cluster=presets.cluster("a100x8"))
+    assert device.cluster_of(named, h200, 1) == named.cluster
 
 
 def test_every_preset_is_found_by_its_own_name() -> None:

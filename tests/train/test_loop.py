@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from meshwright.data import Sampler, prepare
-from meshwright.spec import BatchStage, Data, Plan, num_parameters
+from meshwright.spec import BatchStage, Cluster, Data, Plan, num_parameters, presets
 from meshwright.spec.errors import CheckpointError, DataError, MeshwrightError, NonFiniteLoss, PlanError
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder
-from meshwright.training import loop, trainer
+from meshwright.training import device, loop, trainer
 from meshwright.training.precision import LossScaler
 from meshwright.training.rate import learning_rate
 from meshwright.training.watch import EvalMetrics
@@ -49,6 +49,19 @@ def ended_at(error: MeshwrightError) -> str:
     text = str(error)
     assert "\n" not in text
     return text
+
+
+def test_the_gpu_that_is_there_becomes_the_plans(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stays so in the run folder: who compares the run elsewhere has no such GPU."""
+    h200 = presets.device("h200")
+    monkeypatch.setattr(device, "known_device", lambda target: h200)
+    notes = Notes()
+    loop.run(make(steps=1), watchers=[notes])
+    assert notes.info is not None and notes.info.plan.cluster == Cluster(device=h200)
+    assert RunFolder.open(tmp_path / "run").plan.cluster == Cluster(device=h200)
+    monkeypatch.undo()
+    loop.run(make(steps=2), resume="auto")
+    assert RunFolder.open(tmp_path / "run").plan.cluster == Cluster(), "on a CPU a plan names none"
 
 
 def test_what_a_run_records_and_says(make: Make, tmp_path: Path) -> None:

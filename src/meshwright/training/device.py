@@ -18,11 +18,12 @@ from meshwright.kernels.compiled import training_library
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
-from meshwright.spec.cluster import Device
+from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.presets import device as device_preset
 from meshwright.spec.presets import device_names
+from meshwright.spec.units import GIB
 from meshwright.training.precision import DTYPES, reduce_dtype
 
 MEMORY_TOLERANCE = 0.12
@@ -206,20 +207,32 @@ def known_device(device: torch.device) -> Device | None:
     return match_device(properties.name, properties.total_memory)
 
 
-def match_device(reported: str, memory_bytes: int) -> Device | None:
+def match_device(reported: str, memory_bytes: int = 0) -> Device | None:
     """The preset whose chip a driver's name holds ("NVIDIA A100-SXM4-80GB"), nearest in form and memory size.
 
-    None where that size is another (a slice of a GPU, a laptop's) or the name says that the chip runs slower.
+    None where that size is another (a slice of a GPU, a laptop's) or the name says that the chip runs slower. Without
+    `memory_bytes` the size that stands in the name counts; without one, None where that chip has several in that form.
     """
     words = set(reported.lower().replace("-", " ").split())
+    if not memory_bytes and (sized := re.search(r"\b(\d+)gb?\b", reported.lower())):
+        memory_bytes = int(sized[1]) * GIB
     found = []
     for preset in map(device_preset, device_names()):
         chip = [part for part in preset.name.lower().split("-") if part not in FORMS]
-        off = abs(preset.memory_bytes - memory_bytes)
+        off = abs(preset.memory_bytes - memory_bytes) if memory_bytes else 0
         if words.issuperset(chip) and off < MEMORY_TOLERANCE * preset.memory_bytes and not words & SLOWER:
             same_form = ("pcie" in words) == ("pcie" in preset.name.lower())
             found.append((not same_form, off, preset))
-    return min(found, key=lambda entry: entry[:2])[2] if found else None
+    nearest = [entry for entry in found if entry[:2] == min(found, key=lambda entry: entry[:2])[:2]]
+    return nearest[0][2] if nearest and (memory_bytes or len(nearest) == 1) else None
+
+
+def cluster_of(plan: Plan, device: Device | None, machines: int) -> Cluster:
+    """The plan's cluster; where it names no device, the ranks of its layout on devices of this kind, spread evenly over
+    `machines`. None = it is not known, or no GPU."""
+    if device is None or plan.cluster.device != device_preset("local"):
+        return plan.cluster
+    return Cluster(device=device, devices_per_node=max(1, plan.layout.world // machines), nodes=machines)
 
 
 def peak_flop_per_s(device: torch.device, precision: str, plan_device: Device) -> float | None:

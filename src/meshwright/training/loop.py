@@ -78,6 +78,7 @@ def run(
     left = first.alone(lambda: default_folders.left_alone(plan, resume))
     first.alone(lambda: check_resume(plan, resume))
     target = device.pick_device()
+    plan = replace(plan, cluster=first.for_all(lambda: device.cluster_of(plan, device.known_device(target), machines)))
     first.alone(lambda: check_fits(plan, target, machines=machines))
     if plan.layout.offload != "off" and target.type == "cpu":
         raise PlanError(

@@ -15,6 +15,7 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.plan import RANDOM
 from meshwright.store.run_folder import RunFolder
+from meshwright.training import device
 
 DRYRUN, PROFILE = "dryrun.json", "profile.json"
 """In the run folder, beside ledger.json: the shared documents of a dry run and of a profile."""
@@ -85,7 +86,14 @@ def open_run(path: Path) -> Finished:
     if not found.steps and found.profile is None:
         raise RunError(f"{path} holds no step of a run yet: train it first, or profile its plan")
     _refuse_batch(found)
-    return found
+    return replace(found, plan=_with_device(found))
+
+
+def _with_device(run: Finished) -> Plan:
+    """The plan, with the GPU that the run was on where it names none, as older runs keep it."""
+    name = run.environment.get("device")
+    seen = device.match_device(name) if run.device == "cuda" and isinstance(name, str) else None
+    return replace(run.plan, cluster=device.cluster_of(run.plan, seen, 1))
 
 
 def _refuse_batch(run: Finished) -> None:
