@@ -2,7 +2,7 @@
 every layer, since all layers of a kind are alike. Equal to it to the byte (tests)."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import prod
@@ -42,6 +42,17 @@ def layer_kind(shape: ModelShape, layer: int) -> str:
     """The field of LocalSizes that a layer's parameters are in."""
     kind = "routed" if shape.is_moe_layer(layer) else "dense"
     return f"{kind}_linear" if shape.linear_of(layer) else kind
+
+
+@cache
+def layer_kinds(shape: ModelShape) -> tuple[str, ...]:
+    """The same of every layer."""
+    return tuple(layer_kind(shape, layer) for layer in range(shape.layers))
+
+
+def number_of_kinds(shape: ModelShape, layers: Iterable[int]) -> tuple[tuple[str, int], ...]:
+    """How many of these layers are of each kind, in the order of their names."""
+    return tuple(sorted(Counter(map(layer_kinds(shape).__getitem__, layers)).items()))
 
 
 @cache
@@ -108,7 +119,7 @@ def counts(
     """Of the layers (and ends) that a pipeline rank holds."""
     found = pieces(shape, layout.tp, layout.ep, storage)
     parts: Counter[Size] = Counter()
-    for kind, times in Counter(layer_kind(shape, layer) for layer in layers).items():
+    for kind, times in number_of_kinds(shape, layers):
         for size in getattr(found, kind):
             parts[size] += times
     ends = [*(found.embedding if first else ()), *(found.norm if last else ())]

@@ -27,6 +27,8 @@ from meshwright.planner.search.regions import (
     pipelines,
 )
 from meshwright.planner.step.predict import Estimator
+from meshwright.planner.time.collectives import Sharing
+from meshwright.planner.time.timeline import Unhidden
 from meshwright.spec.compiled_blocks import keeps_no_norms
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.plan import Plan
@@ -128,9 +130,13 @@ class Least:
         self.batch, self.largest = plan.recipe.global_batch, batches(plan.recipe)[-1]
         self.dense = of.shape.layers - of.shape.routed_layers
         self._states: dict[bool, list[HeldBytes]] = {}
-        self._ranks: dict[int, list[Idle]] = {}
+        self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
         self._kept: dict[str, tuple[float, float, float]] = {}
         self._costs: dict[tuple[int, str], Costs] = {}
+        self._unhidden: dict[int, list[Unhidden]] = {}
+        self._shared: dict[tuple[tuple[int, int], bool], list[tuple[Layout, tuple[Sharing, float]]]] = {}
+        self._passes: dict[tuple[int, str], tuple[float, float]] = {}
+        self.turns = max(1.0, of.speeds.ranks_per_core)
 
     def m(self, micro_batch: int, batch: int) -> int:
         """Micro-batches of a step."""
@@ -148,22 +154,21 @@ class Least:
 
     def family_bytes(self, family: RegionFamily, room: float = float("inf")) -> float:
         """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
-        m = self.m(family.micro_batch, self.largest)
-        if m not in self._ranks:
-            key = self.cell.pp, m, family.pipelines
-            if key not in self.known.shares:
-                self.known.shares[key] = lowest([self._shares(region, m) for region in family.regions()])
-            self._ranks[m] = self._idle(self.known.shares[key], m)
-        idle_bytes = max(rank.idle_bytes - rank.gradient_bytes for rank in self._ranks[m])
-        if idle_bytes > room:
-            return idle_bytes
-        return self._bytes(self._ranks[m], family.micro_batch, family.recompute, self._stays(family.pipelines, m))
+        return self._least_bytes(family.pipelines, family.micro_batch, family.recompute, room)
 
     def region_bytes(self, region: Region) -> float:
         """No layout of the region has a lower peak."""
-        m = self.m(region.micro_batch, self.largest)
-        ranks = self._idle(self._shares(region, m), m)
-        return self._bytes(ranks, region.micro_batch, region.recompute, self._stays(((region.schedule, region.vp),), m))
+        return self._least_bytes(((region.schedule, region.vp),), region.micro_batch, region.recompute)
+
+    def _least_bytes(
+        self, pipelines: tuple[tuple[str, int], ...], micro_batch: int, recompute: str, room: float = float("inf")
+    ) -> float:
+        m = self.m(micro_batch, self.largest)
+        ranks = self._idle(pipelines, m)
+        idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
+        if idle_bytes > room:
+            return idle_bytes
+        return self._bytes(ranks, micro_batch, recompute, self._stays(pipelines, m))
 
     def _stays(self, pipelines: tuple[tuple[str, int], ...], m: int) -> bool:
         """Whether they do in all of these."""
@@ -176,7 +181,7 @@ class Least:
     def kind(self, family: RegionFamily, peak_bytes: float) -> str:
         """What is largest where the family's least memory is `peak_bytes`."""
         m = self.m(family.micro_batch, self.largest)
-        if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._ranks[m]):
+        if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._idle(family.pipelines, m)):
             return "activations"
         return self.states(m > 1)[0].largest
 
@@ -191,13 +196,22 @@ class Least:
                 peak = found
         return peak + self.of.stack.reserve_bytes
 
-    def _idle(self, ranks: tuple[Shares, ...], m: int) -> list[Idle]:
-        found = self.states(m > 1)
-        return [Idle(*one.alive, *min(map(one.bytes_of, found))) for one in ranks]
+    def _idle(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Idle]:
+        """Rank by rank the least that any of these pipelines has."""
+        if (pipelines, m) not in self._ranks:
+            held = self.states(m > 1)
+            ranks = self.lowest(pipelines, m)
+            self._ranks[pipelines, m] = [Idle(*rank.alive, *min(map(rank.bytes_of, held))) for rank in ranks]
+        return self._ranks[pipelines, m]
 
-    def _shares(self, region: Region, m: int) -> tuple[Shares, ...]:
-        pp, vp = region.cell.pp, region.vp
-        return shares(self.dense, sizes_of(self.of, pp, vp, self.base), region.schedule, pp, vp, m)
+    def lowest(self, pipelines: tuple[tuple[str, int], ...], m: int) -> tuple[Shares, ...]:
+        """The same without bytes."""
+        pp = self.cell.pp
+        key = pp, m, pipelines
+        if key not in self.known.shares:
+            each = [shares(self.dense, sizes_of(self.of, pp, vp, self.base), name, pp, vp, m) for name, vp in pipelines]
+            self.known.shares[key] = lowest(each) if len(each) > 1 else each[0]
+        return self.known.shares[key]
 
     def kept(self, recompute: str) -> tuple[float, float, float]:
         """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
@@ -249,22 +263,56 @@ class Least:
 
     def family_s(self, family: RegionFamily) -> float:
         """No layout of the family takes less: work that is spread evenly, without a bubble."""
-        shape, m = self.of.shape, self.m(family.micro_batch, self.batch)
+        pass_s, _ = self._pass_s(family)
+        m = self.m(family.micro_batch, self.batch)
+        return m * (pass_s / self.cell.pp + self.of.stack.micro_batch_s) + self.of.stack.step_s
+
+    def through_s(self, family: RegionFamily) -> float:
+        """The same, where one micro-batch passes all layers forward and back: gradients of weights can come later."""
+        return self._pass_s(family)[1] / (self.turns if self.cell.pp > 1 else 1.0)
+
+    def _pass_s(self, family: RegionFamily) -> tuple[float, float]:
+        """Of a micro-batch through all layers: (forward and back, the same without gradients of weights)."""
         # of layers none of which need recompute, the least is that of none
-        costs = self.costs(family.micro_batch, "none" if self.base.recompute_layers else family.recompute)
+        key = family.micro_batch, "none" if self.base.recompute_layers else family.recompute
+        if key in self._passes:
+            return self._passes[key]
+        costs, shape = self.costs(*key), self.of.shape
         windowed = self.of.windowed(range(shape.layers))
         parts = (
             (costs.embedding, 1), (costs.dense, self.dense - windowed), (costs.windowed, windowed),
             (costs.routed, shape.routed_layers), (costs.head, 1),
         )  # fmt: skip
-        pass_s = 0.0
+        through_s = weights_s = 0.0
         for part, times in parts:
-            pass_s += times * (part.forward_s + part.input_s + part.weight_s)
-        return m * (pass_s / self.cell.pp + self.of.stack.micro_batch_s) + self.of.stack.step_s
+            through_s += times * (part.forward_s + part.input_s)
+            weights_s += times * part.weight_s
+        self._passes[key] = through_s + weights_s, through_s
+        return self._passes[key]
 
     def region_s(self, region: Region) -> float:
-        """No layout of the region takes less."""
+        """No layout of the region takes less, its passes alone."""
         return self.of.least_s(region.layout(base=self.base))
+
+    def shared_s(self, family: RegionFamily, passes_s: float) -> float:
+        """No layout of the family takes less whose passes take `passes_s` (or all but data parallelism and optimizer),
+        however it shares them."""
+        m = self.m(family.micro_batch, self.batch)
+        if m not in self._unhidden:
+            held = self.lowest(family.pipelines, self.m(family.micro_batch, self.largest))[-1].held
+            shared = self._sharing(held, m > 1)
+            self._unhidden[m] = [self.of.unhidden(layout, m, *seconds) for layout, seconds in shared]
+        return min([added.step_s(passes_s, m, self.turns) for added in self._unhidden[m]])
+
+    def _sharing(self, held: tuple[int, int], sums: bool) -> list[tuple[Layout, tuple[Sharing, float]]]:
+        """Of each split the least that data parallelism and the optimizer take. `sums`: of several micro-batches."""
+        if (held, sums) not in self._shared:
+            any_layout = Region(self.cell, 1, "1f1b", 1, "none").layout
+            layouts = [any_layout(*split, base=self.base) for split in self.splits]
+            self._shared[held, sums] = [
+                (layout, self.of.least_sharing(layout, held, 2 if sums else 1)) for layout in layouts
+            ]
+        return self._shared[held, sums]
 
 
 @cache

@@ -68,7 +68,14 @@ class Choice(NamedTuple):
         return self.region.layout(*self.split, base=base)
 
 
-Waiting = tuple[float, int, Least, RegionFamily | Region | Choice]
+class FittingRegions(NamedTuple):
+    """Regions of a family whose least memory does not exceed the device's."""
+
+    family: RegionFamily
+    regions: tuple[Region, ...]
+
+
+Waiting = tuple[float, int, Least, RegionFamily | FittingRegions | Region | Choice]
 """(no layout of it takes less seconds, its number, bounds, what it is)."""
 
 
@@ -120,9 +127,8 @@ class _Search:
             if isinstance(first, Choice):
                 self.look(first)
                 continue
-            opened = self.regions(least, first) if isinstance(first, RegionFamily) else self.choices(least, first)
-            for bound_s, one in opened:
-                heappush(waiting, (bound_s, next(self.numbers), least, one))
+            for part in self.opened(least, first):
+                heappush(waiting, part)
         self.found.slower += sum(map(_layouts, waiting))
         self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=rank)
         self.tell()
@@ -150,28 +156,37 @@ class _Search:
                 continue
             self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
 
-    def regions(self, least: Least, family: RegionFamily) -> Iterator[tuple[float, Region]]:
-        """Those of a family that may fit and may be listed, each with the least seconds it takes."""
+    def opened(self, least: Least, first: RegionFamily | FittingRegions | Region) -> Iterator[Waiting]:
+        """The next smaller parts of what is first, each with the least seconds it takes."""
+        parts: Iterable[tuple[float, FittingRegions | Region | Choice]]
+        if isinstance(first, RegionFamily):
+            parts = self.fitting_regions(least, first)
+        elif isinstance(first, FittingRegions):
+            parts = ((least.shared_s(first.family, least.region_s(region)), region) for region in first.regions)
+        else:
+            parts = (
+                (self.estimator.time(choice.layout(self.plan.layout), exact=False).total_s, choice)
+                for choice in (Choice(first, split) for split in least.splits)
+            )
+        for bound_s, part in parts:
+            waiting = bound_s, next(self.numbers), least, part
+            if bound_s * (1 - ROUNDING) <= self.limit_s:
+                yield waiting
+            else:
+                self.found.slower += _layouts(waiting)
+
+    def fitting_regions(self, least: Least, family: RegionFamily) -> Iterator[tuple[float, FittingRegions]]:
+        """Those of a family that may fit."""
+        fitting = []
         for region in family.regions():
             peak = least.region_bytes(region)
             if peak > self.room:
                 self.reject(least.kind(family, peak), peak, region, least.splits[0], len(least.splits))
-                continue
-            bound_s = least.region_s(region)
-            if bound_s * (1 - ROUNDING) <= self.limit_s:
-                yield bound_s, region
             else:
-                self.found.slower += len(least.splits)
-
-    def choices(self, least: Least, region: Region) -> Iterator[tuple[float, Choice]]:
-        """The layouts of a region that may be listed, each with the least seconds it takes."""
-        for split in least.splits:
-            one = Choice(region, split)
-            bound_s = self.estimator.time(one.layout(self.plan.layout), exact=False).total_s
-            if bound_s * (1 - ROUNDING) <= self.limit_s:
-                yield bound_s, one
-            else:
-                self.found.slower += 1
+                fitting.append(region)
+        if fitting:
+            passes_s = max(least.family_s(family), least.through_s(family))
+            yield least.shared_s(family, passes_s), FittingRegions(family, tuple(fitting))
 
     def look(self, one: Choice) -> None:
         """Count a layout exactly; keep it if it fits and is to be listed so far."""
@@ -252,7 +267,8 @@ def _layouts(waiting: Waiting) -> int:
     _, _, least, what = waiting
     if isinstance(what, Choice):
         return 1
-    return len(least.splits) * (len(what.pipelines) if isinstance(what, RegionFamily) else 1)
+    regions = what.pipelines if isinstance(what, RegionFamily) else what.regions if isinstance(what, FittingRegions) else "1"
+    return len(least.splits) * len(regions)
 
 
 def rank(found: Prediction) -> tuple[float, int, float, int]:

@@ -18,8 +18,8 @@ class Memo:
     parts: dict[tuple[object, ...], tuple[Local, dict[str, Costs]]] = field(default_factory=dict)
     blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
-    contents: dict[tuple[object, ...], tuple[StageContents, int]] = field(default_factory=dict)
-    """Of a pipeline rank, and how many of its layers are routed."""
+    contents: dict[tuple[object, ...], tuple[StageContents, tuple[tuple[str, int], ...]]] = field(default_factory=dict)
+    """Of a pipeline rank, and how many of its layers are of each kind."""
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)
     shares: dict[tuple[object, ...], Edges] = field(default_factory=dict)
     stages: dict[tuple[object, ...], list[MicroBatchCost]] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import ranks_of
-from meshwright.planner.cost.states import ElementCounts, States, counts, states
+from meshwright.planner.cost.states import ElementCounts, States, counts, number_of_kinds, states
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.prediction import Prediction
@@ -27,11 +27,13 @@ from meshwright.planner.time.collectives import Sharing, StageContents, sharing
 from meshwright.planner.time.matrix_costs import MatrixCosts, layer_matrices
 from meshwright.planner.time.timeline import (
     StepTime,
+    Unhidden,
     busy_s,
     least_s,
     pipeline_s,
     shared_links,
     step_time,
+    unhidden,
     update_seconds,
 )
 from meshwright.spec.frozen_code_rules import shares_codes
@@ -45,6 +47,8 @@ from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule_kinds import V_PLACED
 from meshwright.spec.shape import ModelShape
 
+Kinds = tuple[tuple[str, int], ...]
+"""Layers of each kind: states.number_of_kinds."""
 POSITION_BYTES = 8
 """A position alone, int64, or with the number of its document, int32 each."""
 
@@ -55,25 +59,26 @@ class Estimator(SharedCosts):
 
     def _sharing(self, layout: Layout, state: States, rank: int) -> Sharing:
         """Seconds of data parallelism of a pipeline rank."""
-        held, routed = self._contents(layout, rank)
+        return self._sharing_of(layout, state, *self._contents(layout, rank))
+
+    def _sharing_of(self, layout: Layout, state: States, held: StageContents, kinds: Kinds) -> Sharing:
+        """Of a rank that holds these layers, so many of each kind."""
         degrees = layout.tp, layout.cp, layout.ep, layout.dp_replicate, layout.dp_shard, layout.zero
         summed = self.stack.gradient_exchange_bytes or state.gradient_bytes
-        linear = sum(bool(self.shape.linear_of(layer)) for layer in held.layers)
-        key = *degrees, shares_codes(layout), len(held.layers), routed, linear, held.first, held.last, summed
+        key = *degrees, shares_codes(layout), kinds, held.first, held.last, summed
         if key not in self._known.sums:
             self._known.sums[key] = sharing(
                 self.shape, layout, held, self.links, state.parameter_bytes, summed, self.stack.sharding == "flat"
             )
         return self._known.sums[key]
 
-    def _contents(self, layout: Layout, rank: int) -> tuple[StageContents, int]:
-        """What a pipeline rank holds, and how many of its layers are routed."""
+    def _contents(self, layout: Layout, rank: int) -> tuple[StageContents, Kinds]:
+        """What a pipeline rank holds, and how many of its layers are of each kind."""
         own = own_stages(layout, rank)
         key = layout.pp, layout.vp, layout.stages, own
         if key not in self._known.contents:
             found = StageContents.of(own, self.split(layout))
-            routed = sum(map(self.shape.is_moe_layer, found.layers)) if self.shape.moe else 0
-            self._known.contents[key] = found, routed
+            self._known.contents[key] = found, number_of_kinds(self.shape, found.layers)
         return self._known.contents[key]
 
     def predict(self, plan: Plan) -> Prediction:
@@ -113,6 +118,22 @@ class Estimator(SharedCosts):
         one = step_time(layout, self._stack(layout), m, shown, self._known.busy[1], shared_s, update_s, muon_s, shared,
                         passes_s, edges, self.speeds.ranks_per_core)  # fmt: skip
         return one if self.teacher is None else before_step(self.teacher, one, layout, m)
+
+    def least_sharing(self, layout: Layout, layers: tuple[int, int], m: int) -> tuple[Sharing, float]:
+        """Seconds of data parallelism and of the optimizer, neither above the truth where a rank holds at least so many
+        layers (dense, routed); without a pipeline it holds all."""
+        ends = layout.pp == 1
+        shared, update_s = [], []
+        for alike in self.layers_alike(*layers):
+            count = counts(self.shape, layout, alike, first=ends, last=ends, storage=self.recipe.storage)
+            contents, kinds = StageContents(alike, ends, ends), number_of_kinds(self.shape, alike)
+            shared.append(self._sharing_of(layout, self.states(layout, count, m), contents, kinds))
+            update_s.append(update_seconds(self.speeds, count, self.recipe))
+        return Sharing(*map(min, zip(*shared, strict=True))), min(update_s)
+
+    def unhidden(self, layout: Layout, m: int, sharing: Sharing, update_s: float) -> Unhidden:
+        """What these add to a step, whatever its passes are."""
+        return unhidden(layout, self._stack(layout), m, sharing, update_s, self._edges(layout))
 
     def _zeros_s(self, layout: Layout, state: States) -> float:
         """Gradients that stay where they are (layout.cuda_graphs) are set to zero and added to, and not given."""

@@ -11,7 +11,7 @@ from meshwright.planner.cost.rounded_weights import with_rounded
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
 from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_by_cost
-from meshwright.planner.cost.states import ElementCounts, States, counts
+from meshwright.planner.cost.states import ElementCounts, States, counts, layer_kinds
 from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.memo import Memo
 from meshwright.planner.time.timeline import UNKNOWN, Edges
@@ -203,6 +203,17 @@ class SharedCosts:
                 for own in stages_of_ranks(layout.schedule, layout.pp, layout.vp)
             ]  # fmt: skip
         return self._known.kinds[key]
+
+    def layers_alike(self, dense: int, routed: int) -> list[tuple[int, ...]]:
+        """Layers of which so many are dense and so many routed, each of these alike; for each kind of them. All layers
+        of a shape are what they are."""
+        if dense + routed == self.shape.layers:
+            return [tuple(range(dense + routed))]
+        kinds = {kind: layer for layer, kind in enumerate(layer_kinds(self.shape))}
+        alike: tuple[list[int], list[int]] = ([], [])
+        for layer in kinds.values():
+            alike[self.shape.is_moe_layer(layer)].append(layer)
+        return [(a,) * dense + (b,) * routed for a in alike[False] or [0] for b in alike[True] or [0]]
 
     def held(self, layout: Layout, rank: int) -> ElementCounts:
         """Elements that a pipeline rank holds."""

@@ -199,6 +199,34 @@ def _data_parallel(
     return weights, gradients
 
 
+class Unhidden(NamedTuple):
+    """Seconds that data parallelism and the optimizer add to a step, below the truth whatever its passes are."""
+
+    always_s: float
+    """Behind passes that hide all they can."""
+    alone_s: float
+    """Behind no passes. Each second of a pass hides at most one of them."""
+    hiding: int
+    """Micro-batches whose passes hide some of it."""
+
+    def step_s(self, passes_s: float, m: int, turns: float) -> float:
+        """Least seconds of a step whose `m` micro-batches pass in `passes_s` or longer. `turns`: ranks of a core."""
+        left = max(0.0, 1 - turns * self.hiding / m)
+        return max(passes_s + self.always_s, left * passes_s + self.alone_s)
+
+
+UNLIMITED = [MicroBatchCost(forward_s=1e12, input_s=1e12)]
+"""Passes that hide all that passes can hide."""
+
+
+def unhidden(layout: Layout, stack: Stack, m: int, sharing: Sharing, update_s: float, edges: Edges) -> Unhidden:
+    """Of `step_time`, what `sharing` and `update_s` add. A rank is busy for no longer than the passes take, so those of
+    one micro-batch hide at most their m-th part."""
+    always_s = sum(_data_parallel(layout, stack, m, UNLIMITED, sharing, UNLIMITED[0].backward_s, edges))
+    alone_s = sum(_data_parallel(layout, stack, m, [], sharing, 0.0, edges))
+    return Unhidden(always_s + update_s, alone_s + update_s, m if layout.zero >= 2 and layout.pp == 1 else 1)
+
+
 def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> float:
     """Of all gathers and reductions of a step, hidden ones too."""
     reduce_s, gather_s, copies_s = sharing
