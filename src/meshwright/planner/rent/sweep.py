@@ -15,8 +15,9 @@ from meshwright.planner.rent.clusters import Offer, offers_of
 from meshwright.planner.rent.failures import DAY_S, Conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RunOn, run_on, steps_of
-from meshwright.planner.search.bounds import CellTerms, Least
+from meshwright.planner.search.bounds import Least
 from meshwright.planner.search.fewest_layers import refined
+from meshwright.planner.search.memory_bounds import CellTerms
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import FREE
 from meshwright.planner.search.regions import Cell, Fixed, RegionFamily

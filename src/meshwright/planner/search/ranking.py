@@ -1,9 +1,10 @@
 """All legal layouts, ranked by step time among those that fit; for the others the reason.
 
 Bounds (planner/search/bounds.py) keep a space of millions cheap. They are true ones, so what is listed is what counting
-every layout would list. Families that may fit wait in the order of the least time they can take; the first of them is
-opened into its schedules, the first of those into its splits of data parallelism, which wait in turn; the first of
-these is counted exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
+every layout would list. Families that may fit wait in the order of the least time they can take. The first of them is
+left with the schedules that may fit, and waits again with what data parallelism adds; then it is opened into these
+schedules, the first of those into its splits of data parallelism, which wait in turn; the first of these is counted
+exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
 """
 
 import gc
@@ -16,7 +17,8 @@ from itertools import count
 from typing import NamedTuple
 
 from meshwright.planner.memory.rank_memory import RankMemory
-from meshwright.planner.search.bounds import Least, Split, families
+from meshwright.planner.search.bounds import Least, families
+from meshwright.planner.search.memory_bounds import Split
 from meshwright.planner.search.regions import Fixed, Region, RegionFamily, samples_under, without_own
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
@@ -162,7 +164,7 @@ class _Search:
         if isinstance(first, RegionFamily):
             parts = self.fitting_regions(least, first)
         elif isinstance(first, FittingRegions):
-            parts = ((least.shared_s(first.family, least.region_s(region)), region) for region in first.regions)
+            parts = ((least.whole_region_s(first.family, region), region) for region in first.regions)
         else:
             parts = (
                 (self.estimator.time(choice.layout(self.plan.layout), exact=False).total_s, choice)
@@ -185,8 +187,7 @@ class _Search:
             else:
                 fitting.append(region)
         if fitting:
-            passes_s = max(least.family_s(family), least.through_s(family))
-            yield least.shared_s(family, passes_s), FittingRegions(family, tuple(fitting))
+            yield least.whole_family_s(family), FittingRegions(family, tuple(fitting))
 
     def look(self, one: Choice) -> None:
         """Count a layout exactly; keep it if it fits and is to be listed so far."""
@@ -267,8 +268,12 @@ def _layouts(waiting: Waiting) -> int:
     _, _, least, what = waiting
     if isinstance(what, Choice):
         return 1
-    regions = what.pipelines if isinstance(what, RegionFamily) else what.regions if isinstance(what, FittingRegions) else "1"
-    return len(least.splits) * len(regions)
+    regions = 1
+    if isinstance(what, RegionFamily):
+        regions = len(what.pipelines)
+    elif isinstance(what, FittingRegions):
+        regions = len(what.regions)
+    return len(least.splits) * regions
 
 
 def rank(found: Prediction) -> tuple[float, int, float, int]:

@@ -18,6 +18,7 @@ from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.step.teacher_costs import (
     before_step,
     held_bytes,
+    least_ahead_s,
     pass_cost,
     teachers_recipe,
     with_cache,
@@ -134,6 +135,10 @@ class Estimator(SharedCosts):
     def unhidden(self, layout: Layout, m: int, sharing: Sharing, update_s: float) -> Unhidden:
         """What these add to a step, whatever its passes are."""
         return unhidden(layout, self._stack(layout), m, sharing, update_s, self._edges(layout))
+
+    def least_teacher_s(self, layout: Layout, m: int) -> float:
+        """Seconds of a teacher's passes in a step, where there is one: not above the truth."""
+        return 0.0 if self.teacher is None else least_ahead_s(self.teacher, layout, m)
 
     def _zeros_s(self, layout: Layout, state: States) -> float:
         """Gradients that stay where they are (layout.cuda_graphs) are set to zero and added to, and not given."""

@@ -1,0 +1,259 @@
+"""The least memory that layouts of a kind can take: states shared as far as any split of data parallelism shares them,
+kept activations of the first ranks when their first backward pass begins. Below what is counted exactly (tests)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
+
+from meshwright.planner.cost.stage_costs import Costs
+from meshwright.planner.cost.states import counts
+from meshwright.planner.memory.engine_peak import enough
+from meshwright.planner.memory.rank_memory import leading, returns
+from meshwright.planner.search.regions import Cell, Region, RegionFamily, batches
+from meshwright.planner.step.predict import Estimator
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
+
+Split = tuple[int, int, int]
+FIRST = 2
+"""Ranks looked at for activations: the second has a whole share of layers, the first also the embedding."""
+
+
+class Shares(NamedTuple):
+    """Of the layers of a pipeline rank (dense, routed): how many it holds, and how many it has in flight at once, once
+    for each micro-batch."""
+
+    held: tuple[int, int]
+    alive: tuple[int, int]
+    first: int
+    """1 = and the embedding."""
+
+    def bytes_of(self, held: "HeldBytes") -> tuple[float, float]:
+        """(all of a rank's states, its gradients)."""
+        dense, routed, ends = held.gradients
+        return (
+            self.held[0] * held.dense + self.held[1] * held.routed + self.first * held.ends,
+            self.held[0] * dense + self.held[1] * routed + self.first * ends,
+        )
+
+
+class HeldBytes(NamedTuple):
+    """Bytes of what stays through a step, by ZeRO stage: of a dense layer, a routed one, the embedding."""
+
+    dense: float
+    routed: float
+    ends: float
+    largest: str
+    """Kind of a layer's."""
+    gradients: tuple[float, float, float]
+    """Of those three, bytes of gradients, which come one by one in the first backward pass."""
+
+
+class Idle(NamedTuple):
+    """A rank: layers in flight, dense and routed, and the bytes it holds without them."""
+
+    dense: int
+    routed: int
+    idle_bytes: float
+    gradient_bytes: float
+    """Of those."""
+
+
+@dataclass(slots=True)
+class CellTerms:
+    """What cells have in common."""
+
+    shares: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[Shares, ...]] = field(default_factory=dict)
+    """(ranks, micro-batches, pipelines) -> `lowest` of them."""
+    stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
+    """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
+    states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
+
+
+def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
+    """Rank by rank the least that any of these pipelines has."""
+    return tuple(
+        Shares(
+            (min(one.held[0] for one in same), min(one.held[1] for one in same)),
+            (min(one.alive[0] for one in same), min(one.alive[1] for one in same)),
+            same[0].first,
+        )
+        for same in zip(*pipelines, strict=True)
+    )
+
+
+@cache
+def shares(dense: int, split: tuple[int, ...], name: str, ranks: int, virtual: int, m: int) -> tuple[Shares, ...]:
+    """Of the first ranks of a pipeline whose stages have so many layers, of which the first `dense` are dense."""
+    kinds = [(d := max(0, min(dense, own.stop) - own.start), len(own) - d) for own in ranges(split)]
+    found = []
+    few = enough(name, ranks, m, virtual)
+    for rank, own in enumerate(stages_of_ranks(name, ranks, virtual)[:FIRST]):
+        alive = leading(name, ranks, few, virtual, rank)
+        found.append(
+            Shares(
+                (sum(kinds[s][0] for s in own), sum(kinds[s][1] for s in own)),
+                (sum(n * kinds[s][0] for n, s in zip(alive, own, strict=True)),
+                 sum(n * kinds[s][1] for n, s in zip(alive, own, strict=True))),
+                int(rank == 0),
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+class LeastMemory:
+    """Of one cell's layouts."""
+
+    def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
+        self.of, self.cell, self.base, self.known = of, cell, plan.layout, known
+        self.splits = sorted(splits, key=sharing, reverse=True)
+        self.batch, self.largest = plan.recipe.global_batch, batches(plan.recipe)[-1]
+        self.dense = of.shape.layers - of.shape.routed_layers
+        self._states: dict[bool, list[HeldBytes]] = {}
+        self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
+        self._kept: dict[str, tuple[float, float, float]] = {}
+        self._costs: dict[tuple[int, str], Costs] = {}
+
+    def m(self, micro_batch: int, batch: int) -> int:
+        """Micro-batches of a step."""
+        per_rank = batch // self.cell.dp
+        return per_rank // min(per_rank, micro_batch)
+
+    def costs(self, micro_batch: int, recompute: str) -> Costs:
+        """Of the cell's blocks."""
+        key = micro_batch, recompute
+        if key not in self._costs:
+            layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
+            for policy, found in self.of.policies(layout).items():
+                self._costs[micro_batch, policy] = found
+        return self._costs[key]
+
+    def family_bytes(self, family: RegionFamily, room: float = float("inf")) -> float:
+        """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
+        return self._least_bytes(family.pipelines, family.micro_batch, family.recompute, room)
+
+    def region_bytes(self, region: Region) -> float:
+        """No layout of the region has a lower peak."""
+        return self._least_bytes(((region.schedule, region.vp),), region.micro_batch, region.recompute)
+
+    def _least_bytes(
+        self, pipelines: tuple[tuple[str, int], ...], micro_batch: int, recompute: str, room: float = float("inf")
+    ) -> float:
+        m = self.m(micro_batch, self.largest)
+        ranks = self._idle(pipelines, m)
+        idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
+        if idle_bytes > room:
+            return idle_bytes
+        return self._bytes(ranks, micro_batch, recompute, self._stays(pipelines, m))
+
+    def _stays(self, pipelines: tuple[tuple[str, int], ...], m: int) -> bool:
+        """Whether they do in all of these."""
+        key = self.cell.pp, m, pipelines
+        if key not in self.known.stays:
+            found = all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
+            self.known.stays[key] = found
+        return self.known.stays[key]
+
+    def kind(self, family: RegionFamily, peak_bytes: float) -> str:
+        """What is largest where the family's least memory is `peak_bytes`."""
+        m = self.m(family.micro_batch, self.largest)
+        if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._idle(family.pipelines, m)):
+            return "activations"
+        return self.states(m > 1)[0].largest
+
+    def _bytes(self, ranks: list[Idle], micro_batch: int, recompute: str, stays: bool) -> float:
+        (dense, routed, inside), peak = self.kept(recompute), 0.0
+        stays = stays or not self.of.stack.own  # other software is counted with all gradients at every moment
+        for rank in ranks:
+            found = micro_batch * (rank.dense * dense + rank.routed * routed) + inside + rank.idle_bytes
+            if not stays:
+                found -= rank.gradient_bytes  # in a step of one micro-batch they are shared out as they come
+            if found > peak:
+                peak = found
+        return peak + self.of.stack.reserve_bytes
+
+    def _idle(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Idle]:
+        """Rank by rank the least that any of these pipelines has."""
+        if (pipelines, m) not in self._ranks:
+            held = self.states(m > 1)
+            ranks = self.lowest(pipelines, m)
+            self._ranks[pipelines, m] = [Idle(*rank.alive, *min(map(rank.bytes_of, held))) for rank in ranks]
+        return self._ranks[pipelines, m]
+
+    def lowest(self, pipelines: tuple[tuple[str, int], ...], m: int) -> tuple[Shares, ...]:
+        """The same without bytes."""
+        pp = self.cell.pp
+        key = pp, m, pipelines
+        if key not in self.known.shares:
+            each = [shares(self.dense, sizes_of(self.of, pp, vp, self.base), name, pp, vp, m) for name, vp in pipelines]
+            self.known.shares[key] = lowest(each) if len(each) > 1 else each[0]
+        return self.known.shares[key]
+
+    def kept(self, recompute: str) -> tuple[float, float, float]:
+        """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
+        one's backward pass, of which gradients of weights do not grow with them."""
+        if recompute not in self._kept:
+            costs = self.costs(1, recompute)
+            inside = [part.transient_bytes for part in (costs.dense, costs.routed) if part.forward_s]
+            here = self.base.offload == "off"  # else in host memory, but for each stage's last block
+            kept = (costs.dense.kept_bytes, costs.routed.kept_bytes) if here else (0.0, 0.0)
+            self._kept[recompute] = *kept, min(inside, default=0.0)
+        return self._kept[recompute]
+
+    def states(self, sums: bool) -> list[HeldBytes]:
+        """With the most sharing of each ZeRO stage. `sums`: of several micro-batches."""
+        if sums not in self._states:
+            most = {zero: (replicate, shard, zero) for replicate, shard, zero in reversed(self.splits)}
+            self._states[sums] = [self._of_split(split, sums) for split in most.values()][::-1]
+        return self._states[sums]
+
+    def _of_split(self, split: Split, sums: bool) -> HeldBytes:
+        layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
+        alone = layout.dp * layout.cp == 1
+        key = layout.tp, layout.ep, layout.dp_shard * layout.cp, layout.zero, layout.pp > 1, sums, alone
+        if key not in self.known.states:
+            self.known.states[key] = self._held(layout, 2 if sums else 1)
+        return self.known.states[key]
+
+    def _held(self, layout: Layout, m: int) -> HeldBytes:
+        shape, recipe = self.of.shape, self.of.recipe
+        parts = []
+        few = [self._smallest(routed) for routed in (False, True)]
+        for layers, first in ((few[0], False), (few[1], False), ((), True)):
+            count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
+            count = replace(count, gathered=count.whole)  # padding grows with sharing, nothing else does
+            parts.append(self.of.states(layout, count, m).step)
+        dense, routed, ends = (sum(part.values()) for part in parts)
+        gradients = tuple(part["gradients"] for part in parts)
+        return HeldBytes(
+            dense, routed, ends, max(parts[1], key=parts[1].__getitem__), (gradients[0], gradients[1], gradients[2])
+        )
+
+    def _smallest(self, routed: bool) -> tuple[int, ...]:
+        """Of layers of linear attention and others, where a shape has both, the one with fewer parameters."""
+        shape = self.of.shape
+        kinds = {bool(shape.linear_of(n)): n for n in range(shape.layers) if shape.is_moe_layer(n) == routed}
+        if len(kinds) < 2:
+            return (shape.layers - 1 if routed else 0,)
+        return (min(kinds.values(), key=lambda n: counts(shape, Layout(), (n,), first=False, last=False).whole),)
+
+
+@cache
+def _even(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(len(layers) for layers in stage_layers(layers, stages))
+
+
+def sizes_of(of: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
+    """Layers of each stage."""
+    by_hand = pp > 1 and len(base.stages) == pp * vp
+    if of.stack.split == "cost" or by_hand:
+        layout = Layout(pp=pp, vp=vp, stages=base.stages if by_hand else ())
+        return tuple(len(layers) for layers in of.split(layout))
+    return _even(of.shape.layers, pp * vp)
+
+
+def sharing(split: Split) -> tuple[int, int]:
+    """How far (dp_replicate, dp_shard, zero) shares the states."""
+    return (split[1] if split[2] else 0, split[2])
