@@ -1,46 +1,193 @@
-"""Kernels compiled for GPUs that are not here, and what the machine code says of its use of them.
+"""Launches of Triton kernels recorded without a GPU, and compiled for GPUs that are not here.
 
-Triton compiles for any target; the assembler and the tool that reads its output lie in the wheel.
+A launch is recorded from the function that makes it, so that types, constants and options are those of a real run.
+Triton itself then decides what to compile: a stand-in for its driver names a GPU, and nothing is launched. Triton
+compiles for any target; the assembler and the tool that reads its output lie in the wheel.
 """
 
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import make_backend
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
 
+from meshwright.kernels.triton import blocks
+
+CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that a program may have, by compute capability (CUDA C programming guide, table of
 capabilities)."""
+MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+"""Along each axis of a grid (the same table)."""
+PROCESSORS = 132
+"""Multiprocessors of the GPU that launches are made for (H100)."""
+INTEGERS = {"1": 1, "16 k": 16, "odd": 17, "64 bit": 2**40 + 16, "64 bit odd": 2**40 + 1}
+"""What Triton specializes an integer argument for: 1 is a constant, a multiple of 16 is known as one, and a number of
+more than 31 bits is an i64."""
+
+SMALL = {"experts"}
+"""Arguments that no launch has of more than 31 bits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A kernel with the types and constants of a launch in training."""
+class Pointer:
+    """Stands for a tensor in a launch. Triton asks for its dtype, and whether its address is a multiple of 16."""
+
+    dtype: torch.dtype
+    address: int = 0
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def ptr_range(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, its arguments by name, tensors as `Pointer`, and its options (warps, stages)."""
 
     kernel: Any
-    types: dict[str, str]
-    """Of pointers (`*bf16`) and of what is no i32; the rest are i32, or constants."""
-    constants: dict[str, Any]
-    warps: int
-    stages: int = 3
-    products: bool = False
-    """Whether tensor cores must be used."""
-    unaligned: tuple[str, ...] = ()
-    """Integers that are no multiple of 16."""
-    whole: bool = False
-    """Whether products are of 8-bit whole numbers."""
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    grid: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    @property
+    def integers(self) -> list[str]:
+        """Names of arguments that Triton specializes by value."""
+        plain = {parameter.name for parameter in self.kernel.params if not parameter.is_constexpr}
+        return [name for name, argument in self.arguments.items() if type(argument) is int and name in plain]
+
+    def changed(self, **arguments: Any) -> "Launch":
+        return replace(self, arguments=self.arguments | arguments)
+
+
+def recorded(launcher: Callable[[], object]) -> list[Launch]:
+    """Call a launcher on tensors without values -> the launches that it makes. None is run."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        options = {name: value for name, value in named.items() if name not in kernel.arg_names}
+        bound = kernel.signature.bind(*given, **{name: named[name] for name in named if name not in options})
+        arguments = {name: _as_pointer(value) for name, value in bound.arguments.items()}
+        launches.append(Launch(kernel, arguments, options, tuple(grid)))
+
+    run, processors = JITFunction.run, blocks.INTERPRETED_PROGRAMS
+    JITFunction.run, blocks.INTERPRETED_PROGRAMS = record, PROCESSORS
+    try:
+        launcher()
+    finally:
+        JITFunction.run, blocks.INTERPRETED_PROGRAMS = run, processors
+    return launches
+
+
+def _as_pointer(value: Any) -> Any:
+    return Pointer(value.dtype) if isinstance(value, Tensor) else value
+
+
+def specializations(launch: Launch, alone: Iterable[str] = INTEGERS) -> Iterator[tuple[str, Launch]]:
+    """What Triton may make of a launch with other numbers and addresses: each integer argument at each kind of INTEGERS
+    that may come `alone` while the others stay as they are, all of them at once, and addresses that are odd."""
+    names = launch.integers
+    changes: dict[str, dict[str, Any]] = {"as launched": {}}
+    for word, number in INTEGERS.items():
+        able = [name for name in names if number < 2**31 or name not in SMALL]
+        changes |= {f"{name} = {word}": {name: number} for name in able if word in alone}
+        changes[f"all = {word}"] = dict.fromkeys(able, number)
+    pointers = {name: replace(p, address=2) for name, p in launch.arguments.items() if isinstance(p, Pointer)}
+    seen = set()
+    for word, change in changes.items():
+        special = launch.changed(**change)
+        kinds = tuple(_kind(special.arguments[name]) for name in names)
+        if kinds not in seen:
+            yield word, special
+        seen.add(kinds)
+    yield "odd addresses", launch.changed(**pointers)
+
+
+def _kind(number: int) -> tuple[bool, bool, bool]:
+    return number == 1, number % 16 == 0, number < 2**31
+
+
+@contextmanager
+def target(capability: int) -> Iterator[None]:
+    """Triton compiles for a GPU of this compute capability inside."""
+
+    class StandIn:
+        def get_current_device(self) -> int:
+            return capability
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", capability, 32)
+
+    before = driver._active
+    driver.set_active(StandIn())
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def front_end(source: Any, target: GPUTarget, options: dict[str, Any], **_: Any) -> Any:
+    """Compile as far as Triton's own IR: what Python code of a kernel can get wrong shows there, in milliseconds."""
+    backend = make_backend(target)
+    parsed = backend.parse_options(options)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen = backend.get_codegen_implementation(parsed)
+    return source.make_ir(target, parsed, codegen, backend.get_module_map(), context)
+
+
+def compiled(launch: Launch, capability: int, compiler: Callable[..., Any] = triton.compile) -> Any:
+    """What Triton compiles for a launch on a GPU of a compute capability, as 90; specialized as a launch is."""
+    kernel = launch.kernel
+    with target(capability):
+        cache = kernel.device_caches[capability][0]
+        kernel.compile = compiler
+        try:
+            return kernel.warmup(**launch.arguments, **launch.options, grid=launch.grid)
+        finally:
+            kernel.compile = triton.compile
+            cache.clear()  # it does not tell what another compiler made
+
+
+def failures(
+    launch: Launch, capability: int, compiler: Callable[..., Any] = front_end, alone: Iterable[str] = INTEGERS
+) -> dict[str, str]:
+    """Specializations of a launch that Triton does not compile, and the last line of what it says."""
+    messages = {}
+    for word, special in specializations(launch, alone):
+        try:
+            compiled(special, capability, compiler)
+        except Exception as failure:  # what a compiler raises has many types
+            messages[f"{launch.name}, sm_{capability}, {word}"] = f"{failure}".strip().rpartition("\n")[2]
+    return messages
 
 
 @dataclass(frozen=True, slots=True)
 class MachineCode:
-    """What the assembler said."""
+    """What the assembler made of a kernel."""
 
     shared: int
     registers: int
@@ -58,22 +205,10 @@ class MachineCode:
 _PRODUCTS = {80: r"\bHMMA", 90: r"\bHGMMA", 100: r"\bUTC\w*MMA"}
 
 
-def compiled(sample: Sample, capability: int) -> MachineCode:
+def machine_code(launch: Launch, capability: int) -> MachineCode:
     """The kernel for a compute capability, as 90."""
-    names = sample.kernel.arg_names
-    types = {name: sample.types.get(name, "i32") for name in names}
-    types |= dict.fromkeys(sample.constants, "constexpr")
-    constants = {(names.index(name),): value for name, value in sample.constants.items()}
-    aligned = [
-        n for n, name in enumerate(names)
-        if types[name].startswith("*") or (types[name] == "i32" and name not in sample.unaligned)
-    ]  # fmt: skip
-    source = ASTSource(
-        sample.kernel, types, constexprs=constants, attrs={(n,): [["tt.divisibility", 16]] for n in aligned}
-    )
-    options = {"num_warps": sample.warps, "num_stages": sample.stages}
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _read(found.asm["cubin"], found.metadata.shared)
+    binary = compiled(launch, capability)
+    return _read(binary.asm["cubin"], binary.metadata.shared)
 
 
 def _read(cubin: bytes, shared: int) -> MachineCode:

@@ -1,8 +1,20 @@
-"""One launch of every kernel as training makes it, bf16, sizes of a Llama-3-8B: what is compiled for other GPUs."""
+"""The table of launches of Triton kernels: what is compiled for GPUs that are not here.
+
+A row calls the function that launches, on tensors without values, in sizes of a Llama-3-8B. Types, constants and
+options are thereby those of a real launch. To add a kernel, add a row that launches it: with each constant that is
+true or false at both. `test_triton.py` finds kernels without a row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from meshwright.kernels.triton import (
     flash,
-    flash_backward,
     gated,
     grouped,
     int8_product,
@@ -17,178 +29,253 @@ from meshwright.kernels.triton import (
     root_norm,
     rotary,
 )
-from meshwright.kernels.triton.blocks import ELEMENTS, rows_a_program, warps
-from tests.kernels.cross_compiled import Sample
+from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PlaceInWhole, UpdateNumbers, code_books
 
-WIDTH = 4096
-NARROW, WIDE = "*bf16", "*fp32"
-
-
-def types(narrow: str = "", wide: str = "", **others: str) -> dict[str, str]:
-    """Types by the names of arguments, which stand in one string."""
-    return dict.fromkeys(narrow.split(), NARROW) | dict.fromkeys(wide.split(), WIDE) | others
-
-
-ROW = {"ROWS": rows_a_program(WIDTH), "BLOCK": WIDTH}
-BACK = {"ROWS": max(1, rows_a_program(WIDTH) // 2), "BLOCK": WIDTH, "STAGES": 2, "AGAIN": False}
-MEAN_BACK = {name: value for name, value in BACK.items() if name != "AGAIN"}
-LOSS = types("logits", "factors losses found sums", targets="*i64", smoothing="fp32", z="fp32")
-LOSS_BLOCK = {"BLOCK": loss_rows.BLOCK}
-NORM = types("x added weight bias out total gradient beside x_gradient", "scales means parts", eps="fp32")
-GATED = types("gate up out gradient gate_gradient up_gradient product x found")
-FLASH = types("q k v out gradient q_gradient k_gradient v_gradient", "lse inner", borders="*i32", scale="fp32")
-FLASH_SIZES = {
-    "GROUP": 4, "CAUSAL": True, "WIDE": False, "QUERIES": flash.QUERIES, "KEYS": flash.KEYS, "BLOCK": 128,
-}  # fmt: skip
-COPIES = types("x out rows gradient rows_gradient", "weights weights_gradient", order="*i64", inverse="*i64")
-GROUPED = types("rows weights out gradient", ends="*i32")
-GROUPED_SIZES = {"WIDE": False, "ROWS": grouped.ROWS, "COLUMNS": grouped.COLUMNS, "INNER": grouped.INNER}
-NARROW_STATES = types(
-    wide="first_scales second_scales books step divide_by skip gradient", **dict.fromkeys(
-        ("rate", "beta1", "rest1", "beta2", "rest2", "log_beta1", "log_beta2", "epsilon", "decay"), "fp32"), seed="i64",
-)  # fmt: skip
-BITS, CODES = {"first": "*i16", "second": "*i16"}, {"first": "*u8", "second": "*u8"}
-
-PACKED = types("x scales bias", table="*fp16", codes="*u8", zeros="*u8")
-INT8 = types("x scales kept bias", "x_scales", x_codes="*i8", codes="*i8", apart="*i32")
-INT8_FORM = {"KEPT": True, "BIAS": False, "WIDE": False, "OUTLIERS": int8_product.OUTLIERS}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT8, UINT8, INT32, INT64 = torch.int8, torch.uint8, torch.int32, torch.int64
+E4M3 = torch.float8_e4m3fn
+WIDTH, FFN, HEADS, KEY_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
+TOKENS = 8192
+EPS = 1e-5
+FLASH = ("flash_forward", "queries_backward", "keys_backward")
 
 
-def packed_sample(rows: int, group: int, kind: int, shift: int, **others: str) -> Sample:
-    """Of so many rows. K is cut for a few of them."""
-    tile = packed_product.tile_of(rows, WIDTH if rows < 1000 else 14336, group, 132)
-    constants = {
-        "CODES": kind, "ZEROS": shift, "BIAS": True, "PART": rows <= 16, "WIDE": False, "COLUMNS": tile.columns,
-        "ROWS": tile.rows, "INNER": tile.inner,
-    }  # fmt: skip
-    made = PACKED | {"out": WIDE if rows <= 16 else NARROW} | others
-    return Sample(packed_product.packed_rows, made, constants, tile.warps, tile.stages, True, ("group",))
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Launches of some kernels."""
+
+    launch: Callable[[], object]
+    products: tuple[str, ...] = ()
+    """Kernels that must use tensor cores."""
+    whole: bool = False
+    """Whether those are the ones for 8-bit whole numbers."""
+    fits: bool = True
+    """Whether shared memory and registers must suffice. Not where another kernel is taken by default."""
 
 
-def int8_sample(rows: int) -> Sample:
-    """The same of whole numbers, with columns of outliers."""
-    tile = int8_product.tile_of(rows, WIDTH if rows < 1000 else 14336, 132)
-    constants = INT8_FORM | {
-        "PART": rows <= 16, "ALONGSIDE": int8_product.ALONGSIDE, "COLUMNS": tile.columns, "ROWS": tile.rows,
-        "INNER": tile.inner,
-    }  # fmt: skip
-    made = INT8 | {"out": "*i32" if rows <= 16 else NARROW}
-    return Sample(int8_product.int8_rows, made, constants, tile.warps, tile.stages, True, ("outliers",), True)
+def empty(*size: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
 
 
-PAGED = types(
-    "q keys values out", "key_scales value_scales lse parts", tables="*i64", offsets="*i64", last="*i64", scale="fp32"
-)  # fmt: skip
+def learning(*size: int, dtype: torch.dtype = BF16) -> Tensor:
+    return empty(*size, dtype=dtype).requires_grad_()
 
 
-def paged_sample(width: int, group: int, codes: int, kind: str) -> Sample:
+def both_ways(function: Callable[..., Any], *inputs: Any, **options: Any) -> None:
+    """A forward pass and its backward pass."""
+    results = function(*inputs, **options)
+    learned = [x for x in ([results] if isinstance(results, Tensor) else results) if x.requires_grad]
+    torch.autograd.backward(learned, [torch.empty_like(x) for x in learned])
+
+
+def loss(dtype: torch.dtype, factor: tuple[int, ...] | None, *, gradient: bool, smoothing: float) -> Row:
+    factors = None if factor is None else empty(*factor, dtype=FP32)
+    launch = partial(
+        loss_rows.losses, empty(512, VOCABULARY, dtype=dtype), empty(512, dtype=INT64), factors, ignored=-100,
+        gradient=gradient, smoothing=smoothing, z=smoothing,
+    )  # fmt: skip
+    return Row(launch)
+
+
+def loss_of_parts() -> None:
+    """The vocabulary is spread over two devices; this is the second."""
+    logits, targets, numbers = empty(512, VOCABULARY // 2), empty(512, dtype=INT64), empty(512, dtype=FP32)
+    loss_rows.gathered(logits, targets, VOCABULARY // 2)
+    loss_rows.write_gradients(
+        logits, targets, numbers, numbers, first=VOCABULARY // 2, vocabulary=VOCABULARY, smoothing=0.1, z=1e-4
+    )
+
+
+def norm(width: int, dtype: torch.dtype = BF16, *, added: bool = False, frozen: bool = False) -> Row:
+    weight = empty(width, dtype=dtype) if frozen else learning(width, dtype=dtype)
+    stream = [learning(1, TOKENS, width, dtype=dtype) for _ in range(2 if added else 1)]
+    return Row(partial(both_ways, root_norm.add_rms_norm if added else root_norm.rms_norm, *stream, weight, EPS))
+
+
+def layer_norm(width: int, dtype: torch.dtype = BF16) -> Row:
+    inputs = learning(1, TOKENS, width, dtype=dtype), learning(width, dtype=dtype), learning(width, dtype=dtype)
+    return Row(partial(both_ways, mean_norm.layer_norm, *inputs, EPS))
+
+
+def activation(dtype: torch.dtype) -> Row:
+    return Row(partial(both_ways, gated.swiglu, *(learning(1, TOKENS, FFN, dtype=dtype) for _ in range(2))))
+
+
+def rotation(*, interleaved: bool, in_place: bool) -> Row:
+    def launch() -> None:
+        q, k = learning(2, TOKENS, HEADS, HEAD), learning(2, TOKENS, KEY_HEADS, HEAD)
+        tables = (empty(1, TOKENS, 1, HEAD // 2, dtype=FP32) for _ in range(2))
+        both_ways(rotary.rotate_pair, q * 1, k * 1, *tables, interleaved, in_place=in_place)
+
+    return Row(launch)
+
+
+def merge() -> None:
+    sizes = (1, HEADS, TOKENS, HEAD)
+    merging.merge(
+        empty(*sizes, dtype=FP32), empty(*sizes[:3], dtype=FP32), empty(*sizes), empty(*sizes[:3], dtype=FP32),
+        empty(*sizes[:3], dtype=FP32),
+    )  # fmt: skip
+
+
+def flash_attention(dtype: torch.dtype = BF16, *, causal: bool = True, fits: bool = True) -> Row:
+    inputs = [learning(TOKENS, heads, HEAD, dtype=dtype) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    launch = partial(
+        both_ways, flash.attend, *inputs, empty(5, dtype=INT32), TOKENS // 2, causal=causal, scale=0.1
+    )  # fmt: skip
+    return Row(launch, FLASH if fits else (), fits=fits)
+
+
+def experts_and_back(copies: int) -> None:
+    order, inverse = (empty(TOKENS * copies, dtype=INT64) for _ in range(2))
+    both_ways(permute.spread, learning(TOKENS, WIDTH), order, inverse, copies)
+    weights = learning(TOKENS, copies, dtype=FP32)
+    both_ways(permute.combine, learning(TOKENS * copies, WIDTH), weights, inverse)
+
+
+def experts(dtype: torch.dtype) -> Row:
+    inputs = learning(TOKENS, 2048, dtype=dtype), learning(128, 768, 2048, dtype=dtype), empty(128, dtype=INT64)
+    return Row(partial(both_ways, grouped.expert_linear, *inputs), ("grouped_rows", "grouped_weights"))
+
+
+def update(moments: torch.dtype, weight: torch.dtype, *, copy: bool) -> Row:
+    """Of a matrix of which ZeRO holds a part."""
+    block = 256 if moments == UINT8 else 0
+    scales = empty(FFN, WIDTH // 256, dtype=FP32) if block else None
+    number = empty(dtype=FP32)
+    piece = NarrowPiece(
+        weight=empty(FFN, WIDTH, dtype=weight), copy=empty(FFN, WIDTH) if copy else None,
+        moments=tuple(Moment(empty(FFN, WIDTH, dtype=moments), scales, sign, block) for sign in (True, False)),
+        step=number, books=code_books(torch.device("meta")),
+        place=PlaceInWhole(
+            seed=2**33 + 7, rows=FFN, whole_rows=8 * FFN, first=1, second=FFN, width=WIDTH, column=0
+        ),
+    )  # fmt: skip
+    numbers = UpdateNumbers(
+        rate=1e-4, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=number, skip=number
+    )  # fmt: skip
+    return Row(partial(narrow_update.narrow_adamw, piece, empty(FFN, WIDTH, dtype=FP32), numbers))
+
+
+def groups(zeros: str, group: int, width: int = WIDTH) -> tuple[Tensor, Tensor | None]:
+    """Scales of a matrix (4,096, width), and zeros: whole = half a byte each, real, or none."""
+    count = width // group if group else 1
+    made = {"": None, "whole": empty(WIDTH, -(-count // 2), dtype=UINT8), "real": empty(WIDTH, count, dtype=FP16)}
+    return empty(WIDTH, count), made[zeros]
+
+
+def restored(zeros: str) -> Row:
+    codes, numbers, out = empty(WIDTH, WIDTH // 2, dtype=UINT8), empty(16, dtype=FP32), empty(WIDTH, WIDTH)
+    return Row(partial(restoring.restore, codes, *groups(zeros, 64), numbers, 64, out))
+
+
+def packed(
+    rows: int, group: int, zeros: str = "", *, dtype: torch.dtype = BF16, codes: torch.dtype = UINT8,
+    table: bool = False, bias: bool = True,
+) -> Row:  # fmt: skip
+    """K is cut for a few rows."""
+    inner, outer = (FFN if rows < 1000 else WIDTH), WIDTH
+    matrix = packed_product.PackedMatrix(
+        empty(outer, inner if codes == E4M3 else inner // 2, dtype=codes), *groups(zeros, group, inner),
+        empty(16, dtype=packed_product.TABLE_DTYPE[dtype]) if table else None, inner, group,
+    )  # fmt: skip
+    added = empty(outer, dtype=dtype) if bias else None
+    launch = partial(packed_product.packed_linear, empty(rows, inner, dtype=dtype), matrix, added)
+    return Row(launch, ("packed_rows",))
+
+
+def rounded(dtype: torch.dtype, *, skips: bool) -> Row:
+    marks = empty(WIDTH, dtype=UINT8) if skips else None
+    return Row(partial(int8_product.rounded, empty(TOKENS, WIDTH), dtype, marks))
+
+
+def whole_product(rows: int, *, outliers: bool, bias: bool) -> Row:
+    inner = FFN if rows < 1000 else WIDTH
+    apart = (empty(7, dtype=INT32), empty(WIDTH, 7)) if outliers else (None, None)
+    matrix = int8_product.Int8Matrix(empty(WIDTH, inner, dtype=INT8), empty(WIDTH, 1), *apart)
+    narrow = int8_product.NarrowRows(empty(rows, inner, dtype=INT8), empty(rows, 1, dtype=FP32))
+    added = empty(WIDTH) if bias else None
+    launch = partial(int8_product.int8_linear, empty(rows, inner), narrow, matrix, added)
+    return Row(launch, ("int8_rows",), whole=True)
+
+
+def paged_attention(
+    width: int, heads: int, key_heads: int, codes: torch.dtype = BF16, *, longest: int = 4000, window: int = 0,
+    dtype: torch.dtype = BF16,
+) -> Row:  # fmt: skip
     """A few query heads are too few rows for the larger products of tensor cores: those of Ampere multiply them."""
-    constants = {
-        "GROUP": group, "CODES": codes, "PARTS": True, "WIDE": False, "SPLIT": paged.SPLIT, "HEADS": paged.LEAST,
-        "KEYS": paged.keys_at_once(width), "BLOCK": max(16, 1 << (width - 1).bit_length()),
-    }  # fmt: skip
-    made = PAGED | {"keys": kind, "values": kind, "out": WIDE}
-    return Sample(paged.paged_rows, made, constants, paged.WARPS, paged.STAGES, unaligned=("rows", "window"))
+    size = 500, 16, key_heads, width
+    codes = dtype if codes == BF16 else codes
+    scales = None if codes == dtype else empty(*size[:3], dtype=FP32)
+    stores = (paged.BlockStore(empty(*size, dtype=codes), scales) for _ in range(2))
+    places = paged.RowPlaces(empty(400, dtype=INT64), empty(5, dtype=INT64), empty(5, dtype=INT64), longest)
+    q = empty(5, heads, width, dtype=dtype)
+    return Row(partial(paged.attend_rows, q, *stores, places, width=width, window=window, scale=0.1))
 
 
-ROUNDED = types("x", "scales", left_out="*u8")
+def wide_gradients() -> None:
+    """With silu(gate) * up again."""
+    gated.gradients(*(empty(TOKENS, FFN) for _ in range(3)), product=True, consume=True)
 
-SAMPLES = {
-    "loss_rows": Sample(
-        loss_rows.loss_rows, LOSS,
-        {"IGNORED": -100, "GRADIENT": True, "FACTORS": False, "SMOOTH": False, **LOSS_BLOCK}, 16,
-    ),
-    "gather_rows": Sample(loss_rows.gather_rows, LOSS, LOSS_BLOCK, 16),
-    "gradient_rows": Sample(loss_rows.gradient_rows, LOSS, LOSS_BLOCK, 16),
-    "root_norm_forward": Sample(root_norm.root_norm_forward, NORM, {"ADD": False, **ROW}, warps(2 * WIDTH)),
-    "add_root_norm_forward": Sample(root_norm.root_norm_forward, NORM, {"ADD": True, **ROW}, warps(2 * WIDTH)),
-    "root_norm_backward": Sample(
-        root_norm.root_norm_backward, NORM, {"ADD": False, "WEIGHT": True, **BACK}, warps(2 * WIDTH)
-    ),
-    "add_root_norm_backward": Sample(
-        root_norm.root_norm_backward, NORM, {"ADD": True, "WEIGHT": True, **BACK}, warps(2 * WIDTH)
-    ),
-    "wide_root_norm_backward": Sample(
-        root_norm.root_norm_backward, NORM,
-        {"ADD": False, "WEIGHT": True, "ROWS": 1, "BLOCK": 16384, "STAGES": 1, "AGAIN": True}, warps(2 * 16384),
-    ),
-    "mean_norm_forward": Sample(mean_norm.mean_norm_forward, NORM, ROW, warps(WIDTH)),
-    "mean_norm_backward": Sample(mean_norm.mean_norm_backward, NORM, MEAN_BACK, warps(2 * WIDTH)),
-    "swiglu_forward": Sample(gated.swiglu_forward, GATED, {"BLOCK": ELEMENTS}, gated.WARPS),
-    "swiglu_backward": Sample(gated.swiglu_backward, GATED, {"PRODUCT": True, "BLOCK": ELEMENTS}, gated.WARPS),
-    "gelu_forward": Sample(gated.gelu_forward, GATED, {"TANH": False, "BLOCK": ELEMENTS}, gated.WARPS),
-    "gelu_backward": Sample(gated.gelu_backward, GATED, {"TANH": True, "BLOCK": ELEMENTS}, gated.WARPS),
-    "rotate_rows": Sample(
-        rotary.rotate_rows, types("q q_out k k_out", "cos sin"),
-        {"SIGN": 1.0, "STEP": 1, "HEADS": 32, "BLOCK": 64}, 4,
-    ),
-    "merge_rows": Sample(
-        merging.merge_rows, types("part", "out lse part_lse shift"), {"ROWS": merging.ROWS, "BLOCK": 128}, 4
-    ),
-    "flash_forward": Sample(flash.flash_forward, FLASH, FLASH_SIZES, flash.WARPS, 2, True),
-    "inner_rows": Sample(flash_backward.inner_rows, FLASH, {"BLOCK": 128}, 4),
-    "queries_backward": Sample(flash_backward.queries_backward, FLASH, FLASH_SIZES, flash.WARPS, 2, True),
-    "keys_backward": Sample(
-        flash_backward.keys_backward, FLASH, FLASH_SIZES | {"QUERIES": flash.BESIDE_KEYS}, flash.WARPS, 2, True
-    ),
-    "gather_copies": Sample(permute.gather_copies, COPIES, {"COPIES": 2, "BLOCK": permute.BLOCK}, 4),
-    "sum_copies": Sample(permute.sum_copies, COPIES, {"WEIGHTS": True, "COPIES": 2, "BLOCK": permute.BLOCK}, 4),
-    "combine_backward": Sample(permute.combine_backward, COPIES, {"COPIES": 2, "BLOCK": permute.BLOCK}, 4),
-    "narrow_rows_bf16": Sample(
-        narrow_update.narrow_rows, NARROW_STATES | BITS | {"weight": WIDE, "copy": NARROW},
-        {"FORMAT": 1, "WEIGHT": 1, "ROWS": 4, "BLOCK": 256}, 4,
-    ),
-    "narrow_rows_int8": Sample(
-        narrow_update.narrow_rows, NARROW_STATES | CODES | {"weight": "*i16", "copy": NARROW},
-        {"FORMAT": 2, "WEIGHT": 2, "ROWS": 4, "BLOCK": 256}, 4,
-    ),
-    "restore_rows": Sample(
-        restoring.restore_rows, types("out", "scales zeros numbers", codes="*u8"), {"ZEROS": 1, "BLOCK": ELEMENTS},
-        restoring.WARPS,
-    ),
-    "restore_rows_packed_zeros": Sample(
-        restoring.restore_rows, types("out scales", "numbers", codes="*u8", zeros="*u8"),
-        {"ZEROS": 2, "BLOCK": ELEMENTS}, restoring.WARPS,
-    ),
-    "grouped_rows": Sample(grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "in_stride": 1}, 4, 3, True, ("experts",)),
-    "grouped_rows_transposed": Sample(
-        grouped.grouped_rows, GROUPED, {**GROUPED_SIZES, "out_stride": 1}, 4, 3, True, ("experts",)
-    ),
-    "grouped_weights": Sample(grouped.grouped_weights, GROUPED, GROUPED_SIZES, 4, 3, True),
-    "packed_rows_whole_zeros": packed_sample(1, 32, packed_product.WHOLE, packed_product.PACKED),
-    "packed_rows_real_zeros": packed_sample(16, 32, packed_product.WHOLE, packed_product.REAL, zeros="*fp16"),
-    "packed_rows_symmetric": packed_sample(8, 128, packed_product.WHOLE, packed_product.FIXED),
-    "packed_rows_nf4": packed_sample(1, 64, packed_product.TABLE, packed_product.FIXED),
-    "packed_rows_e4m3": packed_sample(1, 0, packed_product.E4M3, packed_product.FIXED),
-    "packed_rows_64": packed_sample(64, 32, packed_product.WHOLE, packed_product.PACKED),
-    "packed_rows_128": packed_sample(128, 128, packed_product.WHOLE, packed_product.FIXED),
-    "packed_rows_1024": packed_sample(1024, 32, packed_product.WHOLE, packed_product.REAL, zeros="*fp16"),
-    "packed_rows_128_nf4": packed_sample(128, 64, packed_product.TABLE, packed_product.FIXED),
-    "packed_rows_128_e4m3": packed_sample(128, 0, packed_product.E4M3, packed_product.FIXED),
-    "sum_parts": Sample(
-        packed_product.sum_parts, types("bias out", "parts"), {"BIAS": True, "BLOCK": ELEMENTS}, 4, unaligned=("count",)
-    ),
-    "round_rows_int8": Sample(
-        int8_product.round_rows, ROUNDED | {"codes": "*i8"},
-        {"SKIPS": True, "WHOLE": True, "BLOCK": int8_product.BLOCK}, 8,
-    ),
-    "round_rows_e4m3": Sample(
-        int8_product.round_rows, ROUNDED | {"codes": "*u8"},
-        {"SKIPS": False, "WHOLE": False, "BLOCK": int8_product.BLOCK}, 8,
-    ),
-    "int8_rows_few": int8_sample(16),
-    "int8_rows_some": int8_sample(64),
-    "int8_rows_128": int8_sample(128),
-    "int8_rows_many": int8_sample(4096),
-    "finish_parts": Sample(
-        int8_product.finish_parts, INT8 | {"parts": "*i32", "out": NARROW},
-        INT8_FORM | {"COLUMNS": 64, "ROWS": 16}, 4, unaligned=("count", "outliers"),
-    ),
-    "paged_rows_64": paged_sample(64, 1, 0, NARROW),
-    "paged_rows_80": paged_sample(80, 7, 0, NARROW),
-    "paged_rows_128": paged_sample(128, 4, 0, NARROW),
-    "paged_rows_256": paged_sample(256, 8, 0, NARROW),
-    "paged_rows_int8": paged_sample(128, 4, 1, "*i8"),
-    "paged_rows_fp8": paged_sample(128, 4, 2, "*u8"),
-    "add_splits": Sample(paged.add_splits, PAGED, {"SPLIT": paged.SPLIT, "BLOCK": 128}, 1, unaligned=("rows",)),
+
+ROWS = {
+    "loss": loss(BF16, None, gradient=True, smoothing=0.0),
+    "loss times a factor": loss(BF16, (), gradient=True, smoothing=0.1),
+    "loss times factors": loss(FP32, (512,), gradient=True, smoothing=0.0),
+    "loss alone": loss(FP16, None, gradient=False, smoothing=0.1),
+    "loss of parts": Row(loss_of_parts),
+    "norm": norm(WIDTH),
+    "norm with a frozen weight": norm(WIDTH, frozen=True),
+    "norm of a sum": norm(WIDTH, added=True),
+    "norm of wide rows": norm(16384),
+    "norm of heads": norm(HEAD),
+    "norm in fp32": norm(WIDTH, FP32),
+    "layer norm": layer_norm(WIDTH),
+    "layer norm of narrow rows": layer_norm(768, FP16),
+    "SwiGLU": activation(BF16),
+    "SwiGLU in fp32": activation(FP32),
+    "SwiGLU back to its product": Row(wide_gradients),
+    "GELU": Row(partial(both_ways, gated.gelu, learning(TOKENS, FFN), "none")),
+    "GELU by tanh": Row(partial(both_ways, gated.gelu, learning(TOKENS, FFN, dtype=FP32), "tanh")),
+    "rotation": rotation(interleaved=False, in_place=True),
+    "rotation of pairs side by side": rotation(interleaved=True, in_place=False),
+    "merge": Row(merge),
+    "flash attention": flash_attention(),
+    "flash attention both ways": flash_attention(FP16, causal=False),
+    "flash attention in fp32": flash_attention(FP32, fits=False),
+    "copies for one expert": Row(partial(experts_and_back, 1)),
+    "copies for experts": Row(partial(experts_and_back, 8)),
+    "experts": experts(BF16),
+    "experts in fp16": experts(FP16),
+    "update of bf16 moments": update(BF16, FP32, copy=True),
+    "update of bf16 moments, no copy": update(BF16, FP32, copy=False),
+    "update of bf16 weights": update(FP32, BF16, copy=False),
+    "update of 8-bit moments": update(UINT8, BF16, copy=False),
+    "update of 8-bit moments with a copy": update(UINT8, FP32, copy=True),
+    "restored": restored(""),
+    "restored with real zeros": restored("real"),
+    "restored with whole zeros": restored("whole"),
+    "packed, 1 row, whole zeros": packed(1, 32, "whole"),
+    "packed, 16 rows, real zeros": packed(16, 32, "real", dtype=FP16),
+    "packed, 8 rows, no zeros": packed(8, 128, bias=False),
+    "packed, 1 row, nf4": packed(1, 64, table=True),
+    "packed, 1 row, e4m3": packed(1, 0, codes=E4M3),
+    "packed, 64 rows": packed(64, 32, "whole"),
+    "packed, 128 rows": packed(128, 128),
+    "packed, 1,024 rows": packed(1024, 32, "real"),
+    "packed, 128 rows, nf4": packed(128, 64, table=True, bias=False),
+    "packed, 128 rows, e4m3": packed(128, 0, codes=E4M3),
+    "rounded to int8": rounded(INT8, skips=True),
+    "rounded to e4m3": rounded(E4M3, skips=False),
+    "int8, 16 rows": whole_product(16, outliers=True, bias=False),
+    "int8, 64 rows": whole_product(64, outliers=False, bias=True),
+    "int8, 128 rows": whole_product(128, outliers=True, bias=True),
+    "int8, 4,096 rows": whole_product(4096, outliers=True, bias=False),
+    "paged attention, 64 wide": paged_attention(64, 8, 8),
+    "paged attention, 80 wide": paged_attention(80, 14, 2),
+    "paged attention, 128 wide": paged_attention(128, 32, 8),
+    "paged attention, 256 wide": paged_attention(256, 16, 2, window=1024),
+    "paged attention in one run": paged_attention(128, 32, 8, longest=200, dtype=FP16),
+    "paged attention over int8": paged_attention(128, 32, 8, INT8),
+    "paged attention over e4m3": paged_attention(128, 32, 8, E4M3),
 }  # fmt: skip

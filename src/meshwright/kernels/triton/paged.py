@@ -125,7 +125,8 @@ def add_splits(
     row, head = tl.program_id(0), tl.program_id(1)
     end = tl.load(last + row).to(tl.int32) + 1
     first = tl.maximum(0, end - window)
-    place, step = row.to(tl.int64) * heads + head, rows.to(tl.int64) * heads
+    place = row.to(tl.int64) * heads + head
+    step = tl.cast(rows, tl.int64) * heads  # of one row Triton makes a constant, which has no `.to`
     column = tl.arange(0, BLOCK)
     peak = tl.full((1,), LOWEST, tl.float32)
     sums, total = tl.zeros((1,), tl.float32), tl.zeros((BLOCK,), tl.float32)
