@@ -71,6 +71,14 @@ def raise_recompile_limit(limit: int) -> None:
             return
 
 
+def choose_without_trying() -> None:
+    """Have Inductor choose kernels by rules alone: which of two is faster in a trial differs between processes, and so
+    would their sums. Newer versions of torch do so themselves when asked for deterministic algorithms."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    if hasattr(config, "deterministic"):
+        config.deterministic = True
+
+
 def compiled_graphs() -> int:
     """Count the graphs that torch has compiled in this process; rises with each compilation and each recompilation."""
     counted: Any = sys.modules.get("torch._dynamo.utils")

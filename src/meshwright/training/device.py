@@ -3,7 +3,7 @@
 import re
 import resource
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.compat import torch_compile
 from meshwright.compat.onednn_cache import keep_few_products
 from meshwright.kernels import chooser, fp8
 from meshwright.kernels.attention import Mask, backend, causal_mask, untold, wants_loops
@@ -68,9 +69,34 @@ def prepare(
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         torch.use_deterministic_algorithms(True)
+        torch_compile.choose_without_trying()
         # Filling is a pass over all memory that is taken, for nothing.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # of its class
         torch.backends.cudnn.benchmark = False
+
+
+def deterministic_plan(plan: Plan, device: torch.device) -> Plan:
+    """The plan as its bits are repeated fastest here: a deterministic one on a GPU compiles no blocks of itself.
+
+    Compiled blocks would repeat their bits, too, since torch then has Inductor choose kernels without trying them. So
+    they lose what they gain, while the kernels of this package add up in one order anyway (kernels/triton). Products in
+    fp8 are the exception: uncompiled, each rounds its operands in several passes.
+    """
+    recipe = plan.recipe
+    if not recipe.deterministic or recipe.products != SAME or device.type != "cuda" or plan.layout.compile != "auto":
+        return plan
+    return replace(plan, layout=replace(plan.layout, compile="off"))
+
+
+def deterministic_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
+    """What repeating every bit costs on a GPU."""
+    if not plan.recipe.deterministic or device.type != "cuda":
+        return []
+    blocks = "compiled blocks take kernels that were not tried" if compiled else "blocks run uncompiled"
+    return [
+        "recipe.deterministic=true costs speed: attention's backward pass has one program for each document and head, "
+        f"in place of one for each block of keys; {blocks} (docs/training.md)"
+    ]
 
 
 ASKED = 1024

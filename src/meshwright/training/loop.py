@@ -79,6 +79,7 @@ def run(
     first.alone(lambda: check_resume(plan, resume))
     target = device.pick_device()
     plan = replace(plan, cluster=first.for_all(lambda: device.cluster_of(plan, device.known_device(target), machines)))
+    plan = device.deterministic_plan(plan, target)
     first.alone(lambda: check_fits(plan, target, machines=machines))
     if plan.layout.offload != "off" and target.type == "cpu":
         raise PlanError(

@@ -7,7 +7,7 @@ from meshwright.parallel.apply import schedule_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.spec import Plan
 from meshwright.spec.compiled_blocks import can_be_compiled
-from meshwright.training.device import kernel_notes, product_notes
+from meshwright.training.device import deterministic_notes, kernel_notes, product_notes
 
 
 def run_notes(plan: Plan, device: torch.device, *more: str, steps_done: int, length: str, changes: str) -> list[str]:
@@ -20,6 +20,7 @@ def run_notes(plan: Plan, device: torch.device, *more: str, steps_done: int, len
     found += [plan.beyond_positions] if plan.beyond_positions else []
     found += [*schedule_notes(plan.layout), *more]
     found += kernel_notes(plan, device, compiled)
+    found += deterministic_notes(plan, device, compiled)
     if device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:
         found.append("fp32 products use no tensor cores: recipe.precision=bf16 or recipe.tf32=true is far faster")
     found += product_notes(plan, device, compiled)
