@@ -2,7 +2,7 @@
 
     python -m benchmarks.quantized_estimate [--json]
 
-No GPU has run these kernels: every figure is a prediction. A product in bf16 takes what planner/kernels says, with
+Every figure is a prediction. A product in bf16 takes what planner/kernels says, with
 matrices from memory and none from the cache. Ours are counted with the same constants of the device: launches, bytes
 over the memory's rate, tiles over the processors, and the instructions that make numbers of codes, which are taken to
 stand beside no product at all. A layer is the seven matrices of a block; q, k and v share one rounding of x, gate and

@@ -80,7 +80,7 @@ def _cells(name: str, one: Document, parts: list[str]) -> Iterator[str]:
         yield from [why.replace("|", "/"), *[""] * (len(parts) + 3)]
         return
     for part in parts:
-        yield f"{_time(one['seconds'][part]['median'])} ({one['roofline'].get(part, 0):.0%})"
+        yield f"{_time(one['seconds'][part]['median'])} ({one['roofline'].get(part, 0) * 100:.0f} %)"
     whole = one["seconds"][parts[-1]]
     yield f"{_time(whole['low'])} to {_time(whole['high'])}"
     yield _time(one["host_seconds"])
@@ -124,7 +124,7 @@ def _step_cells(one: Document) -> Iterator[str]:
     yield f"{one['tokens_per_s']:,.0f}"
     for convention in ("half", "full"):
         sheet, measured = (one["mfu"].get(of, {}).get(convention) for of in ("datasheet", "measured"))
-        yield f"{'unknown' if sheet is None else f'{sheet:.1%}'} ({measured:.1%})"
+        yield f"{'unknown' if sheet is None else f'{sheet * 100:.1f} %'} ({measured * 100:.1f} %)"
     yield _bytes(one["peak_bytes"])
     yield _bytes(one.get("predicted_peak_bytes"))
 
