@@ -13,7 +13,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.work import AttentionCore
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.rank_memory import in_flight, leading
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import estimator, predict
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -155,5 +155,5 @@ def test_what_reference_kernels_hold_is_said_not_to_be_counted() -> None:
         Plan(model=GPT, recipe=Recipe(sequence=S, global_batch=B), layout=Layout(kernels=kernels))
         for kernels in ("auto", "reference")
     ]
-    assert not any("kernels" in sentence for sentence in caveats(plans[0]))
-    assert "layout.kernels=reference is plain code" in caveats(plans[1])[0]
+    assert not any("kernels" in sentence for sentence in caveats(predict(plans[0])))
+    assert "layout.kernels=reference is plain code" in caveats(predict(plans[1]))[0]

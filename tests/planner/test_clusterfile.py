@@ -54,7 +54,7 @@ def machine(*, share: float = 1.0, product: float = 10 * GFLOP, crowd: float = 1
             speeds=speeds, links=replace(links, curves=LinkCurves(seconds=seconds)) if ranks > 1 else links
         )
     stack = replace(MESHWRIGHT, host_s=0.0, step_s=0.25, hides_gradients=0.0, contention=0.0, passes=2.0)
-    device = Device(name="by hand", memory_bytes=2**33, bf16_flop_per_s=product, memory_bytes_per_s=2 * GB)
+    device = Device(name="two cores", memory_bytes=2**33, bf16_flop_per_s=product, memory_bytes_per_s=2 * GB)
     return ClusterFile(
         device=device, devices_per_node=2, together=together, stack=stack, provenance={"date": "today", "a": 'q"uote'}
     )
@@ -205,7 +205,7 @@ CHANGES = [
     ("devices_per_node = 2", "devices_per_node = 0", "devices_per_node=0 must be"),
     ("devices_per_node = 2", "devices_pre_node = 2", "devices_pre_node is not known; nearest: devices_per_node"),
     ("[device]", "[devise]", "devise is not known; nearest: device"),
-    ('name = "by hand"', "", "device.name is missing"),
+    ('name = "two cores"', "", "device.name is missing"),
     ("memory_gib = 8", "memory_gib = nan", "device.memory_gib=nan must be a finite number"),
     ("memory_gib = 8", "memory_gib = -8", "device.memory_gib=-8 must be a finite number"),
     ("memory_gib = 8", "memory_gb = 8", "device.memory_gb is not known; nearest: memory_gib"),

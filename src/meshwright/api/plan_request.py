@@ -95,7 +95,9 @@ def within(plan: Plan, memory_gib: float) -> Plan:
     return replace(plan, cluster=replace(plan.cluster, device=smaller))
 
 
-def asked_estimator(plan: "Plan", cluster: str | None, stack: Stack = MESHWRIGHT) -> "Estimator":
+def asked_estimator(
+    plan: "Plan", cluster: str | None, stack: Stack = MESHWRIGHT, document_tokens: float = 0.0
+) -> "Estimator":
     """What counts its layouts: a measured machine where `cluster` names a file, else data sheets. A machine is measured
     with this package's engine, so another software is counted by data sheets."""
     from meshwright.planner.machine.clusterfile import asked, is_file
@@ -103,8 +105,8 @@ def asked_estimator(plan: "Plan", cluster: str | None, stack: Stack = MESHWRIGHT
     if cluster is not None and is_file(cluster):
         if not stack.own:
             raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")
-        return asked(cluster)[0].estimator(plan)
-    return estimator(plan, stack)
+        return asked(cluster)[0].estimator(plan, document_tokens)
+    return estimator(plan, stack, document_tokens=document_tokens)
 
 
 def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:

@@ -152,6 +152,7 @@ def plan(
     listed: int | None = None,
     memory: float | None = None,
     stack: str = "",
+    document_tokens: float = 0.0,
 ) -> PlanAnswer:
     """Rank the layouts of a model on a cluster by predicted step time.
 
@@ -162,7 +163,8 @@ def plan(
     `tokens`: the budget, as "15T"; `price` of a device hour. `listed`: so many layouts.
     `memory`: GiB of each device that a layout may take (by default all that a program can have).
     `stack`: training software whose layouts, memory and time are asked about: "torchtitan", "megatron-lm", ...
-    (by default this package's engine); `write` makes its files.
+    (by default this package's engine); `write` makes its files. `document_tokens`: of the document that a token is in,
+    on average, where rows are packed (by default one fills its row).
 
     DoesNotFit where no layout does; its `answer` is the nearest one (PlannedLayout). PlanError for what makes no sense.
     """
@@ -181,7 +183,9 @@ def plan(
     if software is not None:
         checked_model(software, asked)
     fixed = restricted(software, given) if software else given
-    of = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT)
+    if document_tokens < 0:
+        raise ArgumentError(f"document_tokens={document_tokens:g} must be 0 (a document fills its row) or more")
+    of = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
     with as_typed("layout", words):
         found = search(of, asked, fixed=fixed, listed=listed or LISTED)
         if not found.legal and software is not None:

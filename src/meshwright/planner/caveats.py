@@ -1,15 +1,42 @@
-"""What stands behind a prediction and was not measured: parts of a model that are planned only, rates of a device."""
+"""What stands behind a prediction and was not measured: parts of a model that are planned only, rates of a device,
+lengths of documents; and where it is above all that was published."""
 
 from collections.abc import Iterator
 
 from meshwright.planner.kernels.chips import REACHED
+from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 
+BEST_MFU: dict[str, tuple[float, str]] = {
+    "A100": (0.706, "Hagemann et al. 2023, arXiv:2311.05610: LLaMA 13B, 2,048 tokens, 64 of 80 GB"),
+    "H100": (0.60, "IST-DASLab/llmq, README at b77d969: Qwen2.5 7B, 1,024 tokens, one"),
+    "H200": (0.601, "this engine, 2026-11-27: Llama 3.1 8B, 4,096 tokens, one; KempnerForge at 5666d0d: 57.8%"),
+}
+"""Beginning of a device's name -> the best share of its data sheet's peak that anybody published of training in 16 bits
+(FLOP of all keys, none of what recomputation repeats), and where."""
+MEASURED = "H200-SXM"
+"""The device on which steps of this engine were measured (cost/engine_speeds.py)."""
 
-def caveats(plan: Plan) -> tuple[str, ...]:
-    """Sentences, the gravest first; none where the engine runs it on a device whose products were measured."""
-    return tuple(_caveats(plan))
+
+def caveats(found: Prediction) -> tuple[str, ...]:
+    """Sentences, the gravest first."""
+    return tuple((*_caveats(found.plan), *_of_time(found)))
+
+
+def _of_time(found: Prediction) -> Iterator[str]:
+    """What the time of a plan of a GPU rests on."""
+    device, recipe = found.plan.cluster.device, found.plan.recipe
+    full, narrow = found.mfu(causal=False), recipe.precision != "fp32" and recipe.products == "same"
+    best, source = next((one for name, one in BEST_MFU.items() if device.name.startswith(name)), (1.0, ""))
+    if narrow and full > best:
+        yield f"{full:.0%} MFU (full) is above the best published for the {device.name}, {best:.0%} ({source})."
+    if not (found.stack.own and device.is_gpu) or device.certainty.startswith("measured"):
+        return
+    if not device.name.startswith(MEASURED):
+        yield f"Steps of this engine were measured on one {MEASURED} alone: on the {device.name} this is a prediction."
+    if recipe.document_mask and not found.document_tokens:
+        yield "Documents are taken to fill their rows, the slowest case: --document-tokens says how long yours are."
 
 
 def _caveats(plan: Plan) -> Iterator[str]:

@@ -38,7 +38,7 @@ def document(found: Prediction) -> dict[str, Any]:
         "bubble_fraction": found.bubble_fraction,
         "fit_probability": said.fit_probability,
         "range": said.document(),
-        "caveats": list(caveats(found.plan)),
+        "caveats": list(caveats(found)),
     }
 
 

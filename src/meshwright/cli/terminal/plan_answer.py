@@ -47,7 +47,7 @@ def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
     rows = merged(found.best)
     yield from _verdict(best, _note(rows[0][1], _recommended(found.best) if chosen else ""))
     own = explain.own_batch(best.plan) if asked.own_batch else ()
-    for line in (*own, *caveats(best.plan), *explain.caution(of, found, asked.fixed)):
+    for line in (*own, *caveats(best), *explain.caution(of, found, asked.fixed)):
         yield from _marked(line)
     shown = rows[1 : None if asked.details and asked.top is None else 1 + (asked.top or ALTERNATIVES)]
     if shown:

@@ -78,6 +78,15 @@ def plan(
             "--memory", metavar="GIB", help="Most memory of each device that a layout may take. [default: all of it]"
         ),
     ] = None,
+    document_tokens: Annotated[
+        float,
+        typer.Option(
+            "--document-tokens",
+            metavar="N",
+            help="Tokens of the packed document that a token is in, on average. [default: it fills its row]",
+            show_default=False,
+        ),
+    ] = 0.0,
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
     ] = None,
@@ -116,7 +125,8 @@ def plan(
 
     if source:
         _refuse_beside({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
-                        "save": save, "top": top, "serve": serve, "out": output})  # fmt: skip
+                        "document-tokens": document_tokens, "save": save, "top": top, "serve": serve,
+                        "out": output})  # fmt: skip
         print_config(
             plan_from(
                 source, model=model or "", cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, stack=stack
@@ -134,7 +144,8 @@ def plan(
     }  # fmt: skip
     if serve:
         training = {"recipe": recipe, "tune": tune, "teacher": teacher, "tokens": tokens, "price": price,
-                    "memory": memory, "save": save, "for": stack, "out": output}  # fmt: skip
+                    "memory": memory, "document-tokens": document_tokens, "save": save, "for": stack,
+                    "out": output}  # fmt: skip
         print_serving(
             model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
         )
@@ -147,7 +158,7 @@ def plan(
     try:
         answer = planning.plan(
             model, cluster=cluster, nodes=nodes, layout=layout, recipe=recipe, tune=tune, teacher=teacher,
-            tokens=tokens, price=price, stack=stack,
+            tokens=tokens, price=price, stack=stack, document_tokens=document_tokens,
             listed=top + 1 if top and json else max(LISTED, (top or 0) + 1), memory=memory,
         )  # fmt: skip
     except DoesNotFit as error:

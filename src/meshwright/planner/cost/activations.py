@@ -118,7 +118,7 @@ def _chunk_bytes(of: "Local", logits: float, matrix: float) -> tuple[float, floa
 def head_columns(of: "Local") -> float:
     """Logits of a token on a rank as they lie in memory: this package pads those of a GPU (kernels/head_matrix.py)."""
     vocab = of.shape.vocab / of.tp
-    return float(padded_columns(ceil(vocab), of.width)) if of.stack.own and of.gpu else vocab
+    return float(padded_columns(ceil(vocab), of.width)) if of.stack.pads_head and of.gpu else vocab
 
 
 def head_rows(of: "Local") -> float:

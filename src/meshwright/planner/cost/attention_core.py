@@ -45,8 +45,9 @@ def core(of: "Local", queries: float, keys_values: float, value: float) -> Core:
 
 def _seen(of: "Local") -> float:
     """Keys that a query sees, on average."""
-    span = min(of.window or of.sequence, of.sequence)
-    return span - span * span / (2 * of.sequence)
+    row = min(of.document_tokens or of.sequence, of.sequence)
+    span = min(of.window or row, row)
+    return span - span * span / (2 * row)
 
 
 def _dim(of: "Local", value: float) -> float:
@@ -58,8 +59,8 @@ def fused(of: "Local", queries: float, value: float, parts: float) -> Core:
     keys, dim = _seen(of), _dim(of, value)
     flop, rows = 2 * of.tokens * keys * (queries + value) * of.uneven, 2 * keys / parts
     return Core(
-        (AttentionCore(flop, sequence=rows, dim=dim, width=of.width),),
-        (AttentionCore(BACKWARD * flop, backward=True, sequence=rows, dim=dim, width=of.width),),
+        (AttentionCore(flop, sequence=rows, dim=dim, width=of.width, packed=of.documents),),
+        (AttentionCore(BACKWARD * flop, backward=True, sequence=rows, dim=dim, width=of.width, packed=of.documents),),
     )
 
 

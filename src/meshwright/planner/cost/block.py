@@ -76,6 +76,8 @@ class LayerWork:
         return max(0.0, self.kept_bytes("none") - self.kept_bytes(recompute))
 
 
+SUMMED_BYTES = 8.0
+"""Of an fp32 sum of gradients, read and written."""
 COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read what enters attention."""
 
@@ -123,15 +125,18 @@ def head(of: Local) -> LayerWork:
     log-probabilities that are compared in the backward pass, which makes the logits again."""
     stack, shape = of.stack, of.shape
     vocab = shape.vocab / of.tp
+    chunks = of.tokens / activations.head_rows(of)
     laid = activations.head_columns(of) if stack.head_chunk_bytes else vocab
-    product = Product(of.tokens, shape.hidden, laid)
-    data, weight = Product(of.tokens, laid, shape.hidden), Product(shape.hidden, of.tokens, laid)
+    product, data = Product(of.tokens, shape.hidden, laid), Product(of.tokens, laid, shape.hidden)
+    weight = Product(shape.hidden, of.tokens, laid)
     enter = exchanges.enter(of, alone=bool(stack.head_chunk_bytes))
-    softmax = MemoryPass(of.tokens * vocab * 4 * 3 * stack.passes * stack.loss_passes, 4)
+    read = of.width if stack.loss_in_place and of.gpu else 4
+    softmax = MemoryPass(of.tokens * vocab * 3 * read * stack.passes * stack.loss_passes, 4)
     if stack.head_chunk_bytes:
-        chunks = of.tokens / activations.head_rows(of)
-        gather = MemoryPass(chunks * vocab * shape.hidden * 8)
-        forward: tuple[Work, ...] = (product, softmax, data, *(() if shape.lora else (weight, gather)))
+        summed: tuple[Work, ...] = (weight, MemoryPass(chunks * vocab * shape.hidden * SUMMED_BYTES))
+        if of.gpu and stack.own:  # added to the sum of all chunks inside the product
+            summed = (Product(shape.hidden, of.tokens / chunks, laid, moved=SUMMED_BYTES),) * ceil(chunks)
+        forward: tuple[Work, ...] = (product, softmax, data, *(() if shape.lora else summed))
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()
@@ -206,6 +211,10 @@ def _attention(of: Local) -> Iterator[LayerOperation]:
 
 def _heads(of: Local, queries: float, keys_values: float) -> Iterator[LayerOperation]:
     """Between the products: rotation, softmax, a gate."""
+    if of.shape.qk_norm and of.stack.own:
+        read = of.tokens * (queries + keys_values / 2) * of.width * of.stack.norm_passes
+        heads = MemoryPass(2 * read, 2), MemoryPass(4 * read, 4)
+        yield LayerOperation(name="qk_norm", forward=heads[:1], inputs=heads[1:], again=True)
     if of.shape.positions == "rope":
         passes = of.stack.rope_passes
         moved, launches = of.tokens * (queries + keys_values / 2) * of.width * passes, 2.0 if passes < 2 else 10.0

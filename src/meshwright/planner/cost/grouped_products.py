@@ -7,6 +7,10 @@ from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.work import LayerOperation, MemoryPass
 from meshwright.planner.kernels.kernel_operations import Product
 
+TILE, STEP = 128, 64
+"""Rows of a tile of the grouped kernel, and of its steps over an inner dim: experts have any number of rows, so that
+each computes half of one in vain on average."""
+
 
 def grouped(of: Local, name: str, copies: float, into: float, out: float) -> LayerOperation:
     """Those of each piece in one. What they make of the gradients of a stack is put together. What rounds operands
@@ -15,6 +19,8 @@ def grouped(of: Local, name: str, copies: float, into: float, out: float) -> Lay
     assert of.shape.moe is not None
     experts, pieces = of.shape.moe.experts / of.ep, of.ep_pieces
     each = copies / experts
+    grouped = of.stack.own and of.gpu
+    rows, inner = (each + TILE / 2, each + STEP / 2) if grouped else (each, each)
     put = (MemoryPass(2 * experts * into * out * of.width, pieces),) if pieces > 1 else ()
     thin = adapters.thin(of, name, each, into, out, experts / pieces)
     restored = adapters.restored(of, name, into, out, experts)
@@ -27,18 +33,18 @@ def grouped(of: Local, name: str, copies: float, into: float, out: float) -> Lay
         operands.rounded(replace(of, compiled=False), *elements) if of.fp8_all else ()
         for elements in ((copies * into, matrices), (copies * out, matrices), (copies * into, copies * out))
     )
-    learned = turned + (Product(into, each, out, experts / pieces, width),) * pieces + put
+    learned = turned + (Product(into, inner, out, experts / pieces, width, grouped=grouped),) * pieces + put
     return LayerOperation(
         name=name,
         forward=enters
         + forward
         + restored
-        + (Product(each, into, out, experts / pieces, width),) * pieces
+        + (Product(rows, into, out, experts / pieces, width, grouped=grouped),) * pieces
         + thin.forward * pieces,
         inputs=returns
         + inputs
         + restored
-        + (Product(each, out, into, experts / pieces, width),) * pieces
+        + (Product(rows, out, into, experts / pieces, width, grouped=grouped),) * pieces
         + thin.inputs * pieces,
         weights=thin.weights * pieces if of.shape.lora else learned,
     )

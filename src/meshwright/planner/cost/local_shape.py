@@ -39,6 +39,8 @@ class Local:
     dropout: bool = False
     documents: bool = False
     """Attention has a mask of documents."""
+    document_tokens: float = 0.0
+    """Of the document that a token is in, on average; 0 = it fills its row."""
     compares: bool = False
     """The objective is over pairs: it asks for log-probabilities, and makes logits again for the backward pass."""
     window: int = 0
@@ -113,7 +115,7 @@ class Local:
 def local(
     shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
     documents: bool = False, gpu: bool = False, products: str = "same", compares: bool = False,
-    fake_quantize: str = NO_SCHEME,
+    fake_quantize: str = NO_SCHEME, document_tokens: float = 0.0,
 ) -> Local:  # fmt: skip
     """What the counting needs to know of a layout."""
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
@@ -135,6 +137,7 @@ def local(
         fp8_all=stack.own and products == "fp8-all",
         dropout=stack.dropout or dropout > 0,
         documents=documents and stack.own,
+        document_tokens=document_tokens if documents and stack.own else 0.0,
         compares=compares and stack.own,
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
         compiled=stack.own and compiles_blocks(layout, shape, kind, fake_quantize),

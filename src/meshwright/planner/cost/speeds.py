@@ -4,6 +4,7 @@ A product takes what its kernel takes alone (kernels/: tiles in waves, bytes, cu
 `product_share` of the rate.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -16,6 +17,8 @@ from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
 from meshwright.spec.aligned_products import is_aligned
 from meshwright.spec.cluster import Device
 
+NEWTON = 4
+"""Steps towards the clock, from full: then it is found to a thousandth."""
 WIDE = 16
 """Peak in bf16 over that in fp32, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
 
@@ -43,6 +46,14 @@ class Speeds:
     """Beyond the kernel's own: 1 = a started wave costs a whole one; 0 = as the kernel alone."""
     unaligned_share: float = 0.35
     """Of a product whose rows are no multiple of 16 bytes: tensor cores are fed element by element."""
+    tf32_share: float = 1.0
+    """Of half the rate of bf16, in TF32."""
+    narrow_heads: float = 0.86
+    """Of attention's rate, with heads of 64."""
+    power: tuple[float, float] | None = None
+    """Of a device that draws more than its limit in products: see `slowed`; None = its shares have that in them."""
+    grouped_share: float = 1.0
+    """Of a product of many matrices in one kernel, over that of one."""
     attention_forward: float = 0.64
     """Of the data sheet's peak that the attention kernel reaches with long sequences and heads of 128."""
     attention_backward: float = 0.58
@@ -51,7 +62,11 @@ class Speeds:
     generation of the other."""
     attention_half: tuple[float, float] = (400.0, 900.0)
     """Sequence length at which it reaches half of that, forward and backward."""
+    packed_half: tuple[float, float] | None = None
+    """The same where rows are documents behind one another; None = as `attention_half`."""
     memory_share: float = 0.80
+    update_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Of the memory's rate, what the optimizer's kernels reach (time/update_passes.py); `memory_share` of others."""
     launch_s: float = 2.0e-6
     """Of a kernel on the device, however little it does."""
     ranks_per_core: float = 1.0
@@ -90,11 +105,37 @@ class Speeds:
             return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
 
-    def update_seconds(self, moved_bytes: float) -> float:
-        """Of the optimizer, which moves so many bytes."""
+    def slowed(self, product_s: float, other_s: float) -> float:
+        """How much longer products take where a device's power is bound, of so many seconds of them and of all that
+        runs between them.
+
+        What runs between them draws `rest` less than the limit L. Products draw (dynamic - static) more at full clock,
+        and at 1 / s of it static * s + dynamic / s^2 in the time they took before, since voltage falls with the clock.
+        Energy over both then is L times their time: dynamic / s^2 - static s = rest (1 - g) / g, g the products' share
+        of the time; `power` is (dynamic, static) over rest.
+        """
+        if self.power is None or product_s <= 0:
+            return 1.0
+        dynamic, static = self.power
+        spared = other_s / product_s
+        if dynamic - static <= spared:
+            return 1.0
+        slow = 1.0
+        for _ in range(NEWTON):
+            left = dynamic / slow**2 - static * slow - spared
+            slow += left / (2 * dynamic / slow**3 + static)
+        return slow
+
+    def is_bound(self, work: Work) -> bool:
+        """Whether it is a product that draws more than the limit: one that feeds tensor cores as fast as they are."""
+        return isinstance(work, Product) and not _unaligned(work)
+
+    def update_seconds(self, moved_bytes: float, kernel: str = "") -> float:
+        """Of the optimizer, which moves so many bytes in one of its kernels."""
         if self.curves:
             return moved_bytes / self.curves.update.at(moved_bytes)
-        return self.seconds(MemoryPass(moved_bytes, 4))
+        slower = self.memory_share / self.update_shares.get(kernel, self.memory_share)
+        return self.seconds(MemoryPass(moved_bytes * slower, 4))
 
     def _measured(self, curves: DeviceCurves, work: Work) -> float:
         if isinstance(work, Product):
@@ -107,7 +148,7 @@ class Speeds:
     def in_tf32(self) -> "Speeds":
         """The same with fp32 products in TF32, at half the rate of bf16 (data sheets: A100 156 of 312 TFLOP/s, H100 495
         of 990)."""
-        return replace(self, wide_flop_per_s=self.matmul_flop_per_s / 2)
+        return replace(self, wide_flop_per_s=self.matmul_flop_per_s / 2 * self.tf32_share)
 
     def rate(self, width: float) -> float:
         """FLOP a second of the best product with operands of so many bytes."""
@@ -121,9 +162,11 @@ class Speeds:
         share, half = self.attention_forward, self.attention_half[0]
         if work.backward:
             share, half = self.attention_backward, self.attention_half[1]
+        if work.packed and self.packed_half:
+            half = self.packed_half[work.backward]
         if work.masked or work.width >= 4:
             share = self.attention_masked[work.backward]
-        return share * work.sequence / (work.sequence + half) * (0.86 if work.dim < 96 else 1.0)
+        return share * work.sequence / (work.sequence + half) * (self.narrow_heads if work.dim < 96 else 1.0)
 
     def _product(self, work: Product) -> float:
         found = self._known.get(work)
@@ -140,10 +183,11 @@ class Speeds:
 
     def _product_s(self, work: Product) -> float:
         assert self.kernel is not None
-        _m, k, n, _, width = work
+        width, grouped = work.width, work.grouped
         rate = self.rate(width) * self.product_share
-        if any(size == int(size) and not is_aligned(size, max(width, 1)) for size in (k, n)):
+        if _unaligned(work):
             rate *= self.unaligned_share
+        rate *= self.grouped_share if grouped else 1.0
         return product_us(self._in_training(self.kernel), work, rate / 1e6) / 1e6
 
     def _in_training(self, kernel: Kernel) -> Kernel:
@@ -153,6 +197,11 @@ class Speeds:
         wave = kernel.figures["wave"] + (1 - kernel.figures["wave"]) * self.wave_share
         changed = {"inner_half": self.inner_half * kernel.figures["inner_half"], "wave": wave}
         return kernel._replace(figures={**kernel.figures, **changed})
+
+
+def _unaligned(work: Product) -> bool:
+    """Whether rows of an operand or of the result begin between multiples of 16 bytes."""
+    return any(size == int(size) and not is_aligned(size, max(work.width, 1)) for size in (work.k, work.n))
 
 
 ARCHITECTURES: dict[str, dict[str, float]] = {

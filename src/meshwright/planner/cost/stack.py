@@ -5,7 +5,7 @@ published measurements were made with them. Every field says what it counts; sou
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from meshwright.spec.head_chunk import CHUNK_BYTES
 
@@ -59,6 +59,8 @@ class Stack:
     """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
     loss_in_place: bool = False
     """Losses and gradients of such a chunk are made in the place of its logits, whatever their dtype."""
+    pads_head: bool = False
+    """Logits of a vocabulary that would not begin rows at 16 bytes lie in wider rows (kernels/head_matrix.py)."""
     gradient_bytes: float = 2.0
     """Bytes of a parameter's gradient as it is kept over a step."""
     update_bucket_bytes: float = 0.0
@@ -168,6 +170,19 @@ def eager(stack: Stack) -> Stack:
     return replace(stack, passes=1.67, rope_passes=5.0) if stack.own and known else stack
 
 
+ON_GPU: dict[str, Any] = {
+    "norm_passes": 1.8, "layer_norm_passes": 2.9, "gelu_passes": 1.25, "host_s": 2.8e-5, "step_s": 2.5e-3,
+}  # fmt: skip
+"""What steps on an H200 took beyond what their kernels must move: backward passes of norms sum over rows apart (61 % of
+a copy's rate in RMSNorm alone, 36 % in LayerNorm), GELU is bound by its polynomials. A launch with all that Python,
+autograd and torch do for it; and between two steps, what a profile leaves open (2.3 ms of GPT-2's)."""
+
+
+def on_gpu(stack: Stack) -> Stack:
+    """This package's engine with the kernels of a GPU."""
+    return replace(stack, **ON_GPU) if stack.own else stack
+
+
 GRAPH_S = 2e-5
 """Of the host to launch a graph of a micro-batch, and copy what it reads."""
 
@@ -187,6 +202,7 @@ MESHWRIGHT = Stack(
     logit_peak=0.0,
     head_chunk_bytes=CHUNK_BYTES["cuda"],
     loss_in_place=True,
+    pads_head=True,
     sharding="fully_shard",
     ends_apart=True,
     update_bucket_bytes=16 * 2**20,

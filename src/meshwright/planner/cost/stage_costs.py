@@ -60,7 +60,8 @@ class BlockTime(NamedTuple):
 
 def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
     """Time every operation of a block."""
-    passes = PassSeconds(of=of, layout=layout, speeds=speeds, links=links)
+    slower = _slowed(block, speeds)
+    passes = PassSeconds(of=of, layout=layout, speeds=speeds, links=links, slower=slower)
     again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
     called = _host(block, of, speeds)
     if of.stack.selective_repeats:
@@ -78,6 +79,20 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
             tuple(op for op in block.operations if op.name == "attention" and block.keeps_core), "forward"
         ),
     )
+
+
+def _slowed(block: LayerWork, speeds: Speeds) -> float:
+    """How much longer a block's products take for the power that both its passes draw."""
+    if speeds.power is None:
+        return 1.0
+    products = others = 0.0
+    for op in block.operations:
+        for work in (*op.forward, *op.inputs, *op.weights):
+            if speeds.is_bound(work):
+                products += speeds.seconds(work)
+            else:
+                others += speeds.seconds(work)
+    return speeds.slowed(products, others)
 
 
 def _host(block: LayerWork, of: Local, speeds: Speeds) -> Triple:
@@ -134,6 +149,8 @@ class PassSeconds:
     layout: Layout
     speeds: Speeds
     links: Links
+    slower: float = 1.0
+    """How much longer products take than alone."""
 
     def of_pass(self, operations: tuple[LayerOperation, ...], side: Side) -> tuple[float, float]:
         """(seconds, those of them in which an exchange stands beside no computation)."""
@@ -144,7 +161,7 @@ class PassSeconds:
         for op in operations:
             works: tuple[Work, ...] = getattr(op, side)
             for work in works:
-                took, launch = self.speeds.seconds(work), stack.host_s * _launches(work)
+                took, launch = self._took(work), stack.host_s * _launches(work)
                 device, host, each = device + took, host + launch, each + max(took, launch)
             forward, backward = op.exchanges
             for exchange in forward if side == "forward" else backward if side == "inputs" else ():
@@ -177,7 +194,7 @@ class PassSeconds:
         beside = self.of.stack.hides_beside
         if exchange.collective == "ring":
             hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
-            return (ranks - 1) * max(0.0, hop - beside * sum(map(self.speeds.seconds, works)) / ranks)
+            return (ranks - 1) * max(0.0, hop - beside * self._seconds(works) / ranks)
         took = self._whole(exchange)
         if exchange.within:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
@@ -197,8 +214,12 @@ class PassSeconds:
             exchange.collective, exchange.size_bytes, ranks, stride, routes, groups
         )
 
+    def _took(self, work: Work) -> float:
+        seconds = self.speeds.seconds(work)
+        return seconds * self.slower if self.slower > 1 and self.speeds.is_bound(work) else seconds
+
     def _seconds(self, works: tuple[Work, ...]) -> float:
-        return sum(map(self.speeds.seconds, works))
+        return sum(map(self._took, works))
 
 
 def _launches(work: Work) -> float:

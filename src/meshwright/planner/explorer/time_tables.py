@@ -18,7 +18,8 @@ from meshwright.planner.explorer.coefficients import Degrees
 from meshwright.planner.explorer.legal_tables import SEQUENCES
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.collectives import StageContents, sharing
-from meshwright.planner.time.timeline import weight_update_bytes
+from meshwright.planner.time.update_passes import GradientSums, update_seconds
+from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import divisors
 
@@ -56,13 +57,30 @@ def time_tables(of: Estimator, degrees: list[Degrees]) -> dict[str, Any]:
         "ends": {_key(one): _ends(of, one, known) for one in degrees if one.ep == 1},
         "sharing": _sharing(of, sorted({(one.tp, one.ep) for one in degrees})),
         "send": [send[0] - slope * 2**20, slope],
-        "update_s": of.speeds.update_seconds(LARGE * weight_update_bytes(of.recipe)) / LARGE,
-        "moment_s": of.speeds.update_seconds(LARGE * 2.0) / LARGE,
+        **_update(of),
         "per_node": of.links.per_node,
         "ranks_per_core": of.speeds.ranks_per_core,
         "ends_apart": stack.ends_apart,
         "policies": list(RECOMPUTE),
         "stack": {name: getattr(stack, name) for name in STACK},
+    }
+
+
+def _update(of: Estimator) -> dict[str, float]:
+    """Of the optimizer: seconds of an element beside its moments, of a byte of these; of an element, widening its
+    gradient, and adding that of one more micro-batch: to a sum of all, or to that of a shard."""
+    width = WIDTHS[of.recipe.precision].gradient
+    plain, beside = (update_seconds(of.speeds, of.stack, of.recipe, LARGE, size, width) for size in (0.0, LARGE))
+    widened, added, shards = (
+        GradientSums(LARGE, LARGE, times, at_once).seconds(of.speeds, of.stack, of.recipe, width)
+        for times, at_once in ((1, False), (2, False), (2, True))
+    )
+    return {
+        "update_s": plain / LARGE,
+        "moment_s": (beside - plain) / LARGE,
+        "widened_s": widened / LARGE,
+        "added_s": (added - widened) / LARGE,
+        "shards_s": (shards - 2 * widened) / LARGE,
     }
 
 
@@ -98,6 +116,7 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
         recipe.products,
         recipe.traits.pairs,
         recipe.fake_quantize,
+        of.document_tokens,
     )
     counted = replace(counted, batch=tokens * one.cp / sequence)  # type: ignore[arg-type]  # a share of a sequence
     return costs(counted, layout, of.speeds, of.links, known.setdefault(sequence, {}))

@@ -12,6 +12,10 @@ class Product(NamedTuple):
     batch: float = 1.0
     width: float = 2.0
     """Bytes of an operand: 4 fp32, 2 bf16 or fp16, 1 fp8, 0.5 fp4."""
+    moved: float = 2.0
+    """Bytes of an element of the result that are read and written: 8 where it is added to a sum in fp32."""
+    grouped: bool = False
+    """Of as many matrices as experts, in one kernel that is told where the rows of each begin."""
 
     @property
     def flop(self) -> float:
@@ -30,6 +34,8 @@ class AttentionCore(NamedTuple):
     """Under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
     width: float = 2.0
     """Bytes of an operand."""
+    packed: bool = False
+    """Rows are documents behind one another, for the form of the kernel that reads where each begins."""
 
 
 class Prefill(NamedTuple):

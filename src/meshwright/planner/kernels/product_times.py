@@ -82,9 +82,12 @@ def tiled_us(
     return found
 
 
-def moved_us(of: Figures, chip: Chip, m: float, n: float, k: float, width: float = 2.0, batch: float = 1.0) -> float:
-    """Of operands and result; what fits into the cache comes from there."""
-    size = batch * (width * (m * k + k * n) + 2.0 * m * n)
+def moved_us(
+    of: Figures, chip: Chip, m: float, n: float, k: float,
+    width: float = 2.0, batch: float = 1.0, moved: float = 2.0,
+) -> float:  # fmt: skip
+    """Of operands and result, `moved` bytes of an element of it; what fits into the cache comes from there."""
+    size = batch * (width * (m * k + k * n) + moved * m * n)
     held = of["cached"] * chip.cache_bytes / size
     held = held * (held < 1) + (held >= 1)
     return size * (held / of["cache_rate"] + (1 - held) / of["memory"]) / chip.memory
@@ -104,7 +107,7 @@ def quantizing_us(of: Figures, chip: Chip, m: float, k: float) -> float:
 
 def product_us(
     of: Figures, chip: Chip, m: float, n: float, k: float,
-    width: float = 2.0, batch: float = 1.0, best: float = 0.0,
+    width: float = 2.0, batch: float = 1.0, best: float = 0.0, moved: float = 2.0,
 ) -> float:  # fmt: skip
     """Of one kernel with the fastest tile, (m, k) x (k, n), `batch` times."""
     computing = NEVER_US
@@ -113,4 +116,4 @@ def product_us(
             if tile.parts > 1 and not allowed(of, chip, tile, m, n, k, batch):
                 break
             computing = min(computing, tiled_us(of, chip, tile, m, n, k, width, batch, best))
-    return blended_us(of, computing, moved_us(of, chip, m, n, k, width, batch))
+    return blended_us(of, computing, moved_us(of, chip, m, n, k, width, batch, moved))

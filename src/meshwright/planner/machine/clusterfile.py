@@ -89,12 +89,12 @@ class ClusterFile:
         memory = int(self.device.memory_bytes / self._near(ranks).speeds.ranks_per_core)
         return Cluster(device=replace(self.device, memory_bytes=memory), devices_per_node=ranks, nodes=nodes)
 
-    def estimator(self, plan: Plan) -> Estimator:
+    def estimator(self, plan: Plan, document_tokens: float = 0.0) -> Estimator:
         """For a plan's model and recipe on as many devices as its cluster has: measured with that many ranks in a node,
         or the nearest number that was."""
         ranks = plan.cluster.devices_per_node
         near = self._near(ranks)
-        return estimator(plan, self.stack, near.speeds, replace(near.links, per_node=ranks))
+        return estimator(plan, self.stack, near.speeds, replace(near.links, per_node=ranks), document_tokens)
 
     def _near(self, ranks: int) -> Together:
         return self.together[min(self.together, key=lambda known: abs(log(known / ranks)))]

@@ -137,7 +137,7 @@ def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, LayoutChange | Non
         longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))
         if longer.violations():
             return fits, None
-        prediction = estimator(longer, of.stack, of.speeds, of.links).predict(longer)
+        prediction = estimator(longer, of.stack, of.speeds, of.links, of.document_tokens).predict(longer)
         if prediction.peak_bytes > usable_bytes(plan):
             return fits, LayoutChange(what=f"recipe.sequence={sequence}", prediction=prediction, fits=False)
         fits = sequence
@@ -161,7 +161,7 @@ def on_half(of: Estimator, plan: Plan) -> Found | None:
     else:
         smaller = replace(cluster, devices_per_node=cluster.devices_per_node // 2)
     half = replace(plan, cluster=smaller)
-    return search(estimator(half, of.stack, of.speeds, of.links), half, listed=1)
+    return search(estimator(half, of.stack, of.speeds, of.links, of.document_tokens), half, listed=1)
 
 
 def enough_nodes(of: Estimator, plan: Plan, fixed: Fixed | None = None) -> int:

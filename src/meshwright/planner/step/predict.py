@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshwright.planner.cost.engine_speeds import engine_speeds
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds, speeds_of
-from meshwright.planner.cost.stack import MESHWRIGHT, Stack
+from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
 from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import ElementCounts, States, counts, number_of_kinds, states
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
@@ -35,8 +36,8 @@ from meshwright.planner.time.timeline import (
     shared_links,
     step_time,
     unhidden,
-    update_seconds,
 )
+from meshwright.planner.time.update_passes import GradientSums, update_seconds
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
@@ -86,7 +87,8 @@ class Estimator(SharedCosts):
         """Memory and time of a legal plan of this shape, recipe and cluster."""
         time, memory = self.measure(plan.layout)
         peak = max(self.cluster.device.half_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
-        return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak)
+        return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak,
+                          document_tokens=self.document_tokens)  # fmt: skip
 
     def measure(self, layout: Layout, *, exact: bool = True) -> tuple[StepTime, tuple[RankMemory, ...]]:
         """Time of a step and memory of every pipeline rank; not `exact`: of a few ranks, without playing the schedule:
@@ -105,7 +107,7 @@ class Estimator(SharedCosts):
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
             shared_s = shared_s.worst(self._sharing(layout, state, rank))
-            update_s = max(update_s, update_seconds(self.speeds, count, recipe) + self._zeros_s(layout, state))
+            update_s = max(update_s, self._update_s(layout, count, state, m) + self._zeros_s(layout, state))
             if self.matrices is not None:
                 muon_s = max(muon_s, self.matrices.seconds(layout, *ranks[rank][:2]))
         send_s = self._send_s(layout, of)
@@ -128,8 +130,9 @@ class Estimator(SharedCosts):
         for alike in self.layers_alike(*layers):
             count = counts(self.shape, layout, alike, first=ends, last=ends, storage=self.recipe.storage)
             contents, kinds = StageContents(alike, ends, ends), number_of_kinds(self.shape, alike)
-            shared.append(self._sharing_of(layout, self.states(layout, count, m), contents, kinds))
-            update_s.append(update_seconds(self.speeds, count, self.recipe))
+            state = self.states(layout, count, m)
+            shared.append(self._sharing_of(layout, state, contents, kinds))
+            update_s.append(self._update_s(layout, count, state, m))
         return Sharing(*map(min, zip(*shared, strict=True))), min(update_s)
 
     def unhidden(self, layout: Layout, m: int, sharing: Sharing, update_s: float) -> Unhidden:
@@ -139,6 +142,12 @@ class Estimator(SharedCosts):
     def least_teacher_s(self, layout: Layout, m: int) -> float:
         """Seconds of a teacher's passes in a step, where there is one: not above the truth."""
         return 0.0 if self.teacher is None else least_ahead_s(self.teacher, layout, m)
+
+    def _update_s(self, layout: Layout, count: ElementCounts, state: States, m: int) -> float:
+        """Of the optimizer, and of what sums the gradients that it reads."""
+        of, width = (self.speeds, self.stack, self.recipe), state.gradient_bytes
+        sums = GradientSums(count.learned, count.own, m, layout.zero >= 2 and layout.pp == 1)
+        return update_seconds(*of, count.own, count.moments, width) + sums.seconds(*of, width)
 
     def _zeros_s(self, layout: Layout, state: States) -> float:
         """Gradients that stay where they are (layout.cuda_graphs) are set to zero and added to, and not given."""
@@ -324,21 +333,25 @@ class Estimator(SharedCosts):
 
 
 def estimator(
-    plan: Plan, stack: Stack = MESHWRIGHT, speeds: Speeds | None = None, links: Links | None = None
-) -> Estimator:
-    """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given."""
-    listed = speeds_of(plan.cluster.device, stack.flash)
+    plan: Plan, stack: Stack = MESHWRIGHT, speeds: Speeds | None = None, links: Links | None = None,
+    document_tokens: float = 0.0,
+) -> Estimator:  # fmt: skip
+    """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given.
+    `document_tokens`: SharedCosts'."""
+    stack = on_gpu(stack) if plan.cluster.device.is_gpu and speeds is None else stack
+    listed = (engine_speeds if stack.own else speeds_of)(plan.cluster.device, stack.flash)
     speeds, links = speeds or (listed.in_tf32() if plan.recipe.tf32 else listed), links or links_of(plan.cluster)
 
     def of(shape: ModelShape, recipe: Recipe, teacher: Estimator | None = None) -> Estimator:
         return Estimator(
-            shape=shape, recipe=recipe, cluster=plan.cluster, stack=stack, speeds=speeds, links=links, teacher=teacher
-        )
+            shape=shape, recipe=recipe, cluster=plan.cluster, stack=stack, speeds=speeds, links=links, teacher=teacher,
+            document_tokens=document_tokens,
+        )  # fmt: skip
 
     beside = None if plan.beside is None else of(plan.beside, teachers_recipe(plan.recipe))
     return of(plan.model, plan.recipe, beside)
 
 
-def predict(plan: Plan, stack: Stack = MESHWRIGHT) -> Prediction:
+def predict(plan: Plan, stack: Stack = MESHWRIGHT, document_tokens: float = 0.0) -> Prediction:
     """What a legal plan would cost."""
-    return estimator(plan, stack).predict(plan)
+    return estimator(plan, stack, document_tokens=document_tokens).predict(plan)

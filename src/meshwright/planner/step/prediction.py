@@ -27,6 +27,8 @@ class Prediction:
     """Of each pipeline rank."""
     peak_flop_per_s: float
     """Of a device, the datasheet's."""
+    document_tokens: float = 0.0
+    """Of the document that a token is in, on average; 0 = nobody said, and one was taken to fill its row."""
 
     @property
     def worst(self) -> RankMemory:

@@ -41,6 +41,8 @@ class SharedCosts:
     stack: Stack = MESHWRIGHT
     speeds: Speeds
     links: Links
+    document_tokens: float = 0.0
+    """Tokens of the document that a token is in, on average, so that long ones weigh more; 0 = one fills its row."""
     teacher: "SharedCosts | None" = None
     """Of a teacher that stands beside the model."""
 
@@ -63,7 +65,8 @@ class SharedCosts:
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
         compiles = layout.compile != "off" and can_be_compiled(self.shape, self.recipe.fake_quantize)
-        stack = self.stack if compiles else eager(self.stack)
+        fused = self._gpu and self.cluster.device.runs_triton and layout.kernels not in ("eager", "reference")
+        stack = self.stack if compiles or fused else eager(self.stack)
         if stack.own and not self.cluster.device.is_gpu:
             stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
         elif stack.own and (layout.kernels in ("eager", "reference") or not self.cluster.device.runs_triton):
@@ -104,6 +107,7 @@ class SharedCosts:
                 recipe.products,
                 recipe.traits.pairs,
                 recipe.fake_quantize,
+                self.document_tokens,
             )
             self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
         return self._known.parts[key]

@@ -7,13 +7,10 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import own_stages
-from meshwright.spec.recipe import Recipe
 from meshwright.spec.replay import Timed, Turn, in_order, play
 from meshwright.spec.schedule import last_of, schedule, stages_of_ranks
 from meshwright.spec.schedule_kinds import KINDS, SPLIT, SPLIT_ALWAYS, V_PLACED
@@ -21,10 +18,6 @@ from meshwright.spec.schedule_kinds import KINDS, SPLIT, SPLIT_ALWAYS, V_PLACED
 ROUNDS = 2
 """A long pipeline is played for so many times pp micro-batches; the rest repeats the steady state (within 1 % of all
 played, where interleaved stages are uneven; exact for 1F1B)."""
-GRADIENT_BYTES = 4.0
-"""A gradient as the optimizer reads it."""
-NORM_BYTES = 4.0
-"""Reading the gradients once for their norm."""
 
 
 class Edges(NamedTuple):
@@ -234,19 +227,6 @@ def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> 
         return m * ((2 - edges.kept) * gather_s + reduce_s) + copies_s
     times = m if layout.zero == 2 and layout.pp == 1 else 1
     return times * reduce_s + copies_s + (gather_s if layout.zero else 0.0)
-
-
-def weight_update_bytes(recipe: Recipe) -> float:
-    """Bytes that the optimizer moves of an element beside its moments: the gradient, read for its norm too, and the
-    master weight and its 16-bit copy, or the only weight, read and written."""
-    only = 8.0 if recipe.precision == "fp32" else 4.0
-    weights = 8.0 + 2.0 if recipe.precision != "fp32" and recipe.storage.masters else only
-    return NORM_BYTES + GRADIENT_BYTES + weights
-
-
-def update_seconds(speeds: Speeds, count: ElementCounts, recipe: Recipe) -> float:
-    """The optimizer over a rank's own elements, whose moments are read and written, and the norm of its gradients."""
-    return speeds.update_seconds(count.own * weight_update_bytes(recipe) + 2 * count.moments)
 
 
 BACKWARD_EXCHANGES = 0.5

@@ -1,0 +1,81 @@
+"""Kernels of an optimizer step, and the bytes that each moves (training/optimizer.py)."""
+
+from typing import NamedTuple
+
+from meshwright.planner.cost.speeds import Speeds
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.recipe import Recipe
+
+GRADIENT_BYTES = 4.0
+"""A gradient as the optimizer of other software reads it."""
+NORM_BYTES = 4.0
+"""Reading such gradients once for their norm."""
+NARROW_BYTES = 18.0
+"""Of moments of 8 bits: code books and scales bound that kernel, whatever the weights are."""
+
+
+class UpdatePass(NamedTuple):
+    """One kernel over all parameters of a rank."""
+
+    kernel: str
+    """A name in Speeds.update_shares."""
+    weight_bytes: float
+    """Of a parameter: gradient and weights, read and written."""
+    moments: float = 0.0
+    """How often it moves the bytes of the moments."""
+
+
+def update_passes(
+    stack: Stack, recipe: Recipe, gradient_bytes: float, *, measured: bool = False
+) -> tuple[UpdatePass, ...]:
+    """In the order in which they run; of a `measured` machine one, as `calibrate` timed it.
+
+    AdamW's kernel reads gradients in fp32, and its masters are rounded to new weights. Kernels of narrower moments read
+    gradients as they are, and write both. `gradient_bytes`: of one as it is kept over a step.
+    """
+    sixteen, storage = recipe.precision != "fp32", recipe.storage
+    only = 4.0 if sixteen else 8.0
+    weights = 8.0 + 2.0 if sixteen and storage.masters else only
+    if not stack.own or measured:
+        return (UpdatePass("", NORM_BYTES + GRADIENT_BYTES + weights, 2.0),)
+    norm = UpdatePass("norm", gradient_bytes)
+    if storage.moments == "int8":
+        return norm, UpdatePass("narrow", NARROW_BYTES)
+    if storage.narrow:
+        return norm, UpdatePass("half", gradient_bytes + weights, 2.0)
+    rounded = (UpdatePass("copy", 4.0 + 2.0),) if sixteen else ()
+    return norm, UpdatePass("adamw", 4.0 + 8.0, 2.0), *rounded
+
+
+def update_seconds(
+    speeds: Speeds, stack: Stack, recipe: Recipe, elements: float, moment_bytes: float, gradient_bytes: float
+) -> float:
+    """The optimizer over a rank's own elements, whose moments are read and written, and the norm of its gradients."""
+    passes = update_passes(stack, recipe, gradient_bytes, measured=speeds.curves is not None)
+    return sum(
+        speeds.update_seconds(elements * one.weight_bytes + one.moments * moment_bytes, one.kernel) for one in passes
+    )
+
+
+class GradientSums(NamedTuple):
+    """Of a rank: how its gradients of 16 bits become sums in fp32 (kernels/gradient_sums.py)."""
+
+    learned: float
+    """Elements of its parameters that are trained."""
+    own: float
+    """Those of them that it updates."""
+    micro_batches: int
+    at_once: bool
+    """Each micro-batch's are reduced to the rank's own by themselves (ZeRO-2 and -3 without a pipeline)."""
+
+    def seconds(self, speeds: Speeds, stack: Stack, recipe: Recipe, gradient_bytes: float) -> float:
+        """Each gradient is widened where it is summed first, and later ones are added, in passes of their own. Kernels
+        of narrow moments read one that nothing was summed with as it is. Other software does so inside its products,
+        or says otherwise (Stack.accumulates)."""
+        if not stack.own or speeds.curves is not None or recipe.precision == "fp32":
+            return 0.0
+        if gradient_bytes < 4 and recipe.storage.narrow:
+            return 0.0
+        widened = self.learned * (2.0 + 4.0) * (self.micro_batches if self.at_once else 1)
+        added = (self.micro_batches - 1) * (self.own * 12.0 if self.at_once else self.learned * (2.0 + 8.0))
+        return speeds.update_seconds(widened, "widen") + (speeds.update_seconds(added, "add") if added else 0.0)
