@@ -179,8 +179,9 @@ autograd and torch do for it; and between two steps, what a profile leaves open 
 
 
 def on_gpu(stack: Stack) -> Stack:
-    """This package's engine with the kernels of a GPU."""
-    return replace(stack, **ON_GPU) if stack.own else stack
+    """This package's engine with the kernels of a GPU, in what nobody changed."""
+    plain = {name: value for name, value in ON_GPU.items() if getattr(stack, name) == getattr(MESHWRIGHT, name)}
+    return replace(stack, **plain) if stack.own else stack
 
 
 GRAPH_S = 2e-5

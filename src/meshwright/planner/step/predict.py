@@ -37,7 +37,7 @@ from meshwright.planner.time.timeline import (
     step_time,
     unhidden,
 )
-from meshwright.planner.time.update_passes import GradientSums, update_seconds
+from meshwright.planner.time.update_passes import optimizer_seconds
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.held import TOKEN_BYTES, written_bytes
 from meshwright.spec.layout import Layout
@@ -101,13 +101,13 @@ class Estimator(SharedCosts):
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
-        shared_s, update_s, muon_s = Sharing(), 0.0, 0.0
+        shared_s, update_s, muon_s, of_update = Sharing(), 0.0, 0.0, (self.speeds, self.stack, recipe)
         ranks = self._ranks(layout)
         for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
             count = self.held(layout, rank)
             state = self.states(layout, count, m)
             shared_s = shared_s.worst(self._sharing(layout, state, rank))
-            update_s = max(update_s, self._update_s(layout, count, state, m) + self._zeros_s(layout, state))
+            update_s = max(update_s, optimizer_seconds(*of_update, layout, count, state, m))
             if self.matrices is not None:
                 muon_s = max(muon_s, self.matrices.seconds(layout, *ranks[rank][:2]))
         send_s = self._send_s(layout, of)
@@ -132,7 +132,7 @@ class Estimator(SharedCosts):
             contents, kinds = StageContents(alike, ends, ends), number_of_kinds(self.shape, alike)
             state = self.states(layout, count, m)
             shared.append(self._sharing_of(layout, state, contents, kinds))
-            update_s.append(self._update_s(layout, count, state, m))
+            update_s.append(optimizer_seconds(self.speeds, self.stack, self.recipe, layout, count, state, m))
         return Sharing(*map(min, zip(*shared, strict=True))), min(update_s)
 
     def unhidden(self, layout: Layout, m: int, sharing: Sharing, update_s: float) -> Unhidden:
@@ -142,17 +142,6 @@ class Estimator(SharedCosts):
     def least_teacher_s(self, layout: Layout, m: int) -> float:
         """Seconds of a teacher's passes in a step, where there is one: not above the truth."""
         return 0.0 if self.teacher is None else least_ahead_s(self.teacher, layout, m)
-
-    def _update_s(self, layout: Layout, count: ElementCounts, state: States, m: int) -> float:
-        """Of the optimizer, and of what sums the gradients that it reads."""
-        of, width = (self.speeds, self.stack, self.recipe), state.gradient_bytes
-        sums = GradientSums(count.learned, count.own, m, layout.zero >= 2 and layout.pp == 1)
-        return update_seconds(*of, count.own, count.moments, width) + sums.seconds(*of, width)
-
-    def _zeros_s(self, layout: Layout, state: States) -> float:
-        """Gradients that stay where they are (layout.cuda_graphs) are set to zero and added to, and not given."""
-        passes = 4.0 if layout.cuda_graphs == "on" else 0.0
-        return self.speeds.update_seconds(passes * state.step["gradients"]) if passes else 0.0
 
     def least_s(self, layout: Layout) -> float:
         """No layout with the same passes takes less, however it shares them among data-parallel ranks."""

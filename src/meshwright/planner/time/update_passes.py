@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import Stack
+from meshwright.planner.cost.states import ElementCounts, States
+from meshwright.spec.layout import Layout
 from meshwright.spec.recipe import Recipe
 
 GRADIENT_BYTES = 4.0
@@ -79,3 +81,20 @@ class GradientSums(NamedTuple):
         widened = self.learned * (2.0 + 4.0) * (self.micro_batches if self.at_once else 1)
         added = (self.micro_batches - 1) * (self.own * 12.0 if self.at_once else self.learned * (2.0 + 8.0))
         return speeds.update_seconds(widened, "widen") + (speeds.update_seconds(added, "add") if added else 0.0)
+
+
+def optimizer_seconds(
+    speeds: Speeds,
+    stack: Stack,
+    recipe: Recipe,
+    layout: Layout,
+    count: ElementCounts,
+    state: States,
+    micro_batches: int,
+) -> float:
+    """Of a rank: what sums the gradients of a step, and what updates its weights by them. Gradients that stay where
+    they are (layout.cuda_graphs) are set to zero and added to, and not given."""
+    sums = GradientSums(count.learned, count.own, micro_batches, layout.zero >= 2 and layout.pp == 1)
+    found = update_seconds(speeds, stack, recipe, count.own, count.moments, state.gradient_bytes)
+    found += sums.seconds(speeds, stack, recipe, state.gradient_bytes)
+    return found + (speeds.update_seconds(4 * state.step["gradients"]) if layout.cuda_graphs == "on" else 0.0)
