@@ -203,7 +203,7 @@ def test_the_recommended_is_explained_where_others_are_faster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    cases = {"h100x8 --nodes 2": "recommended: fastest with 5% free)", "h100x4": "recommended)"}
+    cases = {"h100x4 --nodes 3": "recommended: fastest with 5% free)", "h100x4": "recommended)"}
     for cluster, told in cases.items():
         asked = words(f"llama-3.1-8b {cluster}")
         found = document(asked, capsys)
