@@ -212,6 +212,59 @@ def test_an_expert_without_rows_gets_no_gradient_from_a_careless_device(
             torch.testing.assert_close(one.grad, other.grad)
 
 
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda x: x,
+    "one number": lambda x: x.mean().expand(x.shape),
+    "one row": lambda x: x[:1].expand(x.shape),
+    "columns": lambda x: x.t().contiguous().t(),
+    "a part of wider rows": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "odd strides": lambda x: torch.cat((x, x[:, :3]), 1)[:, : x.shape[1]],
+    "an odd address": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+}
+"""Of a matrix in memory."""
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped products")
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 8, 0]], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_grouped_products_take_any_layout(
+    layout: str, counts: list[int], split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the checks of torch's own operator, which this CPU's has as well: it refuses strides of 0, and runs that do
+    not lie a multiple of 16 bytes apart."""
+    monkeypatch.setattr(experts, "groups_on_device", lambda rows, weights: True)
+    rows, weights, gradient = tensors((8, 8), (4, 16, 8), (8, 16))
+    laid = LAYOUTS[layout](rows), weights, LAYOUTS[layout](gradient)
+    found = [laid[0].detach().requires_grad_(), weights.clone().requires_grad_()]
+    right = [laid[0].detach().clone().requires_grad_(), weights.clone().requires_grad_()]
+    with splitting() if split else nullcontext():
+        out = experts.expert_linear(*found, torch.tensor(counts))
+        out.backward(laid[2])
+    expected = loop(*right, counts=counts)
+    expected.backward(laid[2])
+    torch.testing.assert_close(out, expected)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    by_rows, by_weights = experts._gradients_by(laid[2], laid[0], weights, torch.tensor(counts), "auto", SAME)
+    torch.testing.assert_close(by_rows(), right[0].grad)
+    torch.testing.assert_close(by_weights(), right[1].grad)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped products")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpus_grouped_product_takes_any_layout(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16 without numbers, by what torch checks for a GPU; and no row at all."""
+    monkeypatch.setattr(experts, "groups_on_device", lambda rows, weights: True)
+    for number in (8, 0):
+        rows, gradient = (torch.zeros(8, width, dtype=torch.bfloat16, device="meta") for width in (8, 16))
+        rows, gradient = (LAYOUTS[layout](x)[:number] for x in (rows, gradient))
+        weights = torch.zeros(4, 16, 8, dtype=torch.bfloat16, device="meta").requires_grad_()
+        out = experts.expert_linear(rows.detach().requires_grad_(), weights, torch.zeros(4, device="meta"))
+        out.backward(gradient)
+        assert out.shape == (number, 16) and weights.grad is not None and weights.grad.shape == weights.shape
+
+
 def test_a_rank_without_rows_leaves_no_counts_on_the_device() -> None:
     """The product would ask the device for them: a wait on a GPU, and the end of a dry run, which has no values."""
     weights = torch.zeros(2, 16, 16, dtype=torch.bfloat16)

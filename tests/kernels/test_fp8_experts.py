@@ -86,13 +86,16 @@ def test_what_a_gpus_kernel_is_given_makes_the_same(counts: list[int], monkeypat
     assert all(off(one, other) < 3e-3 for one, other in zip(found, right, strict=True))
 
 
-def test_the_kernel_of_this_torch_takes_such_operands() -> None:
-    """By its own checks, without numbers."""
+@pytest.mark.parametrize("expanded", [False, True])
+def test_the_kernel_of_this_torch_takes_such_operands(expanded: bool) -> None:
+    """By its own checks, without numbers. `expanded`: the gradient is one number, as of a plain sum."""
     counts = COUNTS[0]
     with compat.fake_tensors(), acting_as("cuda"):
         rows, stack, gradient = (
             torch.empty(*size, dtype=BF16) for size in ((sum(counts), 64), (4, 32, 64), (sum(counts), 32))
         )
+        if expanded:
+            gradient = gradient[0, 0].expand(gradient.shape)
         leaves = rows.requires_grad_(), stack.requires_grad_(), gradient
         found = outcome(fp8_experts.expert_linear, torch.empty(4, dtype=torch.int64), leaves)
     assert [tuple(one.shape) for one in found] == [(50, 32), (50, 64), (4, 32, 64)]

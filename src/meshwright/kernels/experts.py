@@ -44,7 +44,7 @@ def expert_linear(
         return fp8_experts.expert_linear(rows, weights, counts)
     grouped = isinstance(counts, Tensor) and groups_on_device(rows, weights)
     if splits():
-        found: Tensor = _SplitExperts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        found: Tensor = _Experts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
     if isinstance(counts, Tensor) and not grouped and _groups_in_triton(rows, weights, prefer):
         from meshwright.kernels.triton import grouped as in_triton
@@ -94,31 +94,37 @@ def zero_of_empty(stack: Tensor, counts: Tensor) -> Tensor:
     return stack.masked_fill_((counts == 0).view(-1, 1, 1), 0.0) if leaves_garbage(stack.device) else stack
 
 
-class _ZeroOfEmpty(torch.autograd.Function):
-    """The stack itself; its gradient is zero for experts without rows."""
+def grouped_product(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """torch's grouped product, with so many (X,) in each group: rows of a (N, I) times matrices b (X, I, O) -> (N, O),
+    or columns of a (O, N) times rows of b (N, I) -> (X, O, I)."""
+    if not a.numel():  # no strides of a matrix without a row and of its transpose are both taken
+        return a.new_zeros((*counts.shape, len(a), b.shape[1]) if b.dim() == 2 else (len(a), b.shape[2]))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    product: Tensor = F.grouped_mm(_as_operand(a), _as_operand(b), offs=ends)
+    return product
 
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(counts)
-        return weights.view_as(weights)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (counts,) = ctx.saved_tensors
-        return zero_of_empty(gradient, counts), None
+def _as_operand(x: Tensor) -> Tensor:
+    """x (..., M, N), copied where torch would refuse it (aten/src/ATen/native/GroupedMMUtils.h): elements of its rows
+    or of its columns must lie side by side, and these a multiple of 16 bytes apart. The gradient of a plain sum, say,
+    is one number with strides of 0."""
+    step = 16 // x.element_size()
+    for inner, outer in ((-1, -2), (-2, -1)):
+        is_dense = x.stride(inner) == 1 and x.stride(outer) >= max(1, x.shape[inner])
+        if is_dense and x.stride(outer) % step == x.storage_offset() % step == 0:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """As the reference, for counts (X,) on the device, in one kernel; its gradients are grouped products too."""
-    ends = counts.cumsum(0, dtype=torch.int32)
-    if leaves_garbage(weights.device):
-        weights = _ZeroOfEmpty.apply(weights, counts)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    product: Tensor = F.grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    return product
+    found: Tensor = _Experts.apply(rows, weights, counts, True)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return found
 
 
-class _SplitExperts(torch.autograd.Function):
-    """The same products, with one gradient of the whole stack that may be left for later."""
+class _Experts(torch.autograd.Function):
+    """Products with one gradient of the whole stack, which may be left for later. Not torch's own gradients of grouped
+    products: those refuse a gradient whose strides are not a product's."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, counts: Counts, grouped: bool) -> Tensor:
@@ -126,7 +132,7 @@ class _SplitExperts(torch.autograd.Function):
         ctx.leaf = as_leaf(weights)
         ctx.counts = counts if grouped else _known(counts)
         if isinstance(ctx.counts, Tensor):
-            return expert_linear_grouped(rows, weights, ctx.counts)
+            return grouped_product(rows, weights.transpose(-2, -1), ctx.counts)
         parts = zip(torch.split(rows, ctx.counts), weights, strict=True)
         return torch.cat([linear(part, weight) for part, weight in parts])
 
@@ -145,8 +151,7 @@ class _SplitExperts(torch.autograd.Function):
 def _rows_gradient(gradient: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """gradient (N, out), weights (X, out, in) -> (N, in)."""
     if isinstance(counts, Tensor):
-        found: Tensor = F.grouped_mm(gradient, weights, offs=counts.cumsum(0, dtype=torch.int32))
-        return found
+        return grouped_product(gradient, weights, counts)
     wide = product_dtype(gradient)
     parts = zip(torch.split(gradient, counts), weights, strict=True)
     return torch.cat(
@@ -157,8 +162,7 @@ def _rows_gradient(gradient: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 def _stack_gradient(gradient: Tensor, rows: Tensor, counts: Counts, dtype: torch.dtype) -> Tensor:
     """gradient (N, out), rows (N, in) -> (X, out, in); zero for an expert without rows."""
     if isinstance(counts, Tensor):
-        found: Tensor = F.grouped_mm(gradient.t(), rows, offs=counts.cumsum(0, dtype=torch.int32))
-        return zero_of_empty(found, counts)
+        return zero_of_empty(grouped_product(gradient.t(), rows, counts), counts)
     parts = zip(torch.split(gradient, counts), torch.split(rows, counts), strict=True)
     return torch.stack([weight_product(part, run, dtype) for part, run in parts])
 
