@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu import exact_forms
 from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, Run, implementations, taken
+from meshwright import compat
 from meshwright.kernels import attention as ours
 from meshwright.kernels.varlen import borders_of
 
@@ -100,19 +101,12 @@ def _by_backend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, scale: flo
 
 
 def _varlen(document: Tensor, lengths: list[int]) -> Run:
-    """torch.nn.attention.varlen, where this torch has it with grouped heads; else it fails, and is named so."""
+    """torch.nn.attention.varlen."""
     borders, longest = borders_of(document[None], len(lengths)), max(lengths)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
-        found = varlen_attn(
-            flat_q, flat_k, flat_v, borders, borders, longest, longest, window_size=(-1, 0),
-            enable_gqa=q.shape[2] != k.shape[2],
-        )  # fmt: skip
-        assert isinstance(found, Tensor)
-        return found.view_as(q)
+        rows = (x.flatten(0, 1) for x in (q, k, v))
+        return compat.varlen_attn(*rows, borders, borders, longest, longest, window_size=(-1, 0)).view_as(q)
 
     return run
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, implementations, taken
+from meshwright import compat
 from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.paged_attention import PagedCall, RowsCall, attend_paged, attend_rows
 
@@ -45,16 +46,12 @@ def paged_rows(
     def varlen(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """torch.nn.attention.varlen with a block table, where this torch has a kernel for it; else it fails, and is
         named so."""
-        from torch.nn.attention.varlen import varlen_attn
-
         borders = torch.arange(sequences + 1, dtype=torch.int32, device=device)
         used = torch.full((sequences,), positions, dtype=torch.int32, device=device)
-        found = varlen_attn(
-            q, keys, values, borders, borders * positions, 1, positions, scale=scale, enable_gqa=heads != key_heads,
-            seqused_k=used, block_table=tables.int(),
+        return compat.varlen_attn(
+            q, keys, values, borders, borders * positions, 1, positions, scale=scale, seqused_k=used,
+            block_table=tables.int(),
         )  # fmt: skip
-        assert isinstance(found, Tensor)
-        return found
 
     store, numbers = (sequences * each, SIZE, key_heads, width), sequences * heads * width
     moved = 2 * numbers + 2 * sequences * positions * key_heads * width

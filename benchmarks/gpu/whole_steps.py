@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
+from importlib import import_module, reload
 from itertools import pairwise
 from typing import Any
 
@@ -126,16 +126,14 @@ def ours(plan: Plan, entry: StepEntry, device: torch.device) -> Step:
 
 def theirs(shape: ModelShape, entry: StepEntry, device: torch.device, precision: str, how: str) -> Step:
     """transformers' Llama in a plain loop."""
-    from transformers import LlamaForCausalLM
-
+    # Liger puts its kernels into the module, where those of the next model would find them
+    llama = reload(import_module("transformers.models.llama.modeling_llama"))
     torch.manual_seed(0)
     torch.backends.cuda.enable_cudnn_sdp(True)  # torch's default, which ours switches off
     if how == "liger":
-        import_module(
-            "liger_kernel.transformers"
-        ).apply_liger_kernel_to_llama()  # for the rest of the process: this contestant is the last
+        import_module("liger_kernel.transformers").apply_liger_kernel_to_llama()
     with device:
-        plain = LlamaForCausalLM(their_config(shape)).train()
+        plain = llama.LlamaForCausalLM(their_config(shape)).train()
     model = torch.compile(plain, dynamic=False) if how == "compiled" else plain
     fused = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
     optimizer = torch.optim.AdamW(plain.parameters(), **fused)  # type: ignore[arg-type]

@@ -1,10 +1,13 @@
 """The benchmark for GPUs, run on a CPU: what it measures, how it judges, what it leaves out, what it writes."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -286,6 +289,31 @@ def test_all_contestants_of_a_step_train(monkeypatch: pytest.MonkeyPatch) -> Non
         losses = [float(step()) for _ in range(4)]
         assert losses[-1] < losses[0], name
     assert whole_steps.timed(lambda: broken, timing.HostTimer(), 0.1) == {"failed": "RuntimeError: no such kernel"}
+
+
+def test_liger_stays_out_of_the_next_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes transformers' module and class: what comes behind it would be measured with its kernels."""
+    pytest.importorskip("transformers")
+    name, calls = "transformers.models.llama.modeling_llama", list[str]()
+
+    def apply() -> None:
+        module = importlib.import_module(name)
+        plain = module.LlamaForCausalLM.forward
+
+        def forward(*given: Any, **named: Any) -> Any:
+            calls.append("Liger")
+            return plain(*given, **named)
+
+        module.LlamaForCausalLM.forward = forward
+        module.apply_rotary_pos_emb = partial(module.apply_rotary_pos_emb)
+
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(apply_liger_kernel_to_llama=apply))
+    (entry,) = whole_steps.TINY_STEPS
+    shape = whole_steps.fitting(entry, CPU, "fp32")
+    whole_steps.theirs(shape, entry, CPU, "fp32", "liger")()
+    assert calls == ["Liger"]
+    whole_steps.theirs(shape, entry, CPU, "fp32", "eager")()
+    assert calls == ["Liger"] and not isinstance(sys.modules[name].apply_rotary_pos_emb, partial)
 
 
 def test_a_model_is_cut_to_the_memory_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

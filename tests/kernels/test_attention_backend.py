@@ -1,10 +1,13 @@
 """The kernel that attention says it takes is the one that runs."""
 
 from dataclasses import replace
+from inspect import signature
+from typing import Any
 
 import pytest
 import torch
 
+from meshwright import compat
 from meshwright.kernels import attention
 from meshwright.kernels.attention import Mask, attend, backend, causal_mask
 from meshwright.kernels.target import acting_as
@@ -73,3 +76,31 @@ def test_a_run_records_the_kernel_of_its_steps(monkeypatch: pytest.MonkeyPatch) 
     assert device.attention_kernel(packed, cpu) == "ring of flash parts"
     window = Plan(model=replace(shrink("llama-3.1-8b"), window=8), recipe=recipe, layout=Layout(cp=2))
     assert device.attention_kernel(window, cpu) == "ring of flash parts"
+
+
+def of_torch_2_11(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):  # type: ignore[no-untyped-def]
+    return q, {"scale": scale, "window_size": window_size}
+
+
+def of_torch_2_13(
+    q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False,
+    seqused_k=None, block_table=None, num_splits=None,
+):  # type: ignore[no-untyped-def]  # fmt: skip
+    return q, {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa, "block_table": block_table}
+
+
+def test_varlen_attention_is_called_as_each_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped heads: torch 2.11 takes them unasked. Signatures of torch 2.11.0 and 2.13.0."""
+    q, k, borders, table = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16), torch.tensor([0, 8]), torch.zeros(1, 1)
+    given = q, k, k, borders, borders, 8, 8
+    module = pytest.importorskip("torch.nn.attention.varlen")
+    real = signature(module.varlen_attn).parameters
+    assert {"window_size", "scale"} <= set(real)
+    for function, known in ((of_torch_2_11, {}), (of_torch_2_13, {"enable_gqa": True, "block_table": None})):
+        monkeypatch.setattr(module, "varlen_attn", function)
+        made: Any = compat.varlen_attn(*given, scale=0.5, window_size=(-1, 0))
+        assert made == (q, {"scale": 0.5, "window_size": (-1, 0), **known})
+    compat.varlen_attn(*given, block_table=table)
+    monkeypatch.setattr(module, "varlen_attn", of_torch_2_11)
+    with pytest.raises(NotImplementedError, match="has no seqused_k, block_table"):
+        compat.varlen_attn(*given, seqused_k=borders, block_table=table)

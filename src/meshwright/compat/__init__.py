@@ -50,6 +50,7 @@ from meshwright.compat.sdpa import pin_flash_attention as pin_flash_attention
 from meshwright.compat.sdpa import takes_flash as takes_flash
 from meshwright.compat.sdpa import varlen_attention as varlen_attention
 from meshwright.compat.sdpa import varlen_attention_backward as varlen_attention_backward
+from meshwright.compat.sdpa import varlen_attn as varlen_attn
 from meshwright.compat.sdpa import varlen_backward as varlen_backward
 
 _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)

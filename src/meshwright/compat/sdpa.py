@@ -1,6 +1,7 @@
 """torch's attention kernels by their own names: scaled_dot_product_attention chooses among them, keeps their
 log-sum-exp to itself, and knows no borders of documents."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -164,14 +165,29 @@ def varlen_attention(
     `borders` (N + 1,) int32 and are `longest` at most; `window` 0 = none -> (T, H, E), the log-sum-exp (H, T), and the
     state (2,) that its dropout began with.
 
-    torch.nn.attention.varlen calls the same operation; it has neither grouped heads nor windows before 2.13, nor
-    dropout.
+    torch.nn.attention.varlen calls the same operation, without dropout; see varlen_attn.
     """
     sizes = (borders, borders, longest, longest)
     found = torch.ops.aten._flash_attention_forward(
         q, k, v, *sizes, dropout, True, False, scale=scale, **_sides(window)
     )  # fmt: skip
     return found[0], found[1], found[2]
+
+
+def varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *borders: Any, **options: Any) -> torch.Tensor:
+    """torch.nn.attention.varlen.varlen_attn, called as each torch has it: heads H may be a multiple of those of k and v
+    (..., K, E), which 2.11 takes unasked and later ones where they are told. NotImplementedError for options that this
+    torch has not, as `block_table` (2.12)."""
+    from torch.nn.attention.varlen import varlen_attn as function
+
+    known = inspect.signature(function).parameters
+    if "enable_gqa" in known:
+        options["enable_gqa"] = q.shape[-2] != k.shape[-2]
+    missing = [name for name in options if name not in known]
+    if missing:
+        raise NotImplementedError(f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}")
+    found: torch.Tensor = function(q, k, v, *borders, **options)
+    return found
 
 
 def varlen_attention_backward(
