@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import varlen as torch_varlen
 
 from meshwright import compat
 from meshwright.kernels import attention
@@ -93,14 +94,12 @@ def test_varlen_attention_is_called_as_each_torch_has_it(monkeypatch: pytest.Mon
     """Grouped heads: torch 2.11 takes them unasked. Signatures of torch 2.11.0 and 2.13.0."""
     q, k, borders, table = torch.zeros(8, 4, 16), torch.zeros(8, 2, 16), torch.tensor([0, 8]), torch.zeros(1, 1)
     given = q, k, k, borders, borders, 8, 8
-    module = pytest.importorskip("torch.nn.attention.varlen")
-    real = signature(module.varlen_attn).parameters
-    assert {"window_size", "scale"} <= set(real)
+    assert {"window_size", "scale"} <= set(signature(torch_varlen.varlen_attn).parameters)
     for function, known in ((of_torch_2_11, {}), (of_torch_2_13, {"enable_gqa": True, "block_table": None})):
-        monkeypatch.setattr(module, "varlen_attn", function)
+        monkeypatch.setattr(torch_varlen, "varlen_attn", function)
         made: Any = compat.varlen_attn(*given, scale=0.5, window_size=(-1, 0))
         assert made == (q, {"scale": 0.5, "window_size": (-1, 0), **known})
     compat.varlen_attn(*given, block_table=table)
-    monkeypatch.setattr(module, "varlen_attn", of_torch_2_11)
+    monkeypatch.setattr(torch_varlen, "varlen_attn", of_torch_2_11)
     with pytest.raises(NotImplementedError, match="has no seqused_k, block_table"):
         compat.varlen_attn(*given, seqused_k=borders, block_table=table)

@@ -186,8 +186,9 @@ def varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *borders: Any
     missing = [name for name in options if name not in known]
     if missing:
         raise NotImplementedError(f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}")
-    found: torch.Tensor = function(q, k, v, *borders, **options)
-    return found
+    found: Any = function(q, k, v, *borders, **options)
+    out: torch.Tensor = found  # log-sum-exps come with it only where they are asked for
+    return out
 
 
 def varlen_attention_backward(

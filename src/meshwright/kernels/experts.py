@@ -44,7 +44,7 @@ def expert_linear(
         return fp8_experts.expert_linear(rows, weights, counts)
     grouped = isinstance(counts, Tensor) and groups_on_device(rows, weights)
     if splits():
-        found: Tensor = _Experts.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        found: Tensor = _StackProduct.apply(rows, weights, counts, grouped)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return found
     if isinstance(counts, Tensor) and not grouped and _groups_in_triton(rows, weights, prefer):
         from meshwright.kernels.triton import grouped as in_triton
@@ -118,11 +118,11 @@ def _as_operand(x: Tensor) -> Tensor:
 
 def expert_linear_grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """As the reference, for counts (X,) on the device, in one kernel; its gradients are grouped products too."""
-    found: Tensor = _Experts.apply(rows, weights, counts, True)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    found: Tensor = _StackProduct.apply(rows, weights, counts, True)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return found
 
 
-class _Experts(torch.autograd.Function):
+class _StackProduct(torch.autograd.Function):
     """Products with one gradient of the whole stack, which may be left for later. Not torch's own gradients of grouped
     products: those refuse a gradient whose strides are not a product's."""
 
