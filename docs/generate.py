@@ -189,9 +189,9 @@ def verbs(_: str = "") -> str:
     """Every verb with its options, from the command line's own parser."""
     import typer.main
 
-    from meshwright.cli.commands import app
+    from meshwright.cli.commands import application
 
-    return "\n".join(_verbs(typer.main.get_command(app), "##"))
+    return "\n".join(_verbs(typer.main.get_command(application()), "##"))
 
 
 def _verbs(group: Any, level: str) -> Iterator[str]:

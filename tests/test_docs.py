@@ -113,9 +113,9 @@ def commands(program: str) -> list[tuple[str, list[str]]]:
 def test_verbs_and_options_in_the_pages_exist() -> None:
     import typer.main
 
-    from meshwright.cli.commands import app
+    from meshwright.cli.commands import application
 
-    verbs = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    verbs = typer.main.get_command(application()).commands  # type: ignore[attr-defined]
     wrong = []
     for page, words in commands("meshwright"):
         if words[0].startswith("-") or words[0].isupper():
@@ -139,9 +139,9 @@ def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
     import typer.main
     from click.exceptions import UsageError
 
-    from meshwright.cli.commands import USAGE_ERROR, app
+    from meshwright.cli.commands import USAGE_ERROR, application
 
-    parser = typer.main.get_command(app)
+    parser = typer.main.get_command(application())
     parsed, wrong = 0, []
     for page, words in commands("meshwright"):
         if len(words) < 2 or words[0] not in parser.commands or not words_that_parse(words):  # type: ignore[attr-defined]

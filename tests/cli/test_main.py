@@ -331,9 +331,10 @@ def test_light_verbs_load_no_torch_and_the_help_not_even_pydantic() -> None:
 
 def test_the_list_of_verbs_is_whole_and_grouped(capsys: pytest.CaptureFixture[str]) -> None:
     """Each verb once, under its group; types in a verb's help have names, and --out is also -o."""
-    from meshwright.cli.commands import app
+    from meshwright.cli.commands import application
     from meshwright.cli.terminal import help as listed
 
+    app = application()
     known = {entry.name for entry in (*app.registered_commands, *app.registered_groups)}
     assert known == set(listed.VERBS) and len(known) == sum(map(len, listed.GROUPS.values()))
     out = call(capsys, "--help")[1]

@@ -11,8 +11,8 @@ import meshwright as mw
 from meshwright.api.renting_serving import rent_serving
 from meshwright.api.serve_planning import plan_serving
 from meshwright.api.serving_comparison import compare_serving
-from meshwright.cli.commands import FUNCTIONS
 from meshwright.cli.main import main
+from meshwright.cli.terminal.help import VERBS
 from meshwright.spec.gguf_schemes import GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import SCHEMES
 
@@ -29,7 +29,7 @@ def helped(verb: str, capsys: Capture) -> str:
 @pytest.mark.parametrize("columns", [60, 100, 200])
 def test_help_is_as_wide_as_the_terminal(columns: int, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    longest = [max(map(len, helped(verb, capsys).splitlines())) for verb in FUNCTIONS]
+    longest = [max(map(len, helped(verb, capsys).splitlines())) for verb in VERBS]
     assert max(longest) <= columns and max(longest) > 0.9 * columns
 
 
@@ -48,7 +48,7 @@ def test_help_names_every_scheme_and_nothing_of_the_source(capsys: Capture) -> N
     said = helped("quantize", capsys)
     assert set(re.findall(r"[\w-]+", said)) >= {*SCHEMES, *GGUF_SCHEMES}
     assert "make schema" not in helped("schema", capsys)
-    for verb in FUNCTIONS:
+    for verb in VERBS:
         assert not re.search(r"x[<>]=|--output\b(?!-)|<\w+>", helped(verb, capsys)), verb
 
 

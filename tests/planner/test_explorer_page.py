@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshwright.cli.commands import app
+from meshwright.cli.commands import application
 from meshwright.planner.explorer.explorer_page import data, page
 from meshwright.planner.explorer.half import Half
 from meshwright.planner.search.bounds import families
@@ -205,7 +205,7 @@ def test_the_command_runs_and_means_the_same(opened: Browser) -> None:
     turn(opened, "sequence", 8192)
     turn(opened, "zero", 3)
     words = shlex.split(text(opened, "#command code"))
-    ran = CliRunner().invoke(app, words[1:])
+    ran = CliRunner().invoke(application(), words[1:])
     assert ran.exit_code == 0, ran.output
     peak = opened.evaluate("lead.ranks[worstOf(lead.ranks)].total") / 2**30
     assert any(f"{peak:.{digits}f}" in ran.output for digits in (1, 2)), ran.output

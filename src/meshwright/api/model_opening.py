@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +12,6 @@ from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_tokenizer
 from meshwright.data import Tokenizer
 from meshwright.model import Transformer, build
-from meshwright.model.gguf.gguf_model import GGUFModel, open_gguf
 from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
 from meshwright.model.low_rank import merged
@@ -28,6 +28,9 @@ from meshwright.store.model_weights import LAST, final_weights, locate
 from meshwright.store.run_folder import RunFolder, ids_of, no_model
 from meshwright.training.device import pick_device
 from meshwright.training.precision import DTYPES
+
+if TYPE_CHECKING:
+    from meshwright.model.gguf.gguf_model import GGUFModel
 
 Put = Callable[[str, Tensor], object]
 """Takes a whole weight by its name."""
@@ -96,6 +99,8 @@ def described(path: Path, checkpoint: str = LAST) -> TrainedModel:
         run, found = locate(path, checkpoint)
         return _of_run(run, found, skeleton(run.plan.model.base), path)
     if is_gguf_path(path):
+        from meshwright.model.gguf.gguf_model import open_gguf
+
         opened = open_gguf(path)
         return _of_gguf(opened, skeleton(opened.shape))
     folder = import_folder(path)
@@ -126,6 +131,8 @@ def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
 
 def _open_gguf(path: Path, dtype: str | None, place: Placing) -> TrainedModel:
     """Codes are restored in fp32 and cast."""
+    from meshwright.model.gguf.gguf_model import open_gguf
+
     found = open_gguf(path)
     wanted = DTYPES[dtype] if dtype else found.dtype
     model, put = place(found.shape, wanted)
@@ -134,7 +141,7 @@ def _open_gguf(path: Path, dtype: str | None, place: Placing) -> TrainedModel:
     return _of_gguf(found, model)
 
 
-def _of_gguf(found: GGUFModel, model: Transformer) -> TrainedModel:
+def _of_gguf(found: "GGUFModel", model: Transformer) -> TrainedModel:
     tokenizer = gguf_tokenizer(found)
     return TrainedModel(
         model=model.eval(), tokenizer=tokenizer, tokenizer_file=kept_tokenizer(tokenizer) if tokenizer else "",

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.amounts import tokens_of
 from meshwright.api.answer import Answer
@@ -13,7 +13,6 @@ from meshwright.api.markup import LISTED, line, table, whole
 from meshwright.api.plan_reading import Section, section_words
 from meshwright.api.plan_request import as_typed, asked_estimator, asked_plan, within
 from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
-from meshwright.api.stack_choice import checked_model, chosen, none_offered, restricted
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
@@ -25,9 +24,9 @@ from meshwright.planner.step.budget import Budget, budget
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
-from meshwright.stacks.config_writing import write
-from meshwright.stacks.declaration.software import TrainingSoftware
-from meshwright.stacks.stack_errors import sentences
+
+if TYPE_CHECKING:
+    from meshwright.stacks.declaration.software import TrainingSoftware
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -41,7 +40,7 @@ class PlanAnswer(Answer):
     """What of the layout was given, and not searched."""
     tokens: float = 0.0
     price: float = 0.0
-    software: TrainingSoftware | None = None
+    software: "TrainingSoftware | None" = None
     """Whose layouts these are; None = this package's own engine."""
 
     @property
@@ -84,13 +83,19 @@ class PlanAnswer(Answer):
     @property
     def known_errors(self) -> tuple[str, ...]:
         """Sentences: how far the planner is off on published rows of that software, and what it cannot predict."""
-        return tuple(sentences(self.software)) if self.software else ()
+        if self.software is None:
+            return ()
+        from meshwright.stacks.stack_errors import sentences
+
+        return tuple(sentences(self.software))
 
     def write(self, folder: str | Path) -> list[Path]:
         """Write the software's configuration and launch scripts for the recommended layout. PlanError where a file of
         somebody else would be replaced; ArgumentError where no `stack` was asked for."""
         if self.software is None:
             raise ArgumentError("write() is for another training software: ask with stack=, or take save(FILE)")
+        from meshwright.stacks.config_writing import write
+
         return write(self.software, self.plan, Path(folder))
 
     def save(self, file: str | Path) -> Path:
@@ -179,16 +184,16 @@ def plan(
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
     words = section_words(layout)
-    software, given = chosen(stack), fixed_layout(asked, words)
-    if software is not None:
-        checked_model(software, asked)
-    fixed = restricted(software, given) if software else given
+    given = fixed_layout(asked, words)
+    software, fixed = (None, given) if stack in ("", MESHWRIGHT.name) else _offered(stack, asked, given)
     if document_tokens < 0:
         raise ArgumentError(f"document_tokens={document_tokens:g} must be 0 (a document fills its row) or more")
     of = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
     with as_typed("layout", words):
         found = search(of, asked, fixed=fixed, listed=listed or LISTED)
         if not found.legal and software is not None:
+            from meshwright.api.stack_choice import none_offered
+
             raise none_offered(software, of, asked, given)
         if not found.legal:
             found = answered(of, asked, fixed)
@@ -199,6 +204,16 @@ def plan(
     found = recommended(of, asked, found, fixed)
     del found.best[listed or LISTED :]
     return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price, software=software)
+
+
+def _offered(stack: str, plan: Plan, given: Fixed) -> "tuple[TrainingSoftware, Fixed]":
+    """The software of a word, and what is fixed of the layouts that it offers. PlanError where it has no such model or
+    layout, before anything is searched."""
+    from meshwright.api.stack_choice import checked_model, restricted
+    from meshwright.stacks.trainer_table import software
+
+    checked_model(software(stack), plan)
+    return software(stack), restricted(software(stack), given)
 
 
 def _does_not_fit(of: Estimator, found: Found, every: Fixed, *, free: bool) -> Exception:

@@ -32,13 +32,12 @@ from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.plan import SAMPLES
 from meshwright.spec.units import count
-from meshwright.training.evaluate import HeldOutRows
-from meshwright.training.held_out_scores import score_sources
 from meshwright.training.precision import DTYPES
-from meshwright.training.watch import EvalMetrics
 
 if TYPE_CHECKING:
     from meshwright.data.chat_template import ChatTemplate
+    from meshwright.training.evaluate import HeldOutRows
+    from meshwright.training.watch import EvalMetrics
 
 LONGEST = 2048
 """Tokens of a window that is scored, for a Hugging Face directory, which does not say how long it was trained with."""
@@ -239,7 +238,7 @@ class TrainedModel:
         return tokenizer, template_of(tokenizer)
 
     @checked
-    def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> EvalMetrics:
+    def evaluate(self, data: str | Path | None = None, *, sequences: int = 0) -> "EvalMetrics":
         """Score it on a text: nats per token, perplexity, bits per byte. `data`: all of the text there; None = what the
         run held out, of a mixture each source and their mean by weight, as the run does. `sequences`: at most so many
         windows, 0 = all. PlanError, DataError."""
@@ -250,9 +249,11 @@ class TrainedModel:
         if not isinstance(rows.stream, MixedStream) or not isinstance(rows.rows, MixedRows):
             return rows.evaluate(engine, device)
         assert self.plan is not None, "a text that was given is one source"
+        from meshwright.training.held_out_scores import score_sources
+
         each = dict(zip(map(id, rows.stream.parts), rows.rows.rows, strict=True))
 
-        def score(_: Data, stream: TokenStream, limit: int) -> EvalMetrics:
+        def score(_: Data, stream: TokenStream, limit: int) -> "EvalMetrics":
             return replace(rows, rows=each[id(stream)], stream=stream, limit=limit).evaluate(engine, device)
 
         found = score_sources(self.plan.data, rows.stream, sequences, score)
@@ -261,9 +262,11 @@ class TrainedModel:
 
     def held_out_rows(
         self, data: str | Path | None, sequences: int, *, apart: bool = False, trained: bool = False
-    ) -> HeldOutRows:
+    ) -> "HeldOutRows":
         """What `evaluate` scores. `apart`: a row for each sample, whose loss is the same as in a shared one. `trained`:
         of what a run trained on, in place of what it held out."""
+        from meshwright.training.evaluate import HeldOutRows
+
         settings, corpus = self._corpus(data)
         settings = replace(settings, packing="off") if apart else settings
         stream = corpus.validation if data is None and not trained else corpus.train

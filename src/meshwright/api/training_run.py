@@ -146,7 +146,6 @@ def run(
     """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the
     encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
     from meshwright.api.preflight import preflight
-    from meshwright.serve.sampled_answers import sampled_answers
     from meshwright.training import loop
 
     set_environment(plan)
@@ -159,9 +158,16 @@ def run(
         pulse=pulse,
         preflight=partial(preflight, anyway=anyway, machines=machines) if dry_run else None,
         machines=machines,
-        sampler=sampled_answers,
+        sampler=_sampled_answers,
     )
     return TrainAnswer(run=chosen.run, summary=summary)
+
+
+def _sampled_answers(*prompts: Any, **options: Any) -> list[list[int]]:
+    """As meshwright.serve answers them; a run that samples nothing does not load it."""
+    from meshwright.serve.sampled_answers import sampled_answers
+
+    return sampled_answers(*prompts, **options)
 
 
 def stopped(summary: Summary) -> str:

@@ -1,7 +1,8 @@
-"""All verbs, one a file, as a typer application: loaded when a verb is to be run, not for the list of them."""
+"""Verbs, one a file, as a typer application. A verb that is run loads its own file and no other's."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,30 +12,6 @@ from typer.core import TyperCommand, TyperGroup
 from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.terminal import help
 from meshwright.cli.terminal.screen_text import WIDEST
-from meshwright.cli.verbs.accuracy import accuracy
-from meshwright.cli.verbs.calibrate import calibrate
-from meshwright.cli.verbs.chat import chat
-from meshwright.cli.verbs.compare import compare
-from meshwright.cli.verbs.distill import distill
-from meshwright.cli.verbs.doctor import doctor
-from meshwright.cli.verbs.dryrun import dryrun
-from meshwright.cli.verbs.eval import evaluate
-from meshwright.cli.verbs.explore import explore
-from meshwright.cli.verbs.export import export
-from meshwright.cli.verbs.generate import generate
-from meshwright.cli.verbs.import_ import import_
-from meshwright.cli.verbs.init import init
-from meshwright.cli.verbs.plan import plan
-from meshwright.cli.verbs.profile import profile
-from meshwright.cli.verbs.quantize import quantize
-from meshwright.cli.verbs.quickstart import quickstart
-from meshwright.cli.verbs.rent import rent
-from meshwright.cli.verbs.report import report
-from meshwright.cli.verbs.schema import schema
-from meshwright.cli.verbs.serve import serve
-from meshwright.cli.verbs.train import train
-from meshwright.cli.verbs.tune import tune
-from meshwright.cli.verbs.verify import verify
 
 EXIT = typer.Exit
 """How a verb ends with an exit code of its own."""
@@ -100,27 +77,34 @@ def _known(option: Any) -> Any:
     return option
 
 
-# Plain help: rich's costs 60 ms of imports on every start.
-app = typer.Typer(
-    cls=Verbs,
-    name="meshwright",
-    help=help.ABOUT,
-    rich_markup_mode=None,
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
-)
-FUNCTIONS: dict[str, Callable[..., None]] = {
-    "quickstart": quickstart, "init": init, "train": train, "tune": tune, "distill": distill, "generate": generate,
-    "chat": chat, "serve": serve,
-    "plan": plan, "rent": rent, "explore": explore, "dryrun": dryrun, "calibrate": calibrate,
-    "profile": profile, "compare": compare, "report": report, "eval": evaluate,
-    "export": export, "import": import_, "quantize": quantize, "schema": schema,
-    "verify": verify, "accuracy": accuracy, "doctor": doctor,
-}  # fmt: skip
-for verb, function in FUNCTIONS.items():
-    app.command(cls=Verb, name=verb, short_help=help.VERBS[verb])(function)
+FUNCTIONS = {"eval": "evaluate", "import": "import_"}
+"""Of the verbs that are not called as their function."""
+FILES = {"import": "import_"}
+"""Of the verbs that are not called as their file in cli/verbs."""
+
+
+def application(verbs: Iterable[str] = help.VERBS) -> typer.Typer:
+    """The program with these verbs."""
+    # Plain help: rich's costs 60 ms of imports on every start.
+    program = typer.Typer(
+        cls=Verbs,
+        name="meshwright",
+        help=help.ABOUT,
+        rich_markup_mode=None,
+        add_completion=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
+    )
+    for verb in verbs:
+        if verb == "data":
+            program.add_typer(data, name=verb)
+            continue
+        function = getattr(import_module(f"meshwright.cli.verbs.{FILES.get(verb, verb)}"), FUNCTIONS.get(verb, verb))
+        program.command(cls=Verb, name=verb, short_help=help.VERBS[verb])(function)
+    program.callback()(options)
+    return program
+
+
 data = typer.Typer(cls=Verbs, help="Look at text, split and tokens before training.", short_help=help.VERBS["data"])
-app.add_typer(data, name="data")
 
 
 @data.command(cls=Verb, name="show", short_help="Show the first packed sequence, and what it comes from.")
@@ -139,14 +123,19 @@ def data_show(
     show(path, overrides, json, html)
 
 
-@app.callback()
 def options() -> None:
     """A group without options of its own: cli/main.py takes --debug, --version and --help of the whole program."""
 
 
+def _parser(words: Sequence[str]) -> Any:
+    """With the verb that is asked for; with all where there is no such verb, since the nearest is then named."""
+    asked = next(iter(words), "")
+    return typer.main.get_command(application([asked] if asked in help.VERBS else help.VERBS))
+
+
 def run(words: Sequence[str]) -> None:
     """Parse and run one verb; it raises what typer and the verb raise, and does not end the process."""
-    verbs = typer.main.get_command(app)
+    verbs = _parser(words)
     with verbs.make_context("meshwright", list(words)) as context:
         verbs.invoke(context)
 
@@ -154,7 +143,7 @@ def run(words: Sequence[str]) -> None:
 def in_options(line: str, words: Sequence[str]) -> str:
     """A sentence that names arguments of Python functions, with the options of this verb: tokens=15T is --tokens 15T,
     dry_run=False is --no-dry-run, model='x' is MODEL 'x' and another run= another RUN where those are arguments."""
-    verb: Any = getattr(typer.main.get_command(app), "commands", {}).get(next(iter(words), ""))
+    verb: Any = _parser(words).commands.get(next(iter(words), ""))
     places = {one.name: re.split(r"\W", one.metavar.strip("[]"))[0] for one in _parameters(verb, "argument")}
     line = re.sub(r"another (\w+)=", lambda found: f"another {places.get(found[1], found[1] + '=')}", line)
     line = re.sub(r"^(\w+)=(?=')", lambda found: f"{places.get(found[1], found[1] + '=')} ".replace("= ", "="), line)

@@ -1,15 +1,18 @@
 """What an opened GGUF file gives beside weights: its tokenizer as an object, and as a file where one is asked for."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright.data import Tokenizer
 from meshwright.data.cache_folder import default_root, lock, new_folder
 from meshwright.model.gguf.gguf_header import is_gguf
-from meshwright.model.gguf.gguf_model import GGUFModel
 from meshwright.spec.errors import DataError, HubError
 
+if TYPE_CHECKING:
+    from meshwright.model.gguf.gguf_model import GGUFModel
 
-def gguf_tokenizer(found: GGUFModel) -> Tokenizer | None:
+
+def gguf_tokenizer(found: "GGUFModel") -> Tokenizer | None:
     """None where the file has none that is read here. HubError where it is damaged, or larger than the model."""
     if found.vocabulary is None:
         return None
@@ -35,7 +38,7 @@ def kept_tokenizer(tokenizer: Tokenizer) -> str:
     return str(folder / "tokenizer.json")
 
 
-def gguf_generation(found: GGUFModel) -> dict[str, object] | None:
+def gguf_generation(found: "GGUFModel") -> dict[str, object] | None:
     """As a generation config has it: the tokens that end a text."""
     ends = found.vocabulary.stop_ids if found.vocabulary else ()
     return {"eos_token_id": list(ends)} if ends else None

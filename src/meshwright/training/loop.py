@@ -42,7 +42,6 @@ from meshwright.training.resume_checks import check_resume, check_resumed
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import Progress, TrainState, seed_everything
 from meshwright.training.teacher import check_shared, distillation
-from meshwright.training.teacher_targets import ask
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
@@ -114,7 +113,11 @@ def run(
             check_resumed(plan, corpus, found)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
-        kept = ask(plan, corpus, mesh, target, first, stop) if recipe.distillation_top_k else None
+        kept = None
+        if recipe.distillation_top_k:
+            from meshwright.training.teacher_targets import ask
+
+            kept = ask(plan, corpus, mesh, target, first, stop)
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)

@@ -113,17 +113,9 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
-    from meshwright.api import planning
-    from meshwright.api.config_planning import plan_from
-    from meshwright.api.planned_layout import PlannedLayout
-    from meshwright.cli.terminal.output import print_json
-    from meshwright.cli.terminal.plan_answer import Asked
-    from meshwright.cli.terminal.plan_answer import answer as in_words
-    from meshwright.cli.terminal.plan_answer import unfit as nearest_in_words
-    from meshwright.cli.terminal.screen_text import show
-    from meshwright.planner.search.ranking import LISTED
-
     if source:
+        from meshwright.api.config_planning import plan_from
+
         _refuse_beside({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
                         "document-tokens": document_tokens, "save": save, "top": top, "serve": serve,
                         "out": output})  # fmt: skip
@@ -150,6 +142,15 @@ def plan(
             model, cluster, nodes, layout, load, training, details=details, top=top, json=json, measure=measure
         )
         return
+    from meshwright.api import planning
+    from meshwright.api.planned_layout import PlannedLayout
+    from meshwright.cli.terminal.output import print_json
+    from meshwright.cli.terminal.plan_answer import Asked
+    from meshwright.cli.terminal.plan_answer import answer as in_words
+    from meshwright.cli.terminal.plan_answer import unfit as nearest_in_words
+    from meshwright.cli.terminal.screen_text import show
+    from meshwright.planner.search.ranking import LISTED
+
     refuse_load({**load, "measure": measure or None})
     if save is not None:
         _check_place(save, model)

@@ -1,6 +1,6 @@
 """Folders of quantized models, as they were written by us or by other software."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,7 @@ from torch import Tensor
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.directory import CONFIG, QUANTIZATION, HubFolder, import_folder, read_json
 from meshwright.model.hub.weights import check_numbers
-from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, every
-from meshwright.model.quantized_formats.format_table import FORMATS
+from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Wanted, every
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import Scheme
@@ -30,7 +29,15 @@ def quant_method(path: Path) -> str:
 
 def is_quantized(path: Path) -> bool:
     """Whether a folder is in one of our formats."""
-    return quant_method(path) in FORMATS
+    method = quant_method(path)
+    return bool(method) and method in _formats()
+
+
+def _formats() -> Mapping[str, QuantizedFormat]:
+    """Their readers, loaded for a folder that is quantized."""
+    from meshwright.model.quantized_formats.format_table import FORMATS
+
+    return FORMATS
 
 
 def open_folder(path: Path) -> HubFolder:
@@ -41,9 +48,9 @@ def open_folder(path: Path) -> HubFolder:
 def open_quantized(folder: HubFolder) -> QuantizedModel:
     """What it holds; HubError where config and files do not fit."""
     config: Any = (read_json(folder.path / CONFIG) or {}).get(QUANTIZATION)
-    form = FORMATS.get(quant_method(folder.path))
+    form = _formats().get(quant_method(folder.path))
     if form is None:
-        raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(FORMATS)})")
+        raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(_formats())})")
     files = filter(Path.is_file, folder.path.glob("*.safetensors"))  # a link may lead nowhere
     check_numbers(folder.path, folder.shape, CODES_OF_A_BYTE * sum(file.stat().st_size for file in files))
     return form.described(folder.path, folder.shape, folder.dtype, config)
@@ -68,7 +75,7 @@ def decoded_parts(
 ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:  # fmt: skip
     """As decoded_weights, with the tensors of a matrix by name. HubError also where one is infinite or NaN: short
     sequences hide that, since torch's attention makes numbers of queries that are none."""
-    for name, found in FORMATS[quant_method(folder)].decoded(folder, model, wanted):
+    for name, found in _formats()[quant_method(folder)].decoded(folder, model, wanted):
         for part, tensor in found.items() if isinstance(found, dict) else ():
             if tensor.is_floating_point() and not _finite(tensor):
                 raise HubError(

@@ -1,0 +1,111 @@
+"""What a verb does not use it does not load: the packages that it leaves alone, and how many modules it loads."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+RUN = """
+import json, os, signal, sys, threading, time, urllib.request
+words, port = json.loads(sys.argv[1]), int(sys.argv[2])
+
+def interrupt_when_ready():
+    while True:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).close()
+            return os.kill(os.getpid(), signal.SIGINT)
+        except OSError:
+            time.sleep(0.05)
+
+if port:
+    threading.Thread(target=interrupt_when_ready, daemon=True).start()
+from meshwright.cli.main import main
+code = main(words)
+print("LOADED", json.dumps([code, sorted(name for name in sys.modules if name.partition(".")[0] == "meshwright")]))
+"""
+
+
+class Loads(NamedTuple):
+    """What a verb may load."""
+
+    words: tuple[str, ...]
+    most: int
+    """Modules of the package: a tenth above what they were when this was written."""
+    never: tuple[str, ...]
+    """Packages that it leaves alone, and modules."""
+
+
+ENGINE = ("compress", "kernels", "model", "parallel", "training", "observe", "serve", "server")
+"""What needs torch."""
+TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
+QUICK = {
+    "the list of verbs": Loads(("--help",), 7, ("api", "spec", "planner", *ENGINE)),
+    "plan": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8"), 170, ("data", "stacks", *ENGINE)),
+    "plan --serve": Loads(
+        ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 166, ("data", "stacks", "planner.search", *ENGINE)
+    ),
+    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 197, ("data", *ENGINE)),
+    "doctor --help": Loads(("doctor", "--help"), 50, ("api", "planner", "planfile", "data", *ENGINE)),
+}
+LONG = {
+    "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 425, ("serve", "server", "stacks", "compress")),
+    "dryrun": Loads(("dryrun", *TINY), 390, ("serve", "server", "stacks", "compress", "planner.serving")),
+    "generate": Loads(
+        ("generate", "runs/a", "--prompt", "the", "--max-new-tokens", "2"), 318,
+        ("planner", "stacks", "observe", "training.step", "training.loop", "model.gguf.gguf_model"),
+    ),
+    "serve": Loads(
+        ("serve", "runs/a", "--port"), 350, ("planner", "stacks", "training.step", "training.loop", "observe.dryrun")
+    ),
+}  # fmt: skip
+
+
+def loaded(words: tuple[str, ...], folder: Path) -> tuple[int, list[str]]:
+    """(exit code, modules of the package) of a verb that runs in a process of its own, in a folder. A server is
+    interrupted when it answers."""
+    port = 0
+    if words[0] == "serve":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        words = (*words, str(port))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(words), str(port)],
+        capture_output=True, text=True, check=False, timeout=300, cwd=folder,
+    )  # fmt: skip
+    assert "LOADED" in done.stdout, done.stderr
+    code, modules = json.loads(done.stdout.rpartition("LOADED")[2])
+    return code, modules
+
+
+def check(verb: str, loads: Loads, folder: Path) -> None:
+    code, modules = loaded(loads.words, folder)
+    assert code == 0 or loads.words[0] == "serve", verb
+    names = [name.removeprefix("meshwright.") for name in modules]
+    strangers = [name for name in names for one in loads.never if f"{name}.".startswith(f"{one}.")]
+    assert not strangers, f"{verb} loads what it does not use: import it in the function that does"
+    verbs = {name for name in names if name.startswith("cli.verbs.")}
+    assert len(names) <= loads.most, f"{verb} loads {len(names)} modules: import what it seldom uses where it is used"
+    assert verbs <= {f"cli.verbs.{part}" for part in (loads.words[0], *BESIDE.get(loads.words[0], ()))}, verb
+
+
+BESIDE = {"plan": ("plan_serve", "plan_stack"), "serve": ("chat",)}
+"""Files of a verb beside the one of its name."""
+
+
+@pytest.mark.parametrize("verb", QUICK)
+def test_a_verb_loads_what_it_uses(verb: str, tmp_path: Path) -> None:
+    check(verb, QUICK[verb], tmp_path)
+
+
+@pytest.mark.long
+def test_verbs_of_the_engine_load_what_they_use(tmp_path: Path) -> None:
+    """A run is trained, then asked and served."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("".join(f"line {n} of a short text\n" for n in range(400)))
+    for verb, loads in LONG.items():
+        check(verb, loads, tmp_path)
