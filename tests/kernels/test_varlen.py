@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.data import Sequences
 from meshwright.kernels import attention, varlen
+from meshwright.kernels import partial as partial_attention
 from meshwright.kernels.attention import DocumentSpans, Mask, attend, attend_reference, causal_mask
 from meshwright.kernels.target import acting_as
 from meshwright.training.batches import Share, select, split, to_batch
@@ -140,6 +141,32 @@ def test_another_number_of_documents_is_not_compiled_anew() -> None:
     for number in (3, 4, 9, 30):
         read(torch.ones(3), varlen.borders_of(torch.arange(number)[None], number))
     assert made == 1
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_gpu_compiles_attention_over_documents_whole(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question to torch that the compiler cannot trace would cut the block in two there, and each half keeps what a
+    whole block makes again: two norms a layer of llama-3.2-1b, 1.94 GiB on an H200."""
+    for module in (attention, partial_attention, varlen):
+        monkeypatch.setattr(module, "kind", lambda x: "cuda")
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(partial_attention, "_asked_device", lambda *about: bool(asked.append(about)) or True)
+    graphs: list[Any] = []
+
+    def seen(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lambda *given: (given[0].new_zeros(2, 40, 4, 16),)
+
+    q = torch.randn(2, 40, 4, 16, dtype=torch.bfloat16)
+    k = torch.randn(2, 40, 2, 16, dtype=torch.bfloat16)
+    mask = causal_mask(
+        40, 40, window=window, documents=torch.zeros(2, 40, dtype=torch.int32), spans=DocumentSpans(7, 20)
+    )
+    torch.compile(partial(attend, scale=SCALE), backend=seen, fullgraph=True, dynamic=False)(q, k, k, mask)
+    (graph,) = graphs
+    assert asked == [(torch.device("cpu"), torch.bfloat16, 16, True)]
+    operators = {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+    assert any("varlen_attention" in name for name in operators)
 
 
 def test_a_batch_knows_how_many_documents_its_parts_hold_and_how_long_they_are() -> None:

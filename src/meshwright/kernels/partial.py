@@ -10,6 +10,7 @@ here, so that keys arrive as the products want them: q (B, H, S, E), k (B, K, T,
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +83,24 @@ def can_fuse(q: Tensor, k: Tensor) -> bool:
         return True
     if acts():
         return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= WIDEST
-    q, k = (padded(x.detach().transpose(1, 2), fused_width(x.shape[-1])) for x in (q, k))
-    params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, q.shape[1] != k.shape[1])
+    return _device_fuses(q.device, q.dtype, fused_width(q.shape[-1]), q.shape[2] != k.shape[2])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def _device_fuses(device: torch.device, dtype: torch.dtype, width: int, grouped: bool) -> bool:
+    """Whether a GPU's flash kernel takes heads of these: asked of torch with a few numbers, once.
+
+    The compiler cannot trace the question. With it inside, a block with documents was compiled in two halves, which
+    kept what a whole block makes again.
+    """
+    return _asked_device(device, dtype, width, grouped)
+
+
+@cache
+def _asked_device(device: torch.device, dtype: torch.dtype, width: int, grouped: bool) -> bool:
+    q = torch.empty(1, 1 + grouped, 1, width, dtype=dtype, device=device)
+    k = q[:, :1]
+    params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, grouped)
     return torch.backends.cuda.can_use_flash_attention(params)
 
 
