@@ -101,7 +101,7 @@ def _asked_device(device: torch.device, dtype: torch.dtype, width: int, grouped:
     q = torch.empty(1, 1 + grouped, 1, width, dtype=dtype, device=device)
     k = q[:, :1]
     params = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, grouped)
-    return torch.backends.cuda.can_use_flash_attention(params)
+    return bool(torch.backends.cuda.can_use_flash_attention(params))
 
 
 class PartialAttention:
