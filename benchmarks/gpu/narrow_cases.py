@@ -16,6 +16,7 @@ from meshwright.kernels.narrow_states import narrow_adamw
 from meshwright.kernels.quantization import unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
+from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, in_one_pass
 from meshwright.spec.boxes import Box
 from meshwright.spec.optimizer_states import BLOCK, MomentFormat
 from meshwright.spec.quantization_schemes import NF4, SCHEMES
@@ -25,6 +26,39 @@ BF16 = torch.bfloat16
 RATE, BETA1, BETA2, EPSILON, DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
 MOST = 2**22
 """Elements of which plain code may have temporaries, as in training."""
+
+
+def fp32_update(rows: int, width: int, parts: int, *, dtype: torch.dtype, device: torch.device) -> Case:
+    """AdamW with fp32 moments on fp32 weights and their 16-bit copies, so many matrices at once. Per element 4 + 4
+    bytes of the weight, 8 + 8 of moments, the gradient and the copy. Plain code widens the gradient, calls torch's
+    kernel and copies."""
+    step, one = torch.ones((), device=device), torch.ones((), device=device)
+    numbers = UpdateNumbers(
+        rate=RATE, beta1=BETA1, beta2=BETA2, epsilon=EPSILON, decay=DECAY, divide_by=one, skip=one - 1
+    )
+    moments: dict[str, list[Tensor]] = {}
+    copy = torch.empty(rows, width, dtype=dtype, device=device)
+
+    def run(weight: Tensor, gradient: Tensor, prefer: str, of: str = "") -> Tensor:
+        mine = of or prefer
+        if mine not in moments:
+            moments[mine] = [torch.zeros(rows, width, device=device) for _ in range(2)]
+        first, second = (list(moment.chunk(parts)) for moment in moments[mine])
+        masters = list(weight.detach().chunk(parts))
+        states = WideStates(masters, (first, second), [step] * len(masters))
+        if prefer != "eager" and in_one_pass(masters, prefer):
+            adamw(states, gradient.chunk(parts), copy.chunk(parts), numbers)
+        else:
+            adamw_reference(states, gradient.float().chunk(parts), copy.chunk(parts), numbers)
+        return weight
+
+    return Case(
+        operation="AdamW, fp32 states", size=f"{rows:,} x {width:,} in {parts}", dtype=dtype,
+        leaves=(Leaf((rows, width), width**-0.5, torch.float32), Leaf((rows, width), dtype=dtype)), exact=_first_step,
+        eager=partial(run, prefer="eager", of="twin"), ours=implementations("adamw", run, device, dtype),
+        chosen=taken("adamw", device, dtype), counts={"forward": Count(rows * width * (24 + 2 * dtype.itemsize))},
+        kinds=(ROWS,), learns=False, compiles=False,
+    )  # fmt: skip
 
 
 def int8_update(rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> Case:

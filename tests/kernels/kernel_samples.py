@@ -19,6 +19,7 @@ from meshwright.kernels.triton import (
     grouped,
     int8_product,
     loss_rows,
+    many_tensors,
     mean_norm,
     merging,
     narrow_update,
@@ -157,6 +158,25 @@ def update(moments: torch.dtype, weight: torch.dtype, *, copy: bool) -> Row:
     return Row(partial(narrow_update.narrow_adamw, piece, empty(FFN, WIDTH, dtype=FP32), numbers))
 
 
+def many(dtype: torch.dtype, copied: torch.dtype, first: int = 0) -> Row:
+    """Passes over two matrices whose gradients begin `first` elements behind the beginning of their memory."""
+
+    def launch() -> None:
+        gradients = [empty(first + FFN * WIDTH, dtype=dtype)[first:].view(FFN, WIDTH) for _ in range(2)]
+        masters, means, squares, copies = ([empty(FFN, WIDTH, dtype=kind) for _ in range(2)]
+                                           for kind in (FP32, FP32, FP32, copied))  # fmt: skip
+        number = empty(dtype=FP32)
+        numbers = UpdateNumbers(
+            rate=1e-4, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=number, skip=number
+        )
+        many_tensors.adamw(
+            gradients, masters, (means, squares), None if copied == FP32 else copies, [number] * 2, numbers
+        )
+        many_tensors.squares(gradients)
+
+    return Row(launch)
+
+
 def groups(zeros: str, group: int, width: int = WIDTH) -> tuple[Tensor, Tensor | None]:
     """Scales of a matrix (4,096, width), and zeros: whole = half a byte each, real, or none."""
     count = width // group if group else 1
@@ -237,6 +257,9 @@ ROWS = {
     "SwiGLU back to its product": Row(wide_gradients),
     "GELU": Row(partial(both_ways, gated.gelu, learning(TOKENS, FFN), "none")),
     "GELU by tanh": Row(partial(both_ways, gated.gelu, learning(TOKENS, FFN, dtype=FP32), "tanh")),
+    "AdamW of many tensors": many(BF16, BF16),
+    "AdamW of many tensors in fp32": many(FP32, FP32),
+    "AdamW of many tensors that begin anywhere": many(BF16, FP16, 1),
     "rotation": rotation(interleaved=False, in_place=True),
     "rotation of pairs side by side": rotation(interleaved=True, in_place=False),
     "merge": Row(merge),

@@ -7,8 +7,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from meshwright.kernels.wide_states import euclidean_norm
 from meshwright.parallel import on_one_device
-from meshwright.parallel.engine import euclidean_norm
 from meshwright.training.batches import split
 from meshwright.training.precision import LossScaler
 from meshwright.training.step import train_step

@@ -42,6 +42,8 @@ RULES = {
     "merge": Rule(True, "one pass over the result for each part"),
     "permute": Rule(True, "copies of rows are gathered and summed in one pass", (*FLOATS,)),
     "grouped": Rule(True, "one kernel for all experts where torch has a loop that waits", NARROW),
+    "adamw": Rule(True, "gradients, weights and moments of all parameters are read once and written once"),
+    "square_sums": Rule(True, "gradients of all parameters in one kernel"),
     "narrow_adamw": Rule(True, "moments are read, updated and rounded in one pass"),
     "packed_product": Rule(True, "codes become numbers inside of the product: few rows wait for memory alone", NARROW),
     "int8_product": Rule(True, "rows are rounded in one kernel; scales and outliers are applied behind the sum"),

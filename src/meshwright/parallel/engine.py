@@ -8,8 +8,8 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from meshwright import compat
 from meshwright.kernels.gradient_sums import GradientSum, gradient_dtype
+from meshwright.kernels.wide_states import euclidean_norm
 from meshwright.model import Transformer
 from meshwright.model.quantized_weights import is_run
 from meshwright.parallel import data
@@ -170,11 +170,9 @@ class Engine:
         of the ranks that hold it."""
         elsewhere = {name for one, group in self.common if group.index for name in one.names}
         counted = [data.local(gradient) for name, gradient in gradients.items() if name not in elsewhere]
-        norm = euclidean_norm(counted) if counted else torch.zeros((), device=next(self.model.parameters()).device)
+        norm = (
+            euclidean_norm(counted, self.model.kernels.prefer)
+            if counted
+            else torch.zeros((), device=next(self.model.parameters()).device)
+        )
         return norm if self.mesh["world"].size == 1 else self.mesh["world"].all_reduce(norm**2).sqrt()
-
-
-def euclidean_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """() fp32, over all elements of all tensors of this rank, whatever their dtype."""
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(compat.norms(list(tensors))))
-    return norm

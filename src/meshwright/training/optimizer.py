@@ -1,9 +1,9 @@
 """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101): decay groups, master weights, one fused pass.
 
-The update itself is torch's fused kernel, called once for the matrices and once for the vectors. Below fp32 it runs on
-fp32 master weights. Gradients that were summed in fp32 are taken as they are. Those of 16 bit are widened in buckets,
-so that few are ever there twice: 2 + 2 + 4 + 4 + 4 bytes a parameter and a bucket more. Of sharded parameters this
-rank's part is updated, as plain tensors that share the part's memory.
+The update is one pass over the matrices and one over the vectors (kernels/wide_states.py). Below fp32 it runs on fp32
+master weights: 2 + 2 + 4 + 4 + 4 bytes a parameter. On a GPU a Triton kernel reads gradients of any dtype. Elsewhere
+torch's fused kernel, which takes fp32, is given those of 16 bit widened in buckets, so that few are ever there twice.
+Of sharded parameters this rank's part is updated, as plain tensors that share the part's memory.
 
 Moments that are narrower than fp32, and bf16 weights without masters, are training/narrow_moments.py. With
 recipe.optimizer=muon hidden matrices go by training/muon.py, and only the rest by AdamW.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from meshwright import compat
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
+from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, in_one_pass
 from meshwright.parallel import Engine
 from meshwright.parallel.data import local
 from meshwright.spec.boxes import Box
@@ -37,9 +38,7 @@ class _ParameterGroup:
 
     names: list[str]
     decay: float
-    masters: list[Tensor]
-    moments: tuple[list[Tensor], list[Tensor]]
-    steps: list[Tensor]
+    states: WideStates
 
 
 class Optimizer:
@@ -60,7 +59,7 @@ class Optimizer:
         assert held is not None or storage == FP32_STATES, "other states go by a parameter's place: Optimizer.of"
         own = {name: local(parameter.detach()) for name, parameter in self.parameters.items()}
         self.masters = {name: x.float() for name, x in own.items() if storage.masters or x.dtype == torch.float32}
-        self.gathered = gathered
+        self.gathered, self.prefer = gathered, prefer
         self.widened = any(parameter.dtype != torch.float32 for parameter in self.parameters.values())
         # Made now, below everything that comes and goes in a step, they leave no holes in memory.
         self._steps = {name: torch.zeros((), device=x.device) for name, x in own.items()}
@@ -85,34 +84,32 @@ class Optimizer:
         one); nothing changes where `skip` () is 1.0. Below fp32 each gradient is dropped as soon as it is widened."""
         counts = 1 - skip
         with torch.no_grad():
-            for names in self.buckets():
-                gradients = self._widened_gradients(names)
+            at_once = in_one_pass(list(self.masters.values()), self.prefer)
+            for names in [self._ready()] if at_once else self.buckets():
+                gradients = self._taken_gradients(names) if at_once else self._widened_gradients(names)
                 for group in self._grouped(names):
-                    compat.add_to_each(group.steps, counts)
-                    compat.fused_adamw(
-                        group.masters,
+                    compat.add_to_each(group.states.steps, counts)
+                    (adamw if at_once else adamw_reference)(
+                        group.states,
                         [gradients[name] for name in group.names],
-                        group.moments,
-                        group.steps,
-                        lr=rate,
-                        beta1=self.recipe.beta1,
-                        beta2=self.recipe.beta2,
-                        weight_decay=group.decay,
-                        eps=self.recipe.epsilon,
-                        grad_scale=divide_by,
-                        found_inf=skip,
+                        [local(self.parameters[name].detach()) for name in group.names],
+                        self._numbers(rate, group.decay, divide_by, skip),
                     )
                 del gradients  # before the next bucket is widened
-                if self.widened:
-                    narrow = [local(self.parameters[name].detach()) for name in names]
-                    compat.copy_each(narrow, [self.masters[name] for name in names])
             self._update_narrow(rate, divide_by, skip, counts)
             if self._muon is not None:
                 self._update_matrices(self._muon, StepNumbers.of(self.recipe, rate, divide_by, skip))
 
+    def _numbers(self, rate: float, decay: float, divide_by: Tensor, skip: Tensor) -> UpdateNumbers:
+        recipe = self.recipe
+        return UpdateNumbers(
+            rate=rate, beta1=recipe.beta1, beta2=recipe.beta2, epsilon=recipe.epsilon, decay=decay,
+            divide_by=divide_by, skip=skip,
+        )  # fmt: skip
+
     def _update_narrow(self, rate: float, divide_by: Tensor, skip: Tensor, counts: Tensor) -> None:
         """What the fused kernel cannot read: parameter by parameter, each gradient dropped below fp32."""
-        recipe, states = self.recipe, self._narrow
+        states = self._narrow
         if states is None:
             return
         some = states.moments.keys() - self._matrices
@@ -122,10 +119,7 @@ class Optimizer:
         for name, parameter in ready.items():
             assert parameter.grad is not None
             gradient = local(parameter.grad)
-            numbers = UpdateNumbers(
-                rate=rate, beta1=recipe.beta1, beta2=recipe.beta2, epsilon=recipe.epsilon,
-                decay=recipe.weight_decay if gradient.dim() > 1 else 0.0, divide_by=divide_by, skip=skip,
-            )  # fmt: skip
+            numbers = self._numbers(rate, self.recipe.weight_decay if gradient.dim() > 1 else 0.0, divide_by, skip)
             states.update(name, self._weights(name), gradient, self._steps[name], numbers, BUCKET_BYTES)
             if self.widened:
                 del gradient
@@ -186,16 +180,24 @@ class Optimizer:
         if run:
             yield tuple(run)
 
-    def _widened_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """In fp32, by name; below fp32 the parameters lose theirs."""
+    def _ready(self) -> tuple[str, ...]:
+        """Parameters of fp32 states that have a gradient."""
+        return tuple(name for name in self._moments if self.parameters[name].grad is not None)
+
+    def _taken_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """As they are, by name; below fp32 the parameters lose theirs."""
         found = {}
         for name in names:
             parameter = self.parameters[name]
             assert parameter.grad is not None
-            found[name] = local(parameter.grad).float()
+            found[name] = local(parameter.grad)
             if self.widened:
                 parameter.grad = None
         return found
+
+    def _widened_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The same in fp32, each dropped as soon as it is widened."""
+        return {name: self._taken_gradients((name,))[name].float() for name in names}
 
     def _grouped(self, names: tuple[str, ...]) -> list[_ParameterGroup]:
         """The lists of some parameters, made once; they are the same in nearly every step."""
@@ -209,7 +211,7 @@ class Optimizer:
     def _group(self, names: list[str], decay: float) -> _ParameterGroup:
         first, second = ([self._moments[name][place] for name in names] for place in (0, 1))
         masters, steps = ([kind[name] for name in names] for kind in (self.masters, self._steps))
-        return _ParameterGroup(names, decay, masters, (first, second), steps)
+        return _ParameterGroup(names, decay, WideStates(masters, (first, second), steps))
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

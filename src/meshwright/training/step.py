@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from meshwright.kernels.wide_states import euclidean_norm
 from meshwright.model import Transformer
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
-from meshwright.parallel.engine import euclidean_norm
 from meshwright.spec.errors import IllegalLayout
 from meshwright.training.batches import PADDING, Batch, forms
 from meshwright.training.optimizer import Optimizer
@@ -290,7 +290,7 @@ class _Gradients:
         if not self.apart:
             return
         grads = self._present()
-        self.squared.append((euclidean_norm(grads.values()) / share) ** 2)
+        self.squared.append((euclidean_norm(list(grads.values())) / share) ** 2)
         for name, grad in grads.items():
             self.sums[name] = self.sums[name].add_(grad) if name in self.sums else grad
             self.parameters[name].grad = None

@@ -64,6 +64,20 @@ def _codes(share: Arg, middles: Arg) -> Arg:
 
 
 @triton.jit
+def adamw_numbers(
+    wide: Arg, mean: Arg, square: Arg, given: Arg, number: Arg, rate: Arg, beta1: Arg, rest1: Arg, beta2: Arg,
+    rest2: Arg, log_beta1: Arg, log_beta2: Arg, epsilon: Arg, decay: Arg,
+) -> tuple[Arg, Arg, Arg]:  # fmt: skip
+    """Weight and moments after update `number`."""
+    mean = mean * beta1 + given * rest1
+    square = square * beta2 + given * given * rest2
+    bias1 = (1 - tl.exp(number.to(tl.float64) * log_beta1)).to(tl.float32)
+    bias2 = (1 - tl.exp(number.to(tl.float64) * log_beta2)).to(tl.float32)
+    size = tl.sqrt(square) / tl.sqrt(bias2) + epsilon
+    return wide * (1 - rate * decay) - rate / bias1 * mean / size, mean, square
+
+
+@triton.jit
 def narrow_rows(
     weight: Arg, copy: Arg, gradient: Arg, gradient_stride: Arg, first: Arg, second: Arg, first_scales: Arg,
     second_scales: Arg, books: Arg, step: Arg, divide_by: Arg, skip: Arg, rate: Arg, beta1: Arg, rest1: Arg, beta2:
@@ -85,14 +99,11 @@ def narrow_rows(
     given = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
     given = given / tl.load(divide_by)
     number = tl.load(step)
-    mean = mean * beta1 + given * rest1
-    square = square * beta2 + given * given * rest2
-    bias1 = (1 - tl.exp(number.to(tl.float64) * log_beta1)).to(tl.float32)
-    bias2 = (1 - tl.exp(number.to(tl.float64) * log_beta2)).to(tl.float32)
     held = tl.load(weight + at, mask=inside, other=0)
-    wide = _widened(held) if WEIGHT == 2 else held
-    size = tl.sqrt(square) / tl.sqrt(bias2) + epsilon
-    wide = wide * (1 - rate * decay) - rate / bias1 * mean / size
+    wide, mean, square = adamw_numbers(
+        _widened(held) if WEIGHT == 2 else held, mean, square, given, number, rate, beta1, rest1, beta2, rest2,
+        log_beta1, log_beta2, epsilon, decay,
+    )  # fmt: skip
     if FORMAT == 1 or WEIGHT == 2:
         whole_row = (row // inner + row_first) * whole_inner + row % inner + row_second
         counter = (whole_row * whole_width + column_first + column).to(tl.uint32)
@@ -135,9 +146,10 @@ def narrow_adamw(piece: NarrowPiece, gradient: Tensor, numbers: UpdateNumbers) -
     narrow_rows[(ceil_div(rows, each), blocks)](
         _bits(piece.weight), piece.weight if piece.copy is None else piece.copy, gradient, gradient.stride(0),
         _bits(first.values), _bits(second.values), first.scales, second.scales, piece.books, piece.step,
-        numbers.divide_by, numbers.skip, numbers.rate, numbers.beta1, 1 - numbers.beta1, numbers.beta2, 1 -
-        numbers.beta2, _log(numbers.beta1), _log(numbers.beta2), numbers.epsilon, numbers.decay, place.seed, rows,
-        width, blocks, place.rows, place.whole_rows, place.first, place.second, place.width, place.column,
+        numbers.divide_by, numbers.skip, numbers.rate, numbers.beta1, 1 - numbers.beta1, numbers.beta2,
+        1 - numbers.beta2, logarithm(numbers.beta1), logarithm(numbers.beta2), numbers.epsilon, numbers.decay,
+        place.seed, rows, width, blocks, place.rows, place.whole_rows, place.first, place.second, place.width,
+        place.column,
         FORMAT=kind, WEIGHT=weight, ROWS=each, BLOCK=block, num_warps=4,
     )  # fmt: skip
 
@@ -146,5 +158,6 @@ def _bits(x: Tensor) -> Tensor:
     return x.view(torch.int16) if x.dtype == torch.bfloat16 else x
 
 
-def _log(beta: float) -> float:
+def logarithm(beta: float) -> float:
+    """Of a beta, for a power of it."""
     return math.log(beta) if beta > 0 else NEVER

@@ -8,12 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.kernels.triton import (
     flash,
     gated,
     grouped,
     int8_product,
     loss_rows,
+    many_tensors,
     mean_norm,
     merging,
     narrow_piece,
@@ -193,6 +195,39 @@ def _narrow_error(
     return error
 
 
+def _adamw(make: Made) -> float:
+    """Two updates of tensors of several sizes, one of them not aligned, beside torch's kernel."""
+    sizes = (5, 1), (70, 600), (3, 7)
+    gradients = [make(*size) for size in sizes]
+    gradients[2] = torch.cat((gradients[0].flatten()[:1], gradients[2].flatten()))[1:].view(3, 7)
+    one = torch.ones((), device=gradients[0].device)
+    numbers = narrow_piece.UpdateNumbers(
+        rate=0.1, beta1=0.9, beta2=0.95, epsilon=1e-8, decay=0.1, divide_by=2 * one, skip=0 * one
+    )
+    found, right = ([make(*size).float() for size in sizes] for _ in range(2))
+    copies = [x.to(gradients[0].dtype) for x in found]
+    states = [[[torch.zeros_like(x) for x in found] for _ in range(2)] for _ in range(2)]
+    for number in (1, 2):
+        steps = [number * one for _ in sizes]
+        copied = None if copies[0].dtype == torch.float32 else copies
+        many_tensors.adamw(gradients, found, (states[0][0], states[0][1]), copied, steps, numbers)
+        compat.fused_adamw(
+            right, [x.float() for x in gradients], (states[1][0], states[1][1]), steps, lr=0.1, beta1=0.9, beta2=0.95,
+            weight_decay=0.1, eps=1e-8, grad_scale=numbers.divide_by, found_inf=numbers.skip,
+        )  # fmt: skip
+    pairs = [*zip(found, right, strict=True), *(() if copied is None else zip(copies, right, strict=True))]
+    error: float = max(((a.float() - b).norm() / b.norm()).item() for a, b in pairs)
+    return error
+
+
+def _squares(make: Made) -> float:
+    """Of tensors of several sizes, one of several chunks."""
+    given = [make(5), make(300, 301), make(7, 9)[3:]]
+    right = torch.stack([x.double().square().sum() for x in given]).sum()
+    error: float = (many_tensors.squares(given).double().sum() / right - 1).abs().item()
+    return error
+
+
 def _no_moment(weight: Tensor, zero: int, signed: bool) -> narrow_piece.Moment:
     """Of zeros, whose place in the code book is `zero`, in blocks of 256."""
     codes = torch.full(weight.shape, zero, dtype=torch.uint8, device=weight.device)
@@ -284,6 +319,8 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "grouped": _grouped,
     "attention": _attention,
     "paged_attention": _paged,
+    "adamw": _adamw,
+    "square_sums": _squares,
     "narrow_adamw": _narrow,
     "restore": _restored,
     "packed_product": _packed,
