@@ -16,7 +16,7 @@ from meshwright.kernels.narrow_states import narrow_adamw
 from meshwright.kernels.quantization import unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
-from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, in_one_pass
+from meshwright.kernels.wide_states import WideStates, adamw, adamw_reference, euclidean_norm, in_one_pass
 from meshwright.spec.boxes import Box
 from meshwright.spec.optimizer_states import BLOCK, MomentFormat
 from meshwright.spec.quantization_schemes import NF4, SCHEMES
@@ -57,6 +57,21 @@ def fp32_update(rows: int, width: int, parts: int, *, dtype: torch.dtype, device
         leaves=(Leaf((rows, width), width**-0.5, torch.float32), Leaf((rows, width), dtype=dtype)), exact=_first_step,
         eager=partial(run, prefer="eager", of="twin"), ours=implementations("adamw", run, device, dtype),
         chosen=taken("adamw", device, dtype), counts={"forward": Count(rows * width * (24 + 2 * dtype.itemsize))},
+        kinds=(ROWS,), learns=False, compiles=False,
+    )  # fmt: skip
+
+
+def gradient_norm(rows: int, width: int, parts: int, *, dtype: torch.dtype, device: torch.device) -> Case:
+    """The Euclidean norm of so many matrices at once: the gradients, read once."""
+
+    def run(gradient: Tensor, prefer: str) -> Tensor:
+        return euclidean_norm(gradient.detach().chunk(parts), prefer)
+
+    return Case(
+        operation="norm of gradients", size=f"{rows:,} x {width:,} in {parts}", dtype=dtype,
+        leaves=(Leaf((rows, width), dtype=dtype),), exact=lambda gradient: gradient.norm(),
+        eager=partial(run, prefer="eager"), ours=implementations("square_sums", run, device, dtype),
+        chosen=taken("square_sums", device, dtype), counts={"forward": Count(rows * width * dtype.itemsize)},
         kinds=(ROWS,), learns=False, compiles=False,
     )  # fmt: skip
 
