@@ -282,10 +282,10 @@ class Estimator(SharedCosts):
 
     @property
     def widened_bytes(self) -> float:
-        """Of an element's temporaries: narrow states, or a 16-bit gradient, in fp32."""
+        """Of an element's temporaries: narrow states, or a 16-bit gradient that AdamW cannot read, in fp32."""
         if self.recipe.storage.narrow:
             return float(NARROW_BYTES)
-        return 4.0 if self.recipe.precision != "fp32" else 0.0
+        return 4.0 if self.recipe.precision != "fp32" and not (self.stack.own and self._gpu) else 0.0
 
     def _gathered(self, layout: Layout, state: States) -> float:
         """ZeRO-3 of other software, where the ends stay whole from the first forward to the last backward pass: two
