@@ -15,6 +15,8 @@ from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, progra
 
 SHORT = 8192
 """Row that a program of the backward pass holds in registers."""
+FEWER_WARPS = 16
+"""For a longer row of the forward pass: with 32 a thread has 32 registers, and code for sm_80 puts two into memory."""
 
 
 @triton.jit
@@ -87,7 +89,8 @@ def forward(x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> tupl
     each = rows_a_program(block)
     root_norm_forward[(ceil_div(rows, each),)](
         x, x.stride(0), x if added is None else added, 0 if added is None else added.stride(0), weight, out, total,
-        scales, rows, width, eps, ADD=added is not None, ROWS=each, BLOCK=block, num_warps=warps(2 * each * block),
+        scales, rows, width, eps, ADD=added is not None, ROWS=each, BLOCK=block,
+        num_warps=FEWER_WARPS if block > SHORT else warps(2 * each * block),
     )  # fmt: skip
     return out, total, scales
 
