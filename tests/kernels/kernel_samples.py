@@ -18,6 +18,7 @@ from meshwright.kernels.triton import (
     gated,
     grouped,
     int8_product,
+    keeping,
     loss_rows,
     many_tensors,
     mean_norm,
@@ -233,6 +234,19 @@ def paged_attention(
     return Row(partial(paged.attend_rows, q, *stores, places, width=width, window=window, scale=0.1))
 
 
+def kept_rows(codes: torch.dtype = BF16, *, norms: bool, interleaved: bool = False, heads: int = HEADS) -> Row:
+    """Rows of one product of queries, keys and values, whose parts lie side by side."""
+    q, k, v = empty(5, heads + 2 * KEY_HEADS, HEAD).split((heads, KEY_HEADS, KEY_HEADS), 1)
+    size = 500, 16, KEY_HEADS, HEAD
+    scales = None if codes == BF16 else empty(*size[:3], dtype=FP32)
+    stores = (paged.BlockStore(empty(*size, dtype=codes), scales) for _ in range(2))
+    tables = (empty(5, HEAD // 2, dtype=FP32) for _ in range(2))
+    normed = keeping.HeadNorms(empty(HEAD), empty(HEAD), EPS) if norms else None
+    slots = empty(5, dtype=INT64)
+    launch = partial(keeping.turn_and_keep, q, k, v, *tables, slots, *stores, interleaved=interleaved, norms=normed)
+    return Row(launch)
+
+
 def wide_gradients() -> None:
     """With silu(gate) * up again."""
     gated.gradients(*(empty(TOKENS, FFN) for _ in range(3)), product=True, consume=True)
@@ -301,4 +315,8 @@ ROWS = {
     "paged attention in one run": paged_attention(128, 32, 8, longest=200, dtype=FP16),
     "paged attention over int8": paged_attention(128, 32, 8, INT8),
     "paged attention over e4m3": paged_attention(128, 32, 8, E4M3),
+    "rows kept": kept_rows(norms=False),
+    "rows kept with norms": kept_rows(norms=True, interleaved=True, heads=7 * KEY_HEADS),
+    "rows kept in int8": kept_rows(INT8, norms=True),
+    "rows kept in e4m3": kept_rows(E4M3, norms=False, heads=KEY_HEADS),
 }  # fmt: skip

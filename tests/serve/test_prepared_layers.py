@@ -1,13 +1,19 @@
 """Engines with prepared weights, with and without compiled loops, over plain and quantized models."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.serve_quantized import quantized
-from meshwright.model import Transformer, generate
+from meshwright.kernels.prepared_product import joined_product, reference
+from meshwright.model import Transformer, build, generate
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.prepared_layers import DeferredSums
+from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
-from tests.model.shrunk import KINDS, model
+from tests.model.shrunk import KINDS, model, shrink
 from tests.serve.test_exact import NEW, PROMPTS, bits, served, shrunk
 
 WAYS = {"plain": {"packed": False, "compiled": False}, "packed": {"compiled": False}, "loops": {"packed": False}}
@@ -58,3 +64,78 @@ def test_the_model_is_left_as_it_was() -> None:
     engine.step()
     assert prepared(found) is None
     engine.cancel(asked)
+
+
+def held_bytes(found: Transformer) -> int:
+    """Of all memory behind parameters and buffers, each once."""
+    tensors = [*found.parameters(), *found.buffers()]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@pytest.mark.parametrize("scheme", ["", "int8", "int4-rtn", "int4-sym", "nf4", "fp8"])
+@pytest.mark.parametrize("name", [KINDS[2], KINDS[4]])
+def test_matrices_of_one_input_lie_side_by_side(name: str, scheme: str) -> None:
+    """One product for queries, keys and values has the columns of each. Names and values of the model stay, nothing is
+    held twice, and a second engine finds them joined."""
+    found = model(name).eval()
+    found = quantized(found, scheme) if scheme else found
+    attention = found.blocks[0].attention
+    layers = [attention.q, attention.k, attention.v]
+    before, kept = held_bytes(found), {key: one.clone() for key, one in found.state_dict().items()}
+    rows = torch.randn(5, found.shape.hidden, generator=torch.Generator().manual_seed(1))
+    given = [layer.matrix for layer in layers], [layer.local_bias for layer in layers]
+    right = reference(*given, rows)
+    product = joined_product(*given)
+    assert product is not None
+    torch.testing.assert_close(product(rows), right, rtol=2e-5, atol=2e-5)
+    assert held_bytes(found) == before
+    assert all(torch.equal(one, kept[key]) for key, one in found.state_dict().items())
+    matrix = layers[0].quantized.codes if scheme else layers[0].weight
+    place = matrix.data_ptr()
+    again = joined_product([layer.matrix for layer in layers], given[1])
+    assert again is not None and matrix.data_ptr() == place and torch.equal(again(rows), product(rows))
+    if not scheme:  # what is loaded afterwards is what is multiplied with
+        found.load_state_dict({key: 2 * one for key, one in kept.items()})
+        torch.testing.assert_close(product(rows), reference(*given, rows), rtol=2e-5, atol=2e-5)
+
+
+def test_memory_of_others_is_left_where_it_is() -> None:
+    """A view of something larger would keep that alive beside the copy."""
+    whole = torch.randn(3, 4, 8)
+    assert joined_product([whole[0], whole[2]], [None, None]) is None
+    assert joined_product([whole[0].t(), whole[1].t()], [None, None]) is None
+    beside = joined_product([whole[1], whole[2]], [None, None])
+    rows = torch.randn(2, 8)
+    assert beside is not None and torch.equal(beside(rows), rows @ whole[1:].flatten(0, 1).t())
+    assert joined_product([torch.randn(4, 8), torch.randn(4, 8).double()], [None, None]) is None
+
+
+@pytest.mark.parametrize("name", [KINDS[0], KINDS[2], KINDS[5], KINDS[7], KINDS[8]])
+def test_sums_that_the_next_norm_makes(name: str) -> None:
+    """The same bits, in every pass; a hook on a block sees whole sums, so that none are deferred then."""
+    found = model(name).eval()
+    tokens = torch.tensor([[3, 14, 15, 9, 2]])
+    calls = DeferredSums(found.blocks)
+    with torch.no_grad():
+        right = found(tokens)
+        plain, found.seams.call = found.seams.call, calls
+        assert not calls.is_hooked()
+        assert torch.equal(found(tokens), right) and torch.equal(found(tokens), right)
+        found.seams.call = plain
+    handle = found.blocks[0].register_forward_hook(lambda *_: None)
+    assert calls.is_hooked()
+    handle.remove()
+
+
+def test_long_prompts_are_answered_by_the_models_own_logits() -> None:
+    """Greedy tokens behind 8,000, ties aside."""
+    shape = replace(shrink("llama-3.1-8b"), layers=1, max_positions=8100)
+    found = build(shape, seed=3).eval()
+    prompt = torch.randint(shape.vocab, (8000,), generator=torch.Generator().manual_seed(1)).tolist()
+    engine = ServingEngine(found, EngineOptions(most_tokens=2048, most_sequences=2))
+    asked = engine.add(prompt, RequestOptions(max_new_tokens=4, ignore_end=True))
+    engine.run([asked])
+    with torch.no_grad():
+        logits = found(torch.tensor([prompt + asked.answers[0].ids]))[0, len(prompt) - 1 : -1]
+    for token, row in zip(asked.answers[0].ids, logits, strict=True):
+        assert row[token] > row.max() - 1e-4

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.norm import rms_norm_reference
 from meshwright.kernels.quantization import E4M3, absmax_scale, e4m3_scale, highest
+from meshwright.kernels.rope import rotate_reference
 
 CacheForm = Literal["model", "fp8", "int8"]
 """What keys and values are kept as: numbers of the model's dtype, or codes."""
@@ -75,3 +77,37 @@ def encoded(numbers: Tensor, form: CacheForm) -> tuple[Tensor, Tensor]:
     scales = absmax_scale(peak, 8)
     codes = (numbers.float() / scales.unsqueeze(-1)).round_().clamp_(-highest(8), highest(8))
     return codes.to(torch.int8), scales
+
+
+def turn_and_keep_reference(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: KeptNumbers, values: KeptNumbers, *,
+    interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
+) -> None:  # fmt: skip
+    """Norm (weights (E,) of q and k, eps) and turn q (N, H, E) and k (N, K, E) in their own memory; write k and v to
+    slots (N,) of the stores. cos and sin (N, E / 2) fp32."""
+    for x, weight in zip((q, k), (None, None) if norms is None else norms[:2], strict=True):
+        normed = x if weight is None or norms is None else rms_norm_reference(x, weight, norms[2])
+        x.copy_(rotate_reference(normed.unsqueeze(0), cos[None, :, None], sin[None, :, None], interleaved)[0])
+    keys.write(slots, k)
+    values.write(slots, v)
+
+
+def turn_and_keep(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: KeptNumbers, values: KeptNumbers, *,
+    interleaved: bool, norms: tuple[Tensor, Tensor, float] | None,
+) -> bool:  # fmt: skip
+    """As the reference, in one Triton kernel. False where it does not take these tensors, and has done nothing."""
+    from meshwright.kernels.triton import keeping, paged
+
+    if (
+        not keeping.is_taken(q, k, v)
+        or keys.sizes[3] != q.shape[2]
+        or not (values.sizes[3] == v.shape[2] == k.shape[2])
+    ):
+        return False
+    stores = (paged.BlockStore(store.codes, store.scales) for store in (keys, values))
+    keeping.turn_and_keep(
+        q, k, v, cos, sin, slots, *stores, interleaved=interleaved,
+        norms=None if norms is None else keeping.HeadNorms(*norms),
+    )  # fmt: skip
+    return True

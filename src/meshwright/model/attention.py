@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from meshwright.compat import is_hooked
 from meshwright.kernels import Kernels
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.linear import product_dtype
@@ -77,12 +78,24 @@ class Attention(AttentionBase):
         """x (B, S, D) -> (B, S, D)."""
         parts = read(self.seams.dense, x, self.q, self.k, self.v)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
-        if self.shape.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if metadata.cos is not None:
-            turned = self.shape.rope_interleaved, self.seams.overwrites
-            q, k = self.kernels.rotate_pair(q, k, metadata.cos, metadata.sin, *turned)
+        if cache is None or not self._turned_by(cache, q, k, v, metadata):
+            if self.shape.qk_norm:
+                q, k = self.q_norm(q), self.k_norm(k)
+            if metadata.cos is not None:
+                turned = self.shape.rope_interleaved, self.seams.overwrites
+                q, k = self.kernels.rotate_pair(q, k, metadata.cos, metadata.sin, *turned)
         return self.attended(q, k, v, metadata, cache)
+
+    def _turned_by(self, cache: Past, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> bool:
+        """Whether the cache normed and turned q and k in their place, in one pass with what it keeps."""
+        if metadata.cos is None or metadata.sin is None or not self.seams.overwrites:
+            return False
+        norms = None
+        if self.shape.qk_norm:
+            if is_hooked(self.q_norm) or is_hooked(self.k_norm):
+                return False
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        return cache.turn(q, k, v, metadata.cos, metadata.sin, interleaved=self.shape.rope_interleaved, norms=norms)
 
 
 class LatentAttention(AttentionBase):

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from meshwright.kernels.attention import Mask
 
+Norms = tuple[Tensor, Tensor, float]
+"""Of queries and keys: weights (E,) of each, and what is added to mean squares."""
+
 
 class Past(Protocol):
     """What one layer keeps of the past. It owns attention over itself, so that how it is kept is its own affair."""
@@ -20,6 +23,12 @@ class Past(Protocol):
     @property
     def length(self) -> int:
         """Positions held."""
+
+    def turn(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
+    ) -> bool:  # fmt: skip
+        """Norm and turn q and k (B, S, heads, E) in their own memory, and keep k and v, so that `attend` need not.
+        False where the caller must turn them itself. `norms`: weights (E,) of the norms of q and k, and their eps."""
 
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
@@ -39,6 +48,12 @@ class LayerCache:
         self.length = 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
+
+    def turn(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
+    ) -> bool:  # fmt: skip
+        """As Past: never."""
+        return False
 
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float

@@ -34,6 +34,10 @@ class SeesItself:
     def __init__(self, low_rank: bool) -> None:
         self.low_rank = low_rank
 
+    def turn(self, *_: object, **__: object) -> bool:
+        """As Past: never."""
+        return False
+
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
     ) -> Tensor:

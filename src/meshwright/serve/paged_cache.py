@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.attention import Mask
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.compiled.library import Loops, takes
-from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers, turn_and_keep
 from meshwright.kernels.paged_attention import (
     DenseCall,
     PagedCall,
@@ -23,7 +24,7 @@ from meshwright.kernels.paged_attention import (
     row_kernel,
 )
 from meshwright.model.attention import LatentAttention
-from meshwright.model.kv_cache import Cache
+from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serve.host_copies import HostCopies, grouped
 from meshwright.serve.host_tier import Move
@@ -85,12 +86,26 @@ class PagedLayer:
         self.keys = KeptNumbers((number, size, heads, width), like, form)
         self.values = KeptNumbers((number, size, heads, values), like, form) if values else self.keys
         self.places: StepPlaces | None = None
+        self.turns = False
+        """Whether `turn` has a kernel here."""
+        self._keeps = False  # what `turn` of this pass has kept already
         self._copies: dict[int, list[Tensor]] = {}  # by T: keys and values (room, T, K, width)
 
     @property
     def bytes(self) -> int:
         """Of its blocks."""
         return sum(store.bytes for store in self._stores)
+
+    def turn(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
+    ) -> bool:  # fmt: skip
+        """As Past: on a GPU, in one kernel."""
+        if not self.turns:
+            return False
+        assert self.places is not None
+        given = q[0], k[0], v[0], cos.flatten(0, 2), sin.flatten(0, 2), self.places.slots
+        self._keeps = turn_and_keep(*given, self.keys, self.values, interleaved=interleaved, norms=norms)
+        return self._keeps
 
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
@@ -99,8 +114,9 @@ class PagedLayer:
         assert self.places is not None
         q, k, v = q[0], k[0], v[0]
         news = (k,) if self.low_rank else (k, v)
-        for store, new in zip(self._stores, news, strict=True):
+        for store, new in zip(self._stores, news, strict=True) if not self._keeps else ():
             store.write(self.places.slots, new, self.loops)
+        self._keeps = False
         done, parts = 0, list[Tensor]()
         if self.places.rows is not None:
             done, stores = len(self.places.rows.last), (self.keys, self.values)
@@ -192,6 +208,8 @@ class PagedCache:
             row_kernel(weight, widest, model.kernels.prefer) if self.loops is None else (True, "compiled loops")
         )
         """Whether rows that decode read blocks where they lie; what attends for them, and why."""
+        for layer in self.layers:
+            layer.turns = not layer.low_rank and uses_triton("turn_and_keep", weight, prefer=model.kernels.prefer)
         self.windows = sorted({layer.window for layer in self.layers})
         self.device = weight.device
         kept = [tensor for layer in self.layers for tensor in layer.kept]

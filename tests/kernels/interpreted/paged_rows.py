@@ -111,13 +111,15 @@ def test_a_row_has_the_same_bits_whatever_else_is_in_the_call() -> None:
 
 @pytest.mark.parametrize("name, form", [("llama-3.1-8b", "model"), ("mistral-7b-v0.1", "int8")])
 def test_an_engine_answers_by_it(name: str, form: CacheForm) -> None:
-    """Rows that decode; chunks of prompts are calls of torch."""
+    """Rows that decode, with all that a GPU's step fuses; chunks of prompts are calls of torch."""
     plain = model(name).eval()
     found = build(shrink(name), kernels="triton", initialize=False).eval()
     found.load_state_dict(plain.state_dict())
-    options = EngineOptions(compiled=False, packed=False, block=4, most_tokens=24, most_sequences=4, cache_dtype=form)
-    engine = ServingEngine(found, options)
+    sizes: dict[str, Any] = {"compiled": False, "block": 4, "most_tokens": 24, "most_sequences": 4}
+    engine = ServingEngine(found, EngineOptions(**sizes, cache_dtype=form))
+    options = EngineOptions(**sizes, packed=False, cache_dtype=form)
     assert engine.attention.startswith("triton (interpreter, fp32: ")
+    assert all(layer.turns for layer in engine.cache.layers)
     prompts = [[3, 14, 15], [9, 2, 6, 5, 3] * 4]
     asked = [engine.add(prompt, RequestOptions(max_new_tokens=4)) for prompt in prompts]
     engine.run(asked)
