@@ -32,6 +32,7 @@ from meshwright.kernels.paged_attention import RowsCall
 from meshwright.model.quantized_weights import put_quantized, quantizable
 from meshwright.model.transformer import Transformer, shrink, skeleton
 from meshwright.planner.serving.device_kernels import DeviceKernels
+from meshwright.planner.serving.frameworks import LAUNCH_US
 from meshwright.planner.serving.number_formats import BF16, formats_of
 from meshwright.serve.paged_cache import PagedCache, StepPlaces
 from meshwright.serve.prepared_layers import PreparedLayers
@@ -45,15 +46,13 @@ FORMS = ("bf16", "int4-rtn", "nf4", "int8", "fp8")
 BATCHES = (1, 64)
 BLOCK = 16
 PROCESSORS = {90: 132, 80: 108}
-SMALL_US = 2.0
-"""Of a kernel in a graph that moves few bytes: from one kernel's end to the next one's first byte, and its last block
-(measured on an H200 of 2026-11-27: 15 kernels of a layer beside its products took 40 us)."""
 VIEWS = (
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand",
     "lift_fresh", "new_empty", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t",
     "transpose", "unbind", "unfold", "unsqueeze", "view",
 )  # fmt: skip
 """Operations of torch that launch nothing."""
+WAITS = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "repeat_interleave", "_unique2")
 PRODUCTS = ("mm", "addmm", "bmm", "linear", "_scaled_mm")
 
 
@@ -77,6 +76,8 @@ class StepCounts:
     """Operations of torch, views included, and Triton kernels."""
     calls: int = 0
     """Of Python functions of this package."""
+    waits: list[str] = field(default_factory=list)
+    """Operations for which the host waits, or which copy numbers of the host: no graph can hold them."""
 
     @property
     def read_bytes(self) -> int:
@@ -107,6 +108,8 @@ class Counting(TorchDispatchMode):
         if name == "device":  # of a tensor that is asked where it is
             return out
         self.counts.dispatches += 1
+        if name in WAITS:
+            self.counts.waits.append(name)
         if name in VIEWS:
             return out
         given = [one for one in _tensors((args, kwargs)) if one.device.type == "cuda"]
@@ -307,7 +310,7 @@ def predicted_s(counts: StepCounts, shape: ModelShape, form: str, batch: int, co
             sizes = (shape.heads, shape.kv_heads, shape.head_dim)
             total += kernels.decode(batch, context, *map(float, sizes), 2.0)
         else:
-            total += SMALL_US / 1e6 + kernels.moved(one.read_bytes + one.written_bytes)
+            total += LAUNCH_US / 1e6 + kernels.moved(one.read_bytes + one.written_bytes)
     return total
 
 
@@ -342,10 +345,9 @@ def main() -> None:
     if asked.json:
         print(json.dumps({"model": shape.name, "device": device.name, "context": asked.context, "rows": rows}))
         return
-    print(f"{shape.name}, one decode step of {asked.context} positions each; times are predictions for {device.name}")
-    print(
-        "| weights | rows | launches | host operations | Python calls | GB read | GB written | predicted | weights alone |"
-    )
+    print(f"{shape.name}, a decode step at {asked.context} positions; times are predictions for {device.name}")
+    heads = ("weights", "rows", "launches", "host operations", "Python calls", "GB read", "GB written", "predicted")
+    print(f"| {' | '.join((*heads, 'weights alone'))} |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(

@@ -182,7 +182,7 @@ def test_plans_make_no_more_answers_at_once_than_the_engine() -> None:
 
 def test_cuda_graphs_of_our_engine_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What graphs read and leave is what the engine makes for them, but for a block that pads tables; one GPU has them,
-    of weights that are not quantized."""
+    but for quantized experts."""
     shape = presets.model("llama-3.1-8b")
     plain = deployment("llama-3.1-8b")
     ours = replace(plain, framework=meshwright_on(plain.device, shape.hidden))
@@ -199,7 +199,7 @@ def test_cuda_graphs_of_our_engine_are_counted(monkeypatch: pytest.MonkeyPatch) 
     held = StepMemory(rows, blocks, shape.vocab, torch.device("cpu"))
     assert graphs_bytes(ours, 2048) + 8 == held.bytes
     none = [
-        deployment("llama-3.1-8b"), replace(deployment("llama-3.1-8b", "fp8"), framework=MESHWRIGHT),
+        deployment("llama-3.1-8b"), replace(deployment("mixtral-8x7b", "fp8"), framework=MESHWRIGHT),
         replace(deployment("llama-3.1-8b", tp=2), framework=MESHWRIGHT),
         replace(deployment("deepseek-v3"), framework=MESHWRIGHT),
     ]  # fmt: skip

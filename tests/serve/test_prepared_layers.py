@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks.serve_quantized import quantized
-from meshwright.kernels.prepared_product import joined_product, reference
+from meshwright.kernels.joined_product import joined_product
+from meshwright.kernels.prepared_product import reference
 from meshwright.model import Transformer, build, generate
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.prepared_layers import DeferredSums

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.serve_quantized import quantized
 from meshwright import compat
 from meshwright.kernels import experts
 from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
@@ -269,6 +270,12 @@ def test_what_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert "2 ranks" in reason_without(there, cache, 2)
     monkeypatch.setattr(step_graphs, "counts_stay", lambda *_: False)
     assert "experts" in reason_without(there, cache, 1)
+    monkeypatch.setattr(step_graphs, "counts_stay", lambda *_: True)
+    for scheme, reason in (("int4-rtn", "quantized experts"), ("llm-int8", "outliers")):
+        experts_of = on_gpu(quantized(model(MIXED["moe"]), scheme).eval())
+        assert reason in reason_without(experts_of, cache, 1)
+    for scheme in ("int4-rtn", "nf4", "int8", "fp8"):
+        assert reason_without(on_gpu(quantized(model(MIXED["gqa"]), scheme).eval()), cache, 1) == ""
     cache.by_rows, cache.attention = False, "torch (heads are 576 wide, more than 256)"
     assert "576 wide" in reason_without(there, cache, 1)
 

@@ -179,8 +179,11 @@ def reason_without(model: Transformer, cache: PagedCache, ranks: int) -> str:
         return f"{ranks} ranks exchange parts in each layer, which is not captured"
     if not cache.by_rows:
         return f"attention of rows that decode is by {cache.attention}"
-    if any(isinstance(one, QuantizedWeight) for one in model.modules()):
-        return "products with quantized weights are not captured"
+    coded = [one for one in model.modules() if isinstance(one, QuantizedWeight)]
+    if any(one.scheme.outliers == "threshold" for one in coded):
+        return "which columns of a step are outliers is read from the device"
+    if any(len(one.size) > 2 for one in coded):
+        return "products of quantized experts wait for the lengths of their runs"
     if model.shape.moe and not counts_stay(model.shape, model.kernels, weight.device, weight.dtype):
         return "products of experts wait for the lengths of their runs"
     return ""

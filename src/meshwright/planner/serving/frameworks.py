@@ -77,4 +77,12 @@ def meshwright_on(device: Device, hidden: int) -> Framework:
     if not device.is_gpu:
         return MESHWRIGHT
     tokens = step_tokens(silicon_of(device).processors, hidden)
-    return MESHWRIGHT._replace(budget=tokens, cache_share=MEMORY_SHARE, sequences=GPU_SEQUENCES)
+    return MESHWRIGHT._replace(
+        budget=tokens, cache_share=MEMORY_SHARE, sequences=GPU_SEQUENCES, fuses=True, layer_us=SMALL_KERNELS * LAUNCH_US
+    )  # fmt: skip
+
+
+SMALL_KERNELS, LAUNCH_US = 5, 2.0
+"""Of a layer on a GPU beside its products and its attention: two norms, rotation with the write into the cache, the sum
+of attention's runs, the activation (`python -m benchmarks.decode_step` counts them); and what each takes in a graph
+where it moves few bytes: 15 of a layer took 40 microseconds on an H200, their bytes included."""

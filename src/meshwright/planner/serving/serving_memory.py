@@ -167,10 +167,10 @@ def token_bytes(of: Deployment) -> float:
 def graphs_bytes(of: Deployment, length: float) -> float:
     """Of the CUDA graphs of Meshwright's engine, on one GPU: the pool, with the parts of attention that are added up
     over runs of positions; and beside it the rows that graphs read, and their logits in fp32. Several ranks have
-    none, nor have quantized weights, or latent attention that is wider than its kernel takes."""
+    none, nor have quantized experts, or latent attention that is wider than its kernel takes."""
     shape = of.model.shape
     ours = of.framework.name == MESHWRIGHT.name and of.device.is_gpu and of.degrees.gpus == 1
-    if not ours or quantized(of) or (shape.mla and shape.mla.kv_rank + shape.mla.rope_dim > WIDEST):
+    if not ours or (shape.moe and quantized(of)) or (shape.mla and shape.mla.kv_rank + shape.mla.rope_dim > WIDEST):
         return 0.0
     longest = next(one for one in position_numbers(shape.max_positions) if one >= min(length, shape.max_positions))
     runs = longest // SPLIT if longest > SPLIT else 0

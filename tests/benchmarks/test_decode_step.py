@@ -1,0 +1,65 @@
+"""What a decode step of an 8B model launches on a GPU, held at its numbers: more is slower, fewer is news."""
+
+import pytest
+
+from benchmarks.decode_step import counted_step, fake_gpu, limit_s, predicted_s
+from meshwright.kernels import chooser
+from meshwright.spec import presets
+
+SHAPE = presets.model("llama-3.1-8b")
+EACH_LAYER = {"root_norm_forward": 2, "keep_rows": 1, "paged_rows": 1, "add_splits": 0, "swiglu_forward": 1}
+"""Beside products."""
+ONCE = {"embedding": 1, "cos": 1, "sin": 1, "root_norm_forward": 1, "add": 1, "mm": 1}
+"""Of a step; the product is the head's."""
+PRODUCTS = {
+    "bf16": {"mm": 4}, "int4-rtn": {"packed_rows": 4, "sum_parts": 3}, "nf4": {"packed_rows": 4, "sum_parts": 3},
+    "int8": {"round_rows": 4, "int8_rows": 4, "finish_parts": 3}, "fp8": {"round_rows": 4, "_scaled_mm": 4},
+}  # fmt: skip
+"""Of a layer: queries, keys and values; the output; gate and up; down. K is cut for those of few columns."""
+READ_GB = {"bf16": 15.04, "int4-rtn": 5.13, "nf4": 5.02, "int8": 8.07, "fp8": 8.07}
+HOST = {
+    "bf16": (1878, 4400), "int4-rtn": (2326, 8433), "nf4": (2326, 8433), "int8": (3094, 8977), "fp8": (2902, 7984),
+}  # fmt: skip
+"""Operations and calls."""
+
+
+@pytest.mark.parametrize("form", PRODUCTS)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_launches_and_bytes(form: str, batch: int) -> None:
+    """Each weight is read once; beside them little is read and written."""
+    counts = counted_step(SHAPE, form, batch, 160)
+    launched = counts.by_name
+    for name, count in {**EACH_LAYER, **PRODUCTS[form]}.items():
+        assert launched[name] == SHAPE.layers * count + ONCE.get(name, 0), name
+    assert not counts.waits, "a graph cannot hold what waits for the host"
+    others = sum(launched.values()) - sum(launched[name] for name in {*EACH_LAYER, *PRODUCTS[form], *ONCE})
+    assert others <= 5, launched
+    if batch == 1:
+        assert counts.read_bytes / 1e9 == pytest.approx(READ_GB[form], abs=0.006)
+        assert counts.written_bytes < 25e6
+    device = presets.device("h200-sxm")
+    predicted = predicted_s(counts, SHAPE, form, batch, 160, device)
+    assert limit_s(SHAPE, form, device) < predicted < 2.5 * limit_s(SHAPE, form, device) + batch * 3e-5
+
+
+@pytest.mark.parametrize("form", PRODUCTS)
+def test_what_the_host_does(form: str) -> None:
+    """Operations of torch and Triton, and calls of Python, where a step is no graph."""
+    counts = counted_step(SHAPE, form, 1, 160)
+    assert (counts.dispatches, counts.calls) == HOST[form]
+
+
+def test_runs_of_keys_are_added_up_behind_the_first() -> None:
+    """A sequence of more than 256 positions has several; that is one launch more for each layer."""
+    short, long = (counted_step(SHAPE, "bf16", 1, context) for context in (256, 257))
+    assert len(long.launches) - len(short.launches) == long.by_name["add_splits"] == SHAPE.layers
+
+
+def test_the_fake_gpu_is_gone_afterwards() -> None:
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    before = JITFunction.run, chooser._choose, torch.cuda.get_device_properties
+    with fake_gpu(counted_step(presets.model("llama-tiny"), "bf16", 2, 40), 40):
+        assert JITFunction.run is not before[0]
+    assert (JITFunction.run, chooser._choose, torch.cuda.get_device_properties) == before
