@@ -1,7 +1,7 @@
-"""Products of a GPU with matrices that do not change and read one input: moved side by side in memory, once, they are one.
+"""Products of a GPU with matrices that do not change and read one input: side by side in memory they are one product.
 
-A product of few columns leaves most of a GPU idle: keys' and values' matrices of an 8B model are read at a third of its
-rate. The matrices stay what they were, as views of one tensor.
+A product of few columns leaves most of a GPU idle, and each one is a launch. The matrices are moved once and stay what
+they were, as views of one tensor.
 """
 
 from collections.abc import Sequence
