@@ -1,6 +1,7 @@
 """CUDA graphs of an engine's steps (EngineOptions.cuda_graphs): what a CPU can prove of them, and what a GPU must."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows_reference
 from meshwright.kernels.target import acting_as
 from meshwright.model import Transformer
+from meshwright.model.quantized_weights import QuantizedWeight
 from meshwright.parallel import build_engine
 from meshwright.parallel.graph_capture import WARM, Capture, NoCapture
 from meshwright.parallel.mesh import make_mesh
@@ -271,11 +273,14 @@ def test_what_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(step_graphs, "counts_stay", lambda *_: False)
     assert "experts" in reason_without(there, cache, 1)
     monkeypatch.setattr(step_graphs, "counts_stay", lambda *_: True)
-    for scheme, reason in (("int4-rtn", "quantized experts"), ("llm-int8", "outliers")):
-        experts_of = on_gpu(quantized(model(MIXED["moe"]), scheme).eval())
-        assert reason in reason_without(experts_of, cache, 1)
+    assert "quantized experts" in reason_without(on_gpu(quantized(model(MIXED["moe"]), "int4-rtn")), cache, 1)
+    by_threshold = quantized(model(MIXED["gqa"]), "int8")
+    for module in by_threshold.modules():
+        if isinstance(module, QuantizedWeight):
+            module.scheme = replace(module.scheme, outliers="threshold", threshold=6.0, scales="float32")
+    assert "outliers" in reason_without(on_gpu(by_threshold), cache, 1)
     for scheme in ("int4-rtn", "nf4", "int8", "fp8"):
-        assert reason_without(on_gpu(quantized(model(MIXED["gqa"]), scheme).eval()), cache, 1) == ""
+        assert reason_without(on_gpu(quantized(model(MIXED["gqa"]), scheme)), cache, 1) == ""
     cache.by_rows, cache.attention = False, "torch (heads are 576 wide, more than 256)"
     assert "576 wide" in reason_without(there, cache, 1)
 
