@@ -319,9 +319,8 @@ def _kept(make: Made) -> float:
     right = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     stores = paged.BlockStore(keys, None), paged.BlockStore(values, None)
     keeping.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, *stores, interleaved=False, norms=None)
-    pairs = (
-        (x[:, :6], right), (keys.flatten(0, 1)[slots], right[:, 4:]), (values.flatten(0, 1)[slots], x[:, 6:].double())
-    )  # fmt: skip
+    kept = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
+    pairs = (x[:, :6], right), (kept[0], right[:, 4:]), (kept[1], x[:, 6:])
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
     return max(error if error == error else float("inf") for error in errors)
 
