@@ -83,7 +83,8 @@ def can_fuse(q: Tensor, k: Tensor) -> bool:
         return True
     if acts():
         return q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= WIDEST
-    return _device_fuses(q.device, q.dtype, fused_width(q.shape[-1]), q.shape[2] != k.shape[2])
+    fuses: bool = _device_fuses(q.device, q.dtype, fused_width(q.shape[-1]), q.shape[2] != k.shape[2])
+    return fuses
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
