@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.planner.cost.engine_speeds import engine_speeds
+from meshwright.planner.cost.engine_speeds import attention_of, engine_speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, on_gpu
 from meshwright.planner.step.predict import estimator
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 
 TABLE = Path(__file__).with_name("own_h200_steps.csv")
-MEASURED_STACK = replace(MESHWRIGHT, name="meshwright of 2026-11-27", pads_head=False)
+MEASURED_STACK = replace(MESHWRIGHT, name="meshwright of 2026-11-27", pads_head=False, flash=2, updates_at_once=False)
 """The engine that took those steps, where it was another."""
 PRIORS = {
     "product_share": 0.1, "unaligned_share": 0.3, "grouped_share": 0.3, "memory_share": 0.1, "tf32_share": 0.5,
@@ -56,7 +56,7 @@ class MeasuredStep:
     def planned_s(self, *, today: bool = False, changes: dict[str, float] | None = None) -> float:
         """As the planner has it. `changes`: factors of constants of Speeds."""
         stack = MESHWRIGHT if today else MEASURED_STACK
-        speeds = engine_speeds(self.plan.cluster.device, stack.flash)
+        speeds = engine_speeds(self.plan.cluster.device, attention_of(stack, self.plan))
         speeds = replace(speeds, **{name: getattr(speeds, name) * factor for name, factor in (changes or {}).items()})
         speeds = speeds.in_tf32() if self.plan.recipe.tf32 else speeds
         of = estimator(self.plan, on_gpu(stack), speeds, document_tokens=self.document_tokens)

@@ -14,6 +14,7 @@ from meshwright.kernels.attention import Mask, attend, backend, causal_mask
 from meshwright.kernels.target import acting_as
 from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
+from meshwright.spec.attention_kernels import LEAST_CUDNN, row_kernel
 from meshwright.training import device
 from tests.counting import Operations
 
@@ -54,8 +55,63 @@ def test_a_dry_run_for_a_gpu_models_flash_wherever_that_takes_the_input() -> Non
         assert backend(make.float(), make.float(), make.float(), packed, scale=1.0) == "efficient"
 
 
+def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors of a GPU, which this build of torch has no gradients of; what is not whole rows stays with flash."""
+    monkeypatch.setattr(compat, "cudnn_major", lambda least: 9)
+
+    def ran(length: int = 1024, dim: int = 64, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
+        q = torch.empty(2, length, 8, dim, dtype=dtype, device="cuda")
+        k = torch.empty(2, length, 2, dim, dtype=dtype, device="cuda")
+        of = mask or causal_mask(length, length)
+        with Operations() as made:
+            out = attend(q, k, k, of, scale=0.1)
+        assert out.shape == q.shape and out.dtype == dtype
+        kernels = [
+            name for name in ("cudnn", "flash", "efficient") if any(f"_{name}_att" in one for one in made.counts)
+        ]
+        assert kernels == [backend(q, k, k, of, scale=0.1)]
+        return kernels[0]
+
+    with compat.fake_tensors():
+        assert ran() == ran(4096, 128) == ran(dtype=torch.float16) == "cudnn"
+
+
+def test_what_cudnn_does_not_take_stays_with_flash() -> None:
+    asked = {"positions": 8192, "dim": 128, "equal": True, "dropout": 0.0, "deterministic": False}
+    assert row_kernel(9, **asked) == row_kernel(10, **asked) == "cudnn"
+    for change in (
+        {"positions": 512}, {"dim": 256}, {"dim": 36}, {"equal": False}, {"dropout": 0.1}, {"deterministic": True}
+    ):  # fmt: skip
+        assert row_kernel(9, **{**asked, **change}) == "flash", change
+    assert {row_kernel(major, **asked) for major in (0, 7, 8, 12)} == {"flash"}
+    assert compat.cudnn_major(LEAST_CUDNN) == (
+        torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    )
+
+
+def test_cudnn_keeps_the_tensors_that_flash_keeps() -> None:
+    """Of fake tensors: for which reason plans and dry runs count one for the other."""
+    kept: dict[str, int] = {}
+    with compat.fake_tensors():
+        for name in ("flash", "cudnn"):
+            q, k, v = (torch.empty(2, heads, 512, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2))
+            saved: dict[int, int] = {}
+
+            def pack(one: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+                saved[id(one)] = one.nbytes
+                return one
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+                if name == "cudnn":
+                    compat.cudnn_attention(q, k, v, scale=0.1)
+                else:
+                    torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=0.1)
+            kept[name] = sum(size for size in saved.values() if size > 64)
+    assert kept["flash"] == kept["cudnn"] > 0
+
+
 def test_on_a_gpu_torch_is_not_left_to_prefer_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of both it prefers depends on the build and the chip; dry run and planner model flash."""
+    """Which of both it prefers depends on the build and the chip; whole rows ask for cuDNN by name."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.measured_steps import MEASURED_STACK, TABLE, MeasuredStep, left_out, read
 from meshwright.planner.caveats import BEST_MFU, caveats
 from meshwright.planner.cost.block import embedding, head, layer
-from meshwright.planner.cost.engine_speeds import engine_speeds
+from meshwright.planner.cost.engine_speeds import attention_of, engine_speeds
 from meshwright.planner.cost.speeds import ARCHITECTURES, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
@@ -93,6 +93,30 @@ def plan(model: str = "llama-3.2-1b", cluster: str = "h200x1", **recipe: object)
         model=presets.model(model), cluster=Cluster(device=presets.cluster(cluster).device),
         layout=Layout(micro_batch=4), recipe=Recipe(**asked),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "took"),
+    [("llama-3.1-8b/20, 8,192 x 1, compile=on", 0.530), ("llama-3.2-1b, 32,768 x 1, compile=on", 1.007)],
+)
+def test_steps_with_cudnns_attention(row: str, took: float, steps: list[MeasuredStep]) -> None:
+    """The same steps of the same H200 with that kernel switched on: products slow down as attention speeds up."""
+    step = next(one for one in steps if one.words == row)
+    of = {flash: estimator(step.plan, replace(MEASURED_STACK, flash=flash)) for flash in (2, 3)}
+    assert of[3].time(step.plan.layout).total_s == pytest.approx(took, rel=0.04)
+    alone = of[3].speeds.attention_forward / of[2].speeds.attention_forward
+    assert alone > 1.8 and of[3].speeds.parted == of[2].speeds.parted
+
+
+def test_plans_take_the_attention_that_the_engine_takes() -> None:
+    kernels = {
+        (cluster, *changes.items()): attention_of(MESHWRIGHT, plan(cluster=cluster, **changes))
+        for cluster in ("h100x1", "h200x1", "b200x1", "a100x1")
+        for changes in ({}, {"dropout": 0.1}, {"deterministic": True}, {"sequence": 512})
+    }
+    assert {name for name, flash in kernels.items() if flash == 3} == {("h100x1",), ("h200x1",), ("b200x1",)}
+    whole, packed = (predict(plan(document_mask=mask)).step_s for mask in (False, True))
+    assert packed > 1.05 * whole  # a document that fills its row takes the kernel that reads where each begins
 
 
 def test_documents_take_what_their_lengths_ask_for() -> None:

@@ -41,6 +41,8 @@ from meshwright.compat.sdpa import banded_attention as banded_attention
 from meshwright.compat.sdpa import banded_attention_backward as banded_attention_backward
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
 from meshwright.compat.sdpa import cuda_attention as cuda_attention
+from meshwright.compat.sdpa import cudnn_attention as cudnn_attention
+from meshwright.compat.sdpa import cudnn_major as cudnn_major
 from meshwright.compat.sdpa import efficient_attention as efficient_attention
 from meshwright.compat.sdpa import efficient_attention_backward as efficient_attention_backward
 from meshwright.compat.sdpa import flash_attention as flash_attention

@@ -31,11 +31,30 @@ def chosen_attention(
 
 
 def pin_flash_attention() -> None:
-    """Let torch take its flash kernel wherever that takes the input.
-
-    On Hopper recent builds prefer cuDNN's, whose memory and order of sums differ from what a dry run models.
-    """
+    """Let torch take its flash kernel wherever that takes the input: what cuDNN's is for is asked for by name
+    (`cudnn_attention`), and not by what a build prefers."""
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def cudnn_major(least: int) -> int:
+    """Compute capability, its first number, of this process's GPU, where cuDNN is of version `least` and torch has its
+    attention; 0 = cuDNN's is not to be called. A constant of compiled code."""
+    if not torch.cuda.is_available() or (torch.backends.cudnn.version() or 0) < least:
+        return 0
+    found = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention")
+    return torch.cuda.get_device_capability()[0] if found else 0
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """cuDNN's causal attention q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), differentiable.
+
+    scaled_dot_product_attention calls the same operation where its backend is switched on, which is a setting of the
+    process. It keeps what flash keeps: q, k, v, the result and the log-sum-exp in fp32.
+    """
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+    out: Tensor = found[0]
+    return out
 
 
 def flash_attention(

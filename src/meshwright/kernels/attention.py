@@ -9,12 +9,13 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels import varlen
-from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.chooser import NARROW, uses_triton
 from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.varlen import borders_of
+from meshwright.spec.attention_kernels import LEAST_CUDNN, row_kernel
 
 
 class DocumentSpans(NamedTuple):
@@ -151,7 +152,10 @@ def attend(
         )  # fmt: skip
         return varlen.attend(q, k, v, form)
     allowed, causal = _told(q, k, mask)
+    by_cudnn = _prefers_cudnn(q, v, mask, dropout)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
+    if by_cudnn:
+        return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
     fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
     out: Tensor = fused(
         q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
@@ -214,10 +218,25 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     if chosen != "torch":
         return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(chosen, chosen)
     allowed, _ = _told(q, k, mask)
+    by_cudnn = _prefers_cudnn(q, v, mask, dropout)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
+    if by_cudnn:
+        return "cudnn"
     if acts() == "cuda":
         return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
     return compat.chosen_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
+
+
+def _prefers_cudnn(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    """Whether cuDNN attends these whole rows (B, S, H, E), as spec/attention_kernels.py has it. A dry run models flash:
+    both keep the same tensors."""
+    if acts() or q.device.type != "cuda" or not mask.is_plain or q.dtype not in NARROW:
+        return False
+    kernel = row_kernel(
+        compat.cudnn_major(LEAST_CUDNN), positions=q.shape[1], dim=q.shape[-1], equal=q.shape[-1] == v.shape[-1],
+        dropout=dropout, deterministic=torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    return kernel == "cudnn"
 
 
 def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:

@@ -19,6 +19,7 @@ from meshwright.kernels.compiled import training_library
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
+from meshwright.spec.attention_kernels import LEAST_POSITIONS
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes
@@ -99,7 +100,7 @@ def deterministic_notes(plan: Plan, device: torch.device, compiled: bool) -> lis
     ]
 
 
-ASKED = 1024
+ASKED = LEAST_POSITIONS
 """Positions of which attention's kernel is asked for: no kernel's choice changes beyond them."""
 
 

@@ -1,7 +1,7 @@
 """The attention core of Meshwright's own engine: which kernel its masks and its context parallelism leave, and what
 they move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py). Letters as in block.py."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from meshwright.planner.cost.work import MemoryPass, Work
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
@@ -58,10 +58,10 @@ def fused(of: "Local", queries: float, value: float, parts: float) -> Core:
     """The kernel that skips what lies above the diagonal; in `parts` it is called for as much shorter rows."""
     keys, dim = _seen(of), _dim(of, value)
     flop, rows = 2 * of.tokens * keys * (queries + value) * of.uneven, 2 * keys / parts
-    return Core(
-        (AttentionCore(flop, sequence=rows, dim=dim, width=of.width, packed=of.documents),),
-        (AttentionCore(BACKWARD * flop, backward=True, sequence=rows, dim=dim, width=of.width, packed=of.documents),),
-    )
+    plain = of.cp == 1 and not 0 < of.window < of.sequence
+    kernel: Literal["rows", "parts", "documents"] = "documents" if of.documents else "rows" if plain else "parts"
+    forward = AttentionCore(flop, sequence=rows, dim=dim, width=of.width, kernel=kernel)
+    return Core((forward,), (forward._replace(flop=BACKWARD * flop, backward=True),))
 
 
 def _masked(of: "Local", queries: float, value: float) -> Core:

@@ -9,9 +9,14 @@ follow by their best product and their memory's rate, which nobody has measured:
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Literal
 
 from meshwright.planner.cost.speeds import Speeds, speeds_of
+from meshwright.planner.cost.stack import Stack
+from meshwright.spec.attention_kernels import HOPPER as ATTENTION
+from meshwright.spec.attention_kernels import row_kernel
 from meshwright.spec.cluster import Device
+from meshwright.spec.plan import Plan
 
 HOPPER = ("H100", "H200", "H800", "GH200")
 """Beginnings of the names of devices that have these processors."""
@@ -27,37 +32,53 @@ GROUPED_SHARE = 0.76
 """Over that: CUTLASS's grouped kernel, with rows of experts as they come."""
 MEMORY_SHARE = 0.84
 """Fused kernels of SwiGLU, rotation and loss, alone: 0.84 to 0.99 of a copy of 4,134 GB/s."""
-FORWARD, BACKWARD = 0.333, 0.266
-"""FlashAttention 2 in those steps."""
-HALF, PACKED_HALF = (500.0, 500.0), (900.0, 700.0)
-"""Its lengths of half that: 1,024 to 8,192 positions in steps; rows of 8 documents of 1,024 alone."""
+PACKED_HALF = (900.0, 700.0)
+"""FlashAttention 2 over documents, from rows of 8 documents of 1,024 alone."""
 UPDATE_SHARES = {"adamw": 0.605, "widen": 0.408, "add": 0.6, "copy": 0.748, "norm": 0.50, "narrow": 0.30, "half": 0.82}
 """Kernels of the optimizer: torch's fused AdamW, gradients widened to fp32, new weights in 16 bits, the norm, this
-package's kernel for moments of 8 bits and for those of 16."""
+package's kernel for moments of 8 bits and for those of 16; that for fp32 states is taken to be as fast as the last."""
+
+
+BLACKWELL = ("B200", "B300", "GB200", "GB300")
+
+
+def attention_of(stack: Stack, plan: Plan) -> Literal[1, 2, 3]:
+    """Generation of the kernel that attends whole rows of a plan, as the engine chooses it."""
+    if not stack.own or stack.flash < 3:
+        return stack.flash
+    name, shape = plan.cluster.device.name.upper(), plan.model
+    kernel = row_kernel(
+        9 if name.startswith(HOPPER) else 10 if name.startswith(BLACKWELL) else 8,
+        positions=plan.recipe.sequence, dim=shape.head_dim, equal=shape.mla is None, dropout=plan.recipe.dropout,
+        deterministic=plan.recipe.deterministic,
+    )  # fmt: skip
+    return 3 if kernel == "cudnn" else 2
 
 
 @lru_cache(maxsize=16)
 def engine_speeds(device: Device, flash: int = 2) -> Speeds:
-    """`flash`: generation of the attention kernel."""
+    """`flash`: 2, or 3 for cuDNN's attention (spec/attention_kernels.py)."""
     published = speeds_of(device, flash)
-    if not device.name.upper().startswith(HOPPER) or published.kernel is None:
+    if not device.name.upper().startswith(HOPPER) or not device.half_matmul_flop_per_s:
         return published
+    assert published.kernel is not None, "a preset's products are modelled"
     found = replace(
         published,
         product_share=PRODUCT_SHARE / published.kernel.figures["rate"],
         unaligned_share=UNALIGNED_SHARE,
         power=POWER,
         tf32_share=TF32_SHARE,
-        narrow_heads=1.0,
         grouped_share=GROUPED_SHARE,
         memory_share=MEMORY_SHARE,
         update_shares=UPDATE_SHARES,
         packed_half=PACKED_HALF,
     )
-    if flash != 2:
-        return found
-    slow = device.half_matmul_flop_per_s / device.half_flop_per_s / 0.803 if device.half_matmul_flop_per_s else 1.0
+    slow = min(1.0, device.half_matmul_flop_per_s / device.half_flop_per_s / 0.803)
+    parted, rows = (
+        rates._replace(forward=rates.forward * slow, backward=rates.backward * slow)
+        for rates in (ATTENTION["flash"], ATTENTION["flash" if flash == 2 else "cudnn"])
+    )
     return replace(
-        found, attention=None, attention_half=HALF,
-        attention_forward=FORWARD * min(1.0, slow), attention_backward=BACKWARD * min(1.0, slow),
+        found, attention=None, parted=parted, attention_forward=rows.forward, attention_backward=rows.backward,
+        attention_half=(rows.half, rows.half), narrow_heads=rows.narrow,
     )  # fmt: skip

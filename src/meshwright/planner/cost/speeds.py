@@ -15,6 +15,7 @@ from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.kernels.one_kernel import LONG, core_us, product_us
 from meshwright.spec.aligned_products import is_aligned
+from meshwright.spec.attention_kernels import AttentionRates
 from meshwright.spec.cluster import Device
 
 NEWTON = 4
@@ -62,8 +63,10 @@ class Speeds:
     generation of the other."""
     attention_half: tuple[float, float] = (400.0, 900.0)
     """Sequence length at which it reaches half of that, forward and backward."""
+    parted: AttentionRates | None = None
+    """Of the kernel that takes parts of rows, windows and documents, where that is another one."""
     packed_half: tuple[float, float] | None = None
-    """The same where rows are documents behind one another; None = as `attention_half`."""
+    """Sequence length at which that reaches half of it, where rows are documents behind one another."""
     memory_share: float = 0.80
     update_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Of the memory's rate, what the optimizer's kernels reach (time/update_passes.py); `memory_share` of others."""
@@ -159,14 +162,16 @@ class Speeds:
         return self.lowest_flop_per_s or self.low_flop_per_s if width < 1 else self.low_flop_per_s
 
     def _attention(self, work: AttentionCore) -> float:
-        share, half = self.attention_forward, self.attention_half[0]
+        share, half, narrow = self.attention_forward, self.attention_half[0], self.narrow_heads
         if work.backward:
             share, half = self.attention_backward, self.attention_half[1]
-        if work.packed and self.packed_half:
+        if work.kernel != "rows" and self.parted:
+            share, half, narrow = self.parted[work.backward], self.parted.half, self.parted.narrow
+        if work.kernel == "documents" and self.packed_half:
             half = self.packed_half[work.backward]
         if work.masked or work.width >= 4:
             share = self.attention_masked[work.backward]
-        return share * work.sequence / (work.sequence + half) * (self.narrow_heads if work.dim < 96 else 1.0)
+        return share * work.sequence / (work.sequence + half) * (narrow if work.dim < 96 else 1.0)
 
     def _product(self, work: Product) -> float:
         found = self._known.get(work)

@@ -22,7 +22,8 @@ class Stack:
     attention: Literal["flash", "fused-softmax", "unfused"] = "flash"
     """flash never writes the S x S weights; the others keep them; unfused also moves them several times."""
     flash: Literal[1, 2, 3] = 2
-    """Generation of that kernel; 3 stands for all that were written for Hopper and later, cuDNN's too."""
+    """Generation of that kernel; 3 stands for all that were written for Hopper and later, cuDNN's too. This package
+    takes the faster of 2 and cuDNN's (spec/attention_kernels.py)."""
     merges: Literal["fused", "eager"] = "fused"
     """Context parallelism, results of an attention core's parts: merged inside the kernel that follows, or step by step
     in fp32, with keys and values that travel once for each head of the queries."""
@@ -59,6 +60,8 @@ class Stack:
     """Not 0: head and loss run chunk by chunk and keep gradients instead of logits; fp32 logits of a chunk."""
     loss_in_place: bool = False
     """Losses and gradients of such a chunk are made in the place of its logits, whatever their dtype."""
+    updates_at_once: bool = False
+    """AdamW with fp32 states reads gradients of 16 bits and writes masters and weights in one pass (a GPU's)."""
     pads_head: bool = False
     """Logits of a vocabulary that would not begin rows at 16 bytes lie in wider rows (kernels/head_matrix.py)."""
     gradient_bytes: float = 2.0
@@ -203,7 +206,9 @@ MESHWRIGHT = Stack(
     logit_peak=0.0,
     head_chunk_bytes=CHUNK_BYTES["cuda"],
     loss_in_place=True,
+    updates_at_once=True,
     pads_head=True,
+    flash=3,
     sharding="fully_shard",
     ends_apart=True,
     update_bucket_bytes=16 * 2**20,

@@ -70,7 +70,10 @@ def _update(of: Estimator) -> dict[str, float]:
     """Of the optimizer: seconds of an element beside its moments, of a byte of these; of an element, widening its
     gradient, and adding that of one more micro-batch: to a sum of all, or to that of a shard."""
     width = WIDTHS[of.recipe.precision].gradient
-    plain, beside = (update_seconds(of.speeds, of.stack, of.recipe, LARGE, size, width) for size in (0.0, LARGE))
+    plain, beside = (
+        update_seconds(of.speeds, of.stack, of.recipe, LARGE, size, width, at_once=of.stack.updates_at_once)
+        for size in (0.0, LARGE)
+    )
     widened, added, shards = (
         GradientSums(LARGE, LARGE, times, at_once).seconds(of.speeds, of.stack, of.recipe, width)
         for times, at_once in ((1, False), (2, False), (2, True))

@@ -1,6 +1,6 @@
 """What is asked of a kernel: a matrix product, an attention core, and the operations of serving."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Product(NamedTuple):
@@ -34,8 +34,9 @@ class AttentionCore(NamedTuple):
     """Under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
     width: float = 2.0
     """Bytes of an operand."""
-    packed: bool = False
-    """Rows are documents behind one another, for the form of the kernel that reads where each begins."""
+    kernel: Literal["rows", "parts", "documents"] = "rows"
+    """What it is called for: whole causal rows; parts of them or windows; documents behind one another, where the
+    kernel reads where each begins."""
 
 
 class Prefill(NamedTuple):

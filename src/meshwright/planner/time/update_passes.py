@@ -28,32 +28,34 @@ class UpdatePass(NamedTuple):
 
 
 def update_passes(
-    stack: Stack, recipe: Recipe, gradient_bytes: float, *, measured: bool = False
+    stack: Stack, recipe: Recipe, gradient_bytes: float, *, at_once: bool = False, measured: bool = False
 ) -> tuple[UpdatePass, ...]:
     """In the order in which they run; of a `measured` machine one, as `calibrate` timed it.
 
-    AdamW's kernel reads gradients in fp32, and its masters are rounded to new weights. Kernels of narrower moments read
-    gradients as they are, and write both. `gradient_bytes`: of one as it is kept over a step.
+    torch's AdamW reads gradients in fp32, and its masters are rounded to new weights. Kernels of narrower moments, and
+    of fp32 ones `at_once` (kernels/triton/many_tensors.py), read gradients as they are, and write both.
+    `gradient_bytes`: of one as it is kept over a step.
     """
     sixteen, storage = recipe.precision != "fp32", recipe.storage
     only = 4.0 if sixteen else 8.0
     weights = 8.0 + 2.0 if sixteen and storage.masters else only
     if not stack.own or measured:
         return (UpdatePass("", NORM_BYTES + GRADIENT_BYTES + weights, 2.0),)
-    norm = UpdatePass("norm", gradient_bytes)
+    norm = UpdatePass("half" if at_once else "norm", gradient_bytes)
     if storage.moments == "int8":
         return norm, UpdatePass("narrow", NARROW_BYTES)
-    if storage.narrow:
+    if storage.narrow or at_once:
         return norm, UpdatePass("half", gradient_bytes + weights, 2.0)
     rounded = (UpdatePass("copy", 4.0 + 2.0),) if sixteen else ()
     return norm, UpdatePass("adamw", 4.0 + 8.0, 2.0), *rounded
 
 
 def update_seconds(
-    speeds: Speeds, stack: Stack, recipe: Recipe, elements: float, moment_bytes: float, gradient_bytes: float
-) -> float:
+    speeds: Speeds, stack: Stack, recipe: Recipe, elements: float, moment_bytes: float, gradient_bytes: float,
+    *, at_once: bool = False,
+) -> float:  # fmt: skip
     """The optimizer over a rank's own elements, whose moments are read and written, and the norm of its gradients."""
-    passes = update_passes(stack, recipe, gradient_bytes, measured=speeds.curves is not None)
+    passes = update_passes(stack, recipe, gradient_bytes, at_once=at_once, measured=speeds.curves is not None)
     return sum(
         speeds.update_seconds(elements * one.weight_bytes + one.moments * moment_bytes, one.kernel) for one in passes
     )
@@ -67,19 +69,21 @@ class GradientSums(NamedTuple):
     own: float
     """Those of them that it updates."""
     micro_batches: int
-    at_once: bool
+    reduces_each: bool
     """Each micro-batch's are reduced to the rank's own by themselves (ZeRO-2 and -3 without a pipeline)."""
 
-    def seconds(self, speeds: Speeds, stack: Stack, recipe: Recipe, gradient_bytes: float) -> float:
-        """Each gradient is widened where it is summed first, and later ones are added, in passes of their own. Kernels
-        of narrow moments read one that nothing was summed with as it is. Other software does so inside its products,
-        or says otherwise (Stack.accumulates)."""
+    def seconds(
+        self, speeds: Speeds, stack: Stack, recipe: Recipe, gradient_bytes: float, *, at_once: bool = False
+    ) -> float:
+        """Each gradient is widened where it is summed first, and later ones are added, in passes of their own. One that
+        nothing was summed with is read as it is, where the kernel can. Other software adds inside its products, or says
+        otherwise (Stack.accumulates)."""
         if not stack.own or speeds.curves is not None or recipe.precision == "fp32":
             return 0.0
-        if gradient_bytes < 4 and recipe.storage.narrow:
+        if gradient_bytes < 4 and (recipe.storage.narrow or at_once):
             return 0.0
-        widened = self.learned * (2.0 + 4.0) * (self.micro_batches if self.at_once else 1)
-        added = (self.micro_batches - 1) * (self.own * 12.0 if self.at_once else self.learned * (2.0 + 8.0))
+        widened = self.learned * (2.0 + 4.0) * (self.micro_batches if self.reduces_each else 1)
+        added = (self.micro_batches - 1) * (self.own * 12.0 if self.reduces_each else self.learned * (2.0 + 8.0))
         return speeds.update_seconds(widened, "widen") + (speeds.update_seconds(added, "add") if added else 0.0)
 
 
@@ -95,6 +99,7 @@ def optimizer_seconds(
     """Of a rank: what sums the gradients of a step, and what updates its weights by them. Gradients that stay where
     they are (layout.cuda_graphs) are set to zero and added to, and not given."""
     sums = GradientSums(count.learned, count.own, micro_batches, layout.zero >= 2 and layout.pp == 1)
-    found = update_seconds(speeds, stack, recipe, count.own, count.moments, state.gradient_bytes)
-    found += sums.seconds(speeds, stack, recipe, state.gradient_bytes)
+    at_once, width = stack.updates_at_once and layout.kernels in ("auto", "triton"), state.gradient_bytes
+    found = update_seconds(speeds, stack, recipe, count.own, count.moments, width, at_once=at_once)
+    found += sums.seconds(speeds, stack, recipe, width, at_once=at_once)
     return found + (speeds.update_seconds(4 * state.step["gradients"]) if layout.cuda_graphs == "on" else 0.0)
