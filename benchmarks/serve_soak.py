@@ -10,6 +10,7 @@ compared with the engine's own. At the end every block of the cache must be free
 import argparse
 import asyncio
 import json
+import os
 import random
 import threading
 import time
@@ -152,10 +153,10 @@ def soak(requests: int) -> dict[str, Any]:
     """Ask so often."""
     model = hosted()
     right, found, ready = right_answers(model), Found(every=max(1, requests // 100)), threading.Event()
+    log = Path(os.devnull).open("wb")  # noqa: SIM115  # closed below
     server = HttpServer(
-        "soak", lambda: model, ServerOptions(port=0, limits=LIMITS), ENGINE, on_ready=lambda _: ready.set(),
-        write=lambda _: None,
-    )  # fmt: skip
+        "soak", lambda: model, ServerOptions(port=0, limits=LIMITS), ENGINE, on_ready=lambda _: ready.set(), log=log
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     ready.wait()
@@ -170,7 +171,7 @@ def soak(requests: int) -> dict[str, Any]:
 
     asyncio.run(ask())
     seconds = time.perf_counter() - began
-    engine = server.service.engine.engine if server.service else None
+    engine = server.engine
     assert engine is not None
     limit = time.monotonic() + 60
     while not engine.idle and time.monotonic() < limit:
@@ -179,6 +180,7 @@ def soak(requests: int) -> dict[str, Any]:
     lost = pool.size - pool.free + sum(map(bool, pool.holders))
     server.stop()
     thread.join()
+    log.close()
     return {
         "requests": sum(found.counts.values()), "ways": dict(found.counts), "wrong": found.wrong, "lost_blocks": lost,
         "bytes_per_request": round(growth(found.memory), 1), "resident_mib": round(found.memory[-1][1] / MIB, 1),

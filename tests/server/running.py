@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import cache
 from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import IO, Any
 
 import openai
 import tokenizers
@@ -22,6 +23,7 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.server.engine_thread import EngineThread
 from meshwright.server.hosted_model import HostedModel
 from meshwright.server.http_server import HttpServer
 from meshwright.server.server_options import ServerLimits, ServerOptions
@@ -57,9 +59,14 @@ def small() -> HostedModel:
 class Running:
     """A server that answers, and clients of it."""
 
-    def __init__(self, server: HttpServer) -> None:
-        self.server = server
-        self.lines: list[str] = []
+    def __init__(self, server: HttpServer, log: IO[bytes] | None = None) -> None:
+        self.server, self._log = server, log
+
+    @property
+    def lines(self) -> list[str]:
+        """Of the log so far."""
+        assert self._log is not None
+        return Path(self._log.name).read_text().splitlines()
 
     @property
     def port(self) -> int:
@@ -67,8 +74,27 @@ class Running:
 
     @property
     def engine(self) -> ServingEngine:
-        assert self.server.service is not None and self.server.service.engine.engine is not None
-        return self.server.service.engine.engine
+        assert self.server.engine is not None
+        return self.server.engine
+
+    @property
+    def engine_thread(self) -> EngineThread:
+        assert self.server._thread is not None
+        return self.server._thread
+
+    @property
+    def processes(self) -> list[int]:
+        """The HTTP process, and those that it has started."""
+        assert self.server.front is not None
+        front = self.server.front.pid
+        paths = Path(f"/proc/{front}/task").glob("*/children")
+        return [front, *(int(one) for path in paths for one in path.read_text().split())]
+
+    @property
+    def open_requests(self) -> int:
+        """HTTP requests that are being answered."""
+        lines = self.ask("/metrics")[2].decode().splitlines()
+        return int(float(next(line for line in lines if "num_requests_open{" in line).rpartition(" ")[2]))
 
     def client(self, key: str = KEYS[0], **more: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.server.address}/v1", api_key=key, max_retries=0, timeout=300, **more)
@@ -88,32 +114,38 @@ class Running:
         return answer.status, dict(answer.headers.items()), content if plain else json.loads(content)
 
 
+def lives(process: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @contextmanager
 def running(
     *, hosted: HostedModel | None = None, engine: EngineOptions = EXACT, limits: ServerLimits | None = None,
     keys: tuple[str, ...] = KEYS, open_model: Any = None, adapter_folder: Path | None = None,
 ) -> Iterator[Running]:  # fmt: skip
     """Inside, a server answers."""
-    ready, lines = threading.Event(), list[str]()
+    ready, log = threading.Event(), NamedTemporaryFile()  # noqa: SIM115  # closed below
     options = ServerOptions(
         port=0, keys=keys, limits=limits or ServerLimits(drain_seconds=0.2), adapter_folder=adapter_folder
     )  # fmt: skip
     server = HttpServer(
-        NAME, open_model or (lambda: hosted or small()), options, engine, on_ready=lambda _: ready.set(),
-        write=lines.append,
+        NAME, open_model or (lambda: hosted or small()), options, engine, on_ready=lambda _: ready.set(), log=log.file
     )  # fmt: skip
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         if open_model is None:
             assert ready.wait(300)
-        found = Running(server)
-        found.lines = lines
-        yield found
+        yield Running(server, log)
     finally:
         server.stop()
         server.stop()
         thread.join(300)
+        log.close()
         assert not thread.is_alive()
 
 

@@ -164,6 +164,4 @@ def test_connections_that_misbehave(server: Running) -> None:
             thread.start()
         for thread in threads:
             thread.join(300)
-    service = server.server.service
-    assert service is not None
-    until(lambda: service.admission.idle)
+    until(lambda: server.open_requests == 0)

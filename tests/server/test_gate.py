@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from starlette.routing import Route
 from meshwright.server.access import Keyring, read_keys
 from meshwright.server.application import application
 from meshwright.server.gate import OPEN
+from meshwright.server.server_metrics import ServerMetrics
 from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.spec.errors import ArgumentError
 from tests.server.running import KEYS, NAME, Running, running
@@ -30,8 +32,8 @@ def keyless() -> Iterator[Running]:
 
 def every_route(server: Running) -> list[tuple[str, str]]:
     """Method and path of each route of the application."""
-    assert server.server.service is not None
-    gate: Any = application(server.server.service, server.server.options)
+    service: Any = SimpleNamespace(metrics=ServerMetrics(NAME))
+    gate: Any = application(service, server.server.options)
     assert isinstance(gate._app, Starlette)
     routes = [one for one in gate._app.routes if isinstance(one, Route)]
     assert len(routes) == len(gate._app.routes) >= 9

@@ -113,9 +113,8 @@ def test_ranks_whose_step_outlasts_the_server_are_given_up(monkeypatch: pytest.M
     monkeypatch.setattr(http_server, "LAST_SECONDS", 0.2)
     ranks, begun, go = SimpleNamespace(broken=False), threading.Event(), threading.Event()
     with running(limits=ServerLimits(drain_seconds=0.1)) as server:
-        service, own = server.server.service, server.engine.step
-        assert service is not None
-        service.engine.hosted = replace(small(), ranks=cast(Any, ranks))
+        own = server.engine.step
+        server.engine_thread.hosted = replace(small(), ranks=cast(Any, ranks))
         monkeypatch.setattr(server.engine, "step", lambda: (begun.set(), go.wait(60), own())[2])
         stream = raw(server, {**LONG, "stream": True})
         assert begun.wait(60)

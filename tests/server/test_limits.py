@@ -1,8 +1,9 @@
 """Bodies, queues, deadlines, clients that leave and clients that do not read."""
 
-import asyncio
 import contextlib
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.server.prompt_reader import PromptReader
 from meshwright.server.server_options import ServerLimits
-from tests.server.running import KEYS, Running, answers, letters, running, small
+from tests.server.running import KEYS, Running, answers, letters, lives, running, small
 
 LONG = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 SLOW = EngineOptions(exact=True, cache_bytes=2**22, most_sequences=2, most_tokens=64)
@@ -61,14 +62,13 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(stream: bool, monke
         cancelled_at: list[int] = []
         engine_cancel = server.engine.cancel
         monkeypatch.setattr(
-            server.engine, "cancel", lambda request: (cancelled_at.append(steps[0]), engine_cancel(request))[1]
+            server.engine, "cancel", lambda *asked: (cancelled_at.append(steps[0]), engine_cancel(*asked))[1]
         )
-        commands = server.server.service.engine.cancel  # type: ignore[union-attr]
+        commands = server.engine_thread.put
         asked_at: list[int] = []
         monkeypatch.setattr(
-            server.server.service.engine, "cancel",  # type: ignore[union-attr]
-            lambda task: (asked_at.append(steps[0]), commands(task))[1],
-        )  # fmt: skip
+            server.engine_thread, "put", lambda command: (asked_at.append(steps[0]), commands(command))[1]
+        )
         connection.close()
         until(lambda: free(server))
         assert cancelled_at[0] - asked_at[0] <= 1, "the step that ran is the last one"
@@ -101,9 +101,8 @@ def test_a_full_queue_is_429_with_a_time_to_come_back(monkeypatch: pytest.Monkey
         status, headers, document = server.ask("/v1/completions", LONG)
         assert (status, document["error"]["code"], document["error"]["type"]) == (429, "queue_full", "rate_limit_error")
         assert int(headers["retry-after"]) >= 1
-        metrics = server.ask("/metrics")[2].decode()
-        assert 'num_requests_waiting{model_name="small"} 2.0' in metrics
-        assert 'num_requests_running{model_name="small"} 2.0' in metrics
+        for name in ("running", "waiting"):  # as the step says in which these two came
+            until(lambda: f'num_requests_{name}{{model_name="small"}} 2.0' in server.ask("/metrics")[2].decode())  # noqa: B023
         for one in open_ones:
             one.close()
         until(lambda: free(server))
@@ -135,14 +134,15 @@ def test_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: free(server))
 
 
-def test_a_deadline_counts_from_the_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def slow(self: PromptReader, text: str) -> list[int]:
-        await asyncio.sleep(0.6)
-        return [1, 2]
-
-    monkeypatch.setattr(PromptReader, "text", slow)
+def test_a_deadline_counts_from_the_arrival() -> None:
+    """The process that makes tokens of the prompt stands still for longer than the request may take."""
     with running(limits=ServerLimits(max_request_seconds=0.5)) as server:
+        _, reader = server.processes
+        os.kill(reader, signal.SIGSTOP)
+        waker = threading.Timer(0.6, os.kill, (reader, signal.SIGCONT))
+        waker.start()
         status, _, document = server.ask("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        waker.join()
         assert (status, document["error"]["code"]) == (504, "deadline_exceeded")
         until(lambda: free(server))
 
@@ -245,9 +245,7 @@ def test_a_reader_that_stops_is_cut_off_and_costs_no_memory() -> None:
         for _ in range(5):
             found = server.ask("/v1/completions", {"prompt": "hello", "max_tokens": 8, "temperature": 0})[2]
             assert found["choices"][0]["text"] == right
-        service = server.server.service
-        assert service is not None
-        until(lambda: service.admission.idle, 60)
+        until(lambda: server.open_requests == 0, 60)
         until(lambda: free(server))
         for one in stuck:
             one.close()
@@ -362,11 +360,9 @@ def test_figures_of_prometheus() -> None:
 def test_threads_and_processes_end_with_the_server() -> None:
     before = threading.active_count()
     with running() as server:
-        service = server.server.service
-        assert service is not None and service.reader is not None
-        children = list(service.reader._children)
+        front, *children = server.processes
         assert len(children) == 1
-    until(lambda: threading.active_count() <= before and all(one.poll() is not None for one in children))
+    until(lambda: threading.active_count() <= before and not any(map(lives, (front, *children))))
 
 
 def test_a_process_for_prompts_that_died_is_replaced() -> None:

@@ -302,8 +302,7 @@ def test_a_priority_goes_first() -> None:
     options = EngineOptions(exact=True, cache_bytes=2**22, most_sequences=1, most_tokens=64)
     ended, go = list[int](), threading.Event()
     with running(engine=options) as server, ThreadPoolExecutor(4) as pool:
-        service, own = server.server.service, server.engine.step
-        assert service is not None
+        own, commands = server.engine.step, server.engine_thread._commands
         server.engine.step = lambda: (go.wait(300), own())[1]  # type: ignore[method-assign]
 
         def one(priority: int) -> None:
@@ -314,7 +313,7 @@ def test_a_priority_goes_first() -> None:
         while not server.engine.scheduler.waiting:
             time.sleep(0.01)
         jobs += [pool.submit(one, priority) for priority in (9, 8, 1)]
-        while len(service.admission._open) < 4:
+        while commands.qsize() < 3:
             time.sleep(0.01)
         go.set()
         for job in jobs:
@@ -473,4 +472,4 @@ def test_the_asynchronous_client(server: Running) -> None:
 
 def test_nothing_is_left_behind(server: Running) -> None:
     assert server.engine.idle and server.engine.tables.pool.free == server.engine.tables.pool.size
-    assert server.server.service is not None and server.server.service.admission.idle
+    assert server.open_requests == 0

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from meshwright.server.hosted_model import OpenModel
     from meshwright.server.http_server import HttpServer
 
+LIBRARIES = ("prometheus_client", "starlette", "uvicorn")
+"""That the HTTP process imports, beside those of the package."""
 Ready = Callable[["HttpServer"], None]
 """Called when the first request may come."""
 
@@ -24,11 +27,11 @@ def server_of(
     name: str, opened: "OpenModel", options: ServerOptions, engine: EngineOptions, on_ready: Ready | None = None
 ) -> "HttpServer":
     """A server that has its address. ArgumentError; PlanError where its libraries are not installed."""
-    try:
-        from meshwright.server.http_server import HttpServer
-    except ImportError as error:
-        missing = str(error.name).partition(".")[0]
-        raise PlanError(f"serve needs {missing}, which is not installed: pip install 'meshwright[serve]'") from None
+    missing = next((name for name in LIBRARIES if find_spec(name) is None), None)
+    if missing is not None:
+        raise PlanError(f"serve needs {missing}, which is not installed: pip install 'meshwright[serve]'")
+    from meshwright.server.http_server import HttpServer
+
     for key in options.keys:
         check_key(key, "keys=")
     return HttpServer(name, opened, options, engine, on_ready=on_ready)

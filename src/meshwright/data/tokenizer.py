@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data import pieces, template_files, word_encoder
+from meshwright.data.text_stream import TokenTexts
 from meshwright.spec.errors import DataError
 
 SEPARATOR: Final = "<|endoftext|>"
@@ -206,6 +207,11 @@ class Tokenizer:
     def decode(self, ids: Iterable[int] | NDArray[np.integer[Any]]) -> str:
         """Text of ids, marks spelled out; bytes that are no whole character become U+FFFD."""
         return str(self._library.decode([int(i) for i in ids], skip_special_tokens=False))
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """Texts of tokens that need no decoding of those before them."""
+        return TokenTexts(self.decode, self._library.get_vocab(), json.loads(self.json).get("decoder"))
 
     def spell(self, token: int) -> str:
         """One token as people read it."""

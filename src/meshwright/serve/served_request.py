@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from meshwright.data.text_stream import TextStream
 from meshwright.model.generate import broken
+from meshwright.serve.answer_text import AnswerText
 from meshwright.serve.cached_sequence import CachedSequence, Phase
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.sampler import SampledRow
@@ -26,7 +26,7 @@ class ServedAnswer:
     row: SampledRow
     end_ids: frozenset[int]
     """Tokens that end it; they are kept."""
-    stream: TextStream | None
+    stream: AnswerText | None
     """Makes its text; None = there is no tokenizer."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -38,7 +38,6 @@ class ServedAnswer:
     ending: Ending = ""
     score: float = 0.0
     """Of an answer that beams found: its log-probabilities by the length penalty."""
-    _held: str = ""
 
     def take(self, token: int, logprob: float, top: list[tuple[int, float]], room: int) -> None:
         """One more token; `room`: how many the answer may have."""
@@ -49,10 +48,14 @@ class ServedAnswer:
             self.ending = "stop"
         elif len(self.ids) >= room:
             self.ending = "length"
-        if self.stream is not None:
-            self._read("" if token in self.end_ids else self.stream.push(token))
-        if self.stream is not None and self.ending:
-            self._finish(self.stream.rest())
+        if self.stream is None or self.stream.stopped:
+            return
+        if token not in self.end_ids:
+            self.text += self.stream.push(token)
+        if self.ending:
+            self.text += self.stream.finish()
+        if self.stream.stopped:
+            self.ending = "stop"
 
     def _complete(self, token: int) -> bool:
         """Whether its grammar allows nothing more."""
@@ -60,32 +63,6 @@ class ServedAnswer:
             return False
         self.row.grammar.take(token)
         return self.row.grammar.ended
-
-    def _read(self, piece: str) -> None:
-        """More text: up to a stop string, holding back what may begin one."""
-        self._held += piece
-        stops = self.options.stop
-        found = min((place for place in map(self._held.find, stops) if place >= 0), default=-1)
-        if found >= 0:
-            self.text, self._held, self.ending = self.text + self._held[:found], "", "stop"
-            self.stream = None
-            return
-        kept = max((begun(self._held, stop) for stop in stops), default=0)
-        sure = len(self._held) - kept
-        self.text, self._held = self.text + self._held[:sure], self._held[sure:]
-
-    def _finish(self, rest: str) -> None:
-        """No token follows: what was held back is text too."""
-        self._read(rest)
-        self.text, self._held = self.text + self._held, ""
-
-
-def begun(text: str, stop: str) -> int:
-    """Letters at the end of a text that a stop string begins with."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
 
 
 @dataclass(slots=True, eq=False)

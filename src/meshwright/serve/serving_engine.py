@@ -8,6 +8,7 @@ from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.generate import check_prompt
 from meshwright.model.transformer import Transformer
+from meshwright.serve.answer_text import AnswerText
 from meshwright.serve.beam_groups import BeamGroups
 from meshwright.serve.beam_search import BeamSearch
 from meshwright.serve.block_pool import BlockPool
@@ -125,15 +126,15 @@ class ServingEngine:
         with self.adapters.beside.over({number: slice(0, max(0, len(prompt) - 1))} if number else {}):
             return score_prompt(self.model, prompt, top)
 
-    def cancel(self, request: ServedRequest) -> None:
-        """Nobody wants its answers any more: blocks are free at once."""
-        for sequence, (owner, answer) in list(self._growing.items()):
-            if owner is request:
-                answer.ending = "cancelled"
+    def cancel(self, request: ServedRequest, answers: Sequence[ServedAnswer] | None = None) -> None:
+        """End what nobody wants any more: all of a request, or these answers, which grow. Blocks are free at once."""
+        answers = request.answers if answers is None else answers
+        for sequence, (_, answer) in list(self._growing.items()):
+            if answer in answers:
                 self._end(sequence)
         self._beams.cancel(request)
         self.adapters.release()
-        for answer in request.answers:
+        for answer in answers:
             answer.ending = answer.ending or "cancelled"
 
     @property
@@ -301,7 +302,7 @@ class ServingEngine:
         ids = list[int]()
         own = grammar.copy() if grammar else None
         row = SampledRow(request.options, request.options.seed + number, request.prompt, ids, own)
-        stream = TextStream(self._decode, request.prompt) if self._decode else None
+        stream = AnswerText(TextStream(self._decode, request.prompt), request.options.stop) if self._decode else None
         return ServedAnswer(request.options, row, ends, stream, ids)
 
     def _room(self, request: ServedRequest) -> int:

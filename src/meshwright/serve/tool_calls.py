@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from meshwright.data.chat_template import ChatTemplate
-from meshwright.serve.served_request import begun
+from meshwright.serve.answer_text import begun
 from meshwright.spec.errors import ArgumentError
 
 _DECODER: Final = json.JSONDecoder()

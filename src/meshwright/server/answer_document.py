@@ -3,14 +3,16 @@
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from json.encoder import encode_basestring
 from typing import Any
 
 from meshwright.server.answering import Answering, AnswerPart
 from meshwright.server.api_error import ApiError
 from meshwright.server.chat_shape import ChatShape
 from meshwright.server.completion_shape import CompletionShape
-from meshwright.server.engine_thread import EngineTask
+from meshwright.server.engine_task import EngineTask
 
 DONE = b"data: [DONE]\n\n"
 
@@ -54,10 +56,22 @@ class AnswerDocument:
                 opening = self._shape.opening(part.choice)
                 if opening is not None:
                     yield self._event([opening])
-            if part.text or part.ending or (part.ids and (self._logprobs or self._ids)):
+            if part.text and not part.ending and self._is_plain:
+                before, behind = self._around[part.choice]
+                yield before + encode_basestring(part.text).encode() + behind
+            elif part.text or part.ending or (part.ids and (self._logprobs or self._ids)):
                 choice = self._shape.piece(part, part.ending or None, always=self._ids)
                 if choice is not None:
                     yield self._event([choice | self._tokens(answering, part)])
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether events of one answer differ in their text alone, until it ends."""
+        return self._shape.is_plain and not self._ids
+
+    @cached_property
+    def _around(self) -> "_SurroundingText":
+        return _SurroundingText(lambda part: self._event([self._shape.piece(part, None, always=False) or {}]))
 
     def last_events(self, answering: Answering) -> Iterator[bytes]:
         """Behind the last answer's end."""
@@ -77,6 +91,21 @@ class AnswerDocument:
         return {"token_ids": part.ids, "prompt_token_ids": prompt}
 
 
+class _SurroundingText(dict[int, tuple[bytes, bytes]]):
+    """What stands before and behind the text of an event, by the number of the answer."""
+
+    def __init__(self, event_of: Callable[[AnswerPart], bytes]) -> None:
+        super().__init__()
+        self._event_of = event_of
+
+    def __missing__(self, choice: int) -> tuple[bytes, bytes]:
+        """Cut an event with a text that nothing else of it has."""
+        text = secrets.token_hex(16)
+        before, _, behind = self._event_of(AnswerPart(choice, text, [], [], [], "")).partition(f'"{text}"'.encode())
+        self[choice] = before, behind
+        return before, behind
+
+
 def _worse(part: AnswerPart) -> float:
     return -sum(part.logprobs) / max(1, len(part.logprobs))
 
@@ -85,8 +114,8 @@ def usage(tasks: Iterable[EngineTask]) -> dict[str, Any]:
     """Tokens of prompts, each counted once however many answers it has, and of answers."""
     tasks = list(tasks)
     prompt = sum(len(task.prompt) for task in tasks)
-    made = sum(progress.tokens for task in tasks for progress in task.progress)
-    cached = sum(task.request.cached for task in tasks if task.request is not None)
+    made = sum(task.tokens for task in tasks)
+    cached = sum(task.cached for task in tasks)
     return {
         "prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": cached},

@@ -2,16 +2,21 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from meshwright.serve.served_request import Ending, ServedAnswer
 from meshwright.server.access import Tenant
 from meshwright.server.api_error import ApiError, refused, shutting_down
-from meshwright.server.engine_thread import EngineTask, EngineThread
+from meshwright.server.engine_link import EngineLink
+from meshwright.server.engine_messages import Top
+from meshwright.server.engine_task import EngineTask, GrowingAnswer
 from meshwright.server.server_options import ServerLimits
 from meshwright.spec.errors import MeshwrightError, RunError
+
+
+FAULTS = ("broken", "grammar")
+"""Endings of an answer that end its whole request with an error."""
 
 
 class ClientGone(Exception):
@@ -26,26 +31,30 @@ class AnswerPart(NamedTuple):
     text: str
     ids: list[int]
     logprobs: list[float]
-    top: list[list[tuple[int, float]]]
-    ending: Ending
+    top: list[Top]
+    ending: str
 
 
 class Answering:
     """One HTTP request: a task for each of its prompts. Use `begun` around it, which cancels what is left over."""
 
-    def __init__(self, engine: EngineThread, tasks: Sequence[EngineTask], news: asyncio.Event, limit_s: float) -> None:
-        """`news`: the event of all tasks; `limit_s`: from now to the last token."""
+    def __init__(self, engine: EngineLink, tasks: Sequence[EngineTask], limit_s: float) -> None:
+        """`limit_s`: from now to the last token."""
         self.tasks = list(tasks)
-        self._engine, self._news = engine, news
+        self.on_growth: Callable[[], None] | None = None
+        """Is called when answers have grown, and more follows. None = whoever waits in `grown` is woken."""
+        self._engine, self._news = engine, asyncio.Event()
         self._until = asyncio.get_running_loop().time() + limit_s
         self._failure: Exception | None = None
-        self._read: list[list[tuple[int, int] | None]] = [[(0, 0)] * task.options.n for task in tasks]
+        self._unread: list[tuple[int, GrowingAnswer]] = []
 
     @contextmanager
     def begun(self) -> Iterator[None]:
         """Inside, the engine works on it."""
         for task in self.tasks:
+            task.listener = self
             self._engine.submit(task)
+        self._unread = list(enumerate(answer for task in self.tasks for answer in task.answers))
         try:
             yield
         finally:
@@ -54,8 +63,8 @@ class Answering:
     def cancel(self) -> None:
         """Free what the engine has of it. It may be called again."""
         for task in self.tasks:
-            if not task.ended:
-                self._engine.cancel(task)
+            task.listener = None
+            self._engine.cancel(task)
 
     def fail(self, error: Exception) -> None:
         """End it with an error, or without a word where that is ClientGone."""
@@ -63,37 +72,55 @@ class Answering:
         self._failure = self._failure or error
         self._news.set()
 
+    def changed(self) -> None:
+        """There is news of its tasks."""
+        if self.on_growth is None or self._settled:
+            self._news.set()
+        else:
+            self.on_growth()
+
     @property
     def ended(self) -> bool:
         """Whether all answers are whole."""
         return all(task.ended for task in self.tasks)
 
-    async def grown(self) -> AsyncIterator[None]:
-        """Each time there is news, until all answers are whole. ApiError, ClientGone."""
-        while True:
-            try:
-                async with asyncio.timeout_at(self._until):
-                    await self._news.wait()
-            except TimeoutError:
-                self.cancel()
-                raise ApiError(504, "the answer took longer than a request may", code="deadline_exceeded") from None
-            self._news.clear()
-            self._check()
-            yield
-            if self.ended:
-                return
+    @property
+    def _settled(self) -> bool:
+        """Whether no more is read: all are whole, or one has failed."""
+        growing = False
+        for task in self.tasks:
+            if task.failure is not None:
+                return True
+            for answer in task.answers:
+                if answer.ending in FAULTS:
+                    return True
+                growing = growing or not answer.ending
+        return not growing
+
+    async def grown(self) -> None:
+        """Until there is news, or, with `on_growth`, until all answers are whole. ApiError, ClientGone."""
+        try:
+            async with asyncio.timeout_at(self._until):
+                await self._news.wait()
+        except TimeoutError:
+            self.cancel()
+            raise ApiError(504, "the answer took longer than a request may", code="deadline_exceeded") from None
+        self._news.clear()
+        self._check()
 
     def parts(self) -> Iterator[AnswerPart]:
         """What is new of each answer since the last call; one that has ended comes once more."""
-        choice = 0
-        for task, read in zip(self.tasks, self._read, strict=True):
-            for number, progress in enumerate(task.progress):
-                before, now = read[number], (progress.tokens, progress.characters)
-                if before is not None and (before != now or progress.ending):
-                    assert task.request is not None
-                    read[number] = None if progress.ending else now
-                    yield _part(choice + number, task.request.answers[number], before, now, progress.ending)
-            choice += task.options.n
+        ended = False
+        for choice, answer in self._unread:
+            if answer.pieces or answer.ids or answer.ending:
+                ended = ended or bool(answer.ending)
+                text, ids, logprobs, top = "".join(answer.pieces), answer.ids, answer.logprobs, answer.top
+                answer.pieces.clear()
+                if ids:
+                    answer.ids, answer.logprobs, answer.top = [], [], []
+                yield AnswerPart(choice, text, ids, logprobs, top, answer.ending)
+        if ended:
+            self._unread = [pair for pair in self._unread if not pair[1].ending]
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -105,23 +132,13 @@ class Answering:
                 raise refused(str(task.failure))
             if task.failure is not None:
                 raise ApiError(500, "the engine cannot take this request, as its log describes", code="internal_error")
-            if any(one.ending == "grammar" for one in task.progress):
+            if any(answer.ending == "grammar" for answer in task.answers):
                 raise refused(
                     "the answer cannot be continued by its schema or regular expression: take a simpler one",
                     "response_format", "grammar_failed",
                 )  # fmt: skip
-            if any(one.ending == "broken" for one in task.progress):
+            if any(answer.ending == "broken" for answer in task.answers):
                 raise ApiError(500, "the model's logits are no numbers: its weights are broken", code="broken_model")
-
-
-def _part(
-    choice: int, answer: ServedAnswer, read: tuple[int, int], now: tuple[int, int], ending: Ending
-) -> AnswerPart:  # fmt: skip
-    begin, end = read[0], now[0]
-    return AnswerPart(
-        choice, answer.text[read[1] : now[1]], answer.ids[begin:end], answer.logprobs[begin:end], answer.top[begin:end],
-        ending,
-    )  # fmt: skip
 
 
 class Admission:
@@ -138,6 +155,11 @@ class Admission:
     def idle(self) -> bool:
         """Whether nobody is being answered."""
         return not self._of_key
+
+    @property
+    def open(self) -> int:
+        """Requests that are being answered."""
+        return self._of_key.total()
 
     @property
     def waiting(self) -> int:

@@ -47,3 +47,8 @@ def refused(message: str, param: str | None = None, code: str = "invalid_value")
 def shutting_down() -> ApiError:
     """The server takes no more requests, or cannot end this one."""
     return ApiError(503, "the server is shutting down: ask another one", code="shutting_down", retry_seconds=5)
+
+
+def mistake() -> ApiError:
+    """A defect of the server, whose traceback is in its log."""
+    return ApiError(500, "the server made a mistake, which its log describes", code="internal_error")

@@ -24,6 +24,11 @@ class ChatShape:
         self._spell, self._likeliest, self._tools = spell, likeliest, tools
         self._read: defaultdict[int, ReadSoFar] = defaultdict(ReadSoFar)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a piece of an answer that grows is its text and nothing else."""
+        return self._likeliest is None and self._tools is None
+
     def opening(self, choice: int) -> dict[str, Any] | None:
         """What comes before the first part of an answer in a stream: who speaks."""
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from meshwright.server.answering import AnswerPart
-from meshwright.server.engine_thread import EngineTask
+from meshwright.server.engine_task import EngineTask
 
 Spell = Callable[[int], str]
 """A token id as text."""
@@ -27,6 +27,11 @@ class CompletionShape:
         """`prompts`: what is repeated before the answers of each, `n` to one; none = nothing is."""
         self._spell, self._likeliest, self._prompts, self._n = spell, likeliest, prompts, n
         self._offsets: dict[int, int] = {}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a piece of an answer that grows is its text and nothing else."""
+        return self._likeliest is None
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         """What comes before the first part of an answer in a stream."""

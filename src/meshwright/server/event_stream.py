@@ -1,7 +1,7 @@
 """Answers over a connection: as events while they grow, or whole; and what happens when the client leaves."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from starlette.types import Receive, Scope, Send
@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 from meshwright.server.answer_document import AnswerDocument, error_event
 from meshwright.server.answering import Answering, ClientGone
 from meshwright.server.api_error import ApiError
+from meshwright.server.guarded_connection import CONNECTION, StreamedConnection
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -30,36 +31,59 @@ def watched(answering: Answering, receive: Receive) -> Iterator[None]:
 
 async def whole(answering: Answering) -> None:
     """Until all answers have ended. ApiError, ClientGone."""
-    async for _ in answering.grown():
-        pass
+    answering.on_growth = _nothing
+    while not answering.ended:
+        await answering.grown()
 
 
-async def send_events(answering: Answering, document: AnswerDocument, send: Send) -> ApiError | None:
+def _nothing() -> None:
+    """Answers that are given whole are read when they have ended."""
+
+
+async def send_events(answering: Answering, document: AnswerDocument, scope: Scope, send: Send) -> ApiError | None:
     """Answer with a stream, and give what ended it early. ApiError where that comes before its first event; ClientGone.
 
-    The connection takes a piece when it has sent enough of those before: a slow reader gets fewer and longer ones."""
-    started, failure = False, None
+    Between the first event and the last ones the connection is written to whenever answers grow, without a task that
+    wakes for it. A peer that takes less than comes gets nothing until it has taken what it has: then fewer and longer
+    events."""
+    pieces = list[bytes]()
+    while not pieces:
+        await answering.grown()
+        if answering.ended:
+            break
+        pieces += document.events(answering)
+    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+    failure: ApiError | None = None
     try:
-        async for piece in _pieces(answering, document):
-            if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                started = True
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if pieces:
+            await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": True})
+        if not answering.ended:
+            with _written(answering, document, scope["state"][CONNECTION]):
+                while not answering.ended:
+                    await answering.grown()
+        last = [*document.events(answering), *document.last_events(answering)]
     except ApiError as error:
-        if not started:
-            raise
-        failure = error
-        await send({"type": "http.response.body", "body": error_event(error), "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+        failure, last = error, [error_event(error)]
+    await send({"type": "http.response.body", "body": b"".join(last), "more_body": False})
     return failure
 
 
-async def _pieces(answering: Answering, document: AnswerDocument) -> AsyncIterator[bytes]:
-    async for _ in answering.grown():
-        piece = b"".join(document.events(answering))
-        if piece:
-            yield piece
-    yield b"".join(document.last_events(answering))
+@contextmanager
+def _written(answering: Answering, document: AnswerDocument, connection: StreamedConnection) -> Iterator[None]:
+    """Inside, answers are written as they grow."""
+
+    def write() -> None:
+        if connection.writable:
+            piece = b"".join(document.events(answering))
+            if piece:
+                connection.write_piece(piece)
+
+    answering.on_growth = connection.on_writable = write
+    write()
+    try:
+        yield
+    finally:
+        answering.on_growth = connection.on_writable = None
 
 
 async def _disconnected(receive: Receive) -> None:

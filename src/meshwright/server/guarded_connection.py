@@ -3,23 +3,65 @@
 uvicorn waits without limit for headers, for what is left of a body that nobody reads, and for a peer that takes nothing
 of what was written. Here a connection is cut off if twice in a row it is seen without a request, or with its writing
 held up all the time between.
+
+A stream is written past ASGI, without a task that wakes for each token: an application finds the connection in the
+scope's state, under CONNECTION.
 """
 
 import asyncio
+from collections.abc import Callable
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 WRITE_BUFFER = 32_768
 """Bytes that wait in this process for a peer before its answer waits, too."""
+CONNECTION = "connection"
+
+
+class StreamedConnection(H11Protocol):
+    """One connection, to which an application may write a response's body piece by piece."""
+
+    on_writable: Callable[[], None] | None = None
+    """Is called when a peer that was slow takes more."""
+    paused = False
+    """Whether the peer takes less than is written."""
+
+    def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
+        super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
+
+    @property
+    def writable(self) -> bool:
+        """Whether more may be written now."""
+        return not self.paused and not self.transport.is_closing()
+
+    def write_piece(self, piece: bytes) -> None:
+        """Write a part of the body of a response that has begun and says no length (RFC 9112, section 7.1)."""
+        if self.scope["http_version"] == "1.0":
+            self.transport.write(piece)
+        else:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def pause_writing(self) -> None:
+        """The peer takes less than is written."""
+        self.paused = True
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It has taken most of it."""
+        self.paused = False
+        super().resume_writing()
+        if self.on_writable is not None:
+            self.on_writable()
 
 
 def guarded(idle_s: float, stall_s: float) -> type[H11Protocol]:
     """The class of connections. `idle_s`: without a request; `stall_s`: with writing held up."""
 
-    class GuardedConnection(H11Protocol):
+    class GuardedConnection(StreamedConnection):
         """One connection."""
 
-        _paused = _idle_seen = _stall_seen = False
+        _idle_seen = _stall_seen = False
         _cycle_seen: RequestResponseCycle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
@@ -35,14 +77,9 @@ def guarded(idle_s: float, stall_s: float) -> type[H11Protocol]:
                 watch.cancel()
             super().connection_lost(exc)
 
-        def pause_writing(self) -> None:
-            """The peer takes less than is written."""
-            self._paused = True
-            super().pause_writing()
-
         def resume_writing(self) -> None:
             """It has taken most of it."""
-            self._paused = self._stall_seen = False
+            self._stall_seen = False
             super().resume_writing()
 
         def _look_idle(self) -> None:
@@ -54,7 +91,7 @@ def guarded(idle_s: float, stall_s: float) -> type[H11Protocol]:
             self._watches[0] = self.loop.call_later(idle_s, self._look_idle)
 
         def _look_stalled(self) -> None:
-            held = self._paused or (self.transport.is_closing() and self.transport.get_write_buffer_size() > 0)
+            held = self.paused or (self.transport.is_closing() and self.transport.get_write_buffer_size() > 0)
             if held and self._stall_seen:
                 self.transport.abort()
                 return

@@ -11,6 +11,7 @@ from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.serving_ranks import ServingRanks
+from meshwright.server.model_card import ModelCard
 from meshwright.spec.errors import ArgumentError
 
 
@@ -41,21 +42,24 @@ class HostedModel:
         if self.name in self.adapters:
             raise ArgumentError(f"adapter={self.name} is the model's own name: give one of them another")
 
-    def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a request's name means, of those that there are; None = the model alone."""
-        return None if name == self.name else name
-
     def engine(self, options: EngineOptions) -> ServingEngine:
-        """An engine of it that has answered once, so that the first request does not wait for what is done once."""
+        """An engine of it that has answered once, so that the first request does not wait for what is done once. It
+        makes no text: the HTTP process does."""
         if options.speculation is not None and options.speculation.draft is None:
             options = replace(options, speculation=replace(options.speculation, draft=self.draft))
-        decode = self.tokenizer.decode if self.tokenizer else None
-        found = ServingEngine(
-            self.model, options, decode=decode, end_ids=self.end_ids, tokenizer=self.tokenizer,
-            adapters=self.adapters, ranks=self.ranks,
+        engine = ServingEngine(
+            self.model, options, end_ids=self.end_ids, tokenizer=self.tokenizer, adapters=self.adapters,
+            ranks=self.ranks,
         )  # fmt: skip
-        found.run([found.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
-        return found
+        engine.run([engine.add([0], RequestOptions(max_new_tokens=2, ignore_end=True, salt=None))])
+        return engine
+
+    def card(self, engine: ServingEngine) -> ModelCard:
+        """What the HTTP process needs to know of it."""
+        return ModelCard(
+            name=self.name, tokenizer=self.tokenizer, end_ids=self.end_ids, created=self.created,
+            longest=engine.longest, most_sequences=engine.options.most_sequences, adapters=engine.adapters.names,
+        )  # fmt: skip
 
 
 OpenModel = Callable[[], HostedModel]

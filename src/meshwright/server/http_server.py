@@ -1,42 +1,46 @@
-"""The server as a process sees it: a socket, signals, and the order in which things end."""
+"""The server as its user sees it: an address, signals, and the order in which things end.
 
-import asyncio
+This process has the engine, in a thread; another one has HTTP (front.py). If one of the two ends, so does the other.
+"""
+
 import errno
+import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-
-import uvicorn
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import IO, Literal, final
 
 from meshwright.serve.engine_options import EngineOptions
-from meshwright.server.answering import Admission
-from meshwright.server.application import application
+from meshwright.serve.serving_engine import ServingEngine
+from meshwright.server.adapter_folder import answer_adapter_call
+from meshwright.server.channel import Channel, FrameKind
+from meshwright.server.engine_messages import AdapterCall, AddedPrompt, CancelledAnswers, encode_setup
 from meshwright.server.engine_thread import EngineThread
-from meshwright.server.guarded_connection import guarded
 from meshwright.server.hosted_model import OpenModel
-from meshwright.server.prompt_reader import PromptReader
-from meshwright.server.request_log import Write, to_stderr
-from meshwright.server.routes import Service
-from meshwright.server.server_metrics import ServerMetrics
 from meshwright.server.server_options import ServerOptions
-from meshwright.spec.errors import ArgumentError
+from meshwright.spec.errors import ArgumentError, RunError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_SECONDS = 3.0
-"""For error events to be sent, and for the engine to end its step."""
+"""For the engine to end its step, and for the HTTP process to end behind its last word."""
+LOOK_SECONDS = 0.25
+"""Between looks whether a rank of the model is gone."""
+BUFFER_BYTES = 2**22
+"""Of the channel, as far as the system allows: messages of steps that the HTTP process has not read."""
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from meshwright.server.front import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+Event = Literal["ready", "stop", "ended", "lost"]
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own way with signals, which ends the process by the signal itself."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Nothing: HttpServer has its own."""
-        yield
-
-
+@final
 class HttpServer:
     """One model behind one address. `run` it; `stop` may be called from any thread."""
 
@@ -48,82 +52,115 @@ class HttpServer:
         engine: EngineOptions,
         *,
         on_ready: Callable[["HttpServer"], None] | None = None,
-        write: Write = to_stderr,
+        log: IO[bytes] | None = None,
     ) -> None:
-        """`name`: of the model, for metrics; `on_ready` is called when the first request may come; `write` takes lines
-        of the log. ArgumentError where the address cannot be had."""
+        """`name`: of the model, for metrics; `on_ready` is called when the first request may come; `log` takes a line
+        for each request in place of stderr. ArgumentError where the address cannot be had."""
         self.options = options
         self.interrupted = False
         """It was ended by Ctrl-C."""
         self.name = name
+        self.front: subprocess.Popen[bytes] | None = None
+        """The process that has HTTP."""
+        self.channel: Channel | None = None
         self._open, self._engine_options = open_model, engine
-        self._on_ready, self._write = on_ready, write
-        self._socket = _listening(options)
-        self.service: Service | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._asked = 0
-        self._stop = self._stop_now = asyncio.Event()
+        self._on_ready, self._log = on_ready, log
+        self._listener = _listening(options)
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        """As a browser takes it."""
+        self._thread: EngineThread | None = None
+        self._events: SimpleQueue[Event] = SimpleQueue()
 
     @property
-    def address(self) -> str:
-        """As a browser takes it."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def engine(self) -> ServingEngine | None:
+        """To be looked at, when it is there; only its own thread may call it."""
+        return None if self._thread is None else self._thread.engine
 
     def run(self) -> None:
-        """Answer until it is stopped. What opening the model, or its engine, raises; RunError."""
-        asyncio.run(self._main())
+        """Answer until it is stopped. What opening the model, or its engine, raises; RunError: the HTTP process has
+        ended."""
+        with self._signals():
+            front, channel = self._start()
+            thread = self._thread = EngineThread(self._open, self._engine_options, channel)
+            threading.Thread(target=self._hear, args=(channel, thread), name="meshwright-http", daemon=True).start()
+            thread.start()
+            try:
+                lost = self._wait(channel, thread)
+            finally:
+                self._end(front, channel, thread)
+        if thread.failure is not None and thread.engine is None:
+            raise thread.failure
+        if lost:
+            raise RunError(f"the HTTP process has ended with {_ending(front.returncode)}: start the server again")
 
     def stop(self) -> None:
         """Take no more requests and end with the last one; asked again, end at once."""
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: it has ended
-                self._loop.call_soon_threadsafe(self._stopped)
+        self._events.put("stop")
 
-    async def _main(self) -> None:
-        self._loop, limits = asyncio.get_running_loop(), self.options.limits
-        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
-        metrics = ServerMetrics(self.name)
-        engine = EngineThread(self._open, self._engine_options, metrics)
-        service = self.service = Service(engine, Admission(limits), metrics, self.options, self._write)
-        server = _Uvicorn(self._config(service))
-        with self._signals():
-            serving = asyncio.create_task(server.serve(sockets=[self._socket]))
-            engine.start()
+    def _start(self) -> tuple["subprocess.Popen[bytes]", Channel]:
+        """Start the HTTP process. It is deaf to signals, which come to a whole group of processes: it ends when this
+        process says so, or is gone."""
+        here, there = socket.socketpair()
+        for end in (here, there):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+        descriptors = there.fileno(), self._listener.fileno()
+        command = [sys.executable, "-c", _START, json.dumps([*map(str, sys.path)]), *map(str, descriptors)]
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            front = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=self._log)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        there.close()
+        self._listener.close()
+        channel = self.channel = Channel(here)
+        self.front = front
+        channel.send(FrameKind.SETUP, encode_setup(self.name, self.options))
+        return front, channel
+
+    def _wait(self, channel: Channel, thread: EngineThread) -> bool:
+        """Until the HTTP process has ended; whether nobody asked it to."""
+        broken_told = False
+        while True:
+            ranks = thread.hosted and thread.hosted.ranks
+            if ranks is not None and ranks.broken and not broken_told:
+                broken_told = True
+                channel.send(FrameKind.BROKEN)
             try:
-                await self._serve(service, serving)
-            finally:
-                server.should_exit = True
-                await serving
-                if service.reader is not None:
-                    service.reader.close()
-                engine.stop(LAST_SECONDS)
-        if engine.failure is not None and engine.engine is None:
-            raise engine.failure
-
-    async def _serve(self, service: Service, serving: "asyncio.Task[None]") -> None:
-        """Until the model cannot be opened, or the server is stopped and has drained."""
-        await _first(service.engine.settled.wait(), self._stop.wait(), serving)
-        if service.engine.state == "ready" and service.engine.hosted is not None:
-            tokenizer = service.engine.hosted.tokenizer
-            if tokenizer is not None:
-                service.reader = PromptReader(tokenizer, self.options.limits.prompt_seconds)
-                await service.reader.start()
-            if self._on_ready is not None:
+                event = self._events.get(timeout=LOOK_SECONDS if thread.engine is None or ranks else None)
+            except Empty:
+                continue
+            if event == "stop":
+                channel.send(FrameKind.STOP)
+            elif event == "ready" and self._on_ready is not None:
                 self._on_ready(self)
-            await _first(self._stop.wait(), serving)
-        if self._stop.is_set():
-            await self._drain(service)
+            elif event in ("ended", "lost"):
+                return event == "lost"
 
-    async def _drain(self, service: Service) -> None:
-        admission = service.admission
-        admission.closed = True
-        await _first(self._stop_now.wait(), _idle(admission), asyncio.sleep(self.options.limits.drain_seconds))
-        admission.abort()
-        await _first(_idle(admission), asyncio.sleep(LAST_SECONDS))
+    def _hear(self, channel: Channel, thread: EngineThread) -> None:
+        """Take what the HTTP process says, until it is gone."""
+        last: Event = "lost"
+        for kind, parts in channel.frames():
+            if kind is FrameKind.ADD:
+                thread.put(AddedPrompt.decode(parts))
+            elif kind is FrameKind.CANCEL:
+                thread.put(CancelledAnswers.decode(parts))
+            elif kind is FrameKind.ADAPTER:
+                answer_adapter_call(AdapterCall.decode(parts), thread, self.options, channel)
+            elif kind is FrameKind.READY:
+                self._events.put("ready")
+            elif kind is FrameKind.ENDED:
+                last = "ended"
+        self._events.put(last)
 
-    def _stopped(self) -> None:
-        (self._stop_now if self._stop.is_set() else self._stop).set()
+    def _end(self, front: "subprocess.Popen[bytes]", channel: Channel, thread: EngineThread) -> None:
+        channel.close()
+        try:
+            front.wait(LAST_SECONDS)
+        except subprocess.TimeoutExpired:
+            front.kill()
+            front.wait()
+        thread.stop(LAST_SECONDS)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -131,36 +168,24 @@ class HttpServer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        loop = asyncio.get_running_loop()
-        for one in SIGNALS:
-            loop.add_signal_handler(one, self._signalled, one)
+        before = {number: signal.signal(number, self._signalled) for number in SIGNALS}
         try:
             yield
         finally:
-            for one in SIGNALS:
-                loop.remove_signal_handler(one)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _signalled(self, number: int) -> None:
+    def _signalled(self, number: int, _: FrameType | None) -> None:
         self.interrupted = self.interrupted or number == signal.SIGINT
-        self._stopped()
+        self.stop()
 
-    def _config(self, service: Service) -> uvicorn.Config:
-        limits = self.options.limits
-        return uvicorn.Config(
-            application(service, self.options),
-            http=guarded(limits.read_seconds, limits.stall_seconds),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            limit_concurrency=limits.max_connections,
-            h11_max_incomplete_event_size=int(limits.max_header_bytes),
-            timeout_keep_alive=max(1, int(limits.read_seconds)),
-            timeout_graceful_shutdown=int(LAST_SECONDS),
-        )
+
+def _ending(status: int) -> str:
+    if status >= 0:
+        return f"status {status}"
+    with suppress(ValueError):
+        return signal.Signals(-status).name
+    return f"signal {-status}"
 
 
 def _listening(options: ServerOptions) -> socket.socket:
@@ -180,19 +205,3 @@ def _listening(options: ServerOptions) -> socket.socket:
             ) from None
         raise ArgumentError(f"host={options.host} port={options.port}: {error.strerror or error}") from None
     return found
-
-
-async def _idle(admission: Admission) -> None:
-    while not admission.idle:
-        await asyncio.sleep(0.02)
-
-
-async def _first(*waits: Awaitable[object]) -> None:
-    """Until one of them is done; the others are given up, but tasks that were given go on."""
-    own = [asyncio.ensure_future(one) for one in waits]
-    try:
-        await asyncio.wait(own, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for one, given in zip(own, waits, strict=True):
-            if one is not given:
-                one.cancel()

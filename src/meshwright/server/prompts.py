@@ -1,15 +1,14 @@
 """From the fields of a request to tasks for the engine, within its limits."""
 
-import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.serving_engine import ServingEngine
 from meshwright.server.access import Tenant
 from meshwright.server.api_error import refused
-from meshwright.server.engine_thread import EngineTask
+from meshwright.server.engine_task import EngineTask
+from meshwright.server.model_card import ModelCard
 from meshwright.server.request_fields import AnswerFields, CompletionFields
 from meshwright.server.server_options import ServerLimits
 from meshwright.spec.errors import MeshwrightError
@@ -18,42 +17,45 @@ from meshwright.spec.errors import MeshwrightError
 def tasks_of(
     fields: AnswerFields,
     prompts: Sequence[list[int]],
-    engine: ServingEngine,
+    card: ModelCard,
     limits: ServerLimits,
     tenant: Tenant,
     schema: Mapping[str, Any] | None = None,
     adapter: str | None = None,
-) -> tuple[list[EngineTask], asyncio.Event]:
-    """A task for each prompt, and the event of their news. `schema`: that answers keep to, where fields say none;
-    `adapter`: that the model's name means. ApiError: beyond a limit, or no sense."""
+) -> list[EngineTask]:
+    """A task for each prompt. `schema`: that answers keep to, where fields say none; `adapter`: that the model's name
+    means. ApiError: beyond a limit, or no sense."""
     name, made = "n" if fields.made == fields.n else "best_of", fields.made
     if made > limits.max_n:
         raise refused(f"{name}={made} is more than the {limits.max_n} answers of a request", name)
-    if made > engine.options.most_sequences:
-        raise refused(f"{name}={made} is more than the {engine.options.most_sequences} answers at once", name)
-    most = [_answer_tokens(fields, len(ids), engine, limits, len(prompts)) for ids in prompts]
+    if made > card.most_sequences:
+        raise refused(f"{name}={made} is more than the {card.most_sequences} answers at once", name)
+    most = [_answer_tokens(fields, len(ids), card, limits, len(prompts)) for ids in prompts]
     if sum(most) * made > limits.max_answer_tokens:
         raise refused(
             f"{sum(most) * made:,} new tokens are asked for (prompts x n x max_tokens), and a request may have "
             f"{limits.max_answer_tokens:,}",
             "max_tokens",
         )
-    news = asyncio.Event()
     scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
+    with_logprobs = fields.likeliest is not None or made > fields.n
+    model_ends = frozenset() if fields.ignore_eos else frozenset(card.end_ids)
     return [
         EngineTask(
-            prompt=list(ids), options=_options(fields, tokens, tenant, schema, adapter), changed=news, scored=scored
-        )
+            prompt=list(ids), options=_options(fields, tokens, tenant, schema, adapter), tokenizer=card.tokenizer,
+            end_ids=model_ends | frozenset(fields.stop_token_ids), scored=scored, with_logprobs=with_logprobs,
+            keeps_ids=with_logprobs or fields.return_token_ids,
+        )  # fmt: skip
         for ids, tokens in zip(prompts, most, strict=True)
-    ], news
+    ]
 
 
 def _answer_tokens(
-    fields: AnswerFields, prompt: int, engine: ServingEngine, limits: ServerLimits, prompts: int
+    fields: AnswerFields, prompt: int, card: ModelCard, limits: ServerLimits, prompts: int
 ) -> int:  # fmt: skip
     """Most tokens of an answer: those that are asked for, or what there is room for. ApiError where that is too
     little."""
-    longest = engine.longest
+    longest = card.longest
     if not prompt:
         raise refused("the prompt is empty: give at least one token", "prompt")
     if prompt > min(longest, limits.max_prompt_tokens or longest):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
-from meshwright.server.engine_thread import EngineTask
+from meshwright.server.engine_task import EngineTask
 from meshwright.spec.errors import printable
 
 Write = Callable[[str], None]
@@ -38,8 +38,7 @@ class RequestRecord:
         now = monotonic()
         words = [time.strftime("%H:%M:%S"), self.route, str(self.status), f"{now - self.arrived:.3f} s", self.tenant]
         if self.tasks:
-            cached = sum(task.request.cached for task in self.tasks if task.request is not None)
-            made = sum(progress.tokens for task in self.tasks for progress in task.progress)
+            cached, made = sum(task.cached for task in self.tasks), sum(task.tokens for task in self.tasks)
             words.append(f"prompt={sum(len(task.prompt) for task in self.tasks)} cached={cached} new={made}")
         began = [task.began for task in self.tasks if task.began is not None]
         words += [f"first={min(began) - self.arrived:.3f}s"] if began else []

@@ -14,14 +14,15 @@ from meshwright.data.chat_prompt import template_of
 from meshwright.server.access import Tenant
 from meshwright.server.answer_document import AnswerDocument
 from meshwright.server.answering import Admission, Answering, ClientGone
-from meshwright.server.api_error import ApiError, refused, shutting_down
+from meshwright.server.api_error import ApiError, mistake, refused, shutting_down
 from meshwright.server.chat_fields import ChatFields, TokenizeFields
 from meshwright.server.chat_shape import ChatShape
 from meshwright.server.checked_fields import checked_fields
 from meshwright.server.completion_shape import CompletionShape, EchoedPrompt
-from meshwright.server.engine_thread import EngineTask, EngineThread
+from meshwright.server.engine_link import EngineLink
+from meshwright.server.engine_task import EngineTask
 from meshwright.server.event_stream import send_events, watched, whole
-from meshwright.server.hosted_model import HostedModel
+from meshwright.server.model_card import ModelCard
 from meshwright.server.prompt_reader import PromptReader
 from meshwright.server.prompts import tasks_of
 from meshwright.server.request_body import ClientDisconnect, read_body
@@ -40,10 +41,11 @@ class Service:
     """What the routes share: the engine, who is let in, and the log."""
 
     def __init__(
-        self, engine: EngineThread, admission: Admission, metrics: ServerMetrics, options: ServerOptions, write: Write
+        self, engine: EngineLink, admission: Admission, metrics: ServerMetrics, options: ServerOptions, write: Write
     ) -> None:
         self.engine, self.admission, self.metrics, self.write = engine, admission, metrics, write
-        self.limits, self.adapter_folder = options.limits, options.adapter_folder
+        self.limits, self.loads_adapters = options.limits, options.adapter_folder is not None
+        metrics.watch_open(lambda: admission.open)
         self.loading = asyncio.Lock()
         """Held while an adapter is loaded or unloaded over HTTP."""
         self.reader: PromptReader | None = None
@@ -61,21 +63,21 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may call for: the model, and adapters that are loaded now."""
-        hosted, engine = self.engine.hosted, self.engine.engine
-        return () if hosted is None or engine is None else (hosted.name, *engine.adapters.names)
+        card = self.engine.card
+        return () if card is None else (card.name, *self.engine.adapters)
 
-    def hosted(self, name: str | None = None) -> HostedModel:
+    def card(self, name: str | None = None) -> ModelCard:
         """The model, if it or one of its adapters has that name. ApiError."""
         if self.admission.closed:
             raise shutting_down()
-        hosted = self.engine.hosted
-        if self.engine.state != "ready" or hosted is None:
+        card = self.engine.card
+        if self.engine.state != "ready" or card is None:
             state = "the model is being loaded" if self.engine.state == "loading" else "the engine has failed"
             raise ApiError(503, f"{state}: ask again later", code="not_ready", retry_seconds=5)
         if name is not None and name not in self.names:
-            said = f"the model {printable(name)[:100]} is not here: take {' or '.join(self.names)}"
-            raise ApiError(404, said, code="model_not_found", param="model")
-        return hosted
+            message = f"the model {printable(name)[:100]} is not here: take {' or '.join(self.names)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return card
 
     def text_reader(self) -> PromptReader:
         """ApiError where the model has no tokenizer."""
@@ -108,8 +110,7 @@ class Endpoint:
             await self._refuse(error, scope, receive, send, record)
         except Exception:
             traceback.print_exc()
-            found = ApiError(500, "the server made a mistake, which its log describes", code="internal_error")
-            await self._refuse(found, scope, receive, send, record)
+            await self._refuse(mistake(), scope, receive, send, record)
         finally:
             service.write(record.line)
 
@@ -141,73 +142,69 @@ Answer = Callable[[Call], Awaitable[Response | None]]
 async def completions(call: Call) -> Response | None:
     """`POST /v1/completions`."""
     fields = checked_fields(CompletionFields, await call.body())
-    hosted = call.service.hosted(fields.model)
+    card = call.service.card(fields.model)
     given = fields.prompts
     if len(given) > call.service.limits.max_prompts:
         raise refused(
             f"{len(given)} prompts are more than the {call.service.limits.max_prompts} of a request", "prompt"
         )
-    if fields.stops and hosted.tokenizer is None:
+    if fields.stops and card.tokenizer is None:
         raise refused("stop needs a tokenizer, and the model has none: give stop_token_ids", "stop")
     ids = [one if isinstance(one, list) else await call.service.text_reader().text(one) for one in given]
-    decode = hosted.tokenizer.decode if hosted.tokenizer else lambda _: ""
+    decode = card.tokenizer.decode if card.tokenizer else lambda _: ""
 
     def shape(tasks: list[EngineTask]) -> CompletionShape:
         pairs = zip(given, tasks, strict=True) if fields.echo else ()
         echoed = [EchoedPrompt(one if isinstance(one, str) else decode(one), task) for one, task in pairs]
-        return CompletionShape(_spell(hosted), fields.likeliest, echoed, fields.answers)
+        return CompletionShape(card.spell, fields.likeliest, echoed, fields.answers)
 
-    return await _answered(call, fields, hosted, ids, shape)
+    return await _answered(call, fields, card, ids, shape)
 
 
 async def chat_completions(call: Call) -> Response | None:
     """`POST /v1/chat/completions`."""
     fields = checked_fields(ChatFields, await call.body())
-    hosted = call.service.hosted(fields.model)
+    card = call.service.card(fields.model)
     reader, rows = call.service.text_reader(), [message.row for message in fields.messages]
-    use = tool_use(fields, template_of(hosted.tokenizer)) if hosted.tokenizer else None
+    use = tool_use(fields, template_of(card.tokenizer)) if card.tokenizer else None
     forced = use.forced if use else None
     begun, settings = forced.prefix if forced else "", fields.chat_template_kwargs
     ids = await reader.chat(rows, use.tools if use else None, begun, settings)
-    shape = ChatShape(_spell(hosted), fields.likeliest, use)
-    return await _answered(call, fields, hosted, [ids], lambda _: shape, forced.json_schema if forced else None)
+    shape = ChatShape(card.spell, fields.likeliest, use)
+    return await _answered(call, fields, card, [ids], lambda _: shape, forced.json_schema if forced else None)
 
 
 async def tokenize(call: Call) -> Response:
     """`POST /tokenize`: the tokens of a prompt as a completion or a chat would have them."""
     fields = checked_fields(TokenizeFields, await call.body())
-    call.service.hosted(fields.model)
+    card = call.service.card(fields.model)
     reader = call.service.text_reader()
     if (fields.prompt is None) == (fields.messages is None):
         raise refused("give either prompt or messages", "prompt")
     ids = await (reader.text(fields.prompt) if fields.prompt is not None else _chat_ids(reader, fields))
-    engine = call.service.engine.engine
-    return JSONResponse({"count": len(ids), "max_model_len": engine.longest if engine else 0, "tokens": ids})
+    return JSONResponse({"count": len(ids), "max_model_len": card.longest, "tokens": ids})
 
 
 async def detokenize(call: Call) -> Response:
     """`POST /detokenize`: the text of tokens."""
     fields = checked_fields(DetokenizeFields, await call.body())
-    hosted = call.service.hosted(fields.model)
-    if hosted.tokenizer is None:
+    card = call.service.card(fields.model)
+    if card.tokenizer is None:
         raise refused("the model has no tokenizer", "tokens")
-    outside = next((token for token in fields.tokens if token >= hosted.tokenizer.vocab), None)
+    outside = next((token for token in fields.tokens if token >= card.tokenizer.vocab), None)
     if outside is not None:
-        raise refused(f"token {outside} is outside the vocabulary of {hosted.tokenizer.vocab}", "tokens")
-    return JSONResponse({"prompt": hosted.tokenizer.decode(fields.tokens)})
+        raise refused(f"token {outside} is outside the vocabulary of {card.tokenizer.vocab}", "tokens")
+    return JSONResponse({"prompt": card.tokenizer.decode(fields.tokens)})
 
 
 async def models(call: Call) -> Response:
     """`GET /v1/models` and `GET /v1/models/NAME`."""
     name = call.request.path_params.get("name")
-    hosted, engine = call.service.hosted(name), call.service.engine.engine
-    shared = {
-        "object": "model", "created": hosted.created, "owned_by": "meshwright",
-        "max_model_len": engine.longest if engine else 0,
-    }  # fmt: skip
+    card = call.service.card(name)
+    shared = {"object": "model", "created": card.created, "owned_by": "meshwright", "max_model_len": card.longest}
     names = call.service.names if name is None else (name,)
     every = [
-        {"id": one, **shared, **({} if hosted.adapter_of(one) is None else {"parent": hosted.name})} for one in names
+        {"id": one, **shared, **({} if card.adapter_of(one) is None else {"parent": card.name})} for one in names
     ]  # fmt: skip
     return JSONResponse(every[0] if name is not None else {"object": "list", "data": every})
 
@@ -217,40 +214,33 @@ async def _chat_ids(reader: PromptReader, fields: TokenizeFields) -> list[int]:
     return await reader.chat(rows, settings=fields.chat_template_kwargs)
 
 
-def _spell(hosted: HostedModel) -> Callable[[int], str]:
-    tokenizer = hosted.tokenizer
-    return tokenizer.spell if tokenizer else lambda token: f"token_id:{token}"
-
-
 async def _answered(
     call: Call,
     fields: AnswerFields,
-    hosted: HostedModel,
+    card: ModelCard,
     prompts: list[list[int]],
     shape: Callable[[list[EngineTask]], CompletionShape | ChatShape],
     schema: Mapping[str, Any] | None = None,
 ) -> Response | None:
     """Let the engine answer, as a stream or whole. `schema`: that the answer must keep to, beside what fields say."""
     service, record = call.service, call.record
-    engine = service.engine.engine
-    assert engine is not None
-    adapter = hosted.adapter_of(fields.model)
-    tasks, news = tasks_of(fields, prompts, engine, service.limits, call.tenant, schema, adapter)
+    adapter = card.adapter_of(fields.model)
+    tasks = tasks_of(fields, prompts, card, service.limits, call.tenant, schema, adapter)
     usage = fields.stream_options is not None and fields.stream_options.include_usage
     document = AnswerDocument(
-        shape(tasks), adapter or hosted.name, best=fields.n, include_usage=usage, ids=fields.return_token_ids,
+        shape(tasks), adapter or card.name, best=fields.n, include_usage=usage, ids=fields.return_token_ids,
         logprobs=fields.likeliest is not None,
     )  # fmt: skip
     record.tasks, record.id, record.user = tasks, document.id, fields.user
     for task in tasks:
         task.arrived = record.arrived  # the prompt was waited for, too
     left = service.limits.max_request_seconds - (monotonic() - record.arrived)
-    answering = Answering(service.engine, tasks, news, left)
+    answering = Answering(service.engine, tasks, left)
     with service.admission.answering(answering), watched(answering, call.request.receive):
         if not fields.stream:
             await whole(answering)
             return JSONResponse(document.whole(answering))
-        failure = await send_events(answering, document, call.send)
+        failure = await send_events(answering, document, call.request.scope, call.send)
         if failure is not None:
             record.status, record.reason = failure.status, failure.code
     return None

@@ -123,7 +123,7 @@ def serve(
 
     def ready(server: "HttpServer") -> None:
         say_of_template(loaded[0])  # not before: what is refused is one line alone
-        found = server.service.engine.engine if server.service else None
+        found = server.engine
         if found is not None and found.model.embed.weight.device.type != "cpu":
             print(f"attention of rows that decode: {found.attention}", flush=True)
             print(f"CUDA graphs of steps: {found.cuda_graphs}", flush=True)

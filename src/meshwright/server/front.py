@@ -1,0 +1,131 @@
+"""The HTTP process: sockets, requests, text and JSON. It loads neither torch nor the model (engine_link.py).
+
+`http_server` starts it with one end of a channel and the socket that listens. It ends when it is told to and all
+requests have ended, or when the engine's process is gone.
+"""
+
+import asyncio
+import gc
+import socket
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from meshwright.server.answering import Admission
+from meshwright.server.application import application
+from meshwright.server.channel import receive_frame
+from meshwright.server.engine_link import EngineLink
+from meshwright.server.engine_messages import decode_setup
+from meshwright.server.guarded_connection import guarded
+from meshwright.server.prompt_reader import PromptReader
+from meshwright.server.request_log import to_stderr
+from meshwright.server.routes import Service
+from meshwright.server.server_metrics import ServerMetrics
+from meshwright.server.server_options import ServerOptions
+
+LAST_SECONDS = 3.0
+"""For error events to be sent."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its own way with signals, which are the other process's to handle."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Nothing."""
+        yield
+
+
+def main(channel_descriptor: int, listener_descriptor: int) -> None:
+    """Answer requests until the end."""
+    channel = socket.socket(fileno=channel_descriptor)
+    listener = socket.socket(fileno=listener_descriptor)
+    setup = receive_frame(channel)
+    if setup is not None:
+        name, options = decode_setup(setup.parts)
+        asyncio.run(Front(name, options).run(channel, listener))
+
+
+class Front:
+    """One address, and the engine behind it."""
+
+    def __init__(self, name: str, options: ServerOptions) -> None:
+        self._options, self._metrics = options, ServerMetrics(name)
+
+    async def run(self, channel: socket.socket, listener: socket.socket) -> None:
+        """Until it is told to end."""
+        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
+        engine = EngineLink(self._metrics, self._stopped)
+        await asyncio.get_running_loop().create_connection(lambda: engine, sock=channel)
+        service = Service(engine, Admission(self._options.limits), self._metrics, self._options, to_stderr)
+        server = _Uvicorn(self._config(service))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await self._serve(service, engine, serving)
+        finally:
+            server.should_exit = True
+            await serving
+            if service.reader is not None:
+                service.reader.close()
+            engine.ended()
+
+    async def _serve(self, service: Service, engine: EngineLink, serving: "asyncio.Task[None]") -> None:
+        """Until the model cannot be opened, the engine's process is gone, or the server has drained."""
+        await _first(engine.settled.wait(), self._stop.wait(), engine.lost.wait(), serving)
+        if engine.card is not None:
+            if engine.card.tokenizer is not None:
+                service.reader = PromptReader(engine.card.tokenizer, self._options.limits.prompt_seconds)
+                await service.reader.start()
+            gc.freeze()  # what lives as long as the process need not be looked at again
+            engine.ready()
+            await _first(self._stop.wait(), engine.lost.wait(), serving)
+        if self._stop.is_set() or engine.lost.is_set():
+            await self._drain(service, engine)
+
+    async def _drain(self, service: Service, engine: EngineLink) -> None:
+        admission = service.admission
+        admission.closed = True
+        waits = self._stop_now.wait(), engine.lost.wait(), _idle(admission)
+        await _first(*waits, asyncio.sleep(self._options.limits.drain_seconds))
+        admission.abort()
+        await _first(_idle(admission), asyncio.sleep(LAST_SECONDS))
+
+    def _stopped(self) -> None:
+        (self._stop_now if self._stop.is_set() else self._stop).set()
+
+    def _config(self, service: Service) -> uvicorn.Config:
+        limits = self._options.limits
+        return uvicorn.Config(
+            application(service, self._options),
+            http=guarded(limits.read_seconds, limits.stall_seconds),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=limits.max_connections,
+            h11_max_incomplete_event_size=int(limits.max_header_bytes),
+            timeout_keep_alive=max(1, int(limits.read_seconds)),
+            timeout_graceful_shutdown=int(LAST_SECONDS),
+        )
+
+
+async def _idle(admission: Admission) -> None:
+    while not admission.idle:
+        await asyncio.sleep(0.02)
+
+
+async def _first(*waits: Awaitable[object]) -> None:
+    """Until one of them is done; the others are given up, but tasks that were given go on."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, wait in zip(tasks, waits, strict=True):
+            if task is not wait:
+                task.cancel()
+
+
