@@ -8,6 +8,10 @@ UNFINISHED = "\ufffd"
 """What a tokenizer writes for bytes that are no whole character yet."""
 LOOKBACK = 8
 """Tokens that are decoded again for context: what a token spells may depend on the one before it."""
+LONGEST_RUN = 64
+"""Tokens of a prompt's end that are looked at for whole characters, where each is but a part of one."""
+MOST_BYTES = 4
+"""Of a character in UTF-8."""
 _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TOKENWISE: Final = frozenset({"Fuse", "Metaspace", "Replace", "Strip"})
 """Decoders that read one token at a time, but for the begin of the text."""
@@ -31,54 +35,72 @@ class TokenTexts(dict[int, "str | None"]):
         byte_level = kinds == {"ByteLevel"}
         known = byte_level or (kinds <= _TOKENWISE | {"ByteFallback"} and not any(step.get("stop") for step in steps))
         letters = (token for name, token in vocabulary.items() if len(name) == 1 and name.isascii() and name.isalpha())
-        self._letter = next(letters, None) if known else None
+        self.letter = next(letters, None) if known else None
+        """A token of one letter. Behind it alone others spell as behind any whole character: at the begin of a text
+        blanks may be left out. None = texts of tokens are not known."""
         bytes_alone = vocabulary.items() if "ByteFallback" in kinds else ()
         self._bytes = frozenset(token for name, token in bytes_alone if _BYTE_TOKEN.fullmatch(name))
 
     def __missing__(self, token: int) -> "str | None":
-        """Decode a token for the first time, behind a letter: at the begin of a text blanks may be left out."""
+        """Decode a token for the first time."""
         text = None
-        if self._letter is not None and token not in self._bytes:
-            text = self._decode([self._letter, token])[1:]
+        if self.letter is not None and token not in self._bytes:
+            text = self._decode([self.letter, token])[1:]
         self[token] = text = None if text is None or UNFINISHED in text else text
         return text
+
+    def context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """All that a text behind a prompt depends on: tokens at its end that are no whole characters each."""
+        assert self.letter is not None
+        begin = len(prompt_ids)
+        while begin and len(prompt_ids) - begin < LONGEST_RUN and self[prompt_ids[begin - 1]] is None:
+            begin -= 1
+        for cut in range(begin, min(begin + MOST_BYTES, len(prompt_ids))):  # a run may be cut within a character
+            ids = [self.letter, *prompt_ids[cut:]]
+            if UNFINISHED not in self._decode(ids):
+                return ids
+        return [self.letter, *prompt_ids[begin:]]
 
 
 @final
 class TextStream:
     """Turns token ids, one at a time, into pieces of text that join to what decoding them all at once gives."""
 
-    __slots__ = ("_decode", "_ids", "_last", "_shown", "_texts")
+    __slots__ = ("_decode", "_ids", "_shown", "_texts")
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int] = (), texts: TokenTexts | None = None
     ) -> None:
         """`texts`: of the same tokenizer; a token that has one there costs a look-up in place of two decodings."""
-        self._decode, self._texts = decode, texts
-        self._ids = list(prompt_ids[-LOOKBACK:])
+        self._decode = decode
+        self._texts = None if texts is None or texts.letter is None else texts
+        self._ids = list(prompt_ids[-LOOKBACK:]) if self._texts is None else self._texts.context(prompt_ids)
         self._shown = len(self._ids)
-        self._last: int | None = None  # a token of `texts`, all that decoding the next one needs
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; empty while a character is incomplete."""
-        if self._texts is not None and self._shown == len(self._ids):
-            text = self._texts[token]
+        texts = self._texts
+        if texts is not None and self._shown == len(self._ids):
+            text = texts[token]
             if text is not None:
-                self._last = token
+                if self._shown > 1:
+                    del self._ids[1:]
+                    self._shown = 1
                 return text
-        if self._last is not None:
-            self._ids, self._shown, self._last = [self._last], 1, None
         self._ids.append(token)
         piece = self._new()
         if piece.endswith(UNFINISHED):
             return ""
-        self._ids = self._ids[-LOOKBACK:]
+        if texts is None:
+            self._ids = self._ids[-LOOKBACK:]
+        elif piece:
+            del self._ids[1:]
         self._shown = len(self._ids)
         return piece
 
     def rest(self) -> str:
         """What is left at the end, replacement characters included."""
-        return "" if self._last is not None else self._new()
+        return self._new() if self._shown < len(self._ids) else ""
 
     def _new(self) -> str:
         before = self._decode(self._ids[: self._shown])

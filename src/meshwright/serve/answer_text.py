@@ -1,9 +1,10 @@
 """Text of an answer while it grows: up to a stop string, holding back what may begin one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 from meshwright.data.text_stream import TextStream
+from meshwright.data.tokenizer import Tokenizer
 
 
 @final
@@ -12,8 +13,13 @@ class AnswerText:
 
     __slots__ = ("_held", "_stops", "_stream", "stopped")
 
-    def __init__(self, stream: TextStream, stops: Sequence[str]) -> None:
-        self._stream, self._stops, self._held = stream, stops, ""
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], stops: Sequence[str],
+        tokenizer: Tokenizer | None = None,
+    ) -> None:  # fmt: skip
+        """`decode`: token ids -> text; `tokenizer`: whose `decode` it is, which makes it fast."""
+        self._stream, self._stops = TextStream(decode, prompt_ids, tokenizer and tokenizer.texts), stops
+        self._held = ""
         self.stopped = False
         """Whether a stop string came: no more text follows."""
 

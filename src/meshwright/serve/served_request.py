@@ -48,7 +48,7 @@ class ServedAnswer:
             self.ending = "stop"
         elif len(self.ids) >= room:
             self.ending = "length"
-        if self.stream is None or self.stream.stopped:
+        if self.stream is None:
             return
         if token not in self.end_ids:
             self.text += self.stream.push(token)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.generate import check_prompt
 from meshwright.model.transformer import Transformer
@@ -302,8 +301,8 @@ class ServingEngine:
         ids = list[int]()
         own = grammar.copy() if grammar else None
         row = SampledRow(request.options, request.options.seed + number, request.prompt, ids, own)
-        stream = AnswerText(TextStream(self._decode, request.prompt), request.options.stop) if self._decode else None
-        return ServedAnswer(request.options, row, ends, stream, ids)
+        text = self._decode and AnswerText(self._decode, request.prompt, request.options.stop, self._tokenizer)
+        return ServedAnswer(request.options, row, ends, text, ids)
 
     def _room(self, request: ServedRequest) -> int:
         """Tokens that an answer may have."""

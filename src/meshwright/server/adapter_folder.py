@@ -105,5 +105,3 @@ def _inside(root: Path, path: str, most_bytes: int) -> Path:
         if file.stat().st_size > most:
             raise refused(f"{file.name} is larger than {most:,} bytes", "lora_path", "adapter_too_large")
     return folder
-
-

@@ -3,8 +3,7 @@
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Sequence
 from json.encoder import encode_basestring
 from typing import Any
 
@@ -31,6 +30,7 @@ class AnswerDocument:
         self._shape, self._include_usage, self._ids, self._logprobs = shape, include_usage, ids, logprobs
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._opened = set[int]()
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, answering: Answering) -> dict[str, Any]:
         """All answers, which have ended."""
@@ -48,30 +48,38 @@ class AnswerDocument:
             some, parts = parts[: task.options.n], parts[task.options.n :]
             yield from some if self._best >= len(some) else sorted(some, key=_worse)[: self._best]
 
-    def events(self, answering: Answering) -> Iterator[bytes]:
-        """What is new."""
-        for part in answering.parts():
-            if part.choice not in self._opened:
-                self._opened.add(part.choice)
-                opening = self._shape.opening(part.choice)
-                if opening is not None:
-                    yield self._event([opening])
-            if part.text and not part.ending and self._is_plain:
-                before, behind = self._around[part.choice]
-                yield before + encode_basestring(part.text).encode() + behind
-            elif part.text or part.ending or (part.ids and (self._logprobs or self._ids)):
-                choice = self._shape.piece(part, part.ending or None, always=self._ids)
-                if choice is not None:
-                    yield self._event([choice | self._tokens(answering, part)])
+    def events(self, answering: Answering) -> bytes:
+        """What is new. Where a piece is an answer's text alone, all around it is as it was the last time."""
+        events = list[bytes]()
+        for choice, answer in list(answering.unread.items()):
+            around = self._around.get(choice)
+            if around is None or answer.ending:
+                if answer.pieces or answer.ids or answer.ending:
+                    events += self._events_of(answering.part(choice, answer), answering)
+            elif answer.pieces:
+                events.append(around[0] + encode_basestring("".join(answer.pieces)).encode() + around[1])
+                answer.pieces.clear()
+        return b"".join(events)
 
-    @cached_property
-    def _is_plain(self) -> bool:
-        """Whether events of one answer differ in their text alone, until it ends."""
-        return self._shape.is_plain and not self._ids
+    def _events_of(self, part: AnswerPart, answering: Answering) -> Iterator[bytes]:
+        if part.choice not in self._opened:
+            self._opened.add(part.choice)
+            opening = self._shape.opening(part.choice)
+            if opening is not None:
+                yield self._event([opening])
+        if part.text or part.ending or (part.ids and (self._logprobs or self._ids)):
+            choice = self._shape.piece(part, part.ending or None, always=self._ids)
+            if choice is not None:
+                yield self._event([choice | self._tokens(answering, part)])
+        if self._shape.is_plain and not self._ids:
+            self._around[part.choice] = self._around_text(part.choice)
 
-    @cached_property
-    def _around(self) -> "_SurroundingText":
-        return _SurroundingText(lambda part: self._event([self._shape.piece(part, None, always=False) or {}]))
+    def _around_text(self, choice: int) -> tuple[bytes, bytes]:
+        """What stands before and behind the text of each piece of an answer that grows."""
+        text = secrets.token_hex(16)  # which nothing else of the event has
+        piece = self._shape.piece(AnswerPart(choice, text, [], [], [], ""), None, always=False)
+        before, _, behind = self._event([piece or {}]).partition(f'"{text}"'.encode())
+        return before, behind
 
     def last_events(self, answering: Answering) -> Iterator[bytes]:
         """Behind the last answer's end."""
@@ -89,21 +97,6 @@ class AnswerDocument:
         tasks = (task for task in answering.tasks for _ in range(task.options.n))
         prompt = next(task.prompt for choice, task in enumerate(tasks) if choice == part.choice)
         return {"token_ids": part.ids, "prompt_token_ids": prompt}
-
-
-class _SurroundingText(dict[int, tuple[bytes, bytes]]):
-    """What stands before and behind the text of an event, by the number of the answer."""
-
-    def __init__(self, event_of: Callable[[AnswerPart], bytes]) -> None:
-        super().__init__()
-        self._event_of = event_of
-
-    def __missing__(self, choice: int) -> tuple[bytes, bytes]:
-        """Cut an event with a text that nothing else of it has."""
-        text = secrets.token_hex(16)
-        before, _, behind = self._event_of(AnswerPart(choice, text, [], [], [], "")).partition(f'"{text}"'.encode())
-        self[choice] = before, behind
-        return before, behind
 
 
 def _worse(part: AnswerPart) -> float:

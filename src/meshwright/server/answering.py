@@ -14,7 +14,6 @@ from meshwright.server.engine_task import EngineTask, GrowingAnswer
 from meshwright.server.server_options import ServerLimits
 from meshwright.spec.errors import MeshwrightError, RunError
 
-
 FAULTS = ("broken", "grammar")
 """Endings of an answer that end its whole request with an error."""
 
@@ -46,7 +45,8 @@ class Answering:
         self._engine, self._news = engine, asyncio.Event()
         self._until = asyncio.get_running_loop().time() + limit_s
         self._failure: Exception | None = None
-        self._unread: list[tuple[int, GrowingAnswer]] = []
+        self.unread: dict[int, GrowingAnswer] = {}
+        """Answers that have not been read to their end, by their places in the whole request."""
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -54,7 +54,7 @@ class Answering:
         for task in self.tasks:
             task.listener = self
             self._engine.submit(task)
-        self._unread = list(enumerate(answer for task in self.tasks for answer in task.answers))
+        self.unread = dict(enumerate(answer for task in self.tasks for answer in task.answers))
         try:
             yield
         finally:
@@ -72,9 +72,9 @@ class Answering:
         self._failure = self._failure or error
         self._news.set()
 
-    def changed(self) -> None:
-        """There is news of its tasks."""
-        if self.on_growth is None or self._settled:
+    def changed(self, *, ended: bool) -> None:
+        """There is news of its tasks; `ended`: an answer or a task has ended."""
+        if self.on_growth is None or (ended and self._settled):
             self._news.set()
         else:
             self.on_growth()
@@ -109,18 +109,18 @@ class Answering:
         self._check()
 
     def parts(self) -> Iterator[AnswerPart]:
-        """What is new of each answer since the last call; one that has ended comes once more."""
-        ended = False
-        for choice, answer in self._unread:
+        """What is new of each answer since it was read; one that has ended comes once more."""
+        for choice, answer in list(self.unread.items()):
             if answer.pieces or answer.ids or answer.ending:
-                ended = ended or bool(answer.ending)
-                text, ids, logprobs, top = "".join(answer.pieces), answer.ids, answer.logprobs, answer.top
-                answer.pieces.clear()
-                if ids:
-                    answer.ids, answer.logprobs, answer.top = [], [], []
-                yield AnswerPart(choice, text, ids, logprobs, top, answer.ending)
-        if ended:
-            self._unread = [pair for pair in self._unread if not pair[1].ending]
+                yield self.part(choice, answer)
+
+    def part(self, choice: int, answer: GrowingAnswer) -> AnswerPart:
+        """What is new of one of `unread`."""
+        if answer.ending:
+            del self.unread[choice]
+        part = AnswerPart(choice, "".join(answer.pieces), answer.ids, answer.logprobs, answer.top, answer.ending)
+        answer.pieces, answer.ids, answer.logprobs, answer.top = [], [], [], []
+        return part
 
     def _check(self) -> None:
         if self._failure is not None:

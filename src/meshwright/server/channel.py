@@ -4,6 +4,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from enum import IntEnum, auto
 from typing import NamedTuple, final
 
@@ -130,8 +131,6 @@ class Channel:
 
     def close(self) -> None:
         """End it for both sides, also while another thread sends or receives."""
-        try:
+        with suppress(OSError):  # the other side was first
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other side was first
-            pass
         self._socket.close()

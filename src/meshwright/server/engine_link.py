@@ -47,6 +47,8 @@ class EngineLink(asyncio.Protocol):
         """The model is open, or cannot be opened."""
         self.lost = asyncio.Event()
         """The engine's process is gone."""
+        self.defect: Exception | None = None
+        """Why nothing more is read of it, where that is a mistake of this process."""
         self.figures = EngineFigures()
         self._metrics, self._on_stop = metrics, on_stop
         self._reader, self._transport = FrameReader(), asyncio.Transport()
@@ -54,7 +56,7 @@ class EngineLink(asyncio.Protocol):
         self._tasks: dict[int, EngineTask] = {}
         self._growing: dict[int, GrowingAnswer] = {}
         self._changes: dict[int, asyncio.Future[None]] = {}
-        self._touched: dict[TaskListener, None] = {}
+        self._touched: dict[TaskListener, bool] = {}  # True: something of it has ended
         self._rank_is_gone = False
         self._moved_at = monotonic()
 
@@ -117,7 +119,8 @@ class EngineLink(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The engine's process has ended."""
+        """The engine's process has ended, or what it says cannot be read."""
+        self.defect = exc
         self._fail_all()
         self.lost.set()
         self._tell()
@@ -195,10 +198,10 @@ class EngineLink(asyncio.Protocol):
             if task.began is None:
                 task.began = now
             answer.at = at
-            if task.listener is not None:
-                touched[task.listener] = None
             if answer.ending:
                 self._stop(answer)
+            elif task.listener is not None:
+                touched.setdefault(task.listener, False)
         for (before, new), answers in since.items():
             self._metrics.between.observe((at - before) / new, answers * new)
         self._metrics.generation_tokens.inc(sum(fresh.values()))
@@ -213,13 +216,13 @@ class EngineLink(asyncio.Protocol):
         self._growing.pop(answer.number, None)
         self._metrics.ended("abort" if ending == "cancelled" else ending, task.options.adapter)
         if task.listener is not None:
-            self._touched[task.listener] = None
+            self._touched[task.listener] = True
         if task.ended:
             self._forget(task)
 
     def _forget(self, task: EngineTask) -> None:
-        del self._tasks[task.number]
-        self._metrics.whole.observe(monotonic() - task.arrived)
+        if self._tasks.pop(task.number, None) is not None:  # its last answers may end in one step
+            self._metrics.whole.observe(monotonic() - task.arrived)
 
     def _fail(self, task: EngineTask, error: Exception) -> None:
         task.failure = error
@@ -227,7 +230,7 @@ class EngineLink(asyncio.Protocol):
         for answer in task.answers:
             self._growing.pop(answer.number, None)
         if task.listener is not None:
-            self._touched[task.listener] = None
+            self._touched[task.listener] = True
 
     def _fail_all(self) -> None:
         """Whoever waits learns that the engine is gone."""
@@ -251,8 +254,8 @@ class EngineLink(asyncio.Protocol):
 
     def _tell(self) -> None:
         touched, self._touched = self._touched, {}
-        for listener in touched:
-            listener.changed()
+        for listener, ended in touched.items():
+            listener.changed(ended=ended)
 
     def _send(self, kind: FrameKind, parts: Sequence[bytes] = ()) -> None:
         if not self._transport.is_closing():

@@ -50,7 +50,7 @@ class StepNews:
 
     at: float = 0.0
     """When the step had ended, by the clock of the machine (`monotonic`)."""
-    figures: EngineFigures = EngineFigures()
+    figures: EngineFigures = field(default_factory=EngineFigures)
     answers: list[int] = field(default_factory=list)
     """Of each new token the answer; one that has several new tokens stands here as often."""
     tokens: list[int] = field(default_factory=list)

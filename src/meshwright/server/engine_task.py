@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple, Protocol, final
 
-from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.serve.answer_text import AnswerText
 from meshwright.serve.request_options import RequestOptions
@@ -22,8 +21,8 @@ class TokenScores(NamedTuple):
 class TaskListener(Protocol):
     """Who waits for a task."""
 
-    def changed(self) -> None:
-        """There is news of it."""
+    def changed(self, *, ended: bool) -> None:
+        """There is news of it; `ended`: it or one of its answers has ended."""
 
 
 @final
@@ -107,7 +106,7 @@ class EngineTask:
         tokenizer = self.tokenizer
         if tokenizer is None:
             return None
-        return AnswerText(TextStream(tokenizer.decode, self.prompt, tokenizer.texts), self.options.stop)
+        return AnswerText(tokenizer.decode, self.prompt, self.options.stop, tokenizer)
 
     @property
     def tokens(self) -> int:

@@ -46,22 +46,22 @@ async def send_events(answering: Answering, document: AnswerDocument, scope: Sco
     Between the first event and the last ones the connection is written to whenever answers grow, without a task that
     wakes for it. A peer that takes less than comes gets nothing until it has taken what it has: then fewer and longer
     events."""
-    pieces = list[bytes]()
-    while not pieces:
+    piece = b""
+    while not piece:
         await answering.grown()
         if answering.ended:
             break
-        pieces += document.events(answering)
+        piece = document.events(answering)
     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
     failure: ApiError | None = None
     try:
-        if pieces:
-            await send({"type": "http.response.body", "body": b"".join(pieces), "more_body": True})
+        if piece:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         if not answering.ended:
-            with _written(answering, document, scope["state"][CONNECTION]):
+            with written(answering, document, scope["state"][CONNECTION]):
                 while not answering.ended:
                     await answering.grown()
-        last = [*document.events(answering), *document.last_events(answering)]
+        last = [document.events(answering), *document.last_events(answering)]
     except ApiError as error:
         failure, last = error, [error_event(error)]
     await send({"type": "http.response.body", "body": b"".join(last), "more_body": False})
@@ -69,12 +69,12 @@ async def send_events(answering: Answering, document: AnswerDocument, scope: Sco
 
 
 @contextmanager
-def _written(answering: Answering, document: AnswerDocument, connection: StreamedConnection) -> Iterator[None]:
+def written(answering: Answering, document: AnswerDocument, connection: StreamedConnection) -> Iterator[None]:
     """Inside, answers are written as they grow."""
 
     def write() -> None:
-        if connection.writable:
-            piece = b"".join(document.events(answering))
+        if not connection.paused:
+            piece = document.events(answering)
             if piece:
                 connection.write_piece(piece)
 

@@ -69,6 +69,8 @@ class Front:
             if service.reader is not None:
                 service.reader.close()
             engine.ended()
+        if engine.defect is not None:
+            raise engine.defect
 
     async def _serve(self, service: Service, engine: EngineLink, serving: "asyncio.Task[None]") -> None:
         """Until the model cannot be opened, the engine's process is gone, or the server has drained."""
@@ -127,5 +129,3 @@ async def _first(*waits: Awaitable[object]) -> None:
         for task, wait in zip(tasks, waits, strict=True):
             if task is not wait:
                 task.cancel()
-
-

@@ -25,15 +25,10 @@ class StreamedConnection(H11Protocol):
     on_writable: Callable[[], None] | None = None
     """Is called when a peer that was slow takes more."""
     paused = False
-    """Whether the peer takes less than is written."""
+    """Whether the peer takes less than is written, or is gone."""
 
     def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
-
-    @property
-    def writable(self) -> bool:
-        """Whether more may be written now."""
-        return not self.paused and not self.transport.is_closing()
 
     def write_piece(self, piece: bytes) -> None:
         """Write a part of the body of a response that has begun and says no length (RFC 9112, section 7.1)."""
@@ -41,6 +36,11 @@ class StreamedConnection(H11Protocol):
             self.transport.write(piece)
         else:
             self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The peer is gone."""
+        self.paused = True
+        super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """The peer takes less than is written."""

@@ -122,7 +122,7 @@ class HttpServer:
         """Until the HTTP process has ended; whether nobody asked it to."""
         broken_told = False
         while True:
-            ranks = thread.hosted and thread.hosted.ranks
+            ranks = None if thread.hosted is None else thread.hosted.ranks
             if ranks is not None and ranks.broken and not broken_told:
                 broken_told = True
                 channel.send(FrameKind.BROKEN)

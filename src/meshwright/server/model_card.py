@@ -46,5 +46,3 @@ class ModelCard:
         parts = fields.pop("tokenizer")
         ends, adapters = tuple(fields.pop("end_ids")), tuple(fields.pop("adapters"))
         return cls(tokenizer=parts and Tokenizer(**parts), end_ids=ends, adapters=adapters, **fields)
-
-

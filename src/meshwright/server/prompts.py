@@ -42,10 +42,14 @@ def tasks_of(
     model_ends = frozenset() if fields.ignore_eos else frozenset(card.end_ids)
     return [
         EngineTask(
-            prompt=list(ids), options=_options(fields, tokens, tenant, schema, adapter), tokenizer=card.tokenizer,
-            end_ids=model_ends | frozenset(fields.stop_token_ids), scored=scored, with_logprobs=with_logprobs,
+            prompt=list(ids),
+            options=_options(fields, tokens, tenant, schema, adapter),
+            tokenizer=card.tokenizer,
+            end_ids=model_ends | frozenset(fields.stop_token_ids),
+            scored=scored,
+            with_logprobs=with_logprobs,
             keeps_ids=with_logprobs or fields.return_token_ids,
-        )  # fmt: skip
+        )
         for ids, tokens in zip(prompts, most, strict=True)
     ]
 

@@ -96,7 +96,7 @@ def tell(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Gene
     people = console()
     safe = printable if people.is_terminal else str
     people.print(safe(opened.tokenizer.decode(spoken)), style="dim", end="", markup=False, soft_wrap=True)
-    stream = TextStream(opened.tokenizer.decode, spoken)
+    stream = TextStream(opened.tokenizer.decode, spoken, opened.tokenizer.texts)
 
     def show(token: int) -> None:
         if token not in opened.stop_ids:
