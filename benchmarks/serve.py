@@ -1,6 +1,6 @@
 """All benchmarks of the serving engine, in short or in full; what is not installed is said.
 
-    python -m benchmarks.serve [--json] [--full] [--only speed,quantized,forms,operations]
+    python -m benchmarks.serve [--json] [--full] [--only speed,quantized,forms,operations,http]
 
 Each is a process of its own, one after another. In short they take some minutes, and their figures are of one round.
 """
@@ -19,6 +19,7 @@ PARTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "quantized": ("serve_quantized", ("--rounds", "1", "--new", "8")),
     "forms": ("serve_forms", ("--steps", "60", "--rounds", "1")),
     "operations": ("serve_operations", ("--operations", "20000")),
+    "http": ("serve_http", ("--seconds", "2")),
 }
 """Name -> module, and what makes it short."""
 
@@ -32,6 +33,12 @@ def figures(name: str, *, full: bool) -> dict[str, Any]:
         raise RuntimeError(f"benchmarks.{module} ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document whose parts are documents: their figures by names with a point."""
+    pairs = ((key, entry if isinstance(entry, dict) else {"": entry}) for key, entry in document.items())
+    return {f"{key}.{name}".rstrip("."): entry for key, entries in pairs for name, entry in entries.items()}
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -59,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
             failed, document[name] = True, {"error": str(error)}
         if not asked.json:
             print(f"\n{name} (benchmarks.{PARTS[name][0]})")
-            for key, value in document[name].items():
+            for key, value in flat(document[name]).items():
                 print(f"  {key:34} {value if isinstance(value, str) else format(value, ',.4g')}", flush=True)
     if asked.json:
         print(json.dumps(document))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serve_soak --requests 10000 --json
 
-A server runs in this process before a small model. Clients ask for answers of mixed lengths, whole and as streams. Some
+A server runs before a small model. Clients ask for answers of mixed lengths, whole and as streams. Some
 leave at a random moment, some read a few bytes now and then, and some send what is refused. Answers of the others are
 compared with the engine's own. At the end every block of the cache must be free.
 """
@@ -15,6 +15,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ class Found:
     wrong: int = 0
     every: int = 1
     """Requests between two looks at memory."""
+    processes: tuple[int, ...] = ()
+    """Whose memory is looked at: that of the engine and the clients, and that of HTTP."""
     memory: list[tuple[int, int]] = field(default_factory=list)
     """(requests answered, resident bytes)."""
 
@@ -96,7 +99,7 @@ async def client(port: int, right: list[list[int]], work: "asyncio.Queue[int]", 
         if way == "refused":
             found.wrong += made != []
         if number % found.every == 0:
-            found.memory.append((sum(found.counts.values()), resident_bytes()))
+            found.memory.append((sum(found.counts.values()), resident_bytes(found.processes)))
 
 
 async def one_request(port: int, asked: dict[str, Any], way: str, chance: random.Random) -> list[int] | None:
@@ -133,9 +136,9 @@ def tokens_of(content: bytes) -> list[int]:
     return [token for line in lines for choice in json.loads(line)["choices"] for token in choice["token_ids"]]
 
 
-def resident_bytes() -> int:
-    """Of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident_bytes(processes: Iterable[int]) -> int:
+    """Of all of them."""
+    return sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in processes) * 4096
 
 
 def growth(memory: list[tuple[int, int]]) -> float:
@@ -160,6 +163,8 @@ def soak(requests: int) -> dict[str, Any]:
     thread = threading.Thread(target=server.run)
     thread.start()
     ready.wait()
+    assert server.front is not None
+    found.processes = os.getpid(), server.front.pid
     began = time.perf_counter()
 
     async def ask() -> None:

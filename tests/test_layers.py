@@ -306,6 +306,11 @@ def test_reading_text_and_plans_loads_no_torch() -> None:
     assert not loaded_by("\n".join(lines)) & HEAVY
 
 
+def test_the_http_process_loads_no_torch() -> None:
+    """It starts beside the model's process, and there may be several servers on a machine."""
+    assert not loaded_by("import meshwright.server.front") & HEAVY
+
+
 def test_spec_loads_only_the_standard_library() -> None:
     foreign = loaded_by("import meshwright.spec") - loaded_by("") - set(sys.stdlib_module_names)
     assert foreign == {"meshwright"}

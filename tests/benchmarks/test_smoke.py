@@ -27,6 +27,7 @@ from benchmarks import (
     serve,
     serve_adapters,
     serve_forms,
+    serve_http,
     serve_operations,
     serve_quality,
     serve_quantized,
@@ -249,6 +250,14 @@ def test_all_serving_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["operations"]["faults"] == 0 and "vllm" in found["installed"]
     with pytest.raises(SystemExit):
         serve.main(["--only", "nothing"])
+
+
+def test_serving_over_http(capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve_http.main(["--json", "--clients", "2", "--seconds", "1"]) == 0
+    (found,) = json.loads(capsys.readouterr().out).values()
+    assert found["clients"] == 2 and 0 < found["share_of_engine"] < 1.1 and found["gap_p99_steps"] > 0.5
+    assert found["messages_per_step"] < 1.1 and found["client_core_share"] < 1
+    assert serve.flat({"a": {"b": 1}, "c": 2}) == {"a.b": 1, "c": 2}
 
 
 def test_serving_quantized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,16 +106,20 @@ class Channel:
         self.sends = 0
         """Frames so far."""
 
-    def send(self, kind: FrameKind, parts: Sequence[bytes] = ()) -> None:
+    def send(self, kind: FrameKind, parts: Sequence[bytes] = (), *, wait_s: float = -1) -> bool:
         """Send a frame. It waits while the other process is some hundred steps behind; is the other gone, nothing
-        happens, and `frames` ends."""
+        happens, and `frames` ends. False: another thread has waited with its frame for all of `wait_s`; -1 = without
+        limit."""
         frame = encode_frame(kind, parts)
+        if not self._lock.acquire(timeout=wait_s):
+            return False
         try:
-            with self._lock:
+            with suppress(OSError):
                 self._socket.sendall(frame)
                 self.sends += 1
-        except OSError:
-            return
+        finally:
+            self._lock.release()
+        return True
 
     def frames(self) -> Iterator[Frame]:
         """What comes, until the other process is gone."""

@@ -31,12 +31,12 @@ class _Told:
     """An answer that grows, and what the HTTP process knows of it."""
 
     number: int
-    request: "_Request"
+    request: "_FollowedRequest"
     tokens: int = 0
 
 
 @dataclass(slots=True)
-class _Request:
+class _FollowedRequest:
     """A request that grows."""
 
     added: AddedPrompt
@@ -57,8 +57,8 @@ class EngineThread:
         self._open, self._options, self._channel = open_model, options, channel
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._told: dict[ServedAnswer, _Told] = {}
-        self._requests: dict[int, _Request] = {}
-        self._waiting: list[_Request] = []
+        self._requests: dict[int, _FollowedRequest] = {}
+        self._waiting: list[_FollowedRequest] = []
         self._figures, self._adapter_bytes, self._changed = EngineFigures(), 0, False
         self._thread = threading.Thread(target=self._main, name="meshwright-engine", daemon=True)
 
@@ -142,7 +142,7 @@ class EngineThread:
             traceback.print_exc()
             news.refused.append((added.task, "defect", str(error)))
             return
-        followed = self._requests[added.task] = _Request(added, request)
+        followed = self._requests[added.task] = _FollowedRequest(added, request)
         for number, answer in enumerate(request.answers, added.first_answer):
             self._told[answer] = _Told(number, followed)
         self._waiting.append(followed)
@@ -190,7 +190,7 @@ class EngineThread:
         news.begun += [followed.added.task for followed in begun]
         self._waiting = [followed for followed in self._waiting if not followed.request.begun]
 
-    def _note_cached(self, followed: _Request, news: StepNews) -> None:
+    def _note_cached(self, followed: _FollowedRequest, news: StepNews) -> None:
         followed.cached_told = True
         news.cached.append((followed.added.task, followed.request.cached))
 

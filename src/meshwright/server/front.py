@@ -44,10 +44,10 @@ def main(channel_descriptor: int, listener_descriptor: int) -> None:
     setup = receive_frame(channel)
     if setup is not None:
         name, options = decode_setup(setup.parts)
-        asyncio.run(Front(name, options).run(channel, listener))
+        asyncio.run(HttpFront(name, options).run(channel, listener))
 
 
-class Front:
+class HttpFront:
     """One address, and the engine behind it."""
 
     def __init__(self, name: str, options: ServerOptions) -> None:

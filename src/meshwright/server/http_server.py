@@ -131,7 +131,8 @@ class HttpServer:
             except Empty:
                 continue
             if event == "stop":
-                channel.send(FrameKind.STOP)
+                if not channel.send(FrameKind.STOP, wait_s=LAST_SECONDS):
+                    return True  # it reads nothing any more, and is ended by force
             elif event == "ready" and self._on_ready is not None:
                 self._on_ready(self)
             elif event in ("ended", "lost"):
@@ -140,18 +141,20 @@ class HttpServer:
     def _hear(self, channel: Channel, thread: EngineThread) -> None:
         """Take what the HTTP process says, until it is gone."""
         last: Event = "lost"
-        for kind, parts in channel.frames():
-            if kind is FrameKind.ADD:
-                thread.put(AddedPrompt.decode(parts))
-            elif kind is FrameKind.CANCEL:
-                thread.put(CancelledAnswers.decode(parts))
-            elif kind is FrameKind.ADAPTER:
-                answer_adapter_call(AdapterCall.decode(parts), thread, self.options, channel)
-            elif kind is FrameKind.READY:
-                self._events.put("ready")
-            elif kind is FrameKind.ENDED:
-                last = "ended"
-        self._events.put(last)
+        try:
+            for kind, parts in channel.frames():
+                if kind is FrameKind.ADD:
+                    thread.put(AddedPrompt.decode(parts))
+                elif kind is FrameKind.CANCEL:
+                    thread.put(CancelledAnswers.decode(parts))
+                elif kind is FrameKind.ADAPTER:
+                    answer_adapter_call(AdapterCall.decode(parts), thread, self.options, channel)
+                elif kind is FrameKind.READY:
+                    self._events.put("ready")
+                elif kind is FrameKind.ENDED:
+                    last = "ended"
+        finally:
+            self._events.put(last)
 
     def _end(self, front: "subprocess.Popen[bytes]", channel: Channel, thread: EngineThread) -> None:
         channel.close()

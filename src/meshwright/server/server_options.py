@@ -26,7 +26,7 @@ class ServerLimits:
     """Prompts x n x max_tokens of a request: 400."""
     max_queue: int = 256
     """Prompts that wait for the engine: 429."""
-    max_requests_per_key: int = 128
+    max_requests_per_key: int = 512
     """Requests of one key at once: 429."""
     max_connections: int = 1024
     """Open connections: 503."""

@@ -74,7 +74,7 @@ def serve(
     max_answer_tokens: Annotated[int, _limit("Of a request: prompts x n x max_tokens.")] = 32_768,
     max_n: Annotated[int, _limit("Answers to a prompt.")] = 16,
     max_queue: Annotated[int, _limit("Prompts that wait; then 429.")] = 256,
-    max_requests_per_key: Annotated[int, _limit("Of one key at once; then 429.")] = 128,
+    max_requests_per_key: Annotated[int, _limit("Of one key at once; then 429.")] = 512,
     max_adapters: Annotated[int, _limit("In memory at once, where --adapter-dir lets them be loaded; then 409.")] = 16,
     max_adapter_rank: Annotated[int, _limit("Of an adapter that is loaded so.")] = 256,
     max_request_seconds: Annotated[float, _limit("From a request's arrival to its last token.")] = 600.0,
