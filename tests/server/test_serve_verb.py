@@ -202,7 +202,8 @@ def test_health_tells_that_a_rank_is_gone_before_anybody_asks(run: Path) -> None
 
 def _forked(process: int) -> list[int]:
     """Grandchildren: those that the server of forks has made."""
-    return [one for child in _children(process) for one in _children(child)]
+    servers = (child for child in _children(process) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return [one for child in servers for one in _children(child)]
 
 
 def _children(process: int) -> list[int]:
