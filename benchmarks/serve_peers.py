@@ -72,15 +72,15 @@ def continuous(peer: Any, load: Load) -> list[list[int]]:
     return [found[name] for name in names]
 
 
-def vllm_engine(model: Transformer) -> Callable[[Load], list[list[int]]]:
-    """vLLM in this process, in fp32, without a cache of prefixes."""
+def vllm_engine(model: Transformer, dtype: str = "float32") -> Callable[[Load], list[list[int]]]:
+    """vLLM in this process, without a cache of prefixes."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else its seconds are another process's
     from importlib import import_module
 
     vllm = import_module("vllm")
     with exported(model) as place:
         engine = vllm.LLM(
-            place, dtype="float32", skip_tokenizer_init=True, max_model_len=model.shape.max_positions,
+            place, dtype=dtype, skip_tokenizer_init=True, max_model_len=model.shape.max_positions,
             enable_prefix_caching=False,
         )  # fmt: skip
 

@@ -1,10 +1,12 @@
 """Kernels and whole steps on one GPU, beside plain code, the compiler, torch's own kernels, Liger and transformers.
 
     python -m benchmarks.gpu [--minutes 10] [--out docs/benchmarks]
+    python -m benchmarks.gpu --part kernels|rivals|steps|serve|quantized   # at most nine minutes each, one page
 
-Needs torch and Triton; liger_kernel and transformers take part where they are installed. Writes
-OUT/gpu_<hardware>_<date>.json and the page made of it. Without a GPU it ends with status 2. `--device cpu --tiny` runs
-the same program at toy size on a CPU, for its tests: such figures say nothing, and are written only where --out asks.
+Needs torch and Triton; liger_kernel, transformers and vLLM take part where they are installed. Writes
+OUT/gpu_<hardware>_<date>.json and the page made of it; parts of one commit and day are one file. Without a GPU it ends
+with status 2. `--device cpu --tiny` runs the same program at toy size on a CPU, for its tests: such figures say
+nothing, and are written only where --out asks.
 """
 
 import argparse
@@ -20,11 +22,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceilings, hardware, kernel_rows, whole_steps
+from benchmarks.gpu import ceilings, engine_steps, hardware, kernel_rows, quantized_cases, serve_loads, whole_steps
 from benchmarks.gpu.budget import Budget
+from benchmarks.gpu.engine_steps import ENGINE_STEPS, TINY_ENGINE_STEPS, EngineStep
 from benchmarks.gpu.entries import Entry, entries
 from benchmarks.gpu.errors import reason
 from benchmarks.gpu.page import page
+from benchmarks.gpu.serve_loads import QUANTIZED, SERVE, TINY_QUANTIZED, TINY_SERVE, ServeEntry
 from benchmarks.gpu.timing import Timer, timer_of
 from benchmarks.gpu.whole_steps import STEPS, TINY_STEPS, StepEntry
 from meshwright.kernels import chooser
@@ -36,7 +40,46 @@ KERNEL_S = 14.0
 """What a kernel's row takes: sets of inputs, two compilations, turns, errors."""
 TURNS_S, STEPS_S = 1.5, 8.0
 """Measured seconds of a kernel's row, and of each contestant's steps."""
+ENGINE_STEP_S = 22.0
+"""What a row of the engine alone takes, compilation included."""
+PART_MINUTES = 9.0
+"""Machines are lent for ten minutes."""
+PARTS = ("kernels", "rivals", "steps", "serve", "quantized")
+ROWS = ("kernels", "steps", "engine_steps", "serving")
+"""Lists of rows in a document."""
+NAMING = (
+    "operation", "model", "layers", "size", "dtype", "sequence", "rows", "micro_batch", "accumulation", "words",
+    "scheme",
+)  # fmt: skip
+"""Keys of a row that say what was measured."""
 OPTIONAL = {"liger_kernel": "Liger", "transformers": "transformers"}
+AnyEntry = Entry | StepEntry | EngineStep | ServeEntry
+
+
+def part_of(entry: AnyEntry) -> str:
+    """Which of PARTS a row belongs to."""
+    if isinstance(entry, ServeEntry):
+        return "quantized" if entry.scheme or entry in QUANTIZED else "serve"
+    if isinstance(entry, Entry):
+        return "quantized" if entry.build.__module__ == quantized_cases.__name__ else "kernels"
+    return "steps" if isinstance(entry, EngineStep) else "rivals"
+
+
+def expected_s(entry: AnyEntry) -> float:
+    """What a row is thought to take."""
+    if isinstance(entry, StepEntry | ServeEntry):
+        return entry.expected_s
+    return ENGINE_STEP_S if isinstance(entry, EngineStep) else KERNEL_S
+
+
+def rows_of(part: str, *, tiny: bool) -> list[AnyEntry]:
+    """All rows of a part; of none, those of kernels, of quantized products and beside rivals."""
+    found: list[AnyEntry] = [*entries(tiny), *(TINY_STEPS if tiny else STEPS)]
+    if not part:
+        return found
+    found += TINY_ENGINE_STEPS if tiny else ENGINE_STEPS
+    found += [*TINY_SERVE, *TINY_QUANTIZED] if tiny else [*SERVE, *QUANTIZED]
+    return [entry for entry in found if part_of(entry) == part]
 
 
 class Bench:
@@ -49,6 +92,8 @@ class Bench:
         self.skip = {word.strip().lower() for word in options.skip.split(",") if word.strip()}
         self.kernels: list[dict[str, Any]] = []
         self.steps: list[dict[str, Any]] = []
+        self.engine_steps: list[dict[str, Any]] = []
+        self.serving: list[dict[str, Any]] = []
         self.broken: list[str] = []
         self.dtype = DTYPES[options.dtype]
         self.precision = options.dtype if self.device.type == "cuda" else "fp32"
@@ -62,22 +107,30 @@ class Bench:
         machine = hardware.described(self.device)
         for entry in self._ordered():
             if isinstance(entry, StepEntry):
-                make = partial(self._step, entry, best)
-                self._within_budget("step", entry.name, entry.expected_s, self.steps, make)
+                kind, rows, make = "step", self.steps, partial(self._step, entry, best)
+            elif isinstance(entry, EngineStep):
+                seconds = 0.1 if self.options.tiny else STEPS_S / 2
+                make = partial(engine_steps.row, entry, self.device, self.timer, seconds=seconds)
+                kind, rows = "engine step", self.engine_steps
+            elif isinstance(entry, ServeEntry):
+                make = partial(serve_loads.row, entry, self.device, self.timer, self.budget.late)
+                kind, rows = "serving", self.serving
             else:
-                self._within_budget("kernel", entry.name, KERNEL_S, self.kernels, partial(self._kernel, entry, best))
+                kind, rows, make = "kernel", self.kernels, partial(self._kernel, entry, best)
+            self._within_budget(kind, entry.name, expected_s(entry), rows, make)
         return {
             "what": "gpu", "machine": machine, "date": date.today().isoformat(), "command": hardware.command(),
             "tiny": self.options.tiny, "minutes": self.options.minutes, "ceilings": best.document(),
-            "kernels": self.kernels, "steps": self.steps, "left_out": self.budget.left_out,
+            "kernels": self.kernels, "steps": self.steps, "engine_steps": self.engine_steps, "serving": self.serving,
+            "left_out": self.budget.left_out,
             "absent": list(self._absent()), "broken": self.broken,
             "took_s": time.monotonic() - started,
         }  # fmt: skip
 
-    def _ordered(self) -> list[Entry | StepEntry]:
+    def _ordered(self) -> list[AnyEntry]:
         """Most important first. Those of one rank stay as they are listed."""
         some = [word.strip() for word in self.options.only.split(",")]
-        found: list[Entry | StepEntry] = [*entries(self.options.tiny), *(TINY_STEPS if self.options.tiny else STEPS)]
+        found = rows_of(self.options.part, tiny=self.options.tiny)
         chosen = [entry for entry in found if any(word in entry.name for word in some)]
         return sorted(chosen, key=lambda entry: entry.rank)
 
@@ -118,10 +171,36 @@ class Bench:
             yield f"by --skip: {', '.join(sorted(self.skip))}"
 
 
-def written(found: dict[str, Any], out: Path) -> Path:
-    """The JSON and its page."""
+def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """One document of two runs of a day: rows of `found` in place of all of its kinds, and those of other kinds that
+    `before` has; what was left out, of both. Of another commit nothing is taken over."""
+    if before["machine"]["commit"] != found["machine"]["commit"] or before["tiny"] != found["tiny"]:
+        return found
+    kinds = {kind: _names(found[kind]) for kind in ROWS}
+    rows = {
+        kind: [*(row for row in before.get(kind, []) if _name(row) not in kinds[kind]), *found[kind]] for kind in ROWS
+    }
+    lists = {key: list(dict.fromkeys([*before[key], *found[key]])) for key in ("left_out", "absent", "broken")}
+    commands = dict.fromkeys([*before["command"].split("; "), found["command"]])
+    summed = {key: before[key] + found[key] for key in ("minutes", "took_s")}
+    return {**found, **rows, **lists, **summed, "command": "; ".join(commands)}
+
+
+def _name(row: dict[str, Any]) -> str:
+    """What tells a row from all others of its kind."""
+    return json.dumps([*map(row.get, NAMING), list(row.get("loads", ()))])
+
+
+def _names(rows: list[dict[str, Any]]) -> set[str]:
+    return {_name(row) for row in rows}
+
+
+def written(found: dict[str, Any], out: Path, *, part: str = "") -> Path:
+    """The JSON and its page. A part joins what is there of the same commit and day."""
     out.mkdir(parents=True, exist_ok=True)
     place = out / f"gpu_{found['machine']['hardware']}_{found['date']}.json"
+    if part and place.is_file():
+        found = merged(json.loads(place.read_text("utf-8")), found)
     place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     place.with_suffix(".md").write_text(page(found), encoding="utf-8")
     return place.with_suffix(".md")
@@ -130,7 +209,10 @@ def written(found: dict[str, Any], out: Path) -> Path:
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=10.0, help="what the run may take")
+    parser.add_argument(
+        "--minutes", type=float, help=f"what the run may take (default: 10, of a part {PART_MINUTES:g})"
+    )
+    parser.add_argument("--part", default="", choices=PARTS, help="only these rows; parts of a day share a page")
     parser.add_argument("--out", type=Path, help="folder of the JSON and the page (default: docs/benchmarks)")
     parser.add_argument("--skip", default="", help="contestants whose name holds one of these words: compiled,liger")
     parser.add_argument("--only", default="", help="rows whose name holds one of these words: rms norm,step")
@@ -138,7 +220,9 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of kernels and steps")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, for the tests of this program")
     parser.add_argument("--page", type=Path, metavar="JSON", help="write the page of a finished run again")
-    return parser.parse_args(words)
+    options = parser.parse_args(words)
+    options.minutes = (PART_MINUTES if options.part else 10.0) if options.minutes is None else options.minutes
+    return options
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -154,7 +238,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.out is None and (options.tiny or options.device == "cpu"):
         print(page(found))
         return 0
-    print(written(found, options.out or PAGES))
+    print(written(found, options.out or PAGES, part=options.part))
     return 0
 
 

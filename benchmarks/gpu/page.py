@@ -12,7 +12,12 @@ EAGER = "eager"
 
 def page(found: Document) -> str:
     """Markdown."""
-    return "\n".join([*_head(found), *_kernels(found), *_steps(found), *_rest(found)]) + "\n"
+    return (
+        "\n".join(
+            [*_head(found), *_kernels(found), *_steps(found), *_engine_steps(found), *_serving(found), *_rest(found)]
+        )
+        + "\n"
+    )
 
 
 def _head(found: Document) -> Iterator[str]:
@@ -127,6 +132,51 @@ def _step_cells(one: Document) -> Iterator[str]:
         yield f"{'unknown' if sheet is None else f'{sheet * 100:.1f} %'} ({measured * 100:.1f} %)"
     yield _bytes(one["peak_bytes"])
     yield _bytes(one.get("predicted_peak_bytes"))
+
+
+def _engine_steps(found: Document) -> Iterator[str]:
+    if not found.get("engine_steps"):
+        return
+    yield "\n## Steps of the engine\n"
+    yield "In bf16 and compiled, but for what stands under *settings*; in brackets what the planner is off.\n"
+    yield "| model | sequences x tokens x micro-batches | settings | step | tokens/s | peak |\n" + "|---" * 6 + "|"
+    for row in found["engine_steps"]:
+        layers = "" if row["layers"] == row["of_layers"] else f", {row['layers']} layers"
+        size = f"{row['micro_batch']} x {row['sequence']:,} x {row['accumulation']}"
+        begun = f"| {row['model']}{layers} | {size} | {row['words']} |"
+        if "failed" in row:
+            yield f"{begun} {row['failed'].replace('|', '/')} | | |"
+            continue
+        seconds, peak = row["seconds"]["median"], row["peak_bytes"]
+        yield (
+            f"{begun} {_time(seconds)}{_off(row['planned_s'], seconds)} | {row['tokens'] / seconds:,.0f} | "
+            f"{_bytes(peak)}{_off(row['planned_peak_bytes'], peak)} |"
+        )
+
+
+def _off(planned: float | None, measured: float | None) -> str:
+    return f" ({(planned / measured - 1) * 100:+.1f} %)" if planned and measured else ""
+
+
+def _serving(found: Document) -> Iterator[str]:
+    if not found.get("serving"):
+        return
+    yield "\n## Serving\n"
+    yield (
+        "Requests that come at once, answered greedily. First: until every answer has begun. Step: of those after "
+        "that. Tokens/s: of all answers over the whole time."
+    )
+    for row in found["serving"]:
+        yield f"\n### {row['model']}{', ' + row['scheme'] if row['scheme'] else ''} (graphs: {row['graphs']})\n"
+        yield "| requests x prompt + answer | first | step | tokens/s | tokens/s after the first |\n" + "|---" * 5 + "|"
+        for title, one in row["loads"].items():
+            why = one.get("failed") or one.get("left_out")
+            if why:
+                yield f"| {title} | {why.replace('|', '/')} | | | |"
+                continue
+            own = [_time(one[key]) if key in one else "" for key in ("first_s", "step_s")]
+            after = f"{one['decode_tokens_per_s']:,.0f}" if "decode_tokens_per_s" in one else ""
+            yield f"| {title} | {own[0]} | {own[1]} | {one['tokens_per_s']:,.0f} | {after} |"
 
 
 def _rest(found: Document) -> Iterator[str]:

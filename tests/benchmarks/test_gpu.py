@@ -21,6 +21,7 @@ from benchmarks.gpu import hardware, kernel_rows, liger, timing, whole_steps
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.case import Case, Count, Leaf, inputs
 from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.gpu.engine_steps import ENGINE_STEPS
 from benchmarks.gpu.entries import ENTRIES, MODEST, TINY
 from benchmarks.gpu.errors import judged
 from benchmarks.gpu.page import page
@@ -66,6 +67,47 @@ def test_a_step_is_a_row_with_its_rates(run: Any) -> None:
     assert 0 < one["mfu"]["measured"]["half"] < one["mfu"]["measured"]["full"]
     assert (row["layers"], row["of_layers"]) == (2, 2) or row["layers"] == row["of_layers"]
     assert "| ours, compiled |" in text
+
+
+@pytest.mark.parametrize("part", program.PARTS)
+def test_a_part_fits_into_nine_minutes(part: str) -> None:
+    """By what rows are thought to take, which a run then corrects; every row is of one part."""
+    rows = program.rows_of(part, tiny=False)
+    assert rows and sum(map(program.expected_s, rows)) <= 60 * program.PART_MINUTES
+    assert len({entry.name for entry in rows}) == len(rows), "a row has a name of its own"
+    listed = {type(entry) for entry in program.rows_of(part, tiny=True)}
+    assert listed == {type(entry) for entry in rows}, "the tests run each kind"
+
+
+def test_parts_of_a_day_make_one_page(tmp_path: Path) -> None:
+    """Serving and steps of the engine: each run leaves what the other wrote, and takes the place of its own rows."""
+    for part in ("steps", "serve", "quantized", "serve"):
+        assert program.main([*HERE, "--part", part, "--out", str(tmp_path), "--only", "engine,serving"]) == 0
+    (place,) = tmp_path.glob("*.json")
+    found = json.loads(place.read_text())
+    assert [row["words"] for row in found["engine_steps"]] == ["compile=off, precision=fp32, 2 documents a row"]
+    assert sorted(row["scheme"] for row in found["serving"]) == ["", "int4-rtn"] and not found["broken"]
+    loads = {title: one for row in found["serving"] for title, one in row["loads"].items()}
+    assert {"2 x 8 + 4", "3 x 4 to 8, in and out", "1 x 8 + 4"} == loads.keys()
+    assert loads["2 x 8 + 4"]["tokens"] == 8 and all(one["tokens_per_s"] > 0 for one in loads.values())
+    text = place.with_suffix(".md").read_text()
+    for title in ("## Steps of the engine", "### llama-tiny, int4-rtn (graphs", "| 2 x 8 + 4 |"):
+        assert title in text
+    assert found["minutes"] == 4 * program.PART_MINUTES
+    other = {**found, "machine": {**found["machine"], "commit": "another"}}
+    assert program.merged(other, found) == found, "of another commit nothing is taken over"
+
+
+def test_the_measured_steps_of_a_gpu_are_rows() -> None:
+    """Those of docs/benchmarks/README.md: a later run can be held against them."""
+    names = " / ".join(entry.name for entry in ENGINE_STEPS)
+    for part in ("llama-3.1-8b, 4 x 4,096 x 2", "gpt2-124m, 64 x 1,024 x 1, vocab=50304", "tf32=True",
+                 "qwen2.5-7b, 4 x 1,024 x 8", "8 documents", "products=fp8", "recompute=full"):  # fmt: skip
+        assert part in names
+    for entry in ENGINE_STEPS:
+        plan = entry.plan(CPU)
+        plan.check()
+        assert plan.micro_batches == entry.accumulation
 
 
 def test_the_page_follows_from_the_document_alone(run: Any) -> None:
