@@ -11,7 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, programs, rows_a_program, rows_of, warps
+from meshwright.kernels.triton.blocks import (
+    Arg,
+    ceil_div,
+    power_of_two,
+    programs,
+    rows_a_program,
+    rows_of,
+    summed,
+    warps,
+)
 
 SHORT = 8192
 """Row that a program of the backward pass holds in registers."""
@@ -111,7 +120,7 @@ def backward(
         found, parts, rows, width, ADD=beside is not None, WEIGHT=wants_weight, ROWS=each, BLOCK=block,
         STAGES=1 if again else 2, AGAIN=again, num_warps=warps(2 * each * block),
     )  # fmt: skip
-    return found, parts.sum(0).to(weight.dtype) if wants_weight else None
+    return found, summed(parts, weight.dtype) if wants_weight else None
 
 
 class _RootNorm(torch.autograd.Function):
