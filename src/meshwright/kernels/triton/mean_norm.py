@@ -7,16 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.triton.blocks import (
-    Arg,
-    ceil_div,
-    power_of_two,
-    programs,
-    rows_a_program,
-    rows_of,
-    summed,
-    warps,
-)
+from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, programs, rows_a_program, rows_of, warps
+from meshwright.kernels.triton.part_sums import summed
+
+REGISTERS = 65536
+"""Of a multiprocessor since Volta. A program that takes more than its share of them keeps the next one out, and the
+rows of that wait until it is done."""
 
 
 @triton.jit
@@ -54,7 +50,7 @@ def mean_norm_backward(
     db = sum of g, (2, D)."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
-    factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < width, other=0.0)
     of_weight = tl.zeros((1, BLOCK), tl.float32)
     of_bias = tl.zeros((1, BLOCK), tl.float32)
     for group in tl.range(program, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -64,8 +60,8 @@ def mean_norm_backward(
         given = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
         mean = tl.load(means + row, mask=row < rows, other=0.0)
         scale = tl.load(scales + row, mask=row < rows, other=0.0)
-        normed = tl.where(inside, (values - mean) * scale, 0.0)
-        grown = given * factor
+        normed = (values - mean) * scale  # of what is outside the gradient is 0
+        grown = given * factor.to(tl.float32)
         even, along = tl.reduce((grown, grown * normed), 1, _both_sums)  # one exchange between warps instead of two
         even, along = (even / width)[:, None], (along / width)[:, None]
         found = scale * (grown - even - normed * along)
@@ -101,12 +97,15 @@ class _MeanNorm(torch.autograd.Function):
         given, (rows, width) = rows_of(gradient), x.shape
         block = power_of_two(width)
         each = max(1, rows_a_program(block) // 2)
-        shared = min(ceil_div(rows, each), programs(x, each=max(1, min(4, 8192 // (each * block)))))
+        together = max(1, min(4 if each == 1 else 2, 8192 // (each * block)))  # of a multiprocessor
+        count = warps((2 if each == 1 else 4) * each * block)
+        shared = min(ceil_div(rows, each), programs(x, each=together))
         found = torch.empty((rows, width), dtype=x.dtype, device=x.device)
         parts = torch.empty((shared, 2, width), dtype=torch.float32, device=x.device)
         mean_norm_backward[(shared,)](
             given, given.stride(0), x, x.stride(0), weight, means, scales, found, parts, rows, width, ROWS=each,
-            BLOCK=block, STAGES=2 if block <= 8192 else 1, num_warps=warps(2 * each * block),
+            BLOCK=block, STAGES=2 if block <= 8192 else 1, num_warps=count,
+            maxnreg=min(255, REGISTERS // (32 * count * together)),
         )  # fmt: skip
         of_weight, of_bias = summed(parts, weight.dtype).unbind()
         return found.view(gradient.shape), of_weight, of_bias, None

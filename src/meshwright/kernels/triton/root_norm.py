@@ -11,16 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.triton.blocks import (
-    Arg,
-    ceil_div,
-    power_of_two,
-    programs,
-    rows_a_program,
-    rows_of,
-    summed,
-    warps,
-)
+from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, programs, rows_a_program, rows_of, warps
+from meshwright.kernels.triton.part_sums import summed
 
 SHORT = 8192
 """Row that a program of the backward pass holds in registers."""
