@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, implementations, taken
+from benchmarks.gpu import exact_forms
+from benchmarks.gpu.case import ATTENTION, ROWS, Case, Count, Leaf, implementations, taken
 from meshwright import compat
-from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.kernels.kept_numbers import KeptNumbers, turn_and_keep, turn_and_keep_reference
 from meshwright.kernels.paged_attention import PagedCall, RowsCall, attend_paged, attend_rows
 
 SIZE = 16
@@ -62,6 +63,41 @@ def paged_rows(
         ours=implementations("paged_attention", run, device, dtype), chosen=taken("paged_attention", device, dtype),
         rivals={"torch varlen": varlen} if device.type == "cuda" else {},
         counts={"forward": Count(dtype.itemsize * moved, 4.0 * numbers * positions)}, kinds=(ATTENTION,), learns=False,
+        compiles=False,
+    )  # fmt: skip
+
+
+def turned_and_kept(
+    rows: int, heads: int, key_heads: int, width: int, *, dtype: torch.dtype, device: torch.device
+) -> Case:  # fmt: skip
+    """Rotation of a decode step's rows and the write of their keys and values into the cache, each in a block of its
+    own. Contestants turn a copy, since rows are turned in place: its time is in all of them."""
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, device=device).float() / width)
+    angles = torch.arange(rows, device=device).float()[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    slots = torch.arange(rows, device=device) * SIZE
+    like = torch.empty(0, dtype=dtype, device=device)
+    keys, values = (KeptNumbers((rows, SIZE, key_heads, width), like, "model") for _ in range(2))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, prefer: str) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = q.clone(), k.clone()
+        if prefer == "triton":
+            turn_and_keep(q, k, v, cos, sin, slots, keys, values, interleaved=False, norms=None)
+        else:
+            turn_and_keep_reference(q, k, v, cos, sin, slots, keys, values, interleaved=False, norms=None)
+        return q, keys.codes[:, 0], values.codes[:, 0]
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tables = (table.to(q.dtype if q.dtype == torch.float64 else torch.float32)[:, None] for table in (cos, sin))
+        both = exact_forms.rotated(torch.cat((q, k), 1).to(torch.promote_types(q.dtype, torch.float32)), *tables)
+        return both[:, :heads].to(q.dtype), both[:, heads:].to(q.dtype), v.clone()
+
+    moved = 2 * rows * (heads + 2 * key_heads) * width * dtype.itemsize
+    return Case(
+        operation="rotation and write into the cache", size=f"{rows} rows, {heads}/{key_heads} heads of {width}",
+        dtype=dtype, leaves=(Leaf((rows, heads, width)), *(Leaf((rows, key_heads, width)),) * 2), exact=plain,
+        eager=plain, ours=implementations("turn_and_keep", run, device, dtype),
+        chosen=taken("turn_and_keep", device, dtype), counts={"forward": Count(moved)}, kinds=(ROWS,) * 3, learns=False,
         compiles=False,
     )  # fmt: skip
 
