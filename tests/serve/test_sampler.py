@@ -1,6 +1,8 @@
 """The choice of tokens: each option against a plain computation, and rows against each other."""
 
+import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,3 +140,25 @@ def test_a_broken_row_is_known_and_spoils_no_other() -> None:
 def test_what_makes_no_sense_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         RequestOptions(**options)
+
+
+def test_greedy_rows_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's kernel is taken where every row wants its likeliest token alone; both ways give one answer."""
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    logits[2, 7] = float("nan")
+    plain = sample(logits, [row(), row(), row()])
+    taken = list[int]()
+
+    def in_one(given: torch.Tensor) -> torch.Tensor:
+        taken.append(len(given))
+        logs = given.log_softmax(-1)
+        return torch.stack((logs.argmax(-1).float(), logs.amax(-1)), dim=1)
+
+    monkeypatch.setattr(sampler, "uses_triton", lambda operation, _: operation == "likeliest")
+    monkeypatch.setitem(sys.modules, "meshwright.kernels.triton.likeliest", SimpleNamespace(likeliest=in_one))
+    found = sample(logits, [row(), row(), row()])
+    assert taken == [3] and found.broken == plain.broken == [False, False, True] and found.top == [[], [], []]
+    assert found.tokens[:2] == plain.tokens[:2] and found.logprobs[:2] == pytest.approx(plain.logprobs[:2])
+    for changed in ({"temperature": 0.5}, {"logprobs": 2}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5}):
+        sample(logits[:2], [row(), row(**changed)])
+    assert taken == [3]

@@ -52,6 +52,7 @@ RULES = {
     "gelu": Rule(False, "torch's own is one kernel a pass already"),
     "paged_attention": Rule(True, "rows read blocks where they lie, a run of keys each"),
     "turn_and_keep": Rule(True, "norms, rotation and the write into the cache in one kernel"),
+    "likeliest": Rule(True, "a token and its log-probability in one pass, for one copy to the host"),
     "attention": Rule(False, "torch's flash kernel is faster"),
 }
 """Operations that have a Triton kernel."""

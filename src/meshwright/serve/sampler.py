@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.kernels.chooser import uses_triton
 from meshwright.model.generate import LEAST_TEMPERATURE
 from meshwright.serve.grammar import GrammarState
 from meshwright.serve.request_options import RequestOptions
@@ -49,7 +50,12 @@ class SampledTokens(NamedTuple):
 
 
 def sample(logits: Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
-    """Tokens from logits (R, V) fp32, which are not changed."""
+    """Tokens from logits (R, V) fp32, which are not changed. The host waits once for tokens and log-probabilities; on a
+    GPU they are found in one kernel where all rows want their likeliest token and nothing more."""
+    if uses_triton("likeliest", logits) and all(map(_is_plain, rows)):
+        from meshwright.kernels.triton.likeliest import likeliest
+
+        return _on_host(likeliest(logits), [[] for _ in rows])
     logs = logits.log_softmax(-1)
     changed = _changed(logits, rows)
     tokens = changed.argmax(-1)
@@ -57,7 +63,22 @@ def sample(logits: Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
     if drawn:
         tokens[drawn] = _draw(changed[drawn], [rows[place] for place in drawn])
     chosen = logs.gather(1, tokens[:, None])[:, 0]
-    return SampledTokens(tokens.tolist(), chosen.tolist(), _top(logs, rows), chosen.isnan().tolist())
+    return _on_host(torch.stack((tokens.double(), chosen.double()), dim=1), _top(logs, rows))
+
+
+def _on_host(found: Tensor, top: list[list[tuple[int, float]]]) -> SampledTokens:
+    """Of tokens and log-probabilities (R, 2), in one copy."""
+    pairs = found.tolist()
+    broken = [logprob != logprob for _, logprob in pairs]
+    tokens = [0 if token != token else int(token) for token, _ in pairs]
+    return SampledTokens(tokens, [logprob for _, logprob in pairs], top, broken)
+
+
+def _is_plain(row: SampledRow) -> bool:
+    """Whether a row gets the likeliest token of the model's own logits."""
+    options = row.options
+    changes = options.temperature > 0 or options.penalizes or options.logit_bias or options.logprobs
+    return not changes and row.grammar is None
 
 
 def _top(logs: Tensor, rows: Sequence[SampledRow]) -> list[list[tuple[int, float]]]:

@@ -14,7 +14,6 @@ from meshwright.kernels.triton import (
     gated,
     grouped,
     int8_product,
-    keeping,
     loss_rows,
     many_tensors,
     mean_norm,
@@ -27,6 +26,7 @@ from meshwright.kernels.triton import (
     restoring,
     root_norm,
     rotary,
+    step_trials,
 )
 
 Made = Callable[..., Tensor]
@@ -307,24 +307,6 @@ def _paged(make: Made) -> float:
     return max(error if error == error else float("inf") for error in errors)
 
 
-def _kept(make: Made) -> float:
-    """Three rows of two key heads, in a buffer with others beside them, at slots in another order."""
-    x = make(3, 8, 32)
-    q, k, v = x.split((4, 2, 2), 1)
-    turn = make(3, 16).float()
-    keys, values = (torch.zeros(2, 4, 2, 32, dtype=x.dtype, device=x.device) for _ in range(2))
-    slots = torch.tensor([5, 0, 3], device=x.device)
-    first, second = x[:, :6].double().chunk(2, -1)
-    cos, sin = (turn.double().cos()[:, None], turn.double().sin()[:, None])
-    right = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    stores = paged.BlockStore(keys, None), paged.BlockStore(values, None)
-    keeping.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, *stores, interleaved=False, norms=None)
-    kept = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
-    pairs = (x[:, :6], right), (kept[0], right[:, 4:]), (kept[1], x[:, 6:])
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
-    return max(error if error == error else float("inf") for error in errors)
-
-
 TRIALS: dict[str, Callable[[Made], float]] = {
     "loss_rows": _loss,
     "rms_norm": _norm,
@@ -340,7 +322,8 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "paged_attention": _paged,
     "adamw": _adamw,
     "square_sums": _squares,
-    "turn_and_keep": _kept,
+    "turn_and_keep": step_trials.kept,
+    "likeliest": step_trials.likeliest_token,
     "narrow_adamw": _narrow,
     "restore": _restored,
     "packed_product": _packed,
