@@ -15,7 +15,7 @@ def likeliest_rows(logits: Arg, stride: Arg, out: Arg, vocab: Arg, BLOCK: tl.con
     """out (R, 2): the first token with the largest logit, which fp32 holds exactly below 2^24, and its logit less the
     logarithm of the sum of exponentials. Not a number where a logit is none."""
     row = tl.program_id(0).to(tl.int64)
-    peak, token = float("-inf"), 0
+    peak, token = float("-inf"), tl.full((), 0, tl.int32)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)

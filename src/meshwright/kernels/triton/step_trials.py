@@ -31,4 +31,5 @@ def likeliest_token(make: Callable[..., Tensor]) -> float:
     logits = make(3, 9000)
     found, right = likeliest.likeliest(logits), logits.double().log_softmax(-1).max(-1)
     wrong = float((found[:, 0] != right.indices).any())
-    return max(wrong, ((found[:, 1].double() - right.values).norm() / right.values.norm()).item())
+    error: float = ((found[:, 1].double() - right.values).norm() / right.values.norm()).item()
+    return max(wrong, error)
