@@ -14,6 +14,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from meshwright.kernels.triton import many_tensors, trials
 from meshwright.kernels.triton.narrow_piece import UpdateNumbers
 from meshwright.kernels.wide_states import WideStates, adamw, euclidean_norm, in_one_pass
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.time.update_passes import update_passes
 from meshwright.spec import Recipe
 from meshwright.training.optimizer import Optimizer
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
@@ -176,6 +178,12 @@ def test_bytes_that_an_update_moves(given: torch.dtype, copied: torch.dtype, exp
         adamw(states, gradients, copies, NUMBERS)
     assert expected <= sum(counts.values()) / count <= expected * 1.003
     assert counts["stored"] / count == 12 + (0 if copied == FP32 else 2)
+    recipe = Recipe(precision="fp32" if copied == FP32 else "bf16")
+    planned = sum(
+        one.weight_bytes + 8 * one.moments for one in update_passes(MESHWRIGHT, recipe, given.itemsize, at_once=True)
+    )
+    assert planned == expected + given.itemsize, "a plan counts the same, and the norm"
+    euclidean_norm(gradients, "triton")  # the kernel's trial reads, too
     with moved() as counts:
         euclidean_norm(gradients, "triton")
     assert given.itemsize <= sum(counts.values()) / count <= given.itemsize * 1.01
