@@ -9,6 +9,7 @@ from meshwright.planfile import read
 from meshwright.planner.step.predict import estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
+from meshwright.spec.units import count
 
 PLAN = read(
     None,
@@ -21,17 +22,20 @@ def predicted(plan: Plan) -> Prediction:
     return estimator(plan).predict(plan)
 
 
-def test_a_default_that_costs_speed_is_named_as_long_as_the_planner_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = predicted(PLAN)
+def test_the_time_of_the_documents_that_are_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of short ones a step takes less than of rows that one fills; what the mask costs is named where it is much."""
     together = replace(PLAN, recipe=replace(PLAN.recipe, document_mask=False))
-    share = 1 - predicted(together).step_s / apart.step_s
-    assert bool(preflight._costs(apart)) == (share >= preflight.NAMED_FROM)
-    monkeypatch.setattr(preflight, "NAMED_FROM", -1.0)
-    [said] = preflight._costs(apart)
-    assert said.startswith(
-        f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed"
-    )
-    assert preflight._costs(predicted(together)) == [], "nobody pays"
-    assert preflight._costs(predicted(replace(PLAN, cluster=read(None).cluster))) == [], (
-        "nothing is known of the device"
-    )
+    rates = []
+    for tokens in (512.0, 8192.0):
+        found = estimator(PLAN, document_tokens=tokens).predict(PLAN)
+        [(label, said)] = preflight._with_documents(PLAN, tokens)[:1]
+        assert label == "plan" and f"{count(found.tokens_per_s_per_device)} tokens/s" in said and count(tokens) in said
+        rates.append(found.tokens_per_s_per_device)
+    assert rates[0] > rates[1]
+    share = 1 - predicted(together).step_s / predicted(PLAN).step_s
+    for least in (share - 0.01, share + 0.01):
+        monkeypatch.setattr(preflight, "NAMED_FROM", least)
+        notes = [said for label, said in preflight._with_documents(PLAN, 8192.0) if label == "note"]
+        assert len(notes) == (least < share)
+        assert all(f"costs {share:.0%} of the planned speed" in said for said in notes)
+    assert preflight._with_documents(replace(PLAN, cluster=read(None).cluster), 512.0) == (), "no device is known"

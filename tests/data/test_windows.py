@@ -133,3 +133,11 @@ def test_an_empty_stream_has_no_windows() -> None:
         tokens=np.empty(0, np.uint16), starts=np.empty(0, np.int64), num_tokens=0, num_bytes=0, num_documents=0
     )
     assert list(in_order(empty, 8, True).windows_in_order(4)) == []
+
+
+def test_documents_are_measured_as_tokens_find_them() -> None:
+    """Rows of 8 in documents of 2, 2 and 4, and of 8: 2 x 2 + 2 x 2 + 4 x 4 and 8 x 8, over 16 tokens."""
+    documents = np.array([[0, 0, 1, 1, 2, 2, 2, 2], [0] * 8], dtype=np.int32)
+    plain = np.zeros((2, 8), dtype=np.int64)
+    rows = Sequences(tokens=plain, targets=plain, documents=documents, positions=documents, packed=True)
+    assert rows.document_tokens == (4 + 4 + 16 + 64) / 16

@@ -1,6 +1,7 @@
 """What plan and dry run say of a run before its first step."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from meshwright.observe.compare.table import memory_line
 from meshwright.observe.dryrun.dryrun_document import dry, judged, needed_bytes, room_here, unfit
 from meshwright.observe.dryrun.simulate import device_of, dry_run
 from meshwright.observe.subprocesses import TooLong
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import estimator, predict
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, MeshwrightError
@@ -33,13 +34,13 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
     predicted = estimator(plan).predict(plan)
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
     said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
-    said += [("note", sentence) for sentence in _costs(predicted)]
+    by_length = partial(_with_documents, plan) if plan.recipe.document_mask else None
     rank = pipeline_ranks(plan.layout)[predicted.worst.pp_rank]
     try:
         found = dry_run(plan, ranks=[rank], device=target.type, limit_s=LIMIT_S)
     except TooLong:
         said.append(("dryrun", f"not ready after {LIMIT_S:.0f} s, left out: `meshwright dryrun` takes its time"))
-        return Foreseen(sentences=tuple(said))
+        return Foreseen(sentences=tuple(said), with_documents=by_length)
     room = room_here(plan, target, machines)
     of_places = {one.pp_rank: one.total_bytes - one.kinds["reserve"] for one in predicted.memory}
     document = dry(found, room, of_places)
@@ -52,26 +53,34 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
     )
     if document["fits"] is False and not anyway:
         raise DoesNotFit(f"{unfit(found, room, needed)}; anyway=True tries all the same")
-    return Foreseen(sentences=tuple(said), dry_run=document)
+    return Foreseen(sentences=tuple(said), dry_run=document, with_documents=by_length)
 
 
 NAMED_FROM = 0.1
 """Share of the speed from which on a default is named as what costs it."""
 
 
-def _costs(found: Prediction) -> list[str]:
-    """What the planner says that the mask between documents costs, where it knows the device."""
-    plan = found.plan
-    if not plan.cluster.device.half_flop_per_s or not plan.recipe.document_mask:
-        return []
-    other = replace(plan, recipe=replace(plan.recipe, document_mask=False))
-    share = 1 - estimator(other).predict(other).step_s / found.step_s
-    if share < NAMED_FROM:
-        return []
-    return [
-        f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed: "
-        "recipe.document_mask=false lets them attend to each other"
-    ]
+def _with_documents(plan: Plan, tokens: float) -> tuple[tuple[str, str], ...]:
+    """What the planner says of packed documents of so many tokens, where it knows the device; and what the mask between
+    them costs, where that is much."""
+    if not plan.cluster.device.half_flop_per_s:
+        return ()
+    found, other = (
+        predict(plan, document_tokens=tokens),
+        replace(plan, recipe=replace(plan.recipe, document_mask=False)),
+    )
+    rate, share = count(found.tokens_per_s_per_device), 1 - predict(other).step_s / found.step_s
+    said = [("plan", f"a token's document has {count(tokens)} on average: {duration(found.step_s)} per step, {rate} "
+             "tokens/s per device")]  # fmt: skip
+    if share >= NAMED_FROM:
+        said.append(
+            (
+                "note",
+                f"recipe.document_mask keeps packed documents apart and costs {share:.0%} of the planned speed: "
+                "recipe.document_mask=false lets them attend to each other",
+            )
+        )
+    return tuple(said)
 
 
 def memory_summary(run: Path, summary: Summary) -> str:

@@ -38,6 +38,13 @@ class Sequences:
     roles: NDArray[np.uint8] | None = None
     """Who says each target, as its place in rendering.ROLES; None = text, which nobody says."""
 
+    @property
+    def document_tokens(self) -> float:
+        """Tokens of the document that a token is in, on average: long ones hold more of them. What attention takes goes
+        by it."""
+        squares = sum(int((np.unique(row, return_counts=True)[1] ** 2).sum()) for row in self.documents)
+        return squares / max(1, self.documents.size)
+
     def rows(self, which: slice | NDArray[np.int64]) -> "Sequences":
         """Some of the rows; `packed` stays that of all, so that those who share them go the same way."""
         return Sequences(

@@ -45,6 +45,8 @@ from meshwright.training.teacher import check_shared, distillation
 from meshwright.training.trainer import Trainer
 from meshwright.training.watch import Foreseen, Summary, Watcher
 
+MEASURED_ROWS = 256
+"""Of the data, whose documents are measured at the start."""
 ECHO_S = 1.0
 """A launcher passes on the Ctrl-C that its processes have already had from the terminal."""
 
@@ -99,6 +101,9 @@ def run(
     # Refuses a short text before a run folder is made.
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
     plan = replace(plan, recipe=plan.recipe.over(len(rows)))
+    if foreseen is not None and foreseen.with_documents is not None:
+        told = foreseen.with_documents(rows.take(0, min(len(rows), MEASURED_ROWS)).document_tokens)
+        foreseen = _also_said(foreseen, *told)
     if plan.recipe.epochs:
         crowded = first.alone(lambda: check_space(plan))
     named = plan.run

@@ -1,6 +1,6 @@
 """What a run tells those who watch it: the Watcher protocol and the records it is given. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,6 +16,8 @@ class Foreseen:
     """(label, what is said about it): of the plan, of the dry run."""
     dry_run: Mapping[str, Any] | None = None
     """The document of a dry run, kept in the run folder; None = there was none."""
+    with_documents: Callable[[float], tuple[tuple[str, str], ...]] | None = None
+    """Further sentences, for packed documents of so many tokens (data.windows.Sequences.document_tokens)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
