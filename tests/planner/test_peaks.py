@@ -127,15 +127,16 @@ def test_experts_are_reduced_over_those_that_hold_the_same() -> None:
     assert spread.reduce_s < 0.1 * together.reduce_s
 
 
-def test_documents_cost_nothing_but_in_fp32() -> None:
+def test_documents_cost_the_form_of_the_kernel_that_reads_borders() -> None:
+    """Those that fill their rows; in fp32 a mask."""
     recipe = Recipe(sequence=8192, global_batch=8, precision="bf16", document_mask=False)
 
     def added_s(**layout: Any) -> float:
         plain, packed = (predict(plan(LLAMA, replace(recipe, document_mask=mask), **layout)) for mask in (False, True))
         return packed.step_s / plain.step_s - 1
 
-    assert added_s(dp_shard=8, zero=3) == 0
-    assert added_s(dp_shard=4, cp=2, zero=3) == 0
+    assert 0 < added_s(dp_shard=8, zero=3) < 0.15
+    assert 0 < added_s(dp_shard=4, cp=2, zero=3) < 0.15
     wide = replace(recipe, precision="fp32")
     plain, packed = (
         predict(plan(LLAMA, replace(wide, document_mask=mask), dp_shard=8, zero=3)) for mask in (False, True)

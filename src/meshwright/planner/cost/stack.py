@@ -94,6 +94,8 @@ class Stack:
 
     host_s: float = 6e-6
     """Seconds of the host to launch one kernel: a layer takes at least its launches."""
+    operation_s: float = 0.0
+    """The same for an operation beside its launches: Python, dispatch, autograd."""
     stalls: float = 0.0
     """0 = the host runs so far ahead that a pass takes the longer of its launches and its kernels; 1 = it never does,
     each kernel takes the longer of the two."""
@@ -174,11 +176,12 @@ def eager(stack: Stack) -> Stack:
 
 
 ON_GPU: dict[str, Any] = {
-    "norm_passes": 1.8, "layer_norm_passes": 2.9, "gelu_passes": 1.25, "host_s": 2.8e-5, "step_s": 2.5e-3,
+    "norm_passes": 1.8, "layer_norm_passes": 2.9, "gelu_passes": 1.25, "operation_s": 5.5e-5, "step_s": 2.5e-3,
 }  # fmt: skip
 """What steps on an H200 took beyond what their kernels must move: backward passes of norms sum over rows apart (61 % of
-a copy's rate in RMSNorm alone, 36 % in LayerNorm), GELU is bound by its polynomials. A launch with all that Python,
-autograd and torch do for it; and between two steps, what a profile leaves open (2.3 ms of GPT-2's)."""
+a copy's rate in RMSNorm alone, 36 % in LayerNorm), GELU is bound by its polynomials. An operation with all
+that Python, autograd and torch do for it (31.5 ms of a step of GPT-2 124M with 4 x 1,024 tokens); and between two
+steps, what a profile leaves open (2.3 ms of GPT-2's)."""
 
 
 def on_gpu(stack: Stack) -> Stack:
@@ -194,7 +197,7 @@ GRAPH_S = 2e-5
 def graphed(stack: Stack) -> Stack:
     """This package's engine with passes that are CUDA graphs (parallel/pass_graphs.py): the host launches no kernel of
     theirs, and replicas are summed behind the last of them."""
-    return replace(stack, host_s=0.0, hides_gradients=0.0, micro_batch_s=stack.micro_batch_s + GRAPH_S)
+    return replace(stack, host_s=0.0, operation_s=0.0, hides_gradients=0.0, micro_batch_s=stack.micro_batch_s + GRAPH_S)
 
 
 MESHWRIGHT = Stack(

@@ -160,6 +160,7 @@ class PassSeconds:
         device = host = each = exchanged = routed = 0.0
         for op in operations:
             works: tuple[Work, ...] = getattr(op, side)
+            host += stack.operation_s if works else 0.0
             for work in works:
                 took, launch = self._took(work), stack.host_s * _launches(work)
                 device, host, each = device + took, host + launch, each + max(took, launch)
