@@ -74,8 +74,17 @@ def test_refused_at_the_start_where_the_longest_sequence_does_not_fit(monkeypatc
     assert started(few, monkeypatch, longest=32).blocks == 8
     shorter = started(few, monkeypatch, longest=0)
     assert shorter.longest == 32 < FOUND.shape.max_positions
-    with pytest.raises(DoesNotFit, match=r"holds 0 positions .* take a smaller step"):
+    with pytest.raises(DoesNotFit, match=r"holds 0 positions .* take a smaller longest"):
         started(FakeMemory(BLOCK, BLOCK), monkeypatch, longest=0)
+
+
+def test_refused_where_a_step_runs_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(FakeMemory):
+        def peak_bytes(self, work: Callable[[], object]) -> int:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(DoesNotFit, match=r"^the largest step does not fit .* take a smaller longest"):
+        started(Full(0, 0), monkeypatch)
 
 
 def test_a_model_that_guesses_has_a_part_of_each_block(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.graph_sizes import GRAPH_POOLS
 from meshwright.spec.units import gib
 
+SMALLER = "a smaller longest, most_tokens or most_sequences, or quantized weights"
+
 
 class DeviceMemory(Protocol):
     """Memory of the device that an engine runs on."""
@@ -97,7 +99,10 @@ def measured_room(
     steps, graphs = list[int](), list[int]()
     for make in makers:
         runner = make(alone)
-        peaks = _largest_steps(memory, runner, setup)
+        try:
+            peaks = _largest_steps(memory, runner, setup)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(f"the largest step does not fit beside the weights: take {SMALLER} ({error})") from None
         steps.append(max(peaks))
         if setup.graphs != off and not reason_without(runner.model, runner.cache, ranks):
             blocks = 1 + setup.sequences * _blocks(setup, setup.longest)
@@ -129,7 +134,7 @@ def check_room(room: CacheRoom, block_bytes: int, block: int, longest: int, aske
     if held >= longest:
         return longest
     if not held or asked:
-        remedy = f"longest={held}" if held else "a smaller step (most_tokens, most_sequences), or quantized weights"
+        remedy = f"longest={held}" if held else SMALLER
         raise DoesNotFit(
             f"the cache holds {held:,} positions and one sequence has longest={longest:,}: take {remedy}. {room}"
         )
