@@ -1,11 +1,12 @@
 """Products with quantized matrices on a GPU: which form is taken, by the number of rows.
 
-    4 bits, up to FUSED_ROWS   codes become numbers inside of the product (triton/packed_product.py)
+    4 bits, one and two rows   codes become numbers in the threads that add them up (triton/few_rows.py)
+    4 bits, up to FUSED_ROWS   codes become operands of tensor cores inside of the product (triton/packed_product.py)
     4 bits, more rows          a slab of the matrix is restored, which the cache holds, and torch multiplies with it
     int8                       rows are rounded in one kernel and multiplied in another (triton/int8_product.py)
     fp8                        as int8, by torch's product; without units for it as 4 bits, up to E4M3_ROWS
 
-The first two round a weight to the same number. Each function here says None where the plain product is to be taken:
+The second and third round a weight to the same number, the first does not round it. Each function here says None where the plain product is to be taken:
 on a CPU, in compiled code and dry runs, and where the chooser does not take a kernel.
 """
 
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from meshwright.kernels import fp8
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.quantized_matrix import QuantizedMatrix, fixed_zero
+from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import acts
-from meshwright.spec.quantization_schemes import NF4
 
 FUSED_ROWS, E4M3_ROWS = 256, 64
 """Up to which making the numbers again for each block of rows costs less than writing and reading them, or, of 8 bits,
 than reading a copy that was restored once (benchmarks/quantized_estimate.py)."""
+FEW_ROWS = 2
+"""Up to which codes of 8 bits are read by a kernel without tensor cores (triton/few_rows.py)."""
 SLAB_BYTES = 32 * 2**20
 """Of a restored slab, which the last-level cache holds: 40 MiB of an A100, 50 of an H100."""
 SLAB_ROWS = 128
@@ -41,7 +43,7 @@ def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: di
     if len(rows) <= few and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=unfused(matrix)):
         from meshwright.kernels.triton import packed_product
 
-        return packed_product.packed_linear(rows, _codes_of(matrix, rows.dtype), bias)
+        return packed_product.packed_linear(rows, matrix.packed(), bias)
     if matrix.scheme.bits == 4 and matrix.kept is None and uses_triton("restore", rows, prefer=matrix.prefer):
         return _by_slabs(rows, matrix, bias)
     return None
@@ -57,35 +59,19 @@ def unfused(matrix: QuantizedMatrix) -> str:
     return "" if matrix.kept is None else "some columns are not quantized"
 
 
-def _codes_of(matrix: QuantizedMatrix, dtype: torch.dtype) -> Any:
-    from meshwright.kernels.triton import packed_product
-
-    name = f"packed {dtype}"
-    if name in matrix.prepared:
-        return matrix.prepared[name]
-    short = packed_product.TABLE_DTYPE[dtype]
-    table = torch.tensor(NF4, device=matrix.codes.device).to(short) if matrix.scheme.codes == "nf4" else None
-    found = packed_product.PackedMatrix(
-        matrix.codes.contiguous(), matrix.scales if matrix.outer is None else matrix.every_scale(), matrix.zeros, table,
-        matrix.size_in, matrix.scheme.group,
-    )  # fmt: skip
-    if matrix.outer is None or matrix.keeps_copies:
-        matrix.prepared[name] = found
-    return found
-
-
 def _by_slabs(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     from meshwright.kernels.triton import restoring
 
-    scales = matrix.scales if matrix.outer is None else matrix.every_scale()
-    zeros, table = matrix.zeros, _numbers_of_codes(matrix)
+    whole = matrix.packed()
     out = torch.empty(len(rows), matrix.size_out, dtype=rows.dtype, device=rows.device)
     step = slab_rows(matrix.size_out, matrix.size_in, rows.dtype.itemsize)
     scratch = torch.empty(step, matrix.size_in, dtype=rows.dtype, device=rows.device)
     for start in range(0, matrix.size_out, step):
         some = slice(start, start + step)
-        codes, own = matrix.codes[some], None if zeros is None else zeros[some]
-        weight = restoring.restore(codes, scales[some], own, table, matrix.scheme.group, scratch[: len(codes)])
+        slab = whole._replace(
+            codes=whole.codes[some], scales=whole.scales[some], zeros=None if whole.zeros is None else whole.zeros[some]
+        )
+        weight = restoring.restore(slab, scratch[: len(slab.codes)])
         if bias is None:
             torch.mm(rows, weight.t(), out=out[:, some])
         else:
@@ -97,16 +83,6 @@ def slab_rows(outputs: int, inputs: int, itemsize: int) -> int:
     """Outputs of a slab: all slabs of a matrix have nearly one size, and fit into SLAB_BYTES once restored."""
     count = -(-outputs * inputs * itemsize // SLAB_BYTES)
     return outputs if count <= 1 else -(-outputs // (count * SLAB_ROWS)) * SLAB_ROWS
-
-
-def _numbers_of_codes(matrix: QuantizedMatrix) -> Tensor:
-    """(16,) fp32, less the zero that all codes share."""
-    if "numbers" not in matrix.prepared:
-        numbers = torch.tensor(NF4 if matrix.scheme.codes == "nf4" else range(16), dtype=torch.float32)
-        numbers -= 0 if matrix.zeros is not None else fixed_zero(matrix.scheme)
-        matrix.prepared["numbers"] = numbers.to(matrix.codes.device)
-    found: Tensor = matrix.prepared["numbers"]
-    return found
 
 
 def takes_int8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
@@ -153,6 +129,14 @@ def _has_fp8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
 
 
 def _fp8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
+    """One and two rows are rounded as more are, and multiplied as numbers: torch's product fills tensor cores up."""
+    if len(rows) <= FEW_ROWS and uses_triton("packed_product", rows, prefer=matrix.prefer):
+        from meshwright.kernels.triton import few_rows, int8_product
+
+        if "fp8 numbers" not in known:
+            known["fp8 numbers"] = int8_product.rounded(rows, rows.dtype)
+        numbers = known["fp8 numbers"]
+        return few_rows.packed_linear(numbers.codes, matrix.packed(), bias, numbers.scales)
     if "fp8" not in known:
         known["fp8"] = narrowed(rows, matrix.prefer)
     weight = fp8.Narrow(matrix.codes, matrix.scales.float())

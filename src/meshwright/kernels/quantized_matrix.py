@@ -109,11 +109,24 @@ class QuantizedMatrix:
         from meshwright.kernels.triton import restoring
 
         found = found.new_empty(rows, self.width) if self.before else found
-        zeros = self.every_zero()
-        own = zeros.contiguous() if zeros.dim() else None
-        numbers = self._once("numbers", self.numbers_of_codes)
-        restoring.restore(self.codes, self.every_scale().contiguous(), own, numbers, self.scheme.group, found)
+        restoring.restore(self.packed(), found)
         return found[..., self.before :].contiguous() if self.before else found
+
+    def packed(self) -> Any:
+        """Codes, scales and zeros as Triton's kernels read them (kernels/triton/code_words.py): made once, but for
+        scales that are codes themselves where no copy may stay."""
+        if "packed" in self.prepared:
+            return self.prepared["packed"]
+        from meshwright.kernels.triton.code_words import PackedMatrix
+
+        table = torch.tensor(NF4, device=self.codes.device) if self.scheme.codes == "nf4" else None
+        scales = self.scales if self.outer is None else self.every_scale()
+        made = PackedMatrix(
+            self.codes.contiguous(), scales.contiguous(), self.zeros, table, self.size_in, self.scheme.group
+        )
+        if self.outer is None or self.keeps_copies:
+            self.prepared["packed"] = made
+        return made
 
     def restored_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Where rows stand among N, and they (..., R, K) fp32, as many at a time as PIECE says."""
@@ -131,6 +144,7 @@ class QuantizedMatrix:
 
     def _in_one_kernel(self, like: Tensor) -> bool:
         plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()
+        plain = plain and self.scheme.group % 8 == 0  # a word of eight codes has one scale
         return plain and uses_triton("restore", like, prefer=self.prefer)
 
     def numbers_of_codes(self, device: torch.device) -> Tensor:

@@ -11,15 +11,17 @@ from meshwright.kernels import device_products
 from meshwright.kernels.fp8 import narrow
 from meshwright.kernels.quantized_linear import quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.triton import int8_product, packed_product
+from meshwright.kernels.triton import few_rows, int8_product, packed_product
+from meshwright.kernels.triton.code_words import PackedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 FP16, BF16 = torch.float16, torch.bfloat16
 PACKED = [name for name, scheme in SCHEMES.items() if scheme.bits == 4 or scheme.codes == "e4m3"]
-SIZES = [(1, 1, 1), (3, 70, 71), (2, 33, 300), (17, 130, 129), (5, 64, 2048)]
-"""Rows, outputs, inputs: no multiple of anything, short last groups, odd inputs, and K long enough to be cut."""
+SIZES = [(1, 1, 1), (3, 70, 71), (2, 33, 300), (17, 130, 129), (5, 64, 2048), (1, 30, 1536), (2, 9, 1024)]
+"""Rows, outputs, inputs: no multiple of anything, short last groups, odd inputs, K long enough to be cut, and one and
+two rows of whole words."""
 
 
 def numbers(*size: int, seed: int = 0) -> Tensor:
@@ -64,6 +66,17 @@ def test_groups_and_zeros(group: int, zeros: str, rows: int) -> None:
     assert (found.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
 
 
+@pytest.mark.parametrize("size", [(1, 20, 512), (2, 13, 77)], ids=str)
+def test_fp8_of_few_rows_is_the_product_of_rounded_rows(size: tuple[int, int, int]) -> None:
+    rows, outputs, inputs = size
+    matrix, bias, x = made(SCHEMES["fp8"], outputs, inputs), numbers(outputs).to(FP16), numbers(rows, inputs).to(FP16)
+    rounded = int8_product.rounded(x, FP16)
+    assert torch.equal(rounded.codes.float() * rounded.scales, narrow(x).wide())
+    found = few_rows.packed_linear(rounded.codes, matrix.packed(), bias, rounded.scales)
+    right = exact(narrow(x).wide(), matrix.dequantized(), bias)
+    assert (found.double() - right).abs().max() <= 2**-11 * right.abs().max() * 1.01
+
+
 def test_what_the_kernel_cannot_take_is_restored() -> None:
     for scheme in (SCHEMES["int3"], replace(SCHEMES["int4-rtn"], group=16)):
         matrix, x = made(scheme, 20, 64), numbers(3, 64).to(FP16)
@@ -75,7 +88,7 @@ def test_what_the_kernel_cannot_take_is_restored() -> None:
 def test_every_number_of_e4m3() -> None:
     codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
     weight = codes.view(torch.float8_e4m3fn).view(-1, 1)
-    matrix = packed_product.PackedMatrix(weight, torch.ones(len(codes), 1), None, None, 1, 0)
+    matrix = PackedMatrix(weight, torch.ones(len(codes), 1), None, None, 1, 0)
     found = packed_product.packed_linear(torch.ones(1, 1, dtype=FP16), matrix, None)
     assert torch.equal(found[0], weight[:, 0].half())
 
@@ -113,11 +126,11 @@ def test_int8(name: str, size: tuple[int, int, int], dtype: torch.dtype) -> None
 @pytest.mark.parametrize("name", ["int8", "llm-int8"])
 def test_rows_do_not_depend_on_their_neighbours(name: str) -> None:
     """Nor on how K is cut: to the bit."""
-    matrix = made(SCHEMES[name], 70, 1100, [5, 900] if name == "llm-int8" else None)
-    x = numbers(70, 1100).to(FP16)
+    matrix = made(SCHEMES[name], 70, 1152, [5, 900] if name == "llm-int8" else None)
+    x = numbers(70, 1152).to(FP16)
     whole = quantized_linears(x, [matrix], [None])[0]
     cuts = {
-        packed_product.parts_of(rows, 70, 1100, int8_product.tile_of(rows, 70, 4), 4)
+        packed_product.parts_of(rows, 70, 1152, int8_product.tile_of(rows, 70, 4), 4)
         for rows in (1, 20, 70)
     }  # fmt: skip
     assert len(cuts) > 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from meshwright.kernels import chooser
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import SCHEMES
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
@@ -19,6 +20,7 @@ FOUR = [name for name, scheme in SCHEMES.items() if scheme.bits == 4]
 def test_the_kernel_equals_its_twin(name: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(sum(size))) * 0.1
     matrix = quantize_matrix("some", weight, SCHEMES[name])
+    assert chooser.choice("restore", torch.device("cpu"), dtype, prefer="triton").by == "triton"
     ours = replace(matrix, prefer="triton").restored(dtype)
     plain = replace(matrix, prefer="eager").restored(dtype)
     if dtype == torch.bfloat16:  # which the interpreter rounds towards zero

@@ -6,6 +6,7 @@ Columns O of x are left out of Qx and multiplied in 16 bit, behind the sum of th
 are too few programs for the device, K is cut, too: the parts are whole numbers, so that the cut changes no bit.
 """
 
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, programs, wide_products
+from meshwright.kernels.triton.blocks import Arg, ceil_div, interpreted, power_of_two, programs, wide_products
+from meshwright.kernels.triton.code_words import e4m3_number
+from meshwright.kernels.triton.few_rows import LEAST_WORDS, MOST_ROWS
 from meshwright.kernels.triton.packed_product import ProgramTile, many_rows, parts_of
 
 BLOCK = 4096
@@ -22,6 +25,10 @@ OUTLIERS = 32
 """Columns that are multiplied apart at a time."""
 ALONGSIDE = 8
 """Blocks of rows whose programs run side by side, so that they share blocks of the matrix in the cache."""
+
+FEW_COLUMNS, FEW_WORDS, FEW_WARPS, FINISHED_ROWS = 16, 128, 8, 16
+"""Tile and warps of a program for few rows: two outputs and four words a thread; and the least rows of a product of
+tensor cores, which outliers are multiplied with."""
 
 
 class Int8Matrix(NamedTuple):
@@ -41,7 +48,7 @@ class NarrowRows(NamedTuple):
     """x (M, K) as codes and scales."""
 
     codes: Tensor
-    """(M, K) int8 or e4m3."""
+    """(M, K) int8 or e4m3, or the numbers of e4m3 in 16 bits."""
     scales: Tensor
     """(M, 1) fp32."""
 
@@ -59,10 +66,11 @@ def _e4m3_code(x: Arg) -> Arg:
 @triton.jit
 def round_rows(
     x: Arg, x_stride: Arg, left_out: Arg, codes: Arg, scales: Arg, width: Arg, SKIPS: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """A scale for each row of x (M, K), and its codes. WHOLE: within -127 .. 127, absmax; else e4m3, scaled by the
-    power of two that brings the largest number just below 448. SKIPS: where `left_out` (K,) is not 0, codes are 0."""
+    power of two that brings the largest number just below 448, as codes or as the NUMBERS that they stand for. SKIPS:
+    where `left_out` (K,) is not 0, codes are 0."""
     row = tl.program_id(0).to(tl.int64)
     peak = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, width, BLOCK):
@@ -92,6 +100,9 @@ def round_rows(
             rounded = (scaled + 12582912.0) - 12582912.0
             scaled = tl.where(rounded == rounded, tl.minimum(tl.maximum(rounded, -127.0), 127.0), 0.0)
             tl.store(here, scaled.to(tl.int8), mask=at < width)
+        elif NUMBERS:
+            number = e4m3_number(_e4m3_code(scaled).to(tl.int32), 0)
+            tl.store(here, number.to(codes.dtype.element_ty), mask=at < width)
         else:
             tl.store(here, _e4m3_code(scaled), mask=at < width)
 
@@ -160,6 +171,54 @@ def int8_rows(
 
 
 @triton.jit
+def _four_products(words: Arg, inputs: Arg, total: Arg, INTERPRETED: tl.constexpr) -> Arg:
+    """total + the products of four 8-bit numbers of each word; one instruction of a GPU."""
+    if INTERPRETED:
+        for byte in tl.static_range(4):
+            total += ((words << (24 - 8 * byte)) >> 24) * ((inputs << (24 - 8 * byte)) >> 24)
+    else:
+        total = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [words, inputs, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return total
+
+
+@triton.jit
+def few_int8_rows(
+    x_words: Arg, codes: Arg, x: Arg, x_stride: Arg, x_scales: Arg, scales: Arg, apart: Arg, kept: Arg, outliers: Arg,
+    bias: Arg, out: Arg, rows: Arg, columns: Arg, words: Arg, KEPT: tl.constexpr, BIAS: tl.constexpr,
+    WIDE: tl.constexpr, INTERPRETED: tl.constexpr, OUTLIERS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:  # fmt: skip
+    """COLUMNS outputs of one or two rows, of codes read as words of four. WORDS divides the words of a row. The result
+    is finished in a block of ROWS rows, most of them empty, as a larger product is: to the same bit."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    line = tl.minimum(column, columns - 1).to(tl.int64)  # the last ones are read again, and not written
+    word = tl.arange(0, WORDS)
+    first = tl.zeros((COLUMNS, WORDS), tl.int32)
+    second = tl.zeros((COLUMNS, WORDS), tl.int32)
+    ahead = tl.load(codes + line[:, None] * words + word[None, :])
+    for start in range(0, words, WORDS):
+        bits = ahead
+        following = tl.minimum(start + WORDS, words - WORDS)
+        ahead = tl.load(codes + line[:, None] * words + (following + word)[None, :])
+        inputs = tl.load(x_words + (start + word)[None, :])
+        first = _four_products(bits, tl.broadcast_to(inputs, bits.shape), first, INTERPRETED)
+        if rows > 1:
+            inputs = tl.load(x_words + words + (start + word)[None, :])
+            second = _four_products(bits, tl.broadcast_to(inputs, bits.shape), second, INTERPRETED)
+    row = tl.arange(0, ROWS)
+    lower = tl.where(row[None, :] == 1, tl.sum(second, 1)[:, None], 0)
+    total = tl.where(row[None, :] == 0, tl.sum(first, 1)[:, None], lower)
+    finished = _finished(
+        total, row, column, rows, columns, x, x_stride, x_scales, scales, apart, kept, outliers, bias, KEPT, BIAS, WIDE,
+        OUTLIERS,
+    )  # fmt: skip
+    mask = (column < columns)[:, None] & (row < rows)[None, :]
+    tl.store(out + row[None, :] * columns + column[:, None], finished.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def finish_parts(
     parts: Arg, count: Arg, x: Arg, x_stride: Arg, x_scales: Arg, scales: Arg, apart: Arg, kept: Arg, outliers: Arg,
     bias: Arg, out: Arg, rows: Arg, columns: Arg, KEPT: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
@@ -182,15 +241,17 @@ def finish_parts(
 
 
 def rounded(x: Tensor, dtype: torch.dtype, left_out: Tensor | None = None) -> NarrowRows:
-    """x (M, K) as int8 or e4m3. `left_out` (K,) uint8: columns that are not 0 there count as zeros."""
+    """x (M, K) as int8, as e4m3, or, of the dtype of x, as the numbers that e4m3 has for it. `left_out` (K,) uint8:
+    columns that are not 0 there count as zeros."""
     x = _side_by_side(x)
     rows, width = x.shape
     codes = torch.empty((rows, width), dtype=dtype, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    whole, block = dtype == torch.int8, min(BLOCK, power_of_two(width))
+    block = min(BLOCK, power_of_two(width))
     round_rows[(rows,)](
-        x, x.stride(0), x if left_out is None else left_out, codes.view(torch.int8 if whole else torch.uint8), scales,
-        width, SKIPS=left_out is not None, WHOLE=whole, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+        x, x.stride(0), x if left_out is None else left_out,
+        codes.view(torch.uint8) if dtype == torch.float8_e4m3fn else codes, scales, width, SKIPS=left_out is not None,
+        WHOLE=dtype == torch.int8, NUMBERS=dtype == x.dtype, BLOCK=block, num_warps=max(1, min(8, block // 256)),
     )  # fmt: skip
     return NarrowRows(codes, scales)
 
@@ -220,6 +281,15 @@ def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor 
         "KEPT": kept, "BIAS": bias is not None, "WIDE": wide_products(int8_rows, x), "OUTLIERS": OUTLIERS,
         "COLUMNS": tile.columns, "ROWS": tile.rows, "num_warps": tile.warps,
     }  # fmt: skip
+    words = gcd(inner // 4, FEW_WORDS)
+    aligned = inner % 4 == 0 and matrix.codes.data_ptr() % 4 == 0
+    if rows <= MOST_ROWS and aligned and words >= LEAST_WORDS:
+        few_int8_rows[(ceil_div(columns, FEW_COLUMNS),)](
+            narrow.codes.view(torch.int32), matrix.codes.view(torch.int32), *beside, out, rows, columns, inner // 4,
+            INTERPRETED=interpreted(few_int8_rows), WORDS=words,
+            **forms | {"COLUMNS": FEW_COLUMNS, "ROWS": FINISHED_ROWS, "num_warps": FEW_WARPS},
+        )  # fmt: skip
+        return out
     into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.int32, device=x.device)
     blocks = ceil_div(columns, tile.columns), ceil_div(rows, tile.rows)
     int8_rows[(blocks[0] * blocks[1], parts)](

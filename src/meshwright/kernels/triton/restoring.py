@@ -1,45 +1,57 @@
 """A matrix of 4-bit codes restored in one kernel: codes, scales and zeros are read once, the matrix is written once."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.triton.blocks import ELEMENTS, Arg, ceil_div, power_of_two
+from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two
+from meshwright.kernels.triton.code_words import (
+    PackedMatrix,
+    load_words,
+    load_zeros,
+    numbers_of_words,
+    words_of,
+)
 
-WARPS = 4
+WORDS, WARPS = 512, 4
+"""Words and warps of a program: 32 numbers a thread, which are written 16 bytes at a time."""
 
 
 @triton.jit
 def restore_rows(
-    codes: Arg, scales: Arg, zeros: Arg, numbers: Arg, out: Arg, row_bytes: Arg, width: Arg, groups: Arg, group: Arg,
-    zero_stride: Arg, ZEROS: tl.constexpr, BLOCK: tl.constexpr,
+    codes: Arg, row_bytes: Arg, scales: Arg, scale_stride: Arg, zeros: Arg, zero_stride: Arg, table: Arg, out: Arg,
+    rows: Arg, width: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    EVEN: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """out (N, K) = S (number of the code - Z); codes (N, row_bytes), the first of two in the lower half; scales
-    (N, groups); numbers (16,) fp32. ZEROS: none, (N, groups), or half a byte each, as codes."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < width
-    both = tl.load(codes + row * row_bytes + at // 2, mask=inside, other=0).to(tl.int32)
-    found = tl.load(numbers + ((both >> ((at % 2) * 4)) & 15))
-    of_group = at // group
-    if ZEROS == 1:
-        found = found - tl.load(zeros + row * zero_stride + of_group, mask=inside, other=0.0).to(tl.float32)
-    if ZEROS == 2:
-        pair = tl.load(zeros + row * zero_stride + of_group // 2, mask=inside, other=0).to(tl.int32)
-        found = found - ((pair >> ((of_group % 2) * 4)) & 15).to(tl.float32)
-    found = found * tl.load(scales + row * groups + of_group, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, found.to(out.dtype.element_ty), mask=inside)
+    """out (N, K) = S (number of the code - Z). GROUP: inputs that share a scale, 0 = all."""
+    CODES_A_WORD: tl.constexpr = 4 if CODES == 2 else 8
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    line = tl.minimum(row, rows - 1).to(tl.int64)  # the last ones are read again, and not written
+    words = tl.cdiv(row_bytes, 4)
+    if not EVEN:
+        word = tl.minimum(word, words - 1)
+    bits = load_words(codes, line, row_bytes, words, word, WHOLE_ROWS)
+    group = word // (GROUP // CODES_A_WORD) if GROUP else word * 0
+    scale = tl.load(scales + line[:, None] * scale_stride + group[None, :]).to(tl.float32)
+    zero = load_zeros(zeros, line, zero_stride, group, ZEROS)
+    numbers = numbers_of_words(bits, table, zero, scale, CODES, ZEROS, out.dtype.element_ty)
+    at = tl.program_id(1) * (WORDS * CODES_A_WORD) + tl.arange(0, WORDS * CODES_A_WORD)
+    mask = (row < rows)[:, None] & (at < width)[None, :]
+    tl.store(out + line[:, None] * width + at[None, :], numbers, mask=mask)
 
 
-def restore(codes: Tensor, scales: Tensor, zeros: Tensor | None, numbers: Tensor, group: int, out: Tensor) -> Tensor:
-    """Fill `out` (N, K), contiguous, from codes (N, ceil(K / 2)), scales and zeros (N, groups), and the numbers of
-    the 16 codes; so many inputs share a scale. Zeros in uint8 are half a byte each, as codes."""
+def restore(matrix: PackedMatrix, out: Tensor) -> Tensor:
+    """Fill `out` (N, K), contiguous."""
     rows, width = out.shape
-    block = min(ELEMENTS, power_of_two(width))
-    restore_rows[(rows, ceil_div(width, block))](
-        codes, scales, scales if zeros is None else zeros, numbers, out, codes.shape[1], width, scales.shape[1],
-        group or width, 0 if zeros is None else zeros.stride(0),
-        ZEROS=0 if zeros is None else 2 if zeros.dtype == torch.uint8 else 1, BLOCK=block, num_warps=WARPS,
+    codes, row_bytes, whole_rows = words_of(matrix.codes)
+    words = ceil_div(row_bytes, 4)
+    wide = min(WORDS, power_of_two(words))
+    zeros, table = matrix.zeros, matrix.table
+    restore_rows[(ceil_div(rows, WORDS // wide), ceil_div(words, wide))](
+        codes, row_bytes, matrix.scales, matrix.scales.stride(0), matrix.scales if zeros is None else zeros,
+        0 if zeros is None else zeros.stride(0), matrix.scales if table is None else table, out, rows, width,
+        CODES=matrix.form, ZEROS=matrix.zero_form, WHOLE_ROWS=whole_rows, EVEN=words % wide == 0, GROUP=matrix.group,
+        ROWS=WORDS // wide, WORDS=wide, num_warps=WARPS,
     )  # fmt: skip
     return out

@@ -28,6 +28,7 @@ from meshwright.kernels.triton import (
     rotary,
     step_trials,
 )
+from meshwright.kernels.triton.code_words import PackedMatrix
 
 Made = Callable[..., Tensor]
 LARGEST_ERROR = 0.03
@@ -240,8 +241,7 @@ def _restored(make: Made) -> float:
     """4-bit codes with a zero for each 32 inputs, the last group short."""
     scales, zeros, out = make(5, 3).float(), make(6, 3)[:5].float(), make(5, 71)
     codes = torch.arange(5 * 36, device=out.device).view(5, 36).to(torch.uint8)
-    numbers = torch.arange(16, dtype=torch.float32, device=out.device)
-    found = restoring.restore(codes, scales, zeros, numbers, 32, out)
+    found = restoring.restore(PackedMatrix(codes, scales, zeros, None, 71, 32), out)
     both = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :71].double()
     wide = [one.double().repeat_interleave(32, 1)[:, :71] for one in (scales, zeros)]
     right = (both - wide[1]) * wide[0]
@@ -250,30 +250,32 @@ def _restored(make: Made) -> float:
 
 
 def _packed(make: Made) -> float:
-    """Codes with zeros of half a byte, without, by a table, and of 8 bits; K is cut, and its last group is short."""
-    x, scales, bias, device = make(3, 299), make(70, 10).float(), make(1, 70)[0], make(1).device
-    codes = (torch.arange(70 * 150, device=device) * 37 % 256).view(70, 150).to(torch.uint8)
-    zeros, table = (torch.arange(70 * 5, device=device) * 11 % 256).view(70, 5).to(torch.uint8), make(16).float()
-    both = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :299].double()
-    every = torch.stack((zeros & 15, zeros >> 4), -1).flatten(1).repeat_interleave(32, 1)[:, :299].double()
-    eight = make(70, 299).to(torch.float8_e4m3fn)
-    errors = [
-        _packed_error(x, packed_product.PackedMatrix(codes, scales, zeros, None, 299, 32), both - every, bias),
-        _packed_error(x, packed_product.PackedMatrix(codes, scales, None, None, 299, 32), both - 8, None),
-        _packed_error(
-            x, packed_product.PackedMatrix(codes, scales, None, table, 299, 32), table.double()[both.long()], None
-        ),
-        _packed_error(x, packed_product.PackedMatrix(eight, scales[:, :1], None, None, 299, 0), eight.double(), bias),
-    ]
-    return max(error if error == error else float("inf") for error in errors)
+    """Codes with zeros of half a byte, without, by a table, and of 8 bits: in rows that end inside of a word and of a
+    group, and in whole words; by the kernel of few rows, and by the other with K cut."""
+    return max(_packed_error(make, inputs, rows) for inputs in (299, 1024) for rows in (1, 2, 3))
 
 
-def _packed_error(x: Tensor, matrix: packed_product.PackedMatrix, numbers: Tensor, bias: Tensor | None) -> float:
-    wide = matrix.scales.double().repeat_interleave(matrix.group or 299, 1)[:, :299]
-    right = x.double() @ (numbers * wide).t() + (0 if bias is None else bias.double())
-    found = packed_product.packed_linear(x, matrix, bias)
-    error: float = ((found.double() - right).norm() / right.norm()).item()
-    return error
+def _packed_error(make: Made, inputs: int, rows: int) -> float:
+    groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
+    x, scales, bias = make(rows, inputs), make(70, groups).float(), make(1, 70)[0]
+    codes = (torch.arange(70 * row_bytes, device=x.device) * 37 % 256).view(70, -1).to(torch.uint8)
+    zeros = (torch.arange(70 * -(-groups // 2), device=x.device) * 11 % 256).to(torch.uint8).view(70, -1)
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
+    every = torch.stack((zeros & 15, zeros >> 4), -1).flatten(1).repeat_interleave(32, 1)[:, :inputs].double()
+    table, eight = make(16).float(), make(70, inputs).to(torch.float8_e4m3fn)
+    cases = (
+        (PackedMatrix(codes, scales, zeros, None, inputs, 32), both - every, bias),
+        (PackedMatrix(codes, scales, None, None, inputs, 32), both - 8, None),
+        (PackedMatrix(codes, scales, None, table, inputs, 32), table.double()[both.long()], None),
+        (PackedMatrix(eight, scales[:, :1].contiguous(), None, None, inputs, 0), eight.double(), bias),
+    )
+    worst = 0.0
+    for matrix, numbers, added in cases:
+        wide = matrix.scales.double().repeat_interleave(matrix.group or inputs, 1)[:, :inputs]
+        right = x.double() @ (numbers * wide).t() + (0 if added is None else added.double())
+        error = ((packed_product.packed_linear(x, matrix, added).double() - right).norm() / right.norm()).item()
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
 
 
 def _int8(make: Made) -> float:

@@ -1,0 +1,173 @@
+"""Codes read as words of four bytes, and the numbers that they stand for: shared by every kernel that reads codes.
+
+A word holds eight 4-bit codes or four 8-bit ones, the first in its lowest bits. A thread reads whole words, several side
+by side, and cuts codes out by shifts: bytes read one by one cost more instructions than the memory leaves time for.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.triton.blocks import Arg
+
+WHOLE, TABLE, E4M3 = 0, 1, 2
+"""Codes are whole numbers of 4 bits, indices of a table of 16, or 8-bit floating-point numbers."""
+FIXED, PACKED, REAL = 0, 1, 2
+"""Zeros: 8 everywhere, half a byte each, or real numbers."""
+WORD_BYTES = 4
+
+
+class PackedMatrix(NamedTuple):
+    """A matrix (N, K) as the kernels read it."""
+
+    codes: Tensor
+    """Bytes (N, ceil(K / 2)), or (N, K) of 8 bits."""
+    scales: Tensor
+    """(N, groups)."""
+    zeros: Tensor | None
+    """Bytes (N, ceil(groups / 2)), or real (N, groups)."""
+    table: Tensor | None
+    """(16,) fp32: the numbers of codes that are indices."""
+    size_in: int
+    """K."""
+    group: int
+    """Inputs that share a scale: a multiple of 8, 0 = all."""
+
+    @property
+    def form(self) -> int:
+        """WHOLE, TABLE or E4M3."""
+        return E4M3 if self.codes.dtype == torch.float8_e4m3fn else WHOLE if self.table is None else TABLE
+
+    @property
+    def zero_form(self) -> int:
+        """FIXED, PACKED or REAL."""
+        return FIXED if self.zeros is None else PACKED if self.zeros.dtype == torch.uint8 else REAL
+
+
+class Words(NamedTuple):
+    """Codes as a kernel's argument."""
+
+    codes: Tensor
+    """int32 if rows are whole words, else bytes."""
+    row_bytes: int
+    whole_rows: bool
+
+
+def words_of(codes: Tensor) -> Words:
+    """Codes (N, bytes), rows side by side, as words; as bytes where a row or its address is no multiple of four."""
+    octets = codes.view(torch.uint8)
+    row_bytes = octets.shape[1]
+    if row_bytes % WORD_BYTES == 0 and octets.data_ptr() % WORD_BYTES == 0:
+        return Words(octets.view(torch.int32), row_bytes, True)
+    return Words(octets, row_bytes, False)
+
+
+@triton.jit
+def load_words(codes: Arg, row: Arg, row_bytes: Arg, words: Arg, word: Arg, WHOLE_ROWS: tl.constexpr) -> Arg:
+    """Words (rows, words) int32 of rows (rows,) int64 that all exist. WHOLE_ROWS: codes are int32, and so do the words;
+    else codes are bytes, and what lies behind the end of a row is 0."""
+    if WHOLE_ROWS:
+        return tl.load(codes + row[:, None] * words + word[None, :])
+    bits = row.to(tl.int32)[:, None] * 0 + word[None, :] * 0
+    for byte in tl.static_range(4):
+        at = word * 4 + byte
+        octet = tl.load(codes + row[:, None] * row_bytes + at[None, :], mask=(at < row_bytes)[None, :], other=0)
+        bits |= octet.to(tl.int32) << (8 * byte)
+    return bits
+
+
+@triton.jit
+def load_zeros(zeros: Arg, row: Arg, stride: Arg, group: Arg, ZEROS: tl.constexpr) -> Arg:
+    """Zero of the group of each word, (rows, words) fp32; 8 where all have the same."""
+    if ZEROS == 1:
+        pair = tl.load(zeros + row[:, None] * stride + (group // 2)[None, :]).to(tl.int32)
+        zero = ((pair >> ((group % 2) * 4)[None, :]) & 15).to(tl.float32)
+    elif ZEROS == 2:
+        zero = tl.load(zeros + row[:, None] * stride + group[None, :]).to(tl.float32)
+    else:
+        zero = tl.full((1, 1), 8.0, tl.float32)
+    return zero
+
+
+@triton.jit
+def half_byte(bits: Arg, code: tl.constexpr) -> Arg:
+    """128 + q of the code at a position of each word, fp32. The bits of the sum are written, not converted."""
+    if code < 4:
+        moved = bits << (16 - 4 * code)
+    else:
+        moved = bits >> (4 * code - 16)
+    return ((moved & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def table_number(bits: Arg, table: Arg, code: tl.constexpr) -> Arg:
+    """Number in the table of the code at a position of each word, fp32."""
+    return tl.load(table + ((bits >> (4 * code)) & 15)).to(tl.float32)
+
+
+@triton.jit
+def e4m3_number(bits: Arg, code: tl.constexpr) -> Arg:
+    """Number of the byte at a position of each word, fp32. The smaller type's exponent lies 120 below that of fp32,
+    for subnormal numbers too."""
+    moved = bits << (24 - 8 * code)
+    number = (moved & -0x80000000) | ((moved >> 4) & 0x7F00000)
+    return number.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def _number(
+    bits: Arg, table: Arg, zero: Arg, scale: Arg, code: tl.constexpr, CODES: tl.constexpr, ZEROS: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> Arg:  # fmt: skip
+    """S (number - Z), rounded once to DTYPE; numbers of a table and of 8 bits have no zero."""
+    if CODES == 2:
+        return (e4m3_number(bits, code) * scale).to(DTYPE)
+    if CODES == 1:
+        return (table_number(bits, table, code) * scale).to(DTYPE)
+    if ZEROS == 2:  # a small real zero would lose digits beside 128
+        return (((half_byte(bits, code) - 128.0) - zero) * scale).to(DTYPE)
+    return ((half_byte(bits, code) - (zero + 128.0)) * scale).to(DTYPE)
+
+
+@triton.jit
+def numbers_of_words(
+    bits: Arg, table: Arg, zero: Arg, scale: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr
+) -> Arg:  # fmt: skip
+    """Words (rows, words), zeros and scales of the same size or scalars -> S (number - Z) (rows, codes of the words)
+    in the order of the codes. Each `join` adds a last axis; the one joined last becomes the lowest bit of a position."""
+    if CODES == 2:
+        even = tl.join(
+            _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),
+            _number(bits, table, zero, scale, 2, CODES, ZEROS, DTYPE),
+        )
+        odd = tl.join(
+            _number(bits, table, zero, scale, 1, CODES, ZEROS, DTYPE),
+            _number(bits, table, zero, scale, 3, CODES, ZEROS, DTYPE),
+        )
+        numbers = tl.reshape(tl.join(even, odd), (bits.shape[0], bits.shape[1] * 4))
+    else:
+        even = tl.join(
+            tl.join(
+                _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),
+                _number(bits, table, zero, scale, 4, CODES, ZEROS, DTYPE),
+            ),
+            tl.join(
+                _number(bits, table, zero, scale, 2, CODES, ZEROS, DTYPE),
+                _number(bits, table, zero, scale, 6, CODES, ZEROS, DTYPE),
+            ),
+        )
+        odd = tl.join(
+            tl.join(
+                _number(bits, table, zero, scale, 1, CODES, ZEROS, DTYPE),
+                _number(bits, table, zero, scale, 5, CODES, ZEROS, DTYPE),
+            ),
+            tl.join(
+                _number(bits, table, zero, scale, 3, CODES, ZEROS, DTYPE),
+                _number(bits, table, zero, scale, 7, CODES, ZEROS, DTYPE),
+            ),
+        )
+        numbers = tl.reshape(tl.join(even, odd), (bits.shape[0], bits.shape[1] * 8))
+    return numbers
