@@ -96,10 +96,10 @@ def int8(
 ) -> Tensor:  # fmt: skip
     """rows (M, K) times codes -> (M, N). Columns (O,) of rows are multiplied with kept (N, O), None = none; `key`:
     their name in `known`."""
-    from meshwright.kernels.triton import int8_product
+    from meshwright.kernels.triton import int8_product, narrowing
 
     if ("int8", key) not in known:
-        known["int8", key] = int8_product.rounded(rows, torch.int8, _left_out(matrix, columns))
+        known["int8", key] = narrowing.rounded(rows, torch.int8, _left_out(matrix, columns))
     parts = (None, None) if columns is None else (columns.int(), kept.contiguous())
     made = int8_product.Int8Matrix(matrix.codes.contiguous(), matrix.scales, *parts)
     return int8_product.int8_linear(rows, known["int8", key], made, bias)
@@ -131,22 +131,13 @@ def _has_fp8(rows: Tensor, matrix: QuantizedMatrix) -> bool:
 def _fp8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:
     """One and two rows are rounded as more are, and multiplied as numbers: torch's product fills tensor cores up."""
     if len(rows) <= FEW_ROWS and uses_triton("packed_product", rows, prefer=matrix.prefer):
-        from meshwright.kernels.triton import few_rows, int8_product
+        from meshwright.kernels.triton import few_rows, narrowing
 
         if "fp8 numbers" not in known:
-            known["fp8 numbers"] = int8_product.rounded(rows, rows.dtype)
+            known["fp8 numbers"] = narrowing.rounded(rows, rows.dtype)
         numbers = known["fp8 numbers"]
         return few_rows.packed_linear(numbers.codes, matrix.packed(), bias, numbers.scales)
     if "fp8" not in known:
-        known["fp8"] = narrowed(rows, matrix.prefer)
+        known["fp8"] = fp8.narrow(rows, matrix.prefer)
     weight = fp8.Narrow(matrix.codes, matrix.scales.float())
     return fp8.product(known["fp8"], weight, rows.dtype, None if bias is None else bias.to(rows.dtype))
-
-
-def narrowed(rows: Tensor, prefer: str) -> fp8.Narrow:
-    """As fp8.narrow, in one kernel where it can run."""
-    if not uses_triton("int8_product", rows, prefer=prefer):
-        return fp8.narrow(rows)
-    from meshwright.kernels.triton import int8_product
-
-    return fp8.Narrow(*int8_product.rounded(rows, torch.float8_e4m3fn))

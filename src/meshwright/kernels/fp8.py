@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.target import acts, kind
 
 SAME, FP8, FP8_ALL = "same", "fp8", "fp8-all"
@@ -57,19 +58,37 @@ def missing(device: torch.device) -> str:
     return ""
 
 
-def narrow(x: Tensor | Narrow) -> Narrow:
-    """x (..., N, K), rounded once; as it is where it already was."""
+def narrow(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
+    """x (..., N, K), rounded once; as it is where it already was. `prefer`: one of chooser.PREFERENCES."""
     if isinstance(x, Narrow):
         return x
+    if in_one_kernel(x, prefer):
+        from meshwright.kernels.triton import narrowing
+
+        if x.stride(-1) != 1 and x.stride(-2) == 1:  # what lies side by side in memory are columns
+            return Narrow(*narrowing.turned(x.mT, x.shape[-1]))
+        codes, scales = narrowing.rounded(x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn)
+        return Narrow(codes.view(x.shape), scales.view(*x.shape[:-1], 1))
+    if acts() == "cuda":  # a dry run holds what the kernel writes
+        return Narrow(x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
     scales = scales_of(x, -1)
     return Narrow((x * scales.to(x.dtype)).to(torch.float8_e4m3fn).contiguous(), 1 / scales)
 
 
-def narrow_columns(x: Tensor | Narrow) -> Narrow:
+def in_one_kernel(x: Tensor, prefer: str = "auto") -> bool:
+    """Whether x is read and written by the kernels of triton/narrowing.py, with no copy beside it."""
+    return x.numel() > 0 and uses_triton("narrow", x, prefer=prefer)
+
+
+def narrow_columns(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
     """x (N, C) -> its columns (C, N), with zeros behind them up to a multiple that products can add over."""
     if isinstance(x, Narrow):
         return x
     missing_rows = -len(x) % MULTIPLE
+    if x.stride(-1) == 1 and in_one_kernel(x, prefer):
+        from meshwright.kernels.triton import narrowing
+
+        return Narrow(*narrowing.turned(x, len(x) + missing_rows))
     return narrow((F.pad(x, (0, 0, 0, missing_rows)) if missing_rows else x).t())
 
 

@@ -78,7 +78,7 @@ def products_of_runs(rows: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 def narrow_stack(weights: Tensor) -> Narrow:
     """weights (X, out, in), some experts at a time: scaled copies are twice as large as what comes of them."""
     experts = max(1, PIECE // weights[0].numel())
-    if experts >= len(weights):
+    if experts >= len(weights) or fp8.in_one_kernel(weights):
         return narrow(weights)
     values = torch.empty(weights.shape, dtype=torch.float8_e4m3fn, device=weights.device)
     scales = torch.empty((*weights.shape[:2], 1), device=weights.device)
@@ -118,6 +118,11 @@ def places_apart(counts: Tensor, rows: int) -> tuple[Tensor, Tensor, int]:
 
 def _columns_apart(x: Tensor, places: Tensor, length: int, runs: int) -> tuple[Tensor, Tensor]:
     """x (N, C) -> columns (C, length) with runs apart, and their scales (runs C,)."""
+    if x.stride(-1) == 1 and fp8.in_one_kernel(x):
+        from meshwright.kernels.triton import narrowing
+
+        codes, own_scales = narrowing.turned(x, length, places)
+        return codes, own_scales.view(-1).repeat(runs)
     scales = scales_of(x, 0)
     low = (x * scales.to(x.dtype)).to(torch.float8_e4m3fn).view(torch.uint8)  # torch copies 8-bit integers anywhere
     apart = low.new_zeros(length, x.shape[1]).index_copy_(0, places, low)

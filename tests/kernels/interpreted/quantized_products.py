@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import device_products
-from meshwright.kernels.fp8 import narrow
+from meshwright.kernels.fp8 import narrow, narrow_columns
 from meshwright.kernels.quantized_linear import quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.kernels.triton import few_rows, int8_product, packed_product
+from meshwright.kernels.triton import few_rows, int8_product, narrowing, packed_product
 from meshwright.kernels.triton.code_words import PackedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
@@ -70,7 +70,7 @@ def test_groups_and_zeros(group: int, zeros: str, rows: int) -> None:
 def test_fp8_of_few_rows_is_the_product_of_rounded_rows(size: tuple[int, int, int]) -> None:
     rows, outputs, inputs = size
     matrix, bias, x = made(SCHEMES["fp8"], outputs, inputs), numbers(outputs).to(FP16), numbers(rows, inputs).to(FP16)
-    rounded = int8_product.rounded(x, FP16)
+    rounded = narrowing.rounded(x, FP16)
     assert torch.equal(rounded.codes.float() * rounded.scales, narrow(x).wide())
     found = few_rows.packed_linear(rounded.codes, matrix.packed(), bias, rounded.scales)
     right = exact(narrow(x).wide(), matrix.dequantized(), bias)
@@ -151,9 +151,36 @@ def test_rows_are_rounded_as_plain_code_does(width: int) -> None:
     x[1], x[2] = 0.0, x[2] * 1e-20
     x[3] = torch.round(x[3] * 8) / 8  # ties
     x[4] *= 2.0 ** -torch.arange(width).fmod(20)  # codes below 2^-6 have fewer bits
-    ours, plain = device_products.narrowed(x, "triton"), narrow(x)
+    ours, plain = narrow(x, "triton"), narrow(x)
     assert torch.equal(ours.scales, plain.scales)
     assert torch.equal(ours.values.view(torch.uint8), plain.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 70), (700, 33), (64, 64), (2, 90, 41)], ids=str)
+def test_columns_are_rounded_as_plain_code_does(size: tuple[int, ...]) -> None:
+    """Turned, with zeros up to a multiple of 16; of a stack, and of rows that are put apart."""
+    x = numbers(*size)
+    x[..., 0] = 0.0
+    x *= 2.0 ** -torch.arange(size[-2]).fmod(20).unsqueeze(-1)
+    ours, plain = narrow(x.mT, "triton"), narrow(x.mT)
+    assert torch.equal(ours.scales, plain.scales)
+    assert torch.equal(ours.values.view(torch.uint8), plain.values.view(torch.uint8))
+    if len(size) == 2:
+        ours, plain = narrow_columns(x, "triton"), narrow_columns(x)
+        assert torch.equal(ours.scales, plain.scales) and torch.equal(ours.wide(), plain.wide())
+        places = 3 * torch.arange(size[0]) + 1
+        apart = narrowing.turned(x, 3 * size[0] + 5, places)
+        wide = apart.codes.float() * apart.scales
+        assert torch.equal(wide[:, places], plain.wide()[:, : size[0]])
+        assert wide.count_nonzero() == wide[:, places].count_nonzero()
+
+
+def test_a_column_that_is_not_finite_spoils_no_other() -> None:
+    x = numbers(40, 20)
+    x[33, 7] = float("nan")
+    ours = narrow(x.t(), "triton")
+    assert ours.scales[7].isnan().all() and ours.scales.isnan().sum() == 1
+    assert ours.wide().isnan().any(1).nonzero().flatten().tolist() == [7]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")

@@ -1,4 +1,4 @@
-"""Products of 8-bit whole numbers with what stands around them: rows are rounded in one kernel, multiplied in another.
+"""Products of 8-bit whole numbers with what stands around them, of rows that narrowing.py has rounded.
 
     y (M, N) = (Qx Qw^T) sx sw + x_O W_O^T + bias        Qx (M, K), Qw (N, K) int8, sums in int32: exact
 
@@ -14,13 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.triton.blocks import Arg, ceil_div, interpreted, power_of_two, programs, wide_products
-from meshwright.kernels.triton.code_words import e4m3_number
+from meshwright.kernels.triton.blocks import Arg, ceil_div, interpreted, power_of_two, programs, rows_of, wide_products
 from meshwright.kernels.triton.few_rows import LEAST_WORDS, MOST_ROWS
+from meshwright.kernels.triton.narrowing import NarrowRows
 from meshwright.kernels.triton.packed_product import ProgramTile, many_rows, parts_of
 
-BLOCK = 4096
-"""Elements of a row that are rounded at a time."""
 OUTLIERS = 32
 """Columns that are multiplied apart at a time."""
 ALONGSIDE = 8
@@ -42,69 +40,6 @@ class Int8Matrix(NamedTuple):
     """(O,), left out of the codes."""
     kept: Tensor | None = None
     """(N, O): their weights."""
-
-
-class NarrowRows(NamedTuple):
-    """x (M, K) as codes and scales."""
-
-    codes: Tensor
-    """(M, K) int8 or e4m3, or the numbers of e4m3 in 16 bits."""
-    scales: Tensor
-    """(M, 1) fp32."""
-
-
-@triton.jit
-def _e4m3_code(x: Arg) -> Arg:
-    """The 8-bit code of the nearest number, halves to the even one, of fp32 within -448 .. 448."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
-    return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@triton.jit
-def round_rows(
-    x: Arg, x_stride: Arg, left_out: Arg, codes: Arg, scales: Arg, width: Arg, SKIPS: tl.constexpr,
-    WHOLE: tl.constexpr, NUMBERS: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """A scale for each row of x (M, K), and its codes. WHOLE: within -127 .. 127, absmax; else e4m3, scaled by the
-    power of two that brings the largest number just below 448, as codes or as the NUMBERS that they stand for. SKIPS:
-    where `left_out` (K,) is not 0, codes are 0."""
-    row = tl.program_id(0).to(tl.int64)
-    peak = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        some = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
-        if SKIPS:
-            some = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, some)
-        peak = tl.maximum(peak, tl.abs(some), propagate_nan=tl.PropagateNan.ALL)
-    most, broken = tl.max(peak, 0), tl.max((peak != peak).to(tl.int32), 0)
-    if WHOLE:
-        scale = tl.div_rn(most, 127.0)
-        scale = tl.where(scale == 0.0, 1.0, scale)
-    else:
-        bits = tl.div_rn(448.0, tl.maximum(most, 1e-12)).to(tl.int32, bitcast=True)
-        power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-        scale = tl.div_rn(1.0, power)
-    scale = tl.where(broken > 0, float("nan"), scale)
-    tl.store(scales + row, scale)
-    for start in range(0, width, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        some = tl.load(x + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
-        if SKIPS:
-            some = tl.where(tl.load(left_out + at, mask=at < width, other=1) != 0, 0.0, some)
-        scaled = tl.div_rn(some, tl.where(scale < float("inf"), scale, 1.0))
-        here = codes + row * width + at
-        if WHOLE:  # adding 1.5 x 2^23 rounds to the nearest whole number, halves to the even one
-            rounded = (scaled + 12582912.0) - 12582912.0
-            scaled = tl.where(rounded == rounded, tl.minimum(tl.maximum(rounded, -127.0), 127.0), 0.0)
-            tl.store(here, scaled.to(tl.int8), mask=at < width)
-        elif NUMBERS:
-            number = e4m3_number(_e4m3_code(scaled).to(tl.int32), 0)
-            tl.store(here, number.to(codes.dtype.element_ty), mask=at < width)
-        else:
-            tl.store(here, _e4m3_code(scaled), mask=at < width)
 
 
 @triton.jit
@@ -240,22 +175,6 @@ def finish_parts(
     tl.store(out + line[None, :] * columns + place[:, None], found.to(out.dtype.element_ty), mask=mask)
 
 
-def rounded(x: Tensor, dtype: torch.dtype, left_out: Tensor | None = None) -> NarrowRows:
-    """x (M, K) as int8, as e4m3, or, of the dtype of x, as the numbers that e4m3 has for it. `left_out` (K,) uint8:
-    columns that are not 0 there count as zeros."""
-    x = _side_by_side(x)
-    rows, width = x.shape
-    codes = torch.empty((rows, width), dtype=dtype, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-    block = min(BLOCK, power_of_two(width))
-    round_rows[(rows,)](
-        x, x.stride(0), x if left_out is None else left_out,
-        codes.view(torch.uint8) if dtype == torch.float8_e4m3fn else codes, scales, width, SKIPS=left_out is not None,
-        WHOLE=dtype == torch.int8, NUMBERS=dtype == x.dtype, BLOCK=block, num_warps=max(1, min(8, block // 256)),
-    )  # fmt: skip
-    return NarrowRows(codes, scales)
-
-
 def tile_of(rows: int, columns: int, processors: int) -> ProgramTile:
     """For a product (rows, columns)."""
     if rows <= 64:
@@ -265,7 +184,7 @@ def tile_of(rows: int, columns: int, processors: int) -> ProgramTile:
 
 def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
     """x (M, K), and the same rounded without the matrix's columns, times it transposed, plus bias (N,) -> (M, N)."""
-    x = _side_by_side(x)
+    x = rows_of(x)
     (rows, inner), columns = x.shape, len(matrix.codes)
     tile = tile_of(rows, columns, programs(x))
     parts = parts_of(rows, columns, inner, tile, programs(x))
@@ -299,7 +218,3 @@ def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor 
     if parts > 1:
         finish_parts[blocks](into, parts, *beside, out, rows, columns, **forms)
     return out
-
-
-def _side_by_side(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()

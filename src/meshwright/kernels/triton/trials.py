@@ -20,6 +20,7 @@ from meshwright.kernels.triton import (
     merging,
     narrow_piece,
     narrow_update,
+    narrowing,
     packed_product,
     paged,
     permute,
@@ -249,6 +250,20 @@ def _restored(make: Made) -> float:
     return error
 
 
+def _narrowed(make: Made) -> float:
+    """Rows, and columns in several runs with places between their rows, as 8-bit floating-point numbers."""
+    x = make(700, 90)
+    rows, columns = narrowing.rounded(x, torch.float8_e4m3fn), narrowing.turned(x, 704)
+    places = torch.arange(700, device=x.device) + 3
+    apart = narrowing.turned(x, 720, places)
+    wide = [one.codes.double() * one.scales.double() for one in (rows, columns, apart)]
+    errors = [((got - right).norm() / right.norm()).item() for got, right in (
+        (wide[0], x.double()), (wide[1][:, :700].t(), x.double()), (wide[2][:, places].t(), x.double()),
+    )]  # fmt: skip
+    worst = max(errors) + wide[1][:, 700:].abs().sum().item() + wide[2].abs().sum().item() - wide[2][:, places].abs().sum().item()
+    return worst if worst == worst else float("inf")
+
+
 def _packed(make: Made) -> float:
     """Codes with zeros of half a byte, without, by a table, and of 8 bits: in rows that end inside of a word and of a
     group, and in whole words; by the kernel of few rows, and by the other with K cut."""
@@ -285,7 +300,7 @@ def _int8(make: Made) -> float:
     columns = torch.tensor([5, 500], dtype=torch.int32, device=x.device)
     marks = torch.zeros(600, dtype=torch.uint8, device=x.device)
     marks[columns.long()] = 1
-    narrow = int8_product.rounded(x, torch.int8, marks)
+    narrow = narrowing.rounded(x, torch.int8, marks)
     plain = x.double().index_fill(1, columns.long(), 0.0)
     right = plain @ (codes.double() * scales.double()).t() + x[:, columns.long()].double() @ kept.double().t()
     found = int8_product.int8_linear(x, narrow, int8_product.Int8Matrix(codes, scales, columns, kept), None)
@@ -327,6 +342,7 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "turn_and_keep": step_trials.kept,
     "likeliest": step_trials.likeliest_token,
     "narrow_adamw": _narrow,
+    "narrow": _narrowed,
     "restore": _restored,
     "packed_product": _packed,
     "int8_product": _int8,
