@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright import compat
+from meshwright.kernels import fp8
 from meshwright.kernels.triton import (
     flash,
     gated,
@@ -256,11 +257,13 @@ def _narrowed(make: Made) -> float:
     rows, columns = narrowing.rounded(x, torch.float8_e4m3fn), narrowing.turned(x, 704)
     places = torch.arange(700, device=x.device) + 3
     apart = narrowing.turned(x, 720, places)
-    wide = [one.codes.double() * one.scales.double() for one in (rows, columns, apart)]
-    errors = [((got - right).norm() / right.norm()).item() for got, right in (
-        (wide[0], x.double()), (wide[1][:, :700].t(), x.double()), (wide[2][:, places].t(), x.double()),
-    )]  # fmt: skip
-    worst = max(errors) + wide[1][:, 700:].abs().sum().item() + wide[2].abs().sum().item() - wide[2][:, places].abs().sum().item()
+    right = fp8.narrow(x, "eager"), fp8.narrow(x.t().contiguous(), "eager")
+    pairs = (
+        (rows.codes.double() * rows.scales, right[0].wide()),
+        (columns.codes.double() * columns.scales, F.pad(right[1].wide(), (0, 4))),
+        (apart.codes.double() * apart.scales, F.pad(right[1].wide(), (3, 17))),
+    )
+    worst: float = max((ours - plain).abs().max().item() for ours, plain in pairs)
     return worst if worst == worst else float("inf")
 
 

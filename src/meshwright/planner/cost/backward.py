@@ -66,8 +66,8 @@ def _gate(of: "Local") -> float:
 
 def _rounded(of: "Local", weight: float, rows: float) -> float:
     """A matrix and the rows that it multiplies, of so many elements, on their way to 8 bits (kernels.fp8.narrow): first
-    the matrix, scaled and then narrow, then the rows beside it. Where compiled code rounds, it makes no scaled copy."""
-    each = 1 if of.compiled and not of.fp8_all else 1 + of.width
+    the matrix, scaled and then narrow, then the rows beside it. Compiled code and Triton make no scaled copy."""
+    each = 1 if of.stack.rounds_in_place or (of.compiled and not of.fp8_all) else 1 + of.width
     return max(each * weight, weight + each * rows)
 
 
@@ -85,12 +85,13 @@ def _rounded_mlp(of: "Local") -> float:
 
 def _rounded_experts(of: "Local", routed: Routed) -> float:
     """Stacks, some experts at a time, beside the rows that they multiply; rows of both sides of a gradient of a stack,
-    each in three copies of a byte. No compiled code."""
+    each in three copies of a byte. No compiled code; Triton makes no copy."""
     assert of.shape.moe is not None
     experts = of.shape.moe.experts / of.ep / of.ep_pieces
     one, wider = of.shape.hidden * routed.ffn, max(of.shape.hidden, routed.ffn)
     piece = min(experts, max(1.0, PIECE // one)) * one
-    stack, rows = experts * one + piece * of.width, (1 + of.width) * routed.copies * wider
+    scaled = 0 if of.stack.rounds_in_place else of.width
+    stack, rows = experts * one + piece * scaled, (1 + scaled) * routed.copies * wider
     return max(stack, experts * one + rows, (of.shape.hidden + routed.ffn) * routed.copies + rows) * of.fp8_all
 
 

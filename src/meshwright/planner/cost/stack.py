@@ -64,6 +64,8 @@ class Stack:
     """AdamW with fp32 states reads gradients of 16 bits and writes masters and weights in one pass (a GPU's)."""
     pads_head: bool = False
     """Logits of a vocabulary that would not begin rows at 16 bytes lie in wider rows (kernels/head_matrix.py)."""
+    rounds_in_place: bool = False
+    """Operands are rounded to 8 bits with no scaled copy beside them, by code that is not compiled too."""
     gradient_bytes: float = 2.0
     """Bytes of a parameter's gradient as it is kept over a step."""
     update_bucket_bytes: float = 0.0
@@ -212,6 +214,7 @@ MESHWRIGHT = Stack(
     updates_at_once=True,
     pads_head=True,
     flash=3,
+    rounds_in_place=True,
     sharding="fully_shard",
     ends_apart=True,
     update_bucket_bytes=16 * 2**20,

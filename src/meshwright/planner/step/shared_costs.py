@@ -68,8 +68,10 @@ class SharedCosts:
         fused = self._gpu and self.cluster.device.runs_triton and layout.kernels not in ("eager", "reference")
         stack = self.stack if compiles or fused else eager(self.stack)
         if stack.own and not self.cluster.device.is_gpu:
-            stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"])
-        elif stack.own and (layout.kernels in ("eager", "reference") or not self.cluster.device.runs_triton):
+            stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"], rounds_in_place=False)
+        elif stack.own and not self.cluster.device.runs_triton:
+            stack = replace(stack, loss_in_place=False, rounds_in_place=False)
+        elif stack.own and layout.kernels in ("eager", "reference"):
             stack = replace(stack, loss_in_place=False)
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
 
