@@ -16,7 +16,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.kernels.device_products import E4M3_ROWS, FUSED_ROWS, slab_rows
-from meshwright.kernels.triton import int8_product, packed_product
+from meshwright.kernels.triton import few_rows, int8_product, packed_product
 from meshwright.planner.kernels import product_times
 from meshwright.planner.kernels.fitted_kernel import Kernel, kernel_of
 from meshwright.planner.kernels.product_times import TileChoice
@@ -26,8 +26,10 @@ from meshwright.spec.quantization_schemes import SCHEMES
 DEVICES = ("a100-80", "h100", "h200", "b200")
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
-INSTRUCTIONS = {"integer": 5.0, "nf4": 8.0, "e4m3": 6.0}
-"""A weight: what makes a 16-bit number of its code (machine code for sm_90, without the loop around it)."""
+INSTRUCTIONS = {"integer": 8.2, "nf4": 10.5, "e4m3": 9.5}
+"""A weight: all of the loop of packed_rows that is no product, in machine code for sm_90 (Triton 3.9)."""
+FEW_INSTRUCTIONS = {"integer": (5.9, 7.3), "nf4": (7.8, 9.3), "e4m3": (7.9, 10.2)}
+"""The same of few_packed_rows, for one row and for two."""
 LANES = 128
 """Instructions of a thread that a processor issues a cycle."""
 CACHE = 2.0
@@ -78,9 +80,12 @@ def bf16(kernel: Kernel, work: Sizes) -> float:
 
 
 def fused(kernel: Kernel, work: Sizes, scheme: str) -> float:
-    """Microseconds of packed_rows, and of sum_parts where K is cut. Making numbers and multiplying take turns."""
+    """Microseconds of packed_rows, and of sum_parts where K is cut. Making numbers and multiplying take turns. One and
+    two rows are multiplied by few_packed_rows."""
     chip, kind = kernel.chip, SCHEMES[scheme]
-    tile = packed_product.tile_of(work.rows, work.columns, kind.group, chip.processors)
+    if work.rows <= few_rows.MOST_ROWS:
+        return _few(kernel, work, scheme)
+    tile = packed_product.tile_of(work.rows, work.columns, chip.processors)
     parts = packed_product.parts_of(work.rows, work.columns, work.inner, tile, chip.processors)
     weights = work.columns * work.inner * -(-work.rows // tile.rows)
     cost = INSTRUCTIONS[kind.codes]
@@ -89,6 +94,16 @@ def fused(kernel: Kernel, work: Sizes, scheme: str) -> float:
     size = kind.bits_per_weight(work.columns, work.inner) / 8 * work.columns * work.inner
     moving = moved(kernel, size + _around(work))
     return product_times.blended_us(kernel.figures, made + multiplied, moving) + _added(kernel, work, parts)
+
+
+def _few(kernel: Kernel, work: Sizes, scheme: str) -> float:
+    """Microseconds of few_packed_rows: its instructions beside the bytes that it waits for."""
+    chip, kind = kernel.chip, SCHEMES[scheme]
+    weights = work.columns * work.inner
+    instructions = weights * FEW_INSTRUCTIONS[kind.codes][work.rows - 1]
+    computing = instructions / (LANES * chip.processors * chip.clock_ghz * 1e3)
+    moving = moved(kernel, kind.bits_per_weight(work.columns, work.inner) / 8 * weights + _around(work))
+    return product_times.blended_us(kernel.figures, computing, moving)
 
 
 def slabs(kernel: Kernel, work: Sizes, scheme: str) -> float:
@@ -119,8 +134,10 @@ def int8(kernel: Kernel, work: Sizes) -> float:
 
 
 def fp8(kernel: Kernel, work: Sizes) -> float:
-    """Microseconds of round_rows and of the library's product of 8 bits."""
+    """Microseconds of round_rows and of the library's product of 8 bits; of one and two rows, of few_packed_rows."""
     chip = kernel.chip
+    if work.rows <= few_rows.MOST_ROWS:
+        return _few(kernel, work, "fp8") + (_rounding(kernel, work) if work.rounded else 0.0)
     alone = product_times.product_us(
         kernel.figures, chip, work.rows, work.columns, work.inner, width=1.0, best=chip.low_best
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels.triton import (
+    few_rows,
     flash,
     gated,
     grouped,
@@ -25,6 +26,7 @@ from meshwright.kernels.triton import (
     mean_norm,
     merging,
     narrow_update,
+    narrowing,
     packed_product,
     paged,
     permute,
@@ -32,6 +34,7 @@ from meshwright.kernels.triton import (
     root_norm,
     rotary,
 )
+from meshwright.kernels.triton.code_words import PackedMatrix
 from meshwright.kernels.triton.narrow_piece import Moment, NarrowPiece, PlaceInWhole, UpdateNumbers, code_books
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -186,36 +189,54 @@ def groups(zeros: str, group: int, width: int = WIDTH) -> tuple[Tensor, Tensor |
     return empty(WIDTH, count), made[zeros]
 
 
-def restored(zeros: str) -> Row:
-    codes, numbers, out = empty(WIDTH, WIDTH // 2, dtype=UINT8), empty(16, dtype=FP32), empty(WIDTH, WIDTH)
-    return Row(partial(restoring.restore, codes, *groups(zeros, 64), numbers, 64, out))
+def matrix_of_codes(
+    group: int, zeros: str, inner: int = WIDTH, codes: torch.dtype = UINT8, *, table: bool = False
+) -> PackedMatrix:  # fmt: skip
+    """A matrix (4,096, inner)."""
+    row = inner if codes == E4M3 else -(-inner // 2)
+    numbers = empty(16, dtype=FP32) if table else None
+    scales, shifts = groups(zeros, group, inner)
+    return PackedMatrix(empty(WIDTH, row, dtype=codes), scales, shifts, numbers, inner, group)
+
+
+def restored(zeros: str, *, inner: int = WIDTH, table: bool = False, codes: torch.dtype = UINT8) -> Row:
+    matrix = matrix_of_codes(64, zeros, inner, codes, table=table)
+    return Row(partial(restoring.restore, matrix, empty(WIDTH, inner)))
 
 
 def packed(
-    rows: int, group: int, zeros: str = "", *, dtype: torch.dtype = BF16, codes: torch.dtype = UINT8,
+    rows: int, group: int, zeros: str = "", *, inner: int = 0, dtype: torch.dtype = BF16, codes: torch.dtype = UINT8,
     table: bool = False, bias: bool = True,
 ) -> Row:  # fmt: skip
-    """K is cut for a few rows."""
-    inner, outer = (FFN if rows < 1000 else WIDTH), WIDTH
-    matrix = packed_product.PackedMatrix(
-        empty(outer, inner if codes == E4M3 else inner // 2, dtype=codes), *groups(zeros, group, inner),
-        empty(16, dtype=packed_product.TABLE_DTYPE[dtype]) if table else None, inner, group,
-    )  # fmt: skip
-    added = empty(outer, dtype=dtype) if bias else None
+    """K is cut for a few rows; one and two have a kernel of their own."""
+    inner = inner or (FFN if rows < 1000 else WIDTH)
+    matrix = matrix_of_codes(group, zeros, inner, codes, table=table)
+    added = empty(WIDTH, dtype=dtype) if bias else None
     launch = partial(packed_product.packed_linear, empty(rows, inner, dtype=dtype), matrix, added)
     return Row(launch, ("packed_rows",))
 
 
+def rounded_rows_product(rows: int) -> Row:
+    x, matrix = empty(rows, WIDTH), matrix_of_codes(0, "", codes=E4M3)
+    return Row(partial(few_rows.packed_linear, x, matrix, None, empty(rows, 1, dtype=FP32)))
+
+
 def rounded(dtype: torch.dtype, *, skips: bool) -> Row:
     marks = empty(WIDTH, dtype=UINT8) if skips else None
-    return Row(partial(int8_product.rounded, empty(TOKENS, WIDTH), dtype, marks))
+    return Row(partial(narrowing.rounded, empty(TOKENS, WIDTH), dtype, marks))
+
+
+def turned(*, placed: bool) -> Row:
+    if placed:
+        return Row(partial(narrowing.turned, empty(TOKENS, WIDTH), TOKENS + 128, empty(TOKENS, dtype=INT64)))
+    return Row(partial(narrowing.turned, empty(8, FFN, WIDTH), FFN))
 
 
 def whole_product(rows: int, *, outliers: bool, bias: bool) -> Row:
     inner = FFN if rows < 1000 else WIDTH
     apart = (empty(7, dtype=INT32), empty(WIDTH, 7)) if outliers else (None, None)
     matrix = int8_product.Int8Matrix(empty(WIDTH, inner, dtype=INT8), empty(WIDTH, 1), *apart)
-    narrow = int8_product.NarrowRows(empty(rows, inner, dtype=INT8), empty(rows, 1, dtype=FP32))
+    narrow = narrowing.NarrowRows(empty(rows, inner, dtype=INT8), empty(rows, 1, dtype=FP32))
     added = empty(WIDTH) if bias else None
     launch = partial(int8_product.int8_linear, empty(rows, inner), narrow, matrix, added)
     return Row(launch, ("int8_rows",), whole=True)
@@ -292,12 +313,21 @@ ROWS = {
     "update of 8-bit moments with a copy": update(UINT8, FP32, copy=True),
     "restored": restored(""),
     "restored with real zeros": restored("real"),
+    "restored, nf4": restored("", table=True),
+    "restored, ends inside of a word": restored("whole", inner=4097),
+    "restored, e4m3": restored("", codes=E4M3),
     "restored with whole zeros": restored("whole"),
     "packed, 1 row, whole zeros": packed(1, 32, "whole"),
     "packed, 16 rows, real zeros": packed(16, 32, "real", dtype=FP16),
     "packed, 8 rows, no zeros": packed(8, 128, bias=False),
     "packed, 1 row, nf4": packed(1, 64, table=True),
     "packed, 1 row, e4m3": packed(1, 0, codes=E4M3),
+    "packed, 2 rows, real zeros": packed(2, 128, "real", dtype=FP16, bias=False),
+    "packed, 2 rows, ends inside of a word": packed(2, 32, "whole", inner=4097),
+    "packed, 16 rows, ends inside of a word": packed(16, 32, inner=4097),
+    "packed, 2 rounded rows, e4m3": rounded_rows_product(2),
+    "packed, 16 rows, nf4": packed(16, 64, table=True),
+    "packed, 16 rows, e4m3": packed(16, 0, codes=E4M3),
     "packed, 64 rows": packed(64, 32, "whole"),
     "packed, 128 rows": packed(128, 128),
     "packed, 1,024 rows": packed(1024, 32, "real"),
@@ -305,6 +335,11 @@ ROWS = {
     "packed, 128 rows, e4m3": packed(128, 0, codes=E4M3),
     "rounded to int8": rounded(INT8, skips=True),
     "rounded to e4m3": rounded(E4M3, skips=False),
+    "rounded to numbers of e4m3": rounded(BF16, skips=False),
+    "columns rounded": turned(placed=False),
+    "columns rounded, rows apart": turned(placed=True),
+    "int8, 1 row": whole_product(1, outliers=True, bias=True),
+    "int8, 2 rows": whole_product(2, outliers=False, bias=False),
     "int8, 16 rows": whole_product(16, outliers=True, bias=False),
     "int8, 64 rows": whole_product(64, outliers=False, bias=True),
     "int8, 128 rows": whole_product(128, outliers=True, bias=True),

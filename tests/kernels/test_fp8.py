@@ -227,8 +227,8 @@ def test_a_device_without_such_products_is_refused_at_the_start(monkeypatch: pyt
 
 
 def test_copies_inside_a_block_are_as_large_as_in_a_dry_run() -> None:
-    """A split backward pass of few tokens: narrow matrices are the largest thing beside what is kept, and no scaled copy
-    of them is made (it was 1.5 % of this peak)."""
+    """A split backward pass of few tokens: narrow matrices are the largest thing beside what is kept. No scaled copy of
+    them is made, which was 1.5 % of this peak."""
     shape = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=64, max_positions=8192)
     layout = Layout(pp=2, schedule="zb-h1", micro_batch=1, compile="off")
     found = []

@@ -47,7 +47,7 @@ NUMPY_SAYS = "ignore:Conversion of an array"
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SOURCE = ROOT / "src" / "meshwright"
-INTERPRETER_ONLY = {"WIDE"}
+INTERPRETER_ONLY = {"WIDE", "INTERPRETED"}
 """Constants that a GPU has at one value only."""
 without_fusion_note = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 one_of_three = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100))]

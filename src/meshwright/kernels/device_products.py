@@ -6,8 +6,8 @@
     int8                       rows are rounded in one kernel and multiplied in another (triton/int8_product.py)
     fp8                        as int8, by torch's product; without units for it as 4 bits, up to E4M3_ROWS
 
-The second and third round a weight to the same number, the first does not round it. Each function here says None where the plain product is to be taken:
-on a CPU, in compiled code and dry runs, and where the chooser does not take a kernel.
+The second and third round a weight to the same number, the first does not round it. Each function here says None where
+the plain product is to be taken: on a CPU, in compiled code and dry runs, and where the chooser does not take a kernel.
 """
 
 from typing import Any

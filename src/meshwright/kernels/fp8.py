@@ -70,7 +70,8 @@ def narrow(x: Tensor | Narrow, prefer: str = "auto") -> Narrow:
         codes, scales = narrowing.rounded(x.reshape(-1, x.shape[-1]), torch.float8_e4m3fn)
         return Narrow(codes.view(x.shape), scales.view(*x.shape[:-1], 1))
     if acts() == "cuda" and compat.is_fake(x):  # a dry run holds what the kernel writes
-        return Narrow(x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        codes = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+        return Narrow(codes, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
     scales = scales_of(x, -1)
     return Narrow((x * scales.to(x.dtype)).to(torch.float8_e4m3fn).contiguous(), 1 / scales)
 

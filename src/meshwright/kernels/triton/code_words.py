@@ -1,7 +1,8 @@
 """Codes read as words of four bytes, and the numbers that they stand for: shared by every kernel that reads codes.
 
-A word holds eight 4-bit codes or four 8-bit ones, the first in its lowest bits. A thread reads whole words, several side
-by side, and cuts codes out by shifts: bytes read one by one cost more instructions than the memory leaves time for.
+A word holds eight 4-bit codes or four 8-bit ones, the first in its lowest bits. A thread reads whole words, several
+side by side, and cuts codes out by shifts. Bytes read one by one
+cost more instructions than the memory leaves time for.
 """
 
 from typing import NamedTuple
@@ -95,10 +96,7 @@ def load_zeros(zeros: Arg, row: Arg, stride: Arg, group: Arg, ZEROS: tl.constexp
 @triton.jit
 def half_byte(bits: Arg, code: tl.constexpr) -> Arg:
     """128 + q of the code at a position of each word, fp32. The bits of the sum are written, not converted."""
-    if code < 4:
-        moved = bits << (16 - 4 * code)
-    else:
-        moved = bits >> (4 * code - 16)
+    moved = bits << (16 - 4 * code) if code < 4 else bits >> (4 * code - 16)
     return ((moved & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
 
 
@@ -137,7 +135,7 @@ def numbers_of_words(
     bits: Arg, table: Arg, zero: Arg, scale: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr
 ) -> Arg:  # fmt: skip
     """Words (rows, words), zeros and scales of the same size or scalars -> S (number - Z) (rows, codes of the words)
-    in the order of the codes. Each `join` adds a last axis; the one joined last becomes the lowest bit of a position."""
+    in the order of the codes. Each `join` adds a last axis; the last of them is the lowest bit of a position."""
     if CODES == 2:
         even = tl.join(
             _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),

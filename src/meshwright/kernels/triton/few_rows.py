@@ -48,18 +48,18 @@ def _words_times(
         fourth = word * (1 if CODES == 2 else 2) + four
         if EVEN:
             packed = tl.load(x + fourth[None, :])
-        for place in tl.static_range(4):
+        for position in tl.static_range(4):
             if EVEN:
-                part = (packed >> (16 * place)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+                part = (packed >> (16 * position)).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
             else:
-                at = fourth * 4 + place
+                at = fourth * 4 + position
                 part = tl.load(x + at[None, :], mask=(at < inner)[None, :], other=0.0).to(tl.float32)
             if CODES == 2:
-                total += e4m3_number(bits, place) * part
+                total += e4m3_number(bits, position) * part
             elif CODES == 1:
-                total += table_number(bits, table, 4 * four + place) * part
+                total += table_number(bits, table, 4 * four + position) * part
             else:
-                total += half_byte(bits, 4 * four + place) * part
+                total += half_byte(bits, 4 * four + position) * part
                 inputs += part
     if CODES == 0:
         total -= inputs * (zero + 128.0)
@@ -108,8 +108,8 @@ def few_packed_rows(
 def packed_linear(
     x: Tensor, matrix: PackedMatrix, bias: Tensor | None, x_scales: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """x (M, K), M at most MOST_ROWS, in 16 bit, K side by side, as packed_product.packed_linear; `x_scales` (M, 1) fp32:
-    factors of its rows."""
+    """As packed_product.packed_linear for x (M, K) with M at most MOST_ROWS and K side by side. `x_scales` (M, 1)
+    fp32 are factors of rows of x."""
     rows, columns = len(x), len(matrix.codes)
     codes, row_bytes, whole_rows = words_of(matrix.codes)
     words = gcd(row_bytes // 4, WORDS)

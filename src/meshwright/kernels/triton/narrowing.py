@@ -1,4 +1,4 @@
-"""Rounding to 8 bits: of rows, each with a scale, in one kernel; of columns, turned so that they lie side by side, in two.
+"""Rounding to 8 bits: of rows, each with a scale, in one kernel; of columns in two, which also turns them.
 
 A row is read twice, the second time from the cache. Columns are read twice from memory: their largest numbers first, by
 runs of rows, so that more programs than there are blocks of columns share the work; then in square blocks, which are
@@ -95,8 +95,8 @@ def column_peaks(
     x: Arg, matrix_stride: Arg, row_stride: Arg, peaks: Arg, rows: Arg, columns: Arg, each: Arg, runs: Arg,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Largest absolute numbers (matrices, runs, C) fp32 of the columns of x (matrices, N, C), over runs of `each` rows; not
-    a number where there is such a one."""
+    """Largest absolute numbers (matrices, runs, C) fp32 of the columns of x (matrices, N, C), over runs of `each` rows.
+    They are not numbers where one of x is none."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     run, matrix = tl.program_id(1), tl.program_id(2).to(tl.int64)
     peak = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -134,11 +134,11 @@ def turn_columns(
     at = x + matrix * matrix_stride + row[:, None].to(tl.int64) * row_stride + column[None, :]
     number = tl.load(at, mask=(row < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     code = _e4m3_code(number * tl.where(broken, 1.0, power)[None, :])
-    position, kept = row, row < length
+    position, written = row, row < length
     if PLACED:
-        position, kept = tl.load(places + row, mask=row < rows, other=0), row < rows
+        position, written = tl.load(places + row, mask=row < rows, other=0), row < rows
     line = codes + (matrix * columns + column.to(tl.int64)[:, None]) * length
-    tl.store(line + position[None, :], tl.trans(code), mask=inside[:, None] & kept[None, :])
+    tl.store(line + position[None, :], tl.trans(code), mask=inside[:, None] & written[None, :])
 
 
 def rounded(x: Tensor, dtype: torch.dtype, left_out: Tensor | None = None) -> NarrowRows:

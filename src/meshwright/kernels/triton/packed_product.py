@@ -2,9 +2,9 @@
 
     out (M, N) = x (M, K) W^T + bias        W = S (q - Z), rounded to x's dtype as a restored matrix is
 
-The matrix is the first operand of the tensor cores and x the second: a few rows of x fill them then. Where columns alone
-are too few programs for the device, K is cut, too; the parts are added in order by a second kernel. One and two rows
-have a kernel of their own (few_rows.py).
+The matrix is the first operand of the tensor cores and x the second: a few rows of x fill them then. Where columns
+alone are too few programs for the device, K is cut, too; the parts are added in order by a second kernel. One and two
+rows have a kernel of their own (few_rows.py).
 """
 
 from typing import NamedTuple
@@ -17,7 +17,6 @@ from torch import Tensor
 from meshwright.kernels.triton import few_rows
 from meshwright.kernels.triton.blocks import ELEMENTS, Arg, ceil_div, power_of_two, programs, wide_products
 from meshwright.kernels.triton.code_words import (
-    E4M3,
     PackedMatrix,
     load_words,
     load_zeros,
