@@ -38,7 +38,7 @@ def loop_instructions(text: str) -> int:
 )
 @pytest.mark.long
 def test_a_code_costs_few_instructions(row: str, most: float) -> None:
-    """On sm_90, for each thread: the rate of instructions is then below that of memory (decision 48)."""
+    """On sm_90, for each thread: the rate of instructions is then below that of memory (decision 51)."""
     launch = next(one for one in recorded(ROWS[row].launch) if "packed_rows" in one.name)
     options = launch.arguments
     words = options["WORDS"] if "WORDS" in options else options["INNER"] // CODES[options["CODES"]]

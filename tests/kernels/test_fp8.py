@@ -252,10 +252,10 @@ def test_a_run_says_what_makes_it_slow() -> None:
 
 
 def test_the_planner_counts_the_products_and_the_passes_that_round() -> None:
-    """Of compiled blocks, whose passes are fused: faster than 16 bit; memory as without."""
+    """Faster than 16 bit, with memory as without. Triton rounds where the compiler does not."""
     ours = plan(layout={"dp_shard": 8, "zero": 2, "compile": "on"})
     same = replace(ours, recipe=replace(ours.recipe, products="same"))
     assert 1.05 < predict(same).step_s / predict(ours).step_s < 1.6
     assert predict(same).peak_bytes == pytest.approx(predict(ours).peak_bytes, rel=1e-3)
-    slow = replace(ours, layout=replace(ours.layout, compile="off"))
-    assert predict(slow).step_s > predict(ours).step_s
+    eager = replace(ours, layout=replace(ours.layout, compile="off"))
+    assert predict(eager).step_s == pytest.approx(predict(ours).step_s, rel=0.02)

@@ -48,7 +48,7 @@ class PackedMatrix(NamedTuple):
         return FIXED if self.zeros is None else PACKED if self.zeros.dtype == torch.uint8 else REAL
 
 
-class Words(NamedTuple):
+class CodeWords(NamedTuple):
     """Codes as a kernel's argument."""
 
     codes: Tensor
@@ -57,13 +57,13 @@ class Words(NamedTuple):
     whole_rows: bool
 
 
-def words_of(codes: Tensor) -> Words:
+def words_of(codes: Tensor) -> CodeWords:
     """Codes (N, bytes), rows side by side, as words; as bytes where a row or its address is no multiple of four."""
     octets = codes.view(torch.uint8)
     row_bytes = octets.shape[1]
     if row_bytes % WORD_BYTES == 0 and octets.data_ptr() % WORD_BYTES == 0:
-        return Words(octets.view(torch.int32), row_bytes, True)
-    return Words(octets, row_bytes, False)
+        return CodeWords(octets.view(torch.int32), row_bytes, True)
+    return CodeWords(octets, row_bytes, False)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def load_words(codes: Arg, row: Arg, row_bytes: Arg, words: Arg, word: Arg, WHOL
     else codes are bytes, and what lies behind the end of a row is 0."""
     if WHOLE_ROWS:
         return tl.load(codes + row[:, None] * words + word[None, :])
-    bits = row.to(tl.int32)[:, None] * 0 + word[None, :] * 0
+    bits = tl.zeros((row.shape[0], word.shape[0]), tl.int32)
     for byte in tl.static_range(4):
         at = word * 4 + byte
         octet = tl.load(codes + row[:, None] * row_bytes + at[None, :], mask=(at < row_bytes)[None, :], other=0)

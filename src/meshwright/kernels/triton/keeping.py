@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.triton.blocks import Arg, power_of_two
-from meshwright.kernels.triton.int8_product import _e4m3_code
+from meshwright.kernels.triton.narrowing import _e4m3_code
 from meshwright.kernels.triton.paged import BlockStore, _codes, _form
 
 WARPS = 2
