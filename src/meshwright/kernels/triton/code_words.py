@@ -116,6 +116,16 @@ def e4m3_number(bits: Arg, code: tl.constexpr) -> Arg:
 
 
 @triton.jit
+def e4m3_code(x: Arg) -> Arg:
+    """The 8-bit code of the nearest number, halves to the even one, of fp32 within -448 .. 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
+    return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def _number(
     bits: Arg, table: Arg, zero: Arg, scale: Arg, code: tl.constexpr, CODES: tl.constexpr, ZEROS: tl.constexpr,
     DTYPE: tl.constexpr,

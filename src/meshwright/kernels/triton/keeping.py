@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.triton.blocks import Arg, power_of_two
-from meshwright.kernels.triton.narrowing import _e4m3_code
+from meshwright.kernels.triton.code_words import e4m3_code
 from meshwright.kernels.triton.paged import BlockStore, _codes, _form
 
 WARPS = 2
@@ -72,7 +72,7 @@ def _code(numbers: Arg, scale: Arg, CODES: tl.constexpr) -> Arg:
         rounded = (scaled + 12582912.0) - 12582912.0
         found = tl.minimum(tl.maximum(rounded, -127.0), 127.0).to(tl.int8)
     else:
-        found = _e4m3_code(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
+        found = e4m3_code(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
     return found
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.triton.blocks import Arg, ceil_div, power_of_two, programs, rows_of
-from meshwright.kernels.triton.code_words import e4m3_number
+from meshwright.kernels.triton.code_words import e4m3_code, e4m3_number
 
 BLOCK = 4096
 """Elements of a row that are rounded at a time."""
@@ -29,16 +29,6 @@ class NarrowRows(NamedTuple):
     """(M, K) int8 or e4m3, or the numbers of e4m3 in 16 bits."""
     scales: Tensor
     """(M, 1) fp32."""
-
-
-@triton.jit
-def _e4m3_code(x: Arg) -> Arg:
-    """The 8-bit code of the nearest number, halves to the even one, of fp32 within -448 .. 448."""
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
-    return (tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -84,10 +74,10 @@ def round_rows(
             scaled = tl.where(rounded == rounded, tl.minimum(tl.maximum(rounded, -127.0), 127.0), 0.0)
             tl.store(here, scaled.to(tl.int8), mask=at < width)
         elif NUMBERS:
-            number = e4m3_number(_e4m3_code(scaled).to(tl.int32), 0)
+            number = e4m3_number(e4m3_code(scaled).to(tl.int32), 0)
             tl.store(here, number.to(codes.dtype.element_ty), mask=at < width)
         else:
-            tl.store(here, _e4m3_code(scaled), mask=at < width)
+            tl.store(here, e4m3_code(scaled), mask=at < width)
 
 
 @triton.jit
@@ -133,7 +123,7 @@ def turn_columns(
         tl.store(scales + matrix * columns + column, scale, mask=inside)
     at = x + matrix * matrix_stride + row[:, None].to(tl.int64) * row_stride + column[None, :]
     number = tl.load(at, mask=(row < rows)[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    code = _e4m3_code(number * tl.where(broken, 1.0, power)[None, :])
+    code = e4m3_code(number * tl.where(broken, 1.0, power)[None, :])
     position, written = row, row < length
     if PLACED:
         position, written = tl.load(places + row, mask=row < rows, other=0), row < rows
