@@ -135,7 +135,7 @@ def head(of: Local) -> LayerWork:
     if stack.head_chunk_bytes:
         summed: tuple[Work, ...] = (weight, MemoryPass(chunks * vocab * shape.hidden * SUMMED_BYTES))
         if of.gpu and stack.own:  # added to the sum of all chunks inside the product
-            summed = (Product(shape.hidden, of.tokens / chunks, laid, moved=SUMMED_BYTES),) * ceil(chunks)
+            summed = (Product(shape.hidden, of.tokens / chunks, laid, moved=SUMMED_BYTES, calls=ceil(chunks)),)
         forward: tuple[Work, ...] = (product, softmax, data, *(() if shape.lora else summed))
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit

@@ -97,6 +97,8 @@ class Speeds:
 
     def seconds(self, work: Work) -> float:
         """Of one operation, alone on the device."""
+        if isinstance(work, Product) and work.calls > 1:
+            return work.calls * self.seconds(work._replace(calls=1))
         if self.curves:
             return self._measured(self.curves, work)
         if isinstance(work, Product):

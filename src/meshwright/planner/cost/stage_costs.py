@@ -13,6 +13,7 @@ from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import Exchange, LayerOperation, MemoryPass, Work
+from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.schedule import ranges
 from meshwright.spec.shape import ModelShape
@@ -224,7 +225,7 @@ class PassSeconds:
 
 
 def _launches(work: Work) -> float:
-    return work.launches if isinstance(work, MemoryPass) else 1.0
+    return work.launches if isinstance(work, MemoryPass) else work.calls if isinstance(work, Product) else 1.0
 
 
 class StageKind(NamedTuple):

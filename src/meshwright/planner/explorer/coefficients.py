@@ -14,6 +14,7 @@ from math import isclose
 from typing import Any
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.stage_costs import Costs
 from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
@@ -80,24 +81,23 @@ def legal_degrees(of: Estimator, devices: int) -> list[Degrees]:
 def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]]]:
     """recompute -> part -> for each of SIZES (bytes, bytes a token, bytes a token and position of its sequence), or two
     lines (bytes, bytes a token) of which the lower holds, or, where the second rises faster, the higher."""
-    found: dict[str, dict[str, list[list[float]]]] = {}
-    for recompute in RECOMPUTE:
-        at = {tokens: _costs(of, one, recompute, tokens) for tokens in (FEW, 2 * FEW, 3 * FEW, MANY, 2 * MANY)}
-        found[recompute] = {
-            part: [_lines([(tokens, size(getattr(costs, part))) for tokens, costs in at.items()])
+    at = {tokens: _costs(of, one, tokens) for tokens in (FEW, 2 * FEW, 3 * FEW, MANY, 2 * MANY)}
+    return {
+        recompute: {
+            part: [_lines([(tokens, size(getattr(policies[recompute], part))) for tokens, policies in at.items()])
                    for size in SIZES.values()]
             for part in PARTS
-        }  # fmt: skip
-    return found
+        }
+        for recompute in RECOMPUTE
+    }  # fmt: skip
 
 
-def _costs(of: Estimator, one: Degrees, recompute: str, tokens: int) -> Any:
-    layout = Layout(
-        dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1, recompute=recompute,  # type: ignore[arg-type]  # one of the words that Layout allows
-    )  # fmt: skip
+def _costs(of: Estimator, one: Degrees, tokens: int) -> dict[str, Costs]:
+    """By recompute policy."""
+    layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
     recipe = replace(of.recipe, sequence=one.cp * tokens, global_batch=layout.dp, batch_ramp=())
     alone = replace(of, recipe=recipe)
-    return alone.parts(layout)[1]
+    return alone.policies(layout)
 
 
 def _lines(points: list[tuple[int, float]]) -> list[float]:

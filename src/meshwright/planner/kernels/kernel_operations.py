@@ -16,11 +16,13 @@ class Product(NamedTuple):
     """Bytes of an element of the result that are read and written: 8 where it is added to a sum in fp32."""
     grouped: bool = False
     """Of as many matrices as experts, in one kernel that is told where the rows of each begin."""
+    calls: int = 1
+    """Kernels that run one after the other, each of them such a product."""
 
     @property
     def flop(self) -> float:
         """FLOP of all of them."""
-        return 2.0 * self.m * self.k * self.n * self.batch
+        return 2.0 * self.m * self.k * self.n * self.batch * self.calls
 
 
 class AttentionCore(NamedTuple):

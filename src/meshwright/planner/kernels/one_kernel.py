@@ -49,7 +49,7 @@ def _product(device: Device, work: Product) -> float:
 
 def product_us(kernel: Kernel, work: Product, best: float = 0.0, *, quantize: bool = False) -> float:
     """Microseconds. `best`: FLOP a microsecond of the best product, where it is not the chip's bf16's."""
-    m, k, n, batch, width, moved, _ = work
+    m, k, n, batch, width, moved, *_ = work
     first = product.quantizing_us(kernel.figures, kernel.chip, m, k) if quantize else 0.0
     alone = product.product_us(kernel.figures, kernel.chip, m, n, k, width, batch, best, moved)
     return kernel.curve.at(m, n, k) * (first + alone)

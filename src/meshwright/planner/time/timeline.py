@@ -199,8 +199,8 @@ class Unhidden(NamedTuple):
     """Behind passes that hide all they can."""
     alone_s: float
     """Behind no passes. Each second of a pass hides at most one of them."""
-    hiding: int
-    """Micro-batches whose passes hide some of it."""
+    hiding: float
+    """Micro-batches whose passes hide some of it, less what that slows them."""
 
     def step_s(self, passes_s: float, m: int, turns: float) -> float:
         """Least seconds of a step whose `m` micro-batches pass in `passes_s` or longer. `turns`: ranks of a core."""
@@ -217,7 +217,10 @@ def unhidden(layout: Layout, stack: Stack, m: int, sharing: Sharing, update_s: f
     one micro-batch hide at most their m-th part."""
     always_s = sum(_data_parallel(layout, stack, m, UNLIMITED, sharing, UNLIMITED[0].backward_s, edges))
     alone_s = sum(_data_parallel(layout, stack, m, [], sharing, 0.0, edges))
-    return Unhidden(always_s + update_s, alone_s + update_s, m if layout.zero >= 2 and layout.pp == 1 else 1)
+    beside = stack.contention  # of what is hidden, as much is added to the passes
+    also_s = beside * _data_parallel_s(layout, m, sharing, edges) + update_s
+    hiding = m if layout.zero >= 2 and layout.pp == 1 else 1
+    return Unhidden((1 - beside) * always_s + also_s, (1 - beside) * alone_s + also_s, (1 - beside) * hiding)
 
 
 def _data_parallel_s(layout: Layout, m: int, sharing: Sharing, edges: Edges) -> float:
