@@ -208,7 +208,8 @@ class Speeds:
 
 def _unaligned(work: Product) -> bool:
     """Whether rows of an operand or of the result begin between multiples of 16 bytes."""
-    return any(size == int(size) and not is_aligned(size, max(work.width, 1)) for size in (work.k, work.n))
+    k, n, width = work.k, work.n, max(work.width, 1)
+    return (k == int(k) and not is_aligned(k, width)) or (n == int(n) and not is_aligned(n, width))
 
 
 ARCHITECTURES: dict[str, dict[str, float]] = {

@@ -34,7 +34,6 @@ class Least(LeastMemory):
     def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
         super().__init__(of, plan, cell, splits, known)
         self._unhidden: dict[int, list[Unhidden]] = {}
-        self._shared: dict[tuple[tuple[int, int], bool], list[tuple[Layout, tuple[Sharing, float]]]] = {}
         self._ahead: dict[int, float] = {}
         self._passes: dict[tuple[int, str], tuple[float, float]] = {}
         self.turns = max(1.0, of.speeds.ranks_per_core)
@@ -97,14 +96,21 @@ class Least(LeastMemory):
         return min([added.step_s(passes_s, m, self.turns) for added in self._unhidden[m]])
 
     def _sharing(self, held: tuple[int, int], sums: bool) -> list[tuple[Layout, tuple[Sharing, float]]]:
-        """Of each split the least that data parallelism and the optimizer take. `sums`: of several micro-batches."""
-        if (held, sums) not in self._shared:
+        """Of each split the least that data parallelism and the optimizer take. `sums`: of several micro-batches.
+        Sequence parallelism does not change it: it shares out activations alone."""
+        key = (
+            self.cell._replace(sp=False),
+            tuple(self.splits),
+            held,
+            sums,
+        )
+        if key not in self.known.sharing:
             any_layout = Region(self.cell, 1, "1f1b", 1, "none").layout
             layouts = [any_layout(*split, base=self.base) for split in self.splits]
-            self._shared[held, sums] = [
+            self.known.sharing[key] = [
                 (layout, self.of.least_sharing(layout, held, 2 if sums else 1)) for layout in layouts
             ]
-        return self._shared[held, sums]
+        return self.known.sharing[key]
 
 
 def offered_policies(of: Estimator, plan: Plan, cell: Cell, fixed: Fixed) -> tuple[Recompute, ...]:

@@ -12,6 +12,7 @@ from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import Cell, Region, RegionFamily, batches
 from meshwright.planner.step.predict import Estimator
+from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
@@ -70,6 +71,8 @@ class CellTerms:
     stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
     """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
     states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
+    sharing: dict[tuple[object, ...], list[tuple[Layout, tuple[Sharing, float]]]] = field(default_factory=dict)
+    """Cell, splits, layers of a rank, of several micro-batches -> of each split the least that it takes."""
 
 
 def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
