@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,30 @@ def let_vary(x: torch.Tensor) -> None:
     """The length of x will differ from call to call: torch.compile then compiles once for all, also where it was told
     that sizes are constant."""
     torch._dynamo.mark_dynamic(x, 0)
+
+
+_maker: ContextVar[Callable[[Callable[..., Any]], Callable[..., Any]] | None] = ContextVar("maker", default=None)
+
+
+@contextmanager
+def compiled_by(maker: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, `maker` takes the place of torch.compile: a dry run's, which wants the memory of the code alone."""
+    token = _maker.set(maker)
+    try:
+        yield
+    finally:
+        _maker.reset(token)
+
+
+def stands_in() -> bool:
+    """Whether something does."""
+    return _maker.get() is not None
+
+
+def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`call` as compiled code for constant sizes."""
+    maker = _maker.get()
+    return maker(call) if maker is not None else torch.compile(call, dynamic=False, **options)
 
 
 class _Limit(logging.Filter):

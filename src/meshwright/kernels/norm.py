@@ -104,7 +104,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, prefer: str = "auto") -> Ten
             return _normed(x, weight, eps)[0]
         result: Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]  # torch has no annotations there
         return result
-    if acts() == "cuda":
+    if acts() == "cuda" and not torch.compiler.is_compiling():
         return compat.fused_rms_norm(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 

@@ -22,7 +22,13 @@ def kind(x: Tensor) -> str:
 
 def acts() -> str:
     """The kind that CPU tensors stand for; empty where tensors are what they say."""
-    return "" if torch.compiler.is_compiling() else _acting.get()  # no dry run compiles
+    return _acting_now()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def _acting_now() -> str:
+    """A constant of compiled code: what a dry run compiles, nothing else runs."""
+    return _acting.get()
 
 
 @contextmanager

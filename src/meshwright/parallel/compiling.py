@@ -37,11 +37,13 @@ _log = logging.getLogger("meshwright")
 
 def is_compiled(layout: Layout, device: torch.device) -> bool:
     """Whether blocks are compiled on a device: by default on a GPU, where it pays, if the machine has what it takes. In
-    a dry run nothing is.
+    a dry run they are where something stands in for the compiler.
 
     PlanError where layout.compile=on and it has not.
     """
-    if acts() or not layout.compiles(device.type):
+    if acts():
+        return torch_compile.stands_in() and layout.compiles(acts())
+    if not layout.compiles(device.type):
         return False
     missing = torch_compile.compile_tool_missing(device.type)
     if missing and layout.compile == "on":
@@ -50,9 +52,10 @@ def is_compiled(layout: Layout, device: torch.device) -> bool:
 
 
 def kept_by_all(layout: Layout, shape: ModelShape) -> Recompute:
-    """The policy of blocks that recompute nothing: none, but in a dry run of compiled ones, which make norms again by
-    themselves (compat.torch_compile.keeping_less), norms."""
-    return "norms" if acts() and keeps_no_norms(layout, shape, acts()) else "none"
+    """The policy of blocks that recompute nothing: none, but in a dry run in which nothing stands in for the compiler,
+    and compiled ones make norms again by themselves (compat.torch_compile.keeping_less), norms."""
+    stood_for = acts() and not torch_compile.stands_in()
+    return "norms" if stood_for and keeps_no_norms(layout, shape, acts()) else "none"
 
 
 def agreed(layout: Layout, device: torch.device, world: Group) -> Layout:
@@ -147,7 +150,7 @@ def _behind_experts(
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
     """The call, whose first argument is a module, as compiled code: of backward passes that are whole, and of those
     that are split."""
-    once, in_two = torch.compile(call, dynamic=False), torch.compile(call, dynamic=False, options=KEEPS_BUFFERS)
+    once, in_two = torch_compile.compiled(call), torch_compile.compiled(call, options=KEEPS_BUFFERS)
 
     def run(module: nn.Module, *given: Any) -> Any:
         with torch_compile.keeping_less():

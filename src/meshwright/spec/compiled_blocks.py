@@ -24,7 +24,13 @@ def experts_stay_apart(layout: Layout) -> bool:
 
 def keeps_no_norms(layout: Layout, shape: ModelShape, device: str, fake_quantize: str = NO_SCHEME) -> bool:
     """Whether blocks that recompute nothing yet keep no result of a norm. Of routed blocks whose experts stay apart the
-    compiler sees only the parts around these, whose borders are kept. Of MLPs without a gate, and of experts that it
-    sees, compiled code makes the activation again as well, which nobody counts: they keep less than is said."""
+    compiler sees only the parts around these, whose borders are kept."""
     apart = shape.moe is not None and experts_stay_apart(layout)
     return compiles_blocks(layout, shape, device, fake_quantize) and not apart
+
+
+def is_lowered(layout: Layout, shape: ModelShape, fake_quantize: str = NO_SCHEME) -> bool:
+    """Whether a plan and a dry run of a GPU count compiled blocks as the compiler lowers them. Where ranks share a
+    block or a step, they are counted as uncompiled ones that make norms again."""
+    alone = layout.tp == layout.cp == layout.ep == layout.pp == 1
+    return alone and keeps_no_norms(layout, shape, "cuda", fake_quantize)

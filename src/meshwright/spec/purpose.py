@@ -11,7 +11,7 @@ from typing import Literal, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Purpose = Literal["", "buffers", "logits", "host"]
+Purpose = Literal["", "buffers", "logits", "temporaries", "host"]
 """Kinds of memory (spec.ledger.KINDS) that nothing but their maker can tell."""
 _purpose: ContextVar[Purpose] = ContextVar("purpose", default="")
 

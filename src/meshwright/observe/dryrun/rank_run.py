@@ -109,11 +109,13 @@ class Watched:
         names = {module: name for model in self.program.state.engine.stages for name, module in model.named_modules()}
 
         def enter(module: Module, given: object) -> None:
-            outer.append(watch.module)
-            watch.module = names.get(module) or watch.module
+            if not torch.compiler.is_compiling():  # what a hook reads, the compiler takes for a constant of the block
+                outer.append(watch.module)
+                watch.module = names.get(module) or watch.module
 
         def leave(module: Module, given: object, out: object) -> None:
-            watch.module = outer.pop()
+            if not torch.compiler.is_compiling():
+                watch.module = outer.pop()
 
         for handle in (
             register_module_forward_pre_hook(enter),

@@ -6,13 +6,16 @@ of N in a process group whose collectives do nothing. Time grows with what one r
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from meshwright import compat
+from meshwright.compat.torch_compile import compiled_by
 from meshwright.kernels.target import acting_as
+from meshwright.observe.dryrun.lowered_blocks import LoweredBlocks
 from meshwright.observe.dryrun.op_cache import cached_calls
 from meshwright.observe.dryrun.rank_run import Watched, WatchedRank
 from meshwright.observe.dryrun.staged_copy import assigned_of
@@ -23,7 +26,7 @@ from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
-from meshwright.spec.compiled_blocks import compiles_blocks
+from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered
 from meshwright.spec.errors import PlanError
 from meshwright.spec.places import pipeline_ranks
 from meshwright.training.device import resident_peak_bytes
@@ -137,8 +140,11 @@ def see(plan: Plan, rank: int, device: str, load: float, counts: Sequence[int]) 
             assigned=partial(assigned_of, plan, rank),
         )  # fmt: skip
         within = workspace_bytes if device == "cuda" else cpu_workspace_bytes
-        with without_values():
-            return Watched(program, FakeWatch(ROUNDING_BYTES[device], cached_calls(fake), within)).run(counts)
+        watch = FakeWatch(ROUNDING_BYTES[device], cached_calls(fake), within)
+        blocks = LoweredBlocks(fake, watch)
+        lowers = device == "cuda" and is_lowered(plan.layout, plan.model, plan.recipe.fake_quantize)
+        with without_values(), compiled_by(blocks.compiled) if lowers else nullcontext():
+            return Watched(program, watch).run(counts)
 
 
 def _counts(plan: Plan, rank: int, whole: bool) -> tuple[int, int]:

@@ -233,7 +233,7 @@ def _latent_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
 
 def _mlp_kept(of: "Local") -> Iterator[KeptBytes]:
     yield from _inner_kept(of, "mlp", of.tokens, of.shape.ffn / of.tp, of.stack.activation_kept)
-    if of.stack.selective != "core":
+    if of.stack.selective != "core" and not of.lowered:  # compiled code keeps no result that no gradient reads
         yield KeptBytes("mlp output", 0.0, of.hidden_bytes)
 
 
@@ -243,6 +243,7 @@ def _inner_kept(of: "Local", name: str, tokens: float, ffn: float, activation_ke
     policy = of.stack.selective
     yield KeptBytes(f"{name} up", of.gates * inner, inner if policy == "alternate" else of.gates * inner)
     extra = inner * activation_kept / 2 if of.gates == 2 else inner
+    extra *= not of.lowered
     yield KeptBytes(f"{name} activation", extra, extra if policy == "core" else 0.0)
 
 

@@ -128,7 +128,7 @@ def _added(of: "Local", widths: HeadWidths, routed: Routed | None) -> Iterator[K
             if lora.dropout:
                 dropped = of.tokens * _read(of, widths, routed, name) * (of.width + MASK_BYTES)
                 yield KeptBytes(f"dropped input of {name}", dropped, 0.0)
-    gated = of.gates == 2 and lora.adapts("down") and not lora.dropout
+    gated = of.gates == 2 and lora.adapts("down") and not lora.dropout and not of.lowered
     if gated and not routed:
         yield KeptBytes("mlp product", of.tokens * shape.ffn / of.tp * of.width, 0.0)
     if routed and shape.moe:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.planner.cost import adapters, attention_core, state_layers
 from meshwright.planner.cost.activations import HeadWidths, Routed
+from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.cost.states import largest_weight
 
 if TYPE_CHECKING:
@@ -42,6 +43,13 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
     weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
     kept = _mlp_kept(of, routed)
     stream = of.hidden_bytes + 2 * of.between_bytes
+    if of.lowered and not routed:
+        made = (of.gates + 1) * of.shape.hidden * of.shape.ffn * of.width * (of.shape.lora is None)
+        return Backward(
+            mlp=max(_lowered_mlp(of), _rounded_mlp(of) + made) + 2 * of.hidden_bytes + TUNING_BYTES,
+            attention=_attention(of, widths) - kept + made + 2 * stream + TUNING_BYTES,
+            weights=weights,
+        )
     return Backward(
         mlp=mlp + weights * of.width + stream,
         attention=max(_attention(of, widths), _rounded_attention(of, widths), _restored_attention(of, widths))
@@ -57,6 +65,12 @@ def _mlp(of: "Local") -> float:
     """Gated: the gradient of the product, which becomes that of a gate, that of the other, and the product made again
     stand together (kernels/swiglu.py)."""
     return (of.gates + 1) * _gate(of)
+
+
+def _lowered_mlp(of: "Local") -> float:
+    """Compiled. Gated: the gradient of the product, those of what it is made of, and the product made again. Else the
+    activation made again stands beside its gradient, in whose place its input's is made."""
+    return 2 * of.gates * _gate(of)
 
 
 def _gate(of: "Local") -> float:

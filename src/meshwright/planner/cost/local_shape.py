@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.planner.cost.stack import Stack
-from meshwright.spec.compiled_blocks import compiles_blocks, keeps_no_norms
+from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered, keeps_no_norms
 from meshwright.spec.layout import Layout
 from meshwright.spec.linear_attention import LinearAttention
 from meshwright.spec.quantization_schemes import SCHEMES, Scheme
@@ -53,6 +53,9 @@ class Local:
     """Blocks are compiled."""
     keeps_norms: bool = True
     """Blocks that recompute nothing keep what norms make."""
+    lowered: bool = False
+    """Compiled blocks of a GPU that speak with no other rank: their code makes again whatever a few passes over tensors
+    that are kept anyway can make, and has a backward pass of its own (spec/compiled_blocks.py)."""
     gpu: bool = False
     """Of a device whose kernels are those of a GPU."""
     pieces: int = 1
@@ -64,8 +67,10 @@ class Local:
 
     @property
     def repeats(self) -> bool:
-        """Whether keys and values are kept once for each head: on a GPU in fp32, where no strips read them."""
-        return self.cp == 1 and not self.masked and self.stack.own and self.gpu and self.width >= 4
+        """Whether keys and values are kept once for each head: on a GPU in fp32, where no strips read them and no
+        compiled code repeats them again."""
+        apart = self.cp == 1 and not self.masked and not self.lowered
+        return apart and self.stack.own and self.gpu and self.width >= 4
 
     @property
     def masked(self) -> bool:
@@ -142,6 +147,7 @@ def local(
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
         compiled=stack.own and compiles_blocks(layout, shape, kind, fake_quantize),
         keeps_norms=not (stack.own and keeps_no_norms(layout, shape, kind, fake_quantize)),
+        lowered=stack.own and gpu and is_lowered(layout, shape, fake_quantize),
         gpu=gpu,
         rounded=SCHEMES.get(fake_quantize) if stack.own else None,
         pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,
