@@ -73,9 +73,22 @@ def _lower(running: Any, kernel: Callable[[], Kernel], graph: Any, inputs: Any, 
     return run
 
 
+REPLACED = {
+    "async_compile = AsyncCompile()": "async_compile = kernels",
+    "torch.ops.higher_order.run_and_save_rng_state": "run_and_save_state",
+    "torch.ops.higher_order.run_with_rng_state": "run_with_state",
+}
+"""What builds kernels, and operators that no mode follows."""
+STATE_BYTES = 16
+"""Of a GPU's generator, in host memory."""
+
+
 def _runnable(code: str, kernel: Callable[[], Kernel]) -> Callable[[list[Any]], Any]:
-    code = code.replace("async_compile = AsyncCompile()", "async_compile = kernels")
-    names: dict[str, Any] = {"kernels": _Kernels(kernel), "__name__": __name__}
+    for written, stand_in in REPLACED.items():
+        code = code.replace(written, stand_in)
+    names: dict[str, Any] = {
+        "kernels": _Kernels(kernel), "run_and_save_state": _saving, "run_with_state": _repeated, "__name__": __name__,
+    }  # fmt: skip
     exec(compile(code, "<inductor>", "exec"), names)  # what Inductor has just written, as it does itself
     names.update(
         empty_strided_cpu=_empty, empty_strided_cuda=_empty, reinterpret_tensor=_part, extern_kernels=_Products(),
@@ -108,6 +121,14 @@ class _Products:
             return getattr(torch, name)(*given, **options) if out is None else out
 
         return call
+
+
+def _saving(operator: Callable[..., Any], *given: Any, **options: Any) -> tuple[Tensor, Any]:
+    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu"), operator(*given, **options)
+
+
+def _repeated(state: Tensor, operator: Callable[..., Any], *given: Any, **options: Any) -> Any:
+    return operator(*given, **options)
 
 
 def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

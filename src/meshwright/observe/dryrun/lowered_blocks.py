@@ -5,6 +5,7 @@ keys are made again in the backward pass, which is one program with buffers of i
 memory taken as it says, and its kernels left out.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,22 +18,34 @@ from meshwright.observe.dryrun.storage_tracker import StorageWatch
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.spec.purpose import takes
 
+_log = logging.getLogger("meshwright")
+
 
 class LoweredBlocks:
     """Makes functions of compiled blocks for a watch, in a mode of fake tensors."""
 
     def __init__(self, fake: Any, watch: StorageWatch) -> None:
         self.fake, self.watch = fake, watch
+        self.is_beyond = False
+        """Whether the compiler has refused a block."""
 
     def compiled(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """As torch.compile. Without gradients it runs as it is: no such pass holds most."""
         code = lowering.lowered(call, self._watched, _TunedKernel)
 
         def run(*given: Any) -> Any:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or self.is_beyond:
                 return call(*given)
-            with compat.real_tensors(), self.fake:
-                return code(*given)
+            try:
+                with compat.real_tensors(), self.fake:
+                    return code(*given)
+            except Exception as error:  # compilers fail in many ways, and a run then does not end before it begins
+                self.is_beyond = True
+                _log.warning(
+                    "meshwright: note: a dry run cannot lower these blocks and counts them uncompiled (%s)",
+                    str(error).partition("\n")[0],
+                )
+                return call(*given)
 
         return run
 

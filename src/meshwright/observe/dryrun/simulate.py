@@ -29,7 +29,7 @@ from meshwright.spec import Plan
 from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered
 from meshwright.spec.errors import PlanError
 from meshwright.spec.places import pipeline_ranks
-from meshwright.training.device import resident_peak_bytes
+from meshwright.training.device import deterministic_plan, resident_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ def dry_run(
     whose sizes depend on values. TooLong after `limit_s`.
     """
     device = device or device_of(plan)
+    plan = deterministic_plan(plan, torch.device(device))
     if not compiles_blocks(plan.layout, plan.model, device, plan.recipe.fake_quantize):
         plan = replace(plan, layout=replace(plan.layout, compile="off"))
     if plan.cluster.device.is_gpu and not plan.cluster.device.runs_triton:

@@ -46,11 +46,20 @@ class Degrees:
     sp: bool
     ep: int
     cp: int = 1
+    pp: int = 1
 
     @property
     def key(self) -> str:
-        """As the page writes it; of ep and cp it matters to a layer's tensors only whether there is any."""
-        return f"{self.tp}{'s' if self.sp else ''}{'e' if self.ep > 1 else ''}{'c' if self.cp > 1 else ''}"
+        """As the page writes it; of ep, cp and pp it matters to a layer's tensors only whether there is any."""
+        words = ("s" * self.sp, "e" * (self.ep > 1), "c" * (self.cp > 1), "p" * (self.pp > 1))
+        return f"{self.tp}{''.join(words)}"
+
+    @property
+    def every(self) -> "tuple[Degrees, ...]":
+        """With context parallelism, too, and where no other axis cuts a layer with a pipeline: compiled blocks of one
+        device are counted in another way (spec/compiled_blocks.py)."""
+        pipelined = (replace(self, pp=2),) if self.tp == self.ep == 1 else ()
+        return self, replace(self, cp=2), *pipelined
 
 
 def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
@@ -58,7 +67,7 @@ def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
     degrees = legal_degrees(of, devices)
     return {
         "sizes": list(SIZES),
-        "kept": {one.key: _parts(of, one) for each in degrees for one in (each, replace(each, cp=2))},
+        "kept": {one.key: _parts(of, one) for each in degrees for one in each.every},
         "elements": ELEMENTS,
         "pieces": {f"{tp},{ep}": _pieces(of, tp, ep) for tp, ep in sorted({(one.tp, one.ep) for one in degrees})},
         "states": [[[_states(of, zero, pp, sums) for sums in (False, True)] for pp in (1, 2)] for zero in range(4)],
@@ -94,7 +103,7 @@ def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]
 
 def _costs(of: Estimator, one: Degrees, tokens: int) -> dict[str, Costs]:
     """By recompute policy."""
-    layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
+    layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, pp=one.pp, micro_batch=1)
     recipe = replace(of.recipe, sequence=one.cp * tokens, global_batch=layout.dp, batch_ramp=())
     alone = replace(of, recipe=recipe)
     return alone.policies(layout)

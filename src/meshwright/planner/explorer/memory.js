@@ -136,8 +136,9 @@ function unitsOf(data, layout, table) {
 // Bytes of each stage for one micro-batch: what is kept adds up, of the others the largest of any part.
 const SUMMED = ["kept", "queued", "logits_kept", "logits_held"];
 function stageCosts(data, recipe, layout, tokens, split) {
-  const {tp, sp, ep, cp} = layout, {sizes} = data.memory;
-  const key = `${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}${cp > 1 ? "c" : ""}`;
+  const {tp, sp, ep, cp, pp} = layout, {sizes} = data.memory;
+  const piped = tp === 1 && ep === 1 && cp === 1 && pp > 1; // blocks of one device are counted in another way
+  const key = `${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}${cp > 1 ? "c" : ""}${piped ? "p" : ""}`;
   const parts = data.memory.kept[key][layout.recompute];
   const at = (lines) => lines.length === 3 ? lines[0] + lines[1] * tokens + lines[2] * tokens * recipe.sequence :
     Math[lines[3] > lines[1] ? "max" : "min"](lines[0] + lines[1] * tokens, lines[2] + lines[3] * tokens);
@@ -149,6 +150,7 @@ function stageCosts(data, recipe, layout, tokens, split) {
     one.made = data.stack.own ? one.weights * data.model.activation_bytes : 0;
     one.split = Math.max(0, one.kept + Math.max(one.mlp, one.attention) - one.queued);
     one.mlp += one.made;
+    one.largest_kept = one.kept;
   }
   return split.map((range, stage) => {
     const routed = routedOf(data.model, range);
@@ -156,7 +158,7 @@ function stageCosts(data, recipe, layout, tokens, split) {
       dense: range.end - range.start - routed, routed, embedding: Number(stage === 0),
       head: Number(stage === split.length - 1),
     };
-    return Object.fromEntries([...sizes, "split", "weights", "made"].map((size) => [size, Object.entries(times).reduce(
+    return Object.fromEntries([...sizes, "split", "weights", "made", "largest_kept"].map((size) => [size, Object.entries(times).reduce(
       (sum, [part, many]) => {
         if (SUMMED.includes(size)) return sum + many * bytes[part][size];
         return many ? Math.max(sum, bytes[part][size]) : sum;

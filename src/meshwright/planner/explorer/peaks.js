@@ -159,6 +159,11 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     const copies = units.summed ? Math.max(end.gradients, block.gradients) : 0;
     found.push(kinds(gradients, logits - gone, most, gathers + copies, headless));
   } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
+  if (alone && !again && !units.summed) { // the first layer, where gradients of all others are there
+    const last = block.gradients + (units.tied ? 0 : units.first.gradients);
+    const all = Math.max(0, whole * shares[place] - last);
+    found.push({...kinds(all, 0, inside, 0), activations: cost.largest_kept});
+  }
   return found;
 }
 

@@ -213,6 +213,11 @@ class PipelineRank:
             left = what == "inputs" and cost.new_bytes > 0
             temporaries = cost.inputs_bytes if left else cost.transient_bytes
             yield kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
+            if self.layout.pp == 1 and not (again or units.summed):
+                # at the first layer gradients of all others are there, and what these kept is gone
+                last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
+                gradients = max(0.0, whole * own - last)
+                yield Sizes(gradients, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
 
     def _head(self, before: float, logits: float, cost: MicroBatchCost, again: bool, final: bool) -> Iterator[Place]:
         """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
