@@ -22,7 +22,7 @@ def kind(x: Tensor) -> str:
 
 def acts() -> str:
     """The kind that CPU tensors stand for; empty where tensors are what they say."""
-    return _acting_now()
+    return str(_acting_now())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there

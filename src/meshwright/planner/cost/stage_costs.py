@@ -274,7 +274,7 @@ def costs(
     """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
     of this one are added."""
     shape = of.shape
-    inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.pieces, layout.cuda_graphs
+    inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.lowered, of.pieces, layout.cuda_graphs
     around = of.batch, of.cp, of.ring, of.context_split
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
     if shape.unbuilt and shape.unbuilt.predicts:

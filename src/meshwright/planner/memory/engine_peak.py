@@ -215,8 +215,8 @@ class PipelineRank:
             yield kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
             if self.layout.pp == 1 and not (again or units.summed):
                 # at the first layer gradients of all others are there, and what these kept is gone
-                last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
-                gradients = max(0.0, whole * own - last)
+                made_last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
+                gradients = max(0.0, whole * own - made_last)
                 yield Sizes(gradients, 0.0, temporaries, 0.0, parameters, cost.largest_kept_bytes)
 
     def _head(self, before: float, logits: float, cost: MicroBatchCost, again: bool, final: bool) -> Iterator[Place]:

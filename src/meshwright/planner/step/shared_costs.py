@@ -78,7 +78,8 @@ class SharedCosts:
     def _key(self, layout: Layout) -> tuple[object, ...]:
         splits = layout.pp > 1 and layout.schedule in SPLIT_ALWAYS, layout.ep > 1 and layout.splits_backward
         degrees, pieces = (layout.tp, layout.sp, layout.cp, layout.ep), (layout.tp_chunks, layout.ep_chunks)
-        code = layout.compile, layout.kernels, layout.cuda_graphs, layout.context, layout.context_split
+        alone = layout.tp == layout.cp == layout.ep == layout.pp == 1  # compiled blocks are counted as they are lowered
+        code = alone, layout.compile, layout.kernels, layout.cuda_graphs, layout.context, layout.context_split
         return *degrees, *pieces, *splits, *code, layout.micro_batch_of(self.recipe.global_batch)
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
