@@ -74,7 +74,7 @@ def _lower(running: Any, kernel: Callable[[], Kernel], graph: Any, inputs: Any, 
 
 
 REPLACED = {
-    "async_compile = AsyncCompile()": "async_compile = kernels",
+    "async_compile = AsyncCompile()": "from meshwright.compat.lowering import kernels as async_compile",
     "torch.ops.higher_order.run_and_save_rng_state": "run_and_save_state",
     "torch.ops.higher_order.run_with_rng_state": "run_with_state",
 }
@@ -84,33 +84,36 @@ STATE_BYTES = 16
 
 
 def _runnable(code: str, kernel: Callable[[], Kernel]) -> Callable[[list[Any]], Any]:
+    from torch._inductor.codecache import PyCodeCache
+
     for written, stand_in in REPLACED.items():
         code = code.replace(written, stand_in)
-    names: dict[str, Any] = {
-        "kernels": _Kernels(kernel), "run_and_save_state": _saving, "run_with_state": _repeated, "__name__": __name__,
-    }  # fmt: skip
-    exec(compile(code, "<inductor>", "exec"), names)  # what Inductor has just written, as it does itself
-    names.update(
+    kernels.make = kernel
+    module: Any = PyCodeCache.load(code)  # as Inductor loads what it has written
+    vars(module).update(
         empty_strided_cpu=_empty, empty_strided_cuda=_empty, reinterpret_tensor=_part, extern_kernels=_Products(),
-        assert_size_stride=_nothing, assert_alignment=_nothing,
+        assert_size_stride=_nothing, assert_alignment=_nothing, run_and_save_state=_saving, run_with_state=_repeated,
     )  # fmt: skip
-    found: Callable[[list[Any]], Any] = names["call"]
+    found: Callable[[list[Any]], Any] = module.call
     return found
 
 
 class _Kernels:
     """Stands for what builds kernels."""
 
-    def __init__(self, kernel: Callable[[], Kernel]) -> None:
-        self.kernel = kernel
+    make: Callable[[], Kernel]
 
     def cpp_pybinding(self, arguments: Sequence[str], code: str) -> Callable[..., None]:
         """A loop in C++."""
-        stand_in = self.kernel()
+        stand_in = self.make()
         return lambda *given: stand_in()
 
     def wait(self, names: dict[str, Any]) -> None:
         """Nothing is being built."""
+
+
+kernels = _Kernels()
+"""Imported by the code that is run."""
 
 
 class _Products:
