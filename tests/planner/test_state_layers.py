@@ -73,7 +73,7 @@ def test_the_products_of_lightning_attention_are_those_that_transformers_multipl
 
 @pytest.mark.parametrize("shape", [NEXT, MINIMAX], ids=lambda shape: shape.name)
 def test_a_layer_multiplies_what_is_counted_for_a_token(shape: ModelShape) -> None:
-    of = _local(shape)
+    of = replace(_local(shape), gpu=False)  # a GPU's grouped products fill tiles up with rows that nobody asked for
     flop = 0.0
     for number in range(shape.layers):
         state = bool(shape.linear_of(number))
