@@ -13,8 +13,8 @@ from meshwright.spec import Layout, Plan, Recipe, presets
 
 
 def plan_of(graphs: Literal["off", "on"], *, micro_batches: int = 1, **keys: Any) -> Plan:
-    """Of rows of 256 tokens, one in a micro-batch."""
-    layout = Layout(micro_batch=1, cuda_graphs=graphs, **keys)
+    """Of rows of 256 tokens, one in a micro-batch. Uncompiled: only without graphs are compiled blocks lowered."""
+    layout = Layout(micro_batch=1, cuda_graphs=graphs, compile="off", **keys)
     return Plan(
         model=presets.model("llama-10m"), layout=layout, cluster=presets.cluster("h100x8"),
         recipe=Recipe(sequence=256, global_batch=micro_batches * layout.dp, precision="bf16", document_mask=False),
@@ -55,9 +55,7 @@ def test_the_pool_and_the_gradients_are_counted_as_a_dry_run_finds_them(keys: di
     (without, graphs), seen = both(**keys), [dry_run(plan) for plan in plans]
     held = graphs.peak_bytes - graphs.worst.kinds["reserve"]
     assert held == pytest.approx(seen[1].worst.peak_bytes, rel=0.01)
-    assert graphs.worst.when == (
-        "evaluation" if "micro_batches" in keys or "dp_replicate" in keys else "optimizer step"
-    )
+    assert graphs.worst.when == "evaluation"  # an update in one pass takes nothing beside the states
     pool = graphs.worst.kinds["buffers"]
     assert pool == pytest.approx(seen[1].worst.kinds["buffers"], rel=0.1 if "recompute" in keys else 0.02)
     assert 0 < pool < without.peak_bytes < graphs.peak_bytes

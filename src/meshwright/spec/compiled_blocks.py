@@ -31,6 +31,6 @@ def keeps_no_norms(layout: Layout, shape: ModelShape, device: str, fake_quantize
 
 def is_lowered(layout: Layout, shape: ModelShape, fake_quantize: str = NO_SCHEME) -> bool:
     """Whether a plan and a dry run of a GPU count compiled blocks as the compiler lowers them. Where ranks share a
-    block or a step, they are counted as uncompiled ones that make norms again."""
-    alone = layout.tp == layout.cp == layout.ep == layout.pp == 1
+    block or a step, and in passes that are captured, they are counted as uncompiled ones that make norms again."""
+    alone = layout.tp == layout.cp == layout.ep == layout.pp == 1 and layout.cuda_graphs == "off"
     return alone and keeps_no_norms(layout, shape, "cuda", fake_quantize)

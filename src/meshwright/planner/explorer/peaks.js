@@ -133,7 +133,9 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
       return [kinds(whole, logits, embedding.made, gathers + Math.max(embedding.gradients, block.gradients), rest)];
     }
     const left = embedding.gradients + block.gradients + own / sharers;
-    return [kinds(after - (final && layout.zero ? Math.max(0, own - left) : 0), logits, embedding.made, 0, rest)];
+    const added = again || units.tied || units.summed || made < summed || !alone; // else it becomes the gradient
+    const beside = added ? embedding.made : 0;
+    return [kinds(after - (final && layout.zero ? Math.max(0, own - left) : 0), logits, beside, 0, rest)];
   }
   const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
   const gone = ends ? cost.logits_kept - cost.logits_held : 0;

@@ -274,8 +274,9 @@ class PipelineRank:
         return self._shard(GatherUnit(gradients=gradients)) if self.lets_go else gradients
 
     def _embedding(self, gradients: float, logits: float, again: bool, final: float) -> Place:
-        """Made whole, however few rows of it are not zero; then added or reduced: then those of the
-        stage's layers are shards already, and their parameters are gone. `final`: the stage's share of the rank where
+        """Made whole, however few rows of it are not zero; then added or reduced, or the first of a step on one device,
+        which becomes the gradient. Where it is reduced, those of the stage's layers are shards already, and their
+        parameters are gone. `final`: the stage's share of the rank where
         they are reduced."""
         first, block = self.units.first, self.units.block
         gone = max(0.0, self.state["parameters"] * final - first.parameters) if self.lets_go else 0.0
@@ -287,7 +288,8 @@ class PipelineRank:
             own = self.state["gradients"] * final
             left = first.gradients + block.gradients + self._shard(GatherUnit(gradients=own))
             gradients -= max(0.0, own - left)
-        return Place(gradients, logits, first.made, gone=gone)
+        added = again or self.units.tied or self.units.summed or self.made < self.summed or self.layout.pp > 1
+        return Place(gradients, logits, first.made if added else 0.0, gone=gone)
 
     def _shard(self, unit: GatherUnit) -> float:
         """Of gradients after their reduction."""
