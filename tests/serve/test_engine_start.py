@@ -1,5 +1,7 @@
 """Start of an engine on a GPU: the cache takes a share of what is free there beside weights, graphs and a step."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from meshwright.serve.engine_start import StartedEngine, start
 from meshwright.serve.gpu_memory import CacheRoom
 from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.request_adapters import RequestAdapters
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 from meshwright.serve.step_graphs import StepGraphs, StepMemory
 from meshwright.spec.errors import ArgumentError, DoesNotFit
@@ -123,6 +126,59 @@ def test_graphs_are_counted_and_captured_at_the_start(monkeypatch: pytest.Monkey
     assert lazily.runners[0].graphs is not None and lazily.runners[0].graphs.graphs.captured == 0
 
 
+def test_graphs_captured_at_the_start_outlive_matrices_that_the_first_step_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Matrices of one input are joined in the first step. Graphs are dropped when weights have moved since they were
+    read, so that this step must be over before the first graph."""
+    served, moved = model(KINDS[2]).eval(), list[int]()
+    recorder, plain = Recorder(), StepGraphs._work
+
+    def joining(graphs: StepGraphs, head: Any) -> Any:
+        step = plain(graphs, head)
+
+        def work(row_step: Any) -> None:
+            if not moved:
+                weight = next(served.parameters())
+                weight.data = weight.data.clone()
+                moved.append(1)
+            step(row_step)
+
+        return work
+
+    def graphs_of(found: Any, cache: Any, wanted: str, *, ranks: int, **sizes: Any) -> tuple[StepGraphs | None, str]:
+        recorder.own = lambda: [kept for layer in cache.layers for kept in layer.kept]
+        return StepGraphs(found, cache, recorder, **sizes), "on"
+
+    monkeypatch.setattr("meshwright.serve.runner_setup.step_graphs", graphs_of)
+    monkeypatch.setattr(paged_cache, "attend_rows", attend_rows)
+    monkeypatch.setattr(StepGraphs, "_work", joining)
+    monkeypatch.setattr(engine_start, "device_memory", lambda _: FakeMemory(0, 0))
+    options = EngineOptions(
+        block=4, most_tokens=24, most_sequences=6, longest=LONGEST, packed=False, copies_bytes=0, compiled=False,
+        cache_bytes=64 * BLOCK,
+    )  # fmt: skip
+    with torch.no_grad():
+        (runner,) = start(served, options, RequestAdapters(served, exact=False), None).runners
+    assert moved and runner.graphs is not None
+    forms = runner.graphs.graphs
+    assert forms.captured == len(runner.graphs.rows) * len(runner.graphs.positions)
+    forms.read([*served.parameters(), *served.buffers()])
+    assert forms.captured == len(runner.graphs.rows) * len(runner.graphs.positions)
+
+
+def test_an_engine_that_nobody_has_gives_its_cache_back() -> None:
+    """At once, without the garbage collector: the next engine measures what is free."""
+    engine = ServingEngine(FOUND, EngineOptions(block=4, most_tokens=24, most_sequences=6))
+    cache = weakref.ref(engine.cache)
+    gc.disable()
+    try:
+        del engine
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
 def test_a_cpu_is_told_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_start, "device_memory", lambda _: None)
     options = EngineOptions(most_tokens=24, most_sequences=6)
@@ -134,8 +190,6 @@ def test_a_cpu_is_told_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
-    from meshwright.serve.serving_engine import ServingEngine
-
     found = model(KINDS[2]).to("cuda", torch.bfloat16).eval()
     engine = ServingEngine(found, EngineOptions(longest=512))
     free, total = torch.cuda.mem_get_info()

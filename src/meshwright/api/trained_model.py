@@ -31,6 +31,7 @@ from meshwright.spec import Data, Plan, Recipe, num_parameters
 from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.plan import SAMPLES
+from meshwright.spec.serving_defaults import GPU_SEQUENCES
 from meshwright.spec.units import count
 from meshwright.training.precision import DTYPES
 
@@ -132,14 +133,24 @@ class TrainedModel:
         chosen = [options or RequestOptions()] * len(prompts) if not isinstance(options, Sequence) else list(options)
         if len(chosen) != len(prompts):
             raise ArgumentError(f"options has {len(chosen)} entries for {len(prompts)} prompts: give one, or one each")
-        serving = self.engine(engine or EngineOptions(warm_start=False), adapters=adapters)
         ids = [self.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        serving = self.engine(engine or self._options_for(ids, chosen), adapters=adapters)
         asked = [serving.add(own, one) for own, one in zip(ids, chosen, strict=True)]
         serving.run(asked)
         found = zip(prompts, asked, strict=True)
         return tuple(
             self._generated(prompt, request.prompt, one) for prompt, request in found for one in request.answers
         )
+
+    def _options_for(self, ids: Sequence[Sequence[int]], asked: Sequence[RequestOptions]) -> EngineOptions:
+        """An engine for these answers alone. A server's would take most of a GPU, which is the caller's."""
+        if self.model.embed.weight.device.type == "cpu" or not ids:
+            return EngineOptions(warm_start=False)
+        needed = max(len(prompt) + one.max_new_tokens for prompt, one in zip(ids, asked, strict=True))
+        return EngineOptions(
+            warm_start=False, most_sequences=min(GPU_SEQUENCES, sum(one.n for one in asked)),
+            longest=min(needed, self.model.shape.max_positions),
+        )  # fmt: skip
 
     @checked
     def engine(

@@ -152,7 +152,7 @@ def attend(
         )  # fmt: skip
         return varlen.attend(q, k, v, form)
     allowed, causal = _told(q, k, mask)
-    by_cudnn = _prefers_cudnn(q, v, mask, dropout)
+    by_cudnn = causal and _prefers_cudnn(q, v, mask, dropout)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
     if by_cudnn:
         return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
@@ -217,8 +217,8 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
         return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(chosen, chosen)
-    allowed, _ = _told(q, k, mask)
-    by_cudnn = _prefers_cudnn(q, v, mask, dropout)
+    allowed, causal = _told(q, k, mask)
+    by_cudnn = causal and _prefers_cudnn(q, v, mask, dropout)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
     if by_cudnn:
         return "cudnn"
@@ -228,9 +228,12 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
 
 
 def _prefers_cudnn(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
-    """Whether cuDNN attends these whole rows (B, S, H, E), as spec/attention_kernels.py has it. A dry run models flash:
-    both keep the same tensors."""
-    if acts() or q.device.type != "cuda" or not mask.is_plain or q.dtype not in NARROW:
+    """Whether cuDNN attends these whole rows (B, S, H, E), with as many keys, as spec/attention_kernels.py has it: while
+    gradients are made. Without, lengths change from batch to batch, and cuDNN plans each of them anew. A dry run models
+    flash: both keep the same tensors."""
+    if acts() or q.device.type != "cuda" or not torch.is_grad_enabled():
+        return False
+    if not mask.is_plain or q.dtype not in NARROW:
         return False
     kernel = row_kernel(
         compat.cudnn_major(LEAST_CUDNN), positions=q.shape[1], dim=q.shape[-1], equal=q.shape[-1] == v.shape[-1],

@@ -113,6 +113,8 @@ def _as_operand(x: Tensor) -> Tensor:
         is_dense = x.stride(inner) == 1 and x.stride(outer) >= max(1, x.shape[inner])
         if is_dense and x.stride(outer) % step == x.storage_offset() % step == 0:
             return x
+    if x.shape[-1] % step:  # rows would begin between multiples of 16 bytes: columns lie side by side then
+        return x.mT.clone(memory_format=torch.contiguous_format).mT
     return x.clone(memory_format=torch.contiguous_format)
 
 

@@ -143,20 +143,21 @@ def weight_gradient(gradient: Tensor, x: Tensor | Narrow, dtype: torch.dtype) ->
 
 
 class _Plain(torch.autograd.Function):
-    """The three products written out, each on the numbers that the rounded operands stand for."""
+    """The three products written out, each on the numbers that the rounded operands stand for, by torch alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, form: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.form = form
-        return (narrow(x).wide() @ narrow(weight).wide().t()).to(x.dtype)
+        return (narrow(x, "eager").wide() @ narrow(weight, "eager").wide().t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        x_gradient = (narrow(gradient).wide() @ narrow(weight.t()).wide().t()).to(x.dtype)
+        x_gradient = (narrow(gradient, "eager").wide() @ narrow(weight.t(), "eager").wide().t()).to(x.dtype)
         if ctx.form == FP8_ALL and len(x):
-            return x_gradient, (narrow(gradient.t()).wide() @ narrow(x.t()).wide().t()).to(weight.dtype), None
+            columns = narrow(gradient.t(), "eager").wide(), narrow(x.t(), "eager").wide()
+            return x_gradient, (columns[0] @ columns[1].t()).to(weight.dtype), None
         return x_gradient, (gradient.float().t() @ x.float()).to(weight.dtype), None
 
 

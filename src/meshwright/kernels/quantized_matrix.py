@@ -119,7 +119,7 @@ class QuantizedMatrix:
             return self.prepared["packed"]
         from meshwright.kernels.triton.code_words import PackedMatrix
 
-        table = torch.tensor(NF4, device=self.codes.device) if self.scheme.codes == "nf4" else None
+        table = self._once("nf4", _nf4_table) if self.scheme.codes == "nf4" else None
         scales = self.scales if self.outer is None else self.every_scale()
         made = PackedMatrix(
             self.codes.contiguous(), scales.contiguous(), self.zeros, table, self.size_in, self.scheme.group
@@ -185,6 +185,10 @@ class QuantizedMatrix:
             )  # fmt: skip
         found: QuantizedMatrix = self.prepared[key]
         return found
+
+
+def _nf4_table(device: torch.device) -> Tensor:
+    return torch.tensor(NF4, device=device)
 
 
 def pairs_of(codes: str, device: torch.device) -> Tensor:

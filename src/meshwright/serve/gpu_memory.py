@@ -12,8 +12,10 @@ from typing import Protocol, final
 
 import torch
 
+from meshwright.kernels.kept_numbers import FORMS
 from meshwright.serve.cached_sequence import CachedSequence, Phase
 from meshwright.serve.engine_options import GRAPHS
+from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner import Runner
 from meshwright.serve.runner_setup import RunnerSetup
@@ -114,7 +116,7 @@ def measured_room(
 
 def _largest_steps(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> list[int]:
     """Peaks of a step of prompts, of a step of decoding, and of the latter with the choice of its tokens."""
-    prompts, decoding = _prompts(setup), _decoding(setup)
+    prompts, decoding = _prompts(setup), _decoding(setup, _decoding_rows(memory, runner, setup))
     peaks = list[int]()
     for _ in range(2):  # the first time kernels are compiled and workspaces made, which stay
         peaks = [
@@ -162,9 +164,21 @@ def _prompts(setup: RunnerSetup) -> StepPlan:
     return step
 
 
-def _decoding(setup: RunnerSetup) -> StepPlan:
-    """A token of as many of the longest sequences as the engine takes, or of their guesses."""
-    return StepPlan({_sequence(setup, setup.longest, setup.longest - 1): 1 for _ in range(setup.graph_rows)})
+def _decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> int:
+    """Return how many of the longest sequences the largest step of decoding reads.
+
+    Rows that read blocks where they lie take next to nothing for their length. Where attention gathers keys and values,
+    a step never reads more of them than the cache can hold, which is less than what is free now.
+    """
+    if runner.cache.by_rows:
+        return setup.graph_rows
+    held = memory.free_bytes() // bytes_per_block(runner.model, setup.block, FORMS[setup.form])
+    return max(1, min(setup.graph_rows, held // _blocks(setup, setup.longest)))
+
+
+def _decoding(setup: RunnerSetup, rows: int) -> StepPlan:
+    """A token of each of so many of the longest sequences, or of their guesses."""
+    return StepPlan({_sequence(setup, setup.longest, setup.longest - 1): 1 for _ in range(rows)})
 
 
 def _sampled(runner: Runner, step: StepPlan) -> None:

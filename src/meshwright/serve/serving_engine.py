@@ -1,6 +1,8 @@
 """The serving engine: requests in, tokens out, one step at a time."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -22,6 +24,7 @@ from meshwright.serve.loaded_adapters import LoadedAdapters
 from meshwright.serve.prompt_scores import PromptScores, score_prompt
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
+from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import SampledRow, sample
 from meshwright.serve.scheduler import Scheduler, StepPlan
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
@@ -58,7 +61,12 @@ class ServingEngine:
         self._tokenizer, self._ranks = tokenizer, ranks
         self._grammars: Grammars | None = None
         self._check(model)
-        self.adapters = LoadedAdapters(model, lambda: self.scheduler.adapters, exact=options.exact, ranks=ranks)
+        # Nothing that the engine holds may hold the engine: its cache is given back when its last user is gone.
+        engine = weakref.ref(self)
+        self.adapters = LoadedAdapters(
+            model, lambda: () if (owner := engine()) is None else owner.scheduler.adapters, exact=options.exact,
+            ranks=ranks,
+        )  # fmt: skip
         started = start(model, options, self.adapters.beside, ranks)
         self._longest, self.memory, runners = started.longest, started.memory, started.runners
         self._runner, self.cache = runners[0], runners[0].cache
@@ -75,6 +83,7 @@ class ServingEngine:
         self._guesser = Guesser(options.speculation) if options.speculation else None
         self._waiting: dict[CachedSequence, ServedRequest] = {}
         self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
+        self._forget = partial(_forget, self._runner, self.tables, self.scheduler)
         self._beams = BeamGroups(self.scheduler, self._forget)
         for name, adapter in (adapters or {}).items():
             self.adapters.load(name, adapter)
@@ -321,14 +330,15 @@ class ServingEngine:
                 rows += [place] * len(children)
         return logits[rows] if len(rows) > len(logits) else logits
 
-    def _forget(self, sequence: CachedSequence) -> None:
-        """A sequence whose logits are no numbers ends, and the blocks that it was the last to hold become zero."""
-        self._runner.clear(self.tables.withdraw(sequence))
-        self.scheduler.end(sequence)
-
     def _end(self, sequence: CachedSequence) -> None:
         self.scheduler.end(sequence)
         if self._guesser is not None:
             self._guesser.forget(sequence)
         del self._growing[sequence]
         self._waiting.pop(sequence, None)
+
+
+def _forget(runner: Runner, tables: BlockTables, scheduler: Scheduler, sequence: CachedSequence) -> None:
+    """End a sequence whose logits are no numbers. The blocks that it was the last to hold become zero."""
+    runner.clear(tables.withdraw(sequence))
+    scheduler.end(sequence)

@@ -138,7 +138,6 @@ class StepGraphs:
         Each step runs once as it is: its kernels are compiled and loaded then, which no capture may do.
         """
         forms = [(rows, positions) for rows in reversed(self.rows) for positions in reversed(self.positions)]
-        self.graphs.read(self._weights)
         begun = monotonic()
         for done, (rows, positions) in enumerate(forms):
             if not done or monotonic() - begun > SECONDS_BETWEEN * (1 + self._told):
@@ -147,6 +146,10 @@ class StepGraphs:
             numbers = torch.zeros(NUMBERS, rows, dtype=torch.int64, device=self._cache.device)
             numbers[2] = self._cache.unread * self._cache.size
             step = RowStep(numbers, self._memory.tables[:1], positions, self._memory)
+            if not done:  # the first step joins matrices: where weights lie is final behind it
+                with self.graphs.capture.beside():
+                    self._work(head)(step)
+                self.graphs.read(self._weights)
             self.graphs.prepare(step, self._work(head))
         say(f"CUDA graphs: {len(forms)} are captured, in {monotonic() - begun:.0f} s and {gib(self.bytes)}")
 

@@ -53,6 +53,9 @@ def _answer(call: AdapterCall, thread: EngineThread, options: ServerOptions, cha
                 raise
         except MeshwrightError as failure:
             error = refused(str(failure), "lora_name")
+        except Exception:
+            traceback.print_exc()
+            error = mistake()
         finally:
             channel.send(FrameKind.CHANGED, AdapterReply(call.call, _names(engine), error).encode())
 

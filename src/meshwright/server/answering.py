@@ -106,7 +106,7 @@ class Answering:
             self.cancel()
             raise ApiError(504, "the answer took longer than a request may", code="deadline_exceeded") from None
         self._news.clear()
-        self._check()
+        self.check()
 
     def parts(self) -> Iterator[AnswerPart]:
         """What is new of each answer since it was read; one that has ended comes once more."""
@@ -122,7 +122,8 @@ class Answering:
         answer.pieces, answer.ids, answer.logprobs, answer.top = [], [], [], []
         return part
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise what ended the request early: ApiError, ClientGone."""
         if self._failure is not None:
             raise self._failure
         for task in self.tasks:

@@ -6,11 +6,12 @@ tokens, and whoever listens to them hears of it once. So a slow loop has less to
 
 import asyncio
 import itertools
+import traceback
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Literal, final
 
-from meshwright.server.api_error import ApiError
+from meshwright.server.api_error import ApiError, mistake
 from meshwright.server.channel import Frame, FrameKind, FrameReader, encode_frame
 from meshwright.server.engine_messages import (
     AdapterCall,
@@ -255,7 +256,11 @@ class EngineLink(asyncio.Protocol):
     def _tell(self) -> None:
         touched, self._touched = self._touched, {}
         for listener, ended in touched.items():
-            listener.changed(ended=ended)
+            try:
+                listener.changed(ended=ended)
+            except Exception:  # a mistake about one request ends that request, not the channel of all
+                traceback.print_exc()
+                listener.fail(mistake())
 
     def _send(self, kind: FrameKind, parts: Sequence[bytes] = ()) -> None:
         if not self._transport.is_closing():

@@ -24,6 +24,9 @@ class TaskListener(Protocol):
     def changed(self, *, ended: bool) -> None:
         """There is news of it; `ended`: it or one of its answers has ended."""
 
+    def fail(self, error: Exception) -> None:
+        """End what waits for it with an error."""
+
 
 @final
 class GrowingAnswer:

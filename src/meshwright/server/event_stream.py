@@ -32,8 +32,10 @@ def watched(answering: Answering, receive: Receive) -> Iterator[None]:
 async def whole(answering: Answering) -> None:
     """Until all answers have ended. ApiError, ClientGone."""
     answering.on_growth = _nothing
-    while not answering.ended:
+    while True:  # what has ended before it was asked for may have failed
         await answering.grown()
+        if answering.ended:
+            return
 
 
 def _nothing() -> None:
@@ -61,6 +63,7 @@ async def send_events(answering: Answering, document: AnswerDocument, scope: Sco
             with written(answering, document, scope["state"][CONNECTION]):
                 while not answering.ended:
                     await answering.grown()
+        answering.check()
         last = [document.events(answering), *document.last_events(answering)]
     except ApiError as error:
         failure, last = error, [error_event(error)]

@@ -32,7 +32,7 @@ class StreamedConnection(H11Protocol):
 
     def write_piece(self, piece: bytes) -> None:
         """Write a part of the body of a response that has begun and says no length (RFC 9112, section 7.1)."""
-        if self.scope["http_version"] == "1.0":
+        if self.scope["http_version"] < "1.1":
             self.transport.write(piece)
         else:
             self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))

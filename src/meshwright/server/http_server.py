@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
+from time import monotonic
 from types import FrameType
 from typing import IO, Literal, final
 
@@ -105,7 +106,7 @@ class HttpServer:
         for end in (here, there):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         descriptors = there.fileno(), self._listener.fileno()
-        command = [sys.executable, "-c", _START, json.dumps([*map(str, sys.path)]), *map(str, descriptors)]
+        command = [sys.executable, "-P", "-c", _START, json.dumps([*map(str, sys.path)]), *map(str, descriptors)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             front = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=self._log)
@@ -121,22 +122,28 @@ class HttpServer:
     def _wait(self, channel: Channel, thread: EngineThread) -> bool:
         """Until the HTTP process has ended; whether nobody asked it to."""
         broken_told = False
-        while True:
+        until = float("inf")
+        while monotonic() < until:
             ranks = None if thread.hosted is None else thread.hosted.ranks
             if ranks is not None and ranks.broken and not broken_told:
                 broken_told = True
                 channel.send(FrameKind.BROKEN)
             try:
-                event = self._events.get(timeout=LOOK_SECONDS if thread.engine is None or ranks else None)
+                looks = thread.engine is None or ranks or until < float("inf")
+                event = self._events.get(timeout=LOOK_SECONDS if looks else None)
             except Empty:
                 continue
             if event == "stop":
                 if not channel.send(FrameKind.STOP, wait_s=LAST_SECONDS):
                     return True  # it reads nothing any more, and is ended by force
+                # A process that stands still keeps no promise: after its time, or asked again, it is ended by force.
+                again = until < float("inf")
+                until = monotonic() + (0 if again else self.options.limits.drain_seconds) + 2 * LAST_SECONDS
             elif event == "ready" and self._on_ready is not None:
                 self._on_ready(self)
             elif event in ("ended", "lost"):
                 return event == "lost"
+        return True
 
     def _hear(self, channel: Channel, thread: EngineThread) -> None:
         """Take what the HTTP process says, until it is gone."""

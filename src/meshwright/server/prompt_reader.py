@@ -98,7 +98,9 @@ class PromptReader:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         try:
-            child = subprocess.Popen([sys.executable, "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
         except OSError as error:
             raise ApiError(503, f"no process for prompts: {error.strerror}", code="busy", retry_seconds=1) from None
         self._children.add(child)

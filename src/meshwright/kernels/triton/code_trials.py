@@ -1,6 +1,6 @@
 """Small runs of kernels that read codes or make them, beside plain arithmetic (trials.py)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,11 @@ Made = Callable[..., Tensor]
 """Makes random numbers of a size, where the trial runs."""
 
 
+def worst_of(errors: Iterable[float]) -> float:
+    """The largest error; infinite where one is no number, which `max` would pass over."""
+    return max(error if error == error else float("inf") for error in errors)
+
+
 def _rounded(x: Tensor) -> Tensor:
     """x (N, K) fp32 as e4m3 has it, with a power of two for each row."""
     scales = torch.exp2(torch.floor(torch.log2(448.0 / x.abs().amax(-1, keepdim=True).float())))
@@ -20,13 +25,18 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def restored(make: Made) -> float:
-    """4-bit codes with a zero for each 32 inputs, the last group short."""
-    scales, zeros, out = make(5, 3).float(), make(6, 3)[:5].float(), make(5, 71)
-    codes = torch.arange(5 * 36, device=out.device).view(5, 36).to(torch.uint8)
-    found = restoring.restore(PackedMatrix(codes, scales, zeros, None, 71, 32), out)
-    both = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :71].double()
-    wide = [one.double().repeat_interleave(32, 1)[:, :71] for one in (scales, zeros)]
-    right = (both - wide[1]) * wide[0]
+    """4-bit codes with a real zero for each 32 inputs and without, in rows that end inside of a word and in whole ones."""
+    return worst_of(_restored_error(make, inputs, real) for inputs in (71, 1024) for real in (True, False))
+
+
+def _restored_error(make: Made, inputs: int, real: bool) -> float:
+    groups, row_bytes = -(-inputs // 32), -(-inputs // 2)
+    scales, zeros, out = make(5, groups).float(), make(6, groups)[:5].float(), make(5, inputs)
+    codes = (torch.arange(5 * row_bytes, device=out.device) * 37 % 256).view(5, -1).to(torch.uint8)
+    found = restoring.restore(PackedMatrix(codes, scales, zeros if real else None, None, inputs, 32), out)
+    both = torch.stack((codes & 15, codes >> 4), -1).flatten(1)[:, :inputs].double()
+    wide = [one.double().repeat_interleave(32, 1)[:, :inputs] for one in (scales, zeros)]
+    right = (both - (wide[1] if real else 8)) * wide[0]
     error: float = ((found.double() - right).norm() / right.norm()).item()
     return error
 
@@ -43,14 +53,13 @@ def narrowed(make: Made) -> float:
         (columns.codes.double() * columns.scales, F.pad(right[1], (0, 4))),
         (apart.codes.double() * apart.scales, F.pad(right[1], (3, 17))),
     )
-    worst: float = max((ours - plain).abs().max().item() for ours, plain in pairs)
-    return worst if worst == worst else float("inf")
+    return worst_of((ours - plain).abs().max().item() for ours, plain in pairs)
 
 
 def packed(make: Made) -> float:
     """Codes with zeros of half a byte, without, by a table, and of 8 bits: in rows that end inside of a word and of a
     group, and in whole words; by the kernel of few rows, and by the other with K cut."""
-    return max(_packed_error(make, inputs, rows) for inputs in (299, 1024) for rows in (1, 2, 3))
+    return worst_of(_packed_error(make, inputs, rows) for inputs in (299, 1024) for rows in (1, 2, 3))
 
 
 def _packed_error(make: Made, inputs: int, rows: int) -> float:
@@ -67,25 +76,29 @@ def _packed_error(make: Made, inputs: int, rows: int) -> float:
         (PackedMatrix(codes, scales, None, table, inputs, 32), table.double()[both.long()], None),
         (PackedMatrix(eight, scales[:, :1].contiguous(), None, None, inputs, 0), eight.double(), bias),
     )
-    worst = 0.0
+    errors = []
     for matrix, numbers, added in cases:
         wide = matrix.scales.double().repeat_interleave(matrix.group or inputs, 1)[:, :inputs]
         right = x.double() @ (numbers * wide).t() + (0 if added is None else added.double())
-        error = ((packed_product.packed_linear(x, matrix, added).double() - right).norm() / right.norm()).item()
-        worst = max(worst, error if error == error else float("inf"))
-    return worst
+        errors.append(((packed_product.packed_linear(x, matrix, added).double() - right).norm() / right.norm()).item())
+    return worst_of(errors)
 
 
 def int8(make: Made) -> float:
-    """Rows rounded beside two columns that are not, times codes; K is cut."""
-    x, scales, kept = make(3, 600), make(70, 1).float(), make(70, 2)
-    codes = (torch.arange(70 * 600, device=x.device) * 37 % 255 - 127).view(70, 600).to(torch.int8)
+    """Rows rounded beside two columns that are not, times codes: by tensor cores with K cut, and by the kernel of few
+    rows."""
+    return worst_of(_int8_error(make, rows, inputs) for rows, inputs in ((3, 600), (2, 1024)))
+
+
+def _int8_error(make: Made, rows: int, inputs: int) -> float:
+    x, scales, kept = make(rows, inputs), make(70, 1).float(), make(70, 2)
+    codes = (torch.arange(70 * inputs, device=x.device) * 37 % 255 - 127).view(70, inputs).to(torch.int8)
     columns = torch.tensor([5, 500], dtype=torch.int32, device=x.device)
-    marks = torch.zeros(600, dtype=torch.uint8, device=x.device)
+    marks = torch.zeros(inputs, dtype=torch.uint8, device=x.device)
     marks[columns.long()] = 1
     narrow = narrowing.rounded(x, torch.int8, marks)
     plain = x.double().index_fill(1, columns.long(), 0.0)
     right = plain @ (codes.double() * scales.double()).t() + x[:, columns.long()].double() @ kept.double().t()
     found = int8_product.int8_linear(x, narrow, int8_product.Int8Matrix(codes, scales, columns, kept), None)
     error: float = ((found.double() - right).norm() / right.norm()).item()
-    return error if error == error else float("inf")
+    return error

@@ -5,7 +5,6 @@
 So few rows wait for memory alone, if a code costs few instructions. A thread holds words of a few rows of the matrix,
 cuts codes out by shifts, and adds in fp32; threads meet once, behind the last word. The next words are on their way
 while these are multiplied. Zeros and the 128 that codes carry are taken off once a word, with the sum of its inputs.
-Whole numbers of 8 bits are multiplied four at a time (dp4a), and their sums are exact.
 """
 
 from math import gcd

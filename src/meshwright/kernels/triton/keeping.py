@@ -91,6 +91,9 @@ def _keep(
         peak = tl.maximum(tl.max(tl.abs(first)), tl.max(tl.abs(second)))
         scale = tl.div_rn(peak, 127.0 if CODES == 1 else 448.0)
         scale = tl.where(scale == 0.0, 1.0, scale)
+        # The largest number hides one that is none: the scale says it, and with it all that is read.
+        broken = tl.max((first != first).to(tl.int32)) + tl.max((second != second).to(tl.int32))
+        scale = tl.where(broken > 0, float("nan"), scale)
         tl.store(scales + place, scale)
         tl.store(to, _code(first, scale, CODES), mask=inside)
         tl.store(to + other, _code(second, scale, CODES), mask=inside)

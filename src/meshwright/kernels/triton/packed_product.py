@@ -120,6 +120,8 @@ def parts_of(rows: int, columns: int, inner: int, tile: ProgramTile, processors:
 def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     """x (M, K) in 16 bit times the matrix transposed, plus bias (N,) -> (M, N) in x's dtype. Sums are fp32."""
     x = x if x.stride(-1) == 1 or x.shape[1] == 1 else x.contiguous()
+    if not len(x):
+        return x.new_empty(0, len(matrix.codes))
     if len(x) <= few_rows.MOST_ROWS:
         return few_rows.packed_linear(x, matrix, bias)
     rows, columns, inner = len(x), len(matrix.codes), matrix.size_in
