@@ -212,6 +212,10 @@ def fake_gpu(counts: StepCounts, context: int, capability: int = 90) -> Iterator
         product = None
         if kernel.__name__ in ("packed_rows", "int8_rows"):
             product = (names["rows"], names["inner"], names["columns"])
+        elif kernel.__name__ == "few_packed_rows":
+            product = (names["ROWS"], names["inner"], names["columns"])
+        elif kernel.__name__ == "few_int8_rows":
+            product = (names["rows"], 4 * names["words"], names["columns"])
         counts.launches.append(Launch(kernel.__name__, *_triton_bytes(kernel, names, context), product))
 
     def choose(operation: str, device: torch.device, dtype: torch.dtype, prefer: str, feature: str) -> Any:

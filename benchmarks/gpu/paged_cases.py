@@ -8,6 +8,7 @@ from benchmarks.gpu.case import ATTENTION, ROWS, Case, Count, Leaf, implementati
 from meshwright import compat
 from meshwright.kernels.kept_numbers import KeptNumbers, turn_and_keep, turn_and_keep_reference
 from meshwright.kernels.paged_attention import PagedCall, RowsCall, attend_paged, attend_rows
+from meshwright.kernels.triton.likeliest import likeliest
 
 SIZE = 16
 """Positions of a block."""
@@ -99,6 +100,23 @@ def turned_and_kept(
         eager=plain, ours=implementations("turn_and_keep", run, device, dtype),
         chosen=taken("turn_and_keep", device, dtype), counts={"forward": Count(moved)}, kinds=(ROWS,) * 3, learns=False,
         compiles=False,
+    )  # fmt: skip
+
+
+def likeliest_token(rows: int, vocab: int, *, dtype: torch.dtype, device: torch.device) -> Case:
+    """The greedy choice of a step: the log-probability of each row's likeliest token, from logits read once."""
+
+    def run(logits: Tensor, prefer: str) -> Tensor:
+        return likeliest(logits)[:, 1] if prefer == "triton" else plain(logits)
+
+    def plain(logits: Tensor) -> Tensor:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).amax(-1)
+
+    return Case(
+        operation="likeliest token", size=f"{rows} x {vocab:,}", dtype=dtype, leaves=(Leaf((rows, vocab)),),
+        exact=plain, eager=plain, ours=implementations("likeliest", run, device, dtype),
+        chosen=taken("likeliest", device, dtype), counts={"forward": Count(rows * vocab * dtype.itemsize)},
+        kinds=(ROWS,), learns=False, compiles=False,
     )  # fmt: skip
 
 

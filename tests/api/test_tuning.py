@@ -119,7 +119,9 @@ def test_a_plan_of_codes_takes_less_and_says_how_it_is_held(files: Path) -> None
     one = "micro_batch=1,recompute=none"
     plans = [mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune=how, layout=one) for how in ("lora", "qlora")]
     wide, narrow = (plan.found.best[0].peak_bytes for plan in plans)
-    assert 9.0e9 < wide - narrow < 11e9  # 7.0e9 matrix elements of 2 bytes, at 4.13 bits each instead
+    # 7.0e9 matrix elements of 2 bytes, at 4.13 bits each instead. Beside them an fp32 norm of a layer is compiled into
+    # less where matrices are plain.
+    assert 8.5e9 < wide - narrow < 11e9
     assert coded.plan.layout.micro_batch > dense.plan.layout.micro_batch
     with pytest.raises(ArgumentError, match="take full, lora, qlora, or with a rank as lora:64"):
         mw.plan("llama-3.1-8b", cluster="rtx4090x1", tune="qlora:many")

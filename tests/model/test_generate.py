@@ -237,6 +237,9 @@ class Paged:
     def length(self) -> int:
         return sum(keys.shape[1] for keys, _ in self.pages)
 
+    def turn(self, *_: Any, **__: Any) -> bool:
+        return False
+
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *given: Any, scale: float
     ) -> Tensor:

@@ -228,9 +228,9 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
 
 
 def _prefers_cudnn(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
-    """Whether cuDNN attends these whole rows (B, S, H, E), with as many keys, as spec/attention_kernels.py has it: while
-    gradients are made. Without, lengths change from batch to batch, and cuDNN plans each of them anew. A dry run models
-    flash: both keep the same tensors."""
+    """Whether cuDNN attends these whole rows (B, S, H, E), with as many keys, while gradients are made: by the rule of
+    spec/attention_kernels.py. Else lengths change from batch to batch, and cuDNN plans each of them anew. A dry run
+    models flash: both keep the same tensors."""
     if acts() or q.device.type != "cuda" or not torch.is_grad_enabled():
         return False
     if not mask.is_plain or q.dtype not in NARROW:

@@ -1,7 +1,7 @@
 """Which kernel attends whole causal rows on a GPU in 16 bits: the faster one, by what one H200 measured. The engine
 asks here, and the planner has its rates from here.
 
-Documents, windows and parts of rows go through FlashAttention 2, which alone is told where rows begin and end.
+Documents, windows and parts of rows go through FlashAttention 2, which alone takes the borders of rows.
 """
 
 from typing import NamedTuple

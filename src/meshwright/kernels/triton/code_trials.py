@@ -25,7 +25,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def restored(make: Made) -> float:
-    """4-bit codes with a real zero for each 32 inputs and without, in rows that end inside of a word and in whole ones."""
+    """4-bit codes with a real zero for each 32 inputs and without, in rows that end inside of a word and in whole."""
     return worst_of(_restored_error(make, inputs, real) for inputs in (71, 1024) for real in (True, False))
 
 

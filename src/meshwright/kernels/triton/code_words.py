@@ -58,10 +58,11 @@ class CodeWords(NamedTuple):
 
 
 def words_of(codes: Tensor) -> CodeWords:
-    """Codes (N, bytes), rows side by side, as words; as bytes where a row or its address is no multiple of four."""
+    """Codes (N, bytes), rows side by side, as words; as bytes where a row or its place is no multiple of four. Memory
+    of a device begins at a multiple of more."""
     octets = codes.view(torch.uint8)
     row_bytes = octets.shape[1]
-    if row_bytes % WORD_BYTES == 0 and octets.data_ptr() % WORD_BYTES == 0:
+    if row_bytes % WORD_BYTES == 0 and octets.storage_offset() % WORD_BYTES == 0:
         return CodeWords(octets.view(torch.int32), row_bytes, True)
     return CodeWords(octets, row_bytes, False)
 

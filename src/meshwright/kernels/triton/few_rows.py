@@ -112,7 +112,7 @@ def packed_linear(
     rows, columns = len(x), len(matrix.codes)
     codes, row_bytes, whole_rows = words_of(matrix.codes)
     words = gcd(row_bytes // 4, WORDS)
-    even = whole_rows and words >= LEAST_WORDS and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+    even = whole_rows and words >= LEAST_WORDS and x.stride(0) % 4 == 0 and x.storage_offset() % 4 == 0
     inputs = x.view(torch.int64) if even else x
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     zeros, table = matrix.zeros, matrix.table

@@ -201,7 +201,7 @@ def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor 
         "COLUMNS": tile.columns, "ROWS": tile.rows, "num_warps": tile.warps,
     }  # fmt: skip
     words = gcd(inner // 4, FEW_WORDS)
-    aligned = inner % 4 == 0 and matrix.codes.data_ptr() % 4 == 0
+    aligned = inner % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
     if rows <= MOST_ROWS and aligned and words >= LEAST_WORDS:
         few_int8_rows[(ceil_div(columns, FEW_COLUMNS),)](
             narrow.codes.view(torch.int32), matrix.codes.view(torch.int32), *beside, out, rows, columns, inner // 4,
