@@ -47,7 +47,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def test_an_engine_process_that_is_killed_takes_the_other_with_it() -> None:
-    """Whoever is being answered is told; no process is left, and the port is free."""
+    """Whoever is being answered gets an error; no process is left, and the port is free."""
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         port, *processes = map(int, engine.stdout.readline().split())
@@ -88,7 +88,7 @@ def test_an_http_process_that_is_killed_ends_the_server() -> None:
 
 
 def test_signals_to_a_group_of_processes_are_the_engines_to_handle() -> None:
-    """As Ctrl-C in a terminal: the other process goes on until it is told."""
+    """As Ctrl-C in a terminal: the other process continues until it is asked to end."""
     with running() as server:
         for process in server.processes:
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -1,6 +1,6 @@
 """The HTTP process: sockets, requests, text and JSON. It loads neither torch nor the model (engine_link.py).
 
-`http_server` starts it with one end of a channel and the socket that listens. It ends when it is told to and all
+`http_server` starts it with one end of a channel and the socket that listens. It ends when it is asked to and all
 requests have ended, or when the engine's process is gone.
 """
 
@@ -54,7 +54,7 @@ class HttpFront:
         self._options, self._metrics = options, ServerMetrics(name)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Until it is told to end."""
+        """Until it is asked to end."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         engine = EngineLink(self._metrics, self._stopped)
         await asyncio.get_running_loop().create_connection(lambda: engine, sock=channel)

@@ -223,7 +223,7 @@ def outcomes(chosen: Sequence[Trial], device: str = "cpu") -> Iterator[tuple[Tri
         for start in range(0, len(some), at_once):
             part = some[start : start + at_once]
             cases = [(found.case, found.layout) for found in part]
-            if world == 1:  # no processes: each is told of as it ends
+            if world == 1:  # no processes: each is reported as it ends
                 together = [[received(one)] for one in outcomes_of(cases, device)]
             else:
                 together = on_ranks_of(world, cases, device, LIMIT_S)

@@ -15,7 +15,7 @@ class Product(NamedTuple):
     moved: float = 2.0
     """Bytes of an element of the result that are read and written: 8 where it is added to a sum in fp32."""
     grouped: bool = False
-    """Of as many matrices as experts, in one kernel that is told where the rows of each begin."""
+    """Of as many matrices as experts, in one kernel that gets where the rows of each begin."""
     calls: int = 1
     """Kernels that run one after the other, each of them such a product."""
 
