@@ -9,12 +9,12 @@ import torch
 from torch.nn.attention import varlen as torch_varlen
 
 from meshwright import compat
-from meshwright.kernels import attention
+from meshwright.kernels import attention, gpu_attention
 from meshwright.kernels.attention import Mask, attend, backend, causal_mask
 from meshwright.kernels.target import acting_as
 from meshwright.observe.tiny_models import shrink
 from meshwright.spec import Layout, Plan, Recipe
-from meshwright.spec.attention_kernels import LEAST_CUDNN, row_kernel
+from meshwright.spec.attention_kernels import LEAST_CUDNN, GpuLibraries
 from meshwright.training import device
 from tests.counting import Operations
 
@@ -57,7 +57,8 @@ def test_a_dry_run_for_a_gpu_models_flash_wherever_that_takes_the_input() -> Non
 
 def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors of a GPU, which this build of torch has no gradients of; what is not whole rows stays with flash."""
-    monkeypatch.setattr(compat, "cudnn_major", lambda least: 9)
+    monkeypatch.setattr(gpu_attention, "installed", lambda device: GpuLibraries(9, LEAST_CUDNN))
+    monkeypatch.setattr(gpu_attention, "problem", lambda *about: "")
 
     def ran(length: int = 1024, dim: int = 64, mask: Mask | None = None, dtype: torch.dtype = torch.bfloat16) -> str:
         q = torch.empty(2, length, 8, dim, dtype=dtype, device="cuda")
@@ -72,21 +73,14 @@ def test_whole_rows_go_through_cudnn_on_hopper(monkeypatch: pytest.MonkeyPatch) 
         assert kernels == [backend(q, k, k, of, scale=0.1)]
         return kernels[0]
 
+    gpu_attention.choose.cache_clear()
     with compat.fake_tensors():
         assert ran() == ran(4096, 128) == ran(dtype=torch.float16) == "cudnn"
-
-
-def test_what_cudnn_does_not_take_stays_with_flash() -> None:
-    asked = {"positions": 8192, "dim": 128, "equal": True, "dropout": 0.0, "deterministic": False}
-    assert row_kernel(9, **asked) == row_kernel(10, **asked) == "cudnn"
-    for change in (
-        {"positions": 512}, {"dim": 256}, {"dim": 36}, {"equal": False}, {"dropout": 0.1}, {"deterministic": True}
-    ):  # fmt: skip
-        assert row_kernel(9, **{**asked, **change}) == "flash", change
-    assert {row_kernel(major, **asked) for major in (0, 7, 8, 12)} == {"flash"}
-    assert compat.cudnn_major(LEAST_CUDNN) == (
-        torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    )
+        gpu_attention.choose.cache_clear()
+        monkeypatch.setattr(gpu_attention, "problem", lambda *about: "its trial was off by 0.2")
+        q = torch.empty(2, 1024, 8, 64, dtype=torch.bfloat16, device="cuda")
+        assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash"
+    gpu_attention.choose.cache_clear()
 
 
 def test_cudnn_keeps_the_tensors_that_flash_keeps() -> None:

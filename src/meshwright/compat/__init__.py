@@ -26,6 +26,9 @@ from meshwright.compat.fakes import fake_world as fake_world
 from meshwright.compat.fakes import is_fake as is_fake
 from meshwright.compat.fakes import lies_in_memory as lies_in_memory
 from meshwright.compat.fakes import storage_key as storage_key
+from meshwright.compat.flash4 import flash_4_attention as flash_4_attention
+from meshwright.compat.flash4 import flash_4_attention_backward as flash_4_attention_backward
+from meshwright.compat.flash4 import flash_4_version as flash_4_version
 from meshwright.compat.foreach import add_to_each as add_to_each
 from meshwright.compat.foreach import copy_each as copy_each
 from meshwright.compat.foreach import fused_adamw as fused_adamw
@@ -42,7 +45,7 @@ from meshwright.compat.sdpa import banded_attention_backward as banded_attention
 from meshwright.compat.sdpa import chosen_attention as chosen_attention
 from meshwright.compat.sdpa import cuda_attention as cuda_attention
 from meshwright.compat.sdpa import cudnn_attention as cudnn_attention
-from meshwright.compat.sdpa import cudnn_major as cudnn_major
+from meshwright.compat.sdpa import cudnn_version as cudnn_version
 from meshwright.compat.sdpa import efficient_attention as efficient_attention
 from meshwright.compat.sdpa import efficient_attention_backward as efficient_attention_backward
 from meshwright.compat.sdpa import flash_attention as flash_attention

@@ -36,14 +36,10 @@ def pin_flash_attention() -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
-def cudnn_major(least: int) -> int:
-    """Compute capability, its first number, of this process's GPU, where cuDNN is of version `least` and torch has its
-    attention; 0 = cuDNN's is not to be called. A constant of compiled code."""
-    if not torch.cuda.is_available() or (torch.backends.cudnn.version() or 0) < least:
-        return 0
-    found = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention")
-    return torch.cuda.get_device_capability()[0] if found else 0
+def cudnn_version() -> int:
+    """Version of this process's cuDNN, as 91900; 0 where there is none, or torch has not its attention."""
+    has_attention = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention")
+    return (torch.backends.cudnn.version() or 0) if has_attention and torch.cuda.is_available() else 0
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

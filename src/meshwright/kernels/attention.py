@@ -11,11 +11,12 @@ from meshwright import compat
 from meshwright.kernels import varlen
 from meshwright.kernels.chooser import NARROW, uses_triton
 from meshwright.kernels.compiled import sequence_attention, training_library
+from meshwright.kernels.gpu_attention import chosen_kernel
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.varlen import borders_of
-from meshwright.spec.attention_kernels import LEAST_CUDNN, row_kernel
+from meshwright.spec.attention_kernels import Case
 
 
 class DocumentSpans(NamedTuple):
@@ -152,7 +153,7 @@ def attend(
         )  # fmt: skip
         return varlen.attend(q, k, v, form)
     allowed, causal = _told(q, k, mask)
-    by_cudnn = causal and _prefers_cudnn(q, v, mask, dropout)
+    by_cudnn = causal and gpu_kernel(q, k, v, mask, dropout) == "cudnn"
     q, k, v, grouped = _as_taken(q, k, v, allowed)
     if by_cudnn:
         return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
@@ -207,7 +208,7 @@ def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     if mask.is_plain:
         return "torch"
     if v.shape[-1] <= WIDEST and can_fuse(q, k):
-        return "flash"
+        return gpu_kernel(q, k, v, mask, dropout)
     return "blocks" if dropout or kind(q) != "cuda" else "strips"
 
 
@@ -218,7 +219,7 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     if chosen != "torch":
         return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(chosen, chosen)
     allowed, causal = _told(q, k, mask)
-    by_cudnn = causal and _prefers_cudnn(q, v, mask, dropout)
+    by_cudnn = causal and gpu_kernel(q, k, v, mask, dropout) == "cudnn"
     q, k, v, grouped = _as_taken(q, k, v, allowed)
     if by_cudnn:
         return "cudnn"
@@ -227,19 +228,19 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     return compat.chosen_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
 
 
-def _prefers_cudnn(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
-    """Whether cuDNN attends these whole rows (B, S, H, E), with as many keys, while gradients are made: by the rule of
-    spec/attention_kernels.py. Else lengths change from batch to batch, and cuDNN plans each of them anew. A dry run
-    models flash: both keep the same tensors."""
-    if acts() or q.device.type != "cuda" or not torch.is_grad_enabled():
-        return False
-    if not mask.is_plain or q.dtype not in NARROW:
-        return False
-    kernel = row_kernel(
-        compat.cudnn_major(LEAST_CUDNN), positions=q.shape[1], dim=q.shape[-1], equal=q.shape[-1] == v.shape[-1],
-        dropout=dropout, deterministic=torch.are_deterministic_algorithms_enabled(),
-    )  # fmt: skip
-    return kernel == "cudnn"
+def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """`cudnn`, `flash-4` or `flash`: what attends q (B, S, H, E) over as many keys on a GPU, by the table of
+    spec/attention_kernels.py. A dry run models flash, which keeps the same tensors as both."""
+    if acts() or q.device.type != "cuda" or q.dtype not in NARROW:
+        return "flash"
+    about = (q.device, q.dtype, case_of(mask), q.shape[1], q.shape[3], v.shape[3], q.shape[2] // k.shape[2])
+    kernel: str = chosen_kernel(*about, dropout, torch.is_grad_enabled())
+    return kernel
+
+
+def case_of(mask: Mask) -> Case:
+    """A row of that table."""
+    return "window" if mask.window else "rows" if mask.documents is None else "documents"
 
 
 def _told(q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor | None, bool]:

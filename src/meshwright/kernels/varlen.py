@@ -43,10 +43,10 @@ class AttentionForm(NamedTuple):
     window: int
     scale: float
     way: str = "flash"
-    """flash: fused, by documents or stretches, on a GPU by borders; strips: strips.py; blocks: blockwise.py; loops:
-    compiled/sequence_attention.py."""
+    """flash: fused, by documents or stretches, on a GPU by borders; flash-4: the same by FlashAttention 4; strips:
+    strips.py; blocks: blockwise.py; loops: compiled/sequence_attention.py."""
     dropout: float = 0.0
-    """Of the weights; not in strips, nor of a CPU's flash kernel."""
+    """Of the weights; not in strips, nor of flash-4, nor of a CPU's flash kernel."""
 
 
 def borders_of(documents: Tensor, number: int) -> Tensor:
@@ -212,10 +212,12 @@ def _bias(tile: RowTile, window: int, like: Tensor) -> Tensor | None:
 
 
 def _forward_by_borders(q: Tensor, k: Tensor, v: Tensor, form: AttentionForm) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values = (_one_after_another(x, _width(q, v)) for x in (q, k, v))
-    out, lse, random = compat.varlen_attention(
-        queries, keys, values, _borders(form, q), _longest(form, q), **_options(form)
-    )  # fmt: skip
+    queries, keys, values = _packed(form, q, v, (q, k, v))
+    rows, random = (_borders(form, q), _longest(form, q)), _none(q)
+    if form.way == "flash-4":
+        out, lse = compat.flash_4_attention(queries, keys, values, *rows, window=form.window, scale=form.scale)
+    else:
+        out, lse, random = compat.varlen_attention(queries, keys, values, *rows, **_options(form))
     made = out[..., : v.shape[-1]].contiguous().unflatten(0, q.shape[:2])
     return made, lse, random if form.dropout else _none(q)
 
@@ -228,19 +230,24 @@ def _options(form: AttentionForm) -> dict[str, Any]:
 def _backward_by_borders(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, random: Tensor, form: AttentionForm
 ) -> tuple[Tensor, Tensor, Tensor]:
-    given, queries, keys, values, result = (_one_after_another(x, _width(q, v)) for x in (gradient, q, k, v, out))
-    found = compat.varlen_attention_backward(
-        given, queries, keys, values, result, lse, _borders(form, q), _longest(form, q), **_options(form),
-        random=random if form.dropout else None,
-    )  # fmt: skip
+    incoming, queries, keys, values, outcome = _packed(form, q, v, (gradient, q, k, v, out))
+    tensors, rows = (incoming, queries, keys, values, outcome, lse), (_borders(form, q), _longest(form, q))
+    if form.way == "flash-4":
+        made = compat.flash_4_attention_backward(*tensors, *rows, window=form.window, scale=form.scale)
+    else:
+        made = compat.varlen_attention_backward(
+            *tensors, *rows, **_options(form), random=random if form.dropout else None
+        )  # fmt: skip
     of_q, of_k, of_v = (
-        x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(found, (q, k, v), strict=True)
+        x[..., : like.shape[3]].unflatten(0, q.shape[:2]) for x, like in zip(made, (q, k, v), strict=True)
     )
     return of_q, of_k, of_v
 
 
-def _one_after_another(x: Tensor, width: int) -> Tensor:
-    return padded(x.flatten(0, 1), width)
+def _packed(form: AttentionForm, q: Tensor, v: Tensor, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+    """Tensors (B, S, heads, E or V) as rows one after another (B S, heads, width). Version 2 wants one width."""
+    unequal = form.way == "flash-4"
+    return [padded(x.flatten(0, 1), fused_width(x.shape[3]) if unequal else _width(q, v)) for x in tensors]
 
 
 def _borders(form: AttentionForm, q: Tensor) -> Tensor:

@@ -3,6 +3,7 @@ lengths of documents; and where it is above all that was published."""
 
 from collections.abc import Iterator
 
+from meshwright.planner.cost.engine_speeds import takes_flash_4
 from meshwright.planner.kernels.chips import REACHED
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.plan import Plan
@@ -35,6 +36,11 @@ def _of_time(found: Prediction) -> Iterator[str]:
         return
     if not device.name.startswith(MEASURED):
         yield f"Steps of this engine were measured on one {MEASURED} alone: on the {device.name} this is a prediction."
+    if takes_flash_4(found.plan):
+        yield (
+            "Documents and windows are planned with FlashAttention 4, which is installed here; "
+            "its rates are published ones, and this engine has not measured it."
+        )
     if recipe.document_mask and not found.document_tokens:
         yield "Documents are taken to fill their rows, the slowest case: --document-tokens says how long yours are."
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.compat import torch_compile
 from meshwright.compat.onednn_cache import keep_few_products
-from meshwright.kernels import chooser, fp8
+from meshwright.kernels import chooser, fp8, gpu_attention
 from meshwright.kernels.attention import Mask, backend, causal_mask, untold, wants_loops
 from meshwright.kernels.compiled import training_library
 from meshwright.kernels.linear import SAME
 from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
-from meshwright.spec.attention_kernels import LEAST_POSITIONS
+from meshwright.spec.attention_kernels import LEAST_POSITIONS, attention_call
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes
@@ -106,15 +106,12 @@ ASKED = LEAST_POSITIONS
 
 def _attended(plan: Plan, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Mask]:
     """What attention of a training step is asked on one rank: q, k, v and the mask of a row."""
-    shape, layout, recipe = plan.model, plan.layout, plan.recipe
-    mla, positions = shape.mla, min(recipe.sequence, ASKED)
-    heads, key_heads = shape.heads // layout.tp, max(1, shape.kv_heads // layout.tp)
-    width, value_width = shape.head_dim, shape.head_dim
-    if mla is not None:
-        key_heads, width, value_width = heads, mla.nope_dim + mla.rope_dim, mla.v_dim
+    shape, layout, recipe, call = plan.model, plan.layout, plan.recipe, attention_call(plan)
+    positions, heads = min(recipe.sequence, ASKED), shape.heads // layout.tp
+    key_heads = max(1, shape.kv_heads // layout.tp) if shape.mla is None else heads
     make = partial(torch.empty, dtype=DTYPES[recipe.precision], device=device, requires_grad=True)
-    q, k = make(1, positions, heads, width), make(1, positions, key_heads, width)
-    v = make(1, positions, key_heads, value_width)
+    q, k = make(1, positions, heads, call.width), make(1, positions, key_heads, call.width)
+    v = make(1, positions, key_heads, call.value_width)
     documents = torch.zeros(1, positions, dtype=torch.int64, device=device) if recipe.document_mask else None
     window = min(shape.window, positions - 1) if shape.window < recipe.sequence else 0
     return q, k, v, causal_mask(positions, positions, window=window, documents=documents, device=device)
@@ -137,7 +134,9 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
         return ["layout.kernels=reference is plain code, for comparison: slower, and it holds more than plans count"]
     if device.type == "cpu" and plan.layout.kernels != "triton":
         return _loop_notes(plan, device)
+    library = [] if plan.layout.kernels == "triton" else attention_notes(plan, device)
     names = ["loss_rows", *([] if compiled else block_operations(plan))]
+    names = [name for name in names if name != "attention" or not library]
     narrow = (plan.recipe.optimizer_states, plan.recipe.master_weights) != ("fp32", "fp32")
     names += ["narrow_adamw"] if narrow else []
     dtypes = {"merge": torch.float32, "narrow_adamw": reduce_dtype(plan.recipe)}
@@ -149,7 +148,20 @@ def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
         )
         for name in names
     ])  # fmt: skip
-    return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else "")]
+    return [f"kernels: {made}" + ("; the compiler fuses the rest" if compiled else ""), *library]
+
+
+def attention_notes(plan: Plan, device: torch.device) -> list[str]:
+    """Which library attends in 16 bits on a GPU, and why it is that one."""
+    layout, dtype = plan.layout, DTYPES[plan.recipe.precision]
+    if chooser.unavailable(device) == "no CUDA device" or dtype not in chooser.NARROW:
+        return []
+    if layout.cp > 1:
+        return [f"attention: {layout.context} of flash parts (context parallelism)"]
+    group = 1 if plan.model.mla else plan.model.heads // plan.model.kv_heads
+    choice = gpu_attention.choose(device, dtype, attention_call(plan), group)
+    version = f"; flash-attn-4 {compat.flash_4_version()}" if choice.kernel == "flash-4" else ""
+    return [f"attention: {choice.kernel} ({choice.reason}{version})"]
 
 
 def _untold(plan: Plan, device: torch.device) -> str:

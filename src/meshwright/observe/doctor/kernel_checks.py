@@ -6,23 +6,28 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import Kernels, fast
+from meshwright.kernels import Kernels, fast, gpu_attention
 from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask, attend_reference, causal_mask
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.experts import expert_linear_reference, groups_on_device
 from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
+from meshwright.spec.attention_kernels import LEAST_POSITIONS, MAJORS, AttentionCall, Case
 from meshwright.training.device import known_device
 
 BARS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest error, as a share of the length of a tensor: a few roundings; TF32 products are left out."""
 SLOW = 0.6
 """Share of the best measured product of a known GPU, below which something slows it."""
+
+
+LENGTH = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +40,13 @@ class Form:
     values: int
     packed: bool = False
     window: int = 0
+    positions: int = LENGTH
 
 
 FORMS = {
     "causal": Form(4, 4, 64, 64),
     "grouped (GQA)": Form(8, 2, 64, 64),
+    "long rows": Form(8, 2, 128, 128, positions=LEAST_POSITIONS),
     "packed documents": Form(4, 4, 64, 64, packed=True),
     "latent (MLA)": Form(4, 4, 96, 64),
     "packed, grouped": Form(8, 2, 64, 64, packed=True),
@@ -48,7 +55,6 @@ FORMS = {
     "window": Form(8, 2, 64, 64, window=50),
     "packed, window": Form(4, 4, 64, 64, packed=True, window=50),
 }
-LENGTH = 256
 
 
 def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Finding:
@@ -58,10 +64,11 @@ def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None 
     used: dict[str, str] = {}
     for name, form in FORMS.items():
         sizes = ((form.heads, form.width), (form.keys, form.width), (form.keys, form.values))
-        given = [_normal((2, LENGTH, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
-        documents = (torch.arange(LENGTH, device=device) // 100).expand(2, -1) if form.packed else None
+        length = form.positions
+        given = [_normal((2, length, *size), device, dtype, seed) for seed, size in enumerate(sizes)]
+        documents = (torch.arange(length, device=device) // 100).expand(2, -1) if form.packed else None
         spans = DocumentSpans(6, 100) if form.packed else UNKNOWN
-        mask = causal_mask(LENGTH, LENGTH, window=form.window, documents=documents, spans=spans, device=device)
+        mask = causal_mask(length, length, window=form.window, documents=documents, spans=spans, device=device)
 
         def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask) -> Tensor:
             return attend_reference(q, k, v, mask, scale=0.1)
@@ -73,7 +80,7 @@ def attention(device: torch.device, dtype: torch.dtype, kernels: Kernels | None 
         worst[name] = _error(ours, plain, given)
         q, k, v = given
         used[name] = _backend(partial(ours, q, k, v), device)
-    return _judged("attention", worst, BARS[dtype], {"backends": used}, _said(used))
+    return _judged("attention", worst, BARS[dtype], {"backends": used}, _said(used) + _kept_out(device, dtype))
 
 
 def flash_parts(device: torch.device, dtype: torch.dtype) -> Finding:
@@ -212,8 +219,24 @@ def _backend(run: Callable[[], Tensor], device: torch.device) -> str:
         run()
         torch.cuda.synchronize(device)
     names = " ".join(event.key.lower() for event in seen.key_averages())
-    known = {"cudnn": "cudnn", "flash": "flash", "fmha": "efficient", "efficient": "efficient"}
+    known = {
+        "cudnn": "cudnn",
+        "flash_attncute": "flash-4",
+        "flash": "flash",
+        "fmha": "efficient",
+        "efficient": "efficient",
+    }
     return next((kernel for word, kernel in known.items() if word in names), "plain products")
+
+
+def _kept_out(device: torch.device, dtype: torch.dtype) -> str:
+    """Why FlashAttention 2 attends where a faster kernel is known; empty = it does not."""
+    cases_by_reason: dict[str, list[Case]] = {}
+    for case in get_args(Case) if gpu_attention.installed(device).major in MAJORS else ():
+        kernel, reason = gpu_attention.choose(device, dtype, AttentionCall(case, LEAST_POSITIONS, 128, 128), 4)
+        if kernel == "flash":
+            cases_by_reason.setdefault(reason, []).append(case)
+    return "".join(f"; FlashAttention 2 for {', '.join(cases)}: {why}" for why, cases in cases_by_reason.items())
 
 
 def _said(used: Mapping[str, str]) -> str:

@@ -1,10 +1,10 @@
 """The attention core of Meshwright's own engine: which kernel its masks and its context parallelism leave, and what
 they move beside it (kernels/attention.py, kernels/partial.py, parallel/ring.py). Letters as in block.py."""
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.planner.cost.work import MemoryPass, Work
-from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
+from meshwright.planner.kernels.kernel_operations import AttentionCore, CoreKind, Product
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
@@ -58,8 +58,9 @@ def fused(of: "Local", queries: float, value: float, parts: float) -> Core:
     """The kernel that skips what lies above the diagonal; in `parts` it is called for as much shorter rows."""
     keys, dim = _seen(of), _dim(of, value)
     flop, rows = 2 * of.tokens * keys * (queries + value) * of.uneven, 2 * keys / parts
-    plain = of.cp == 1 and not 0 < of.window < of.sequence
-    kernel: Literal["rows", "parts", "documents"] = "documents" if of.documents else "rows" if plain else "parts"
+    kernel: CoreKind = "documents" if of.documents else "window" if 0 < of.window < of.sequence else "rows"
+    if of.cp > 1:
+        kernel = "parts of documents" if of.documents else "parts"
     forward = AttentionCore(flop, sequence=rows, dim=dim, width=of.width, kernel=kernel)
     return Core((forward,), (forward._replace(flop=BACKWARD * flop, backward=True),))
 

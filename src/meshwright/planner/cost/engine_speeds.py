@@ -14,7 +14,7 @@ from typing import Literal
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.attention_kernels import HOPPER as ATTENTION
-from meshwright.spec.attention_kernels import row_kernel
+from meshwright.spec.attention_kernels import LEAST_CUDNN, GpuLibraries, attention_call, attention_kernel, has_flash_4
 from meshwright.spec.cluster import Device
 from meshwright.spec.plan import Plan
 
@@ -42,22 +42,39 @@ package's kernel for moments of 8 bits and for those of 16; that for fp32 states
 BLACKWELL = ("B200", "B300", "GB200", "GB300")
 
 
+def planned_speeds(stack: Stack, plan: Plan) -> Speeds:
+    """Of a plan's device, with the kernels that attend there."""
+    device, flash = plan.cluster.device, attention_of(stack, plan)
+    return engine_speeds(device, flash, takes_flash_4(plan)) if stack.own else speeds_of(device, flash)
+
+
 def attention_of(stack: Stack, plan: Plan) -> Literal[1, 2, 3]:
     """Generation of the kernel that attends whole rows of a plan, as the engine chooses it."""
     if not stack.own or stack.flash < 3:
         return stack.flash
-    name, shape = plan.cluster.device.name.upper(), plan.model
-    kernel = row_kernel(
-        9 if name.startswith(HOPPER) else 10 if name.startswith(BLACKWELL) else 8,
-        positions=plan.recipe.sequence, dim=shape.head_dim, equal=shape.mla is None, dropout=plan.recipe.dropout,
-        deterministic=plan.recipe.deterministic,
-    )  # fmt: skip
-    return 3 if kernel == "cudnn" else 2
+    call = attention_call(plan)._replace(case="rows")
+    return 3 if attention_kernel(call, GpuLibraries(_major(plan), LEAST_CUDNN)).kernel == "cudnn" else 2
+
+
+def takes_flash_4(plan: Plan) -> bool:
+    """Whether documents and windows of a plan go through FlashAttention 4: where it is installed, it is taken to be
+    installed on the plan's devices, too."""
+    call = attention_call(plan)
+    if call.case == "rows" or not _major(plan) or not has_flash_4():
+        return False
+    return attention_kernel(call, GpuLibraries(_major(plan), flash_4=True)).kernel == "flash-4"
+
+
+def _major(plan: Plan) -> int:
+    """Compute capability of a plan's devices, its first number, from Hopper on; 0 = older, or another maker's."""
+    name = plan.cluster.device.name.upper()
+    return 9 if name.startswith(HOPPER) else 10 if name.startswith(BLACKWELL) else 0
 
 
 @lru_cache(maxsize=16)
-def engine_speeds(device: Device, flash: int = 2) -> Speeds:
-    """`flash`: 2, or 3 for cuDNN's attention (spec/attention_kernels.py)."""
+def engine_speeds(device: Device, flash: int = 2, flash_4: bool = False) -> Speeds:
+    """`flash`: 2, or 3 for cuDNN's attention of whole rows. `flash_4`: documents and windows go through FlashAttention
+    4 (spec/attention_kernels.py)."""
     published = speeds_of(device, flash)
     if not device.name.upper().startswith(HOPPER) or not device.half_matmul_flop_per_s:
         return published
@@ -74,11 +91,13 @@ def engine_speeds(device: Device, flash: int = 2) -> Speeds:
         packed_half=PACKED_HALF,
     )
     slow = min(1.0, device.half_matmul_flop_per_s / device.half_flop_per_s / 0.803)
-    parted, rows = (
-        rates._replace(forward=rates.forward * slow, backward=rates.backward * slow)
-        for rates in (ATTENTION["flash"], ATTENTION["flash" if flash == 2 else "cudnn"])
-    )
+    reached = {
+        kernel: rates._replace(forward=rates.forward * slow, backward=rates.backward * slow)
+        for kernel, rates in ATTENTION.items()
+    }
+    rows = reached["flash" if flash == 2 else "cudnn"]
     return replace(
-        found, attention=None, parted=parted, attention_forward=rows.forward, attention_backward=rows.backward,
+        found, attention=None, parted=reached["flash"], bordered=reached["flash-4"] if flash_4 else None,
+        attention_forward=rows.forward, attention_backward=rows.backward,
         attention_half=(rows.half, rows.half), narrow_heads=rows.narrow,
     )  # fmt: skip

@@ -64,7 +64,9 @@ class Speeds:
     attention_half: tuple[float, float] = (400.0, 900.0)
     """Sequence length at which it reaches half of that, forward and backward."""
     parted: AttentionRates | None = None
-    """Of the kernel that takes parts of rows, windows and documents, where that is another one."""
+    """Of the kernel that takes parts of rows, where that is another one."""
+    bordered: AttentionRates | None = None
+    """Of the kernel that takes documents and windows; None = `parted`."""
     packed_half: tuple[float, float] | None = None
     """Sequence length at which that reaches half of it, where rows are documents behind one another."""
     memory_share: float = 0.80
@@ -167,9 +169,12 @@ class Speeds:
         share, half, narrow = self.attention_forward, self.attention_half[0], self.narrow_heads
         if work.backward:
             share, half = self.attention_backward, self.attention_half[1]
-        if work.kernel != "rows" and self.parted:
-            share, half, narrow = self.parted[work.backward], self.parted.half, self.parted.narrow
-        if work.kernel == "documents" and self.packed_half:
+        rates = None if work.kernel == "rows" else self.parted
+        if self.bordered and work.kernel in ("documents", "window"):
+            rates = self.bordered
+        if rates:
+            share, half, narrow = rates[work.backward], rates.half, rates.narrow
+        if work.kernel.endswith("documents") and self.packed_half:
             half = self.packed_half[work.backward]
         if work.masked or work.width >= 4:
             share = self.attention_masked[work.backward]

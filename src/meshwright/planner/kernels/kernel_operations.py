@@ -25,6 +25,11 @@ class Product(NamedTuple):
         return 2.0 * self.m * self.k * self.n * self.batch * self.calls
 
 
+CoreKind = Literal["rows", "documents", "window", "parts", "parts of documents"]
+"""What a core is called for: whole causal rows; documents behind one another, where the kernel reads where each begins;
+a window; parts of rows or of documents, which ranks have."""
+
+
 class AttentionCore(NamedTuple):
     """A fused attention core; `flop` as executed (causal by half). Short rows and narrow heads fill a kernel less."""
 
@@ -36,9 +41,7 @@ class AttentionCore(NamedTuple):
     """Under a mask that is a tensor: another, slower kernel, which leaves nothing out."""
     width: float = 2.0
     """Bytes of an operand."""
-    kernel: Literal["rows", "parts", "documents"] = "rows"
-    """What it is called for: whole causal rows; parts of them or windows; documents behind one another, where the
-    kernel reads where each begins."""
+    kernel: CoreKind = "rows"
 
 
 class Prefill(NamedTuple):

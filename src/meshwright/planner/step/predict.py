@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.planner.cost.engine_speeds import attention_of, engine_speeds
+from meshwright.planner.cost.engine_speeds import planned_speeds
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.cost.speeds import Speeds, speeds_of
+from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
 from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import ElementCounts, States, counts, number_of_kinds, states
@@ -328,7 +328,7 @@ def estimator(
     """For a plan's model, recipe and cluster; speeds and links from the cluster's data sheet unless given.
     `document_tokens`: SharedCosts'."""
     stack = on_gpu(stack) if plan.cluster.device.is_gpu and speeds is None else stack
-    listed = (engine_speeds if stack.own else speeds_of)(plan.cluster.device, attention_of(stack, plan))
+    listed = planned_speeds(stack, plan)
     speeds, links = speeds or (listed.in_tf32() if plan.recipe.tf32 else listed), links or links_of(plan.cluster)
 
     def of(shape: ModelShape, recipe: Recipe, teacher: Estimator | None = None) -> Estimator:

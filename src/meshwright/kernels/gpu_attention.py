@@ -1,0 +1,147 @@
+"""Which kernel attends on this GPU: by the table of spec/attention_kernels.py, after a small trial of the faster one.
+
+A trial runs forward and backward beside plain sums in fp64, once for each width, dtype and number of heads that share
+keys. A kernel that raises there, or is wrong, is not taken in this process, and the reason stands in the log of a run
+and in the doctor's answer.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cache, lru_cache, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from meshwright import compat
+from meshwright.kernels.chooser import NARROW, named
+from meshwright.spec.attention_kernels import (
+    AttentionCall,
+    Case,
+    GpuLibraries,
+    KernelChoice,
+    attention_kernel,
+    has_flash_4,
+)
+
+LARGEST_ERROR = 0.03
+"""Of a tensor's length: some roundings to bf16."""
+ROWS = 320
+"""Positions of a trial: several tiles of keys of every kernel, and a part of one."""
+DOCUMENTS = (0, 1, 130, 131, 320, 320)
+"""Borders of a trial's documents: of one position, of several tiles, and of none."""
+WINDOW = 70
+SCALE = 0.2
+
+
+@lru_cache(maxsize=4096)
+def choose(device: torch.device, dtype: torch.dtype, call: AttentionCall, group: int) -> KernelChoice:
+    """The kernel of a call whose key heads serve `group` query heads each. A new form of call is tried here first.
+
+    Kept, since eager attention asks at each call."""
+    if device.type != "cuda" or dtype not in NARROW:
+        return KernelChoice("flash", "no GPU" if device.type != "cuda" else named(dtype))
+    gpu = installed(device)
+    choice = attention_kernel(call, gpu)
+    if choice.kernel == "flash":
+        return choice
+    wrong = problem(choice.kernel, device, dtype, call.width, call.value_width, group, call.case == "window")
+    if wrong:
+        return KernelChoice("flash", f"{choice.kernel}: {wrong}")
+    return choice._replace(reason=f"sm_{gpu.major}0, {named(dtype)}: {choice.reason}")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
+def chosen_kernel(
+    device: torch.device, dtype: torch.dtype, case: Case, positions: int, width: int, value_width: int, group: int,
+    dropout: float, gradients: bool,
+) -> str:  # fmt: skip
+    """`choose`'s kernel, as a constant of compiled code."""
+    call = AttentionCall(
+        case, positions, width, value_width, dropout, torch.are_deterministic_algorithms_enabled(), gradients
+    )
+    return choose(device, dtype, call, group).kernel
+
+
+@cache
+def installed(device: torch.device) -> GpuLibraries:
+    """What can attend on a device."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return GpuLibraries(0)
+    major = torch.cuda.get_device_capability(device)[0]
+    return GpuLibraries(major, compat.cudnn_version(), has_flash_4())
+
+
+@cache
+def problem(
+    kernel: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, group: int, window: bool
+) -> str:  # fmt: skip
+    """What is wrong with a kernel here; empty where it runs and is right."""
+    try:
+        with ThreadPoolExecutor(1) as apart:  # hooks and modes of a block under way are this thread's alone
+            error = apart.submit(_error, kernel, device, dtype, (width, value_width), group, window).result()
+    except Exception as failure:  # compilers, drivers and launches fail in many ways
+        line = (str(failure).splitlines() or [""])[0]
+        return f"its trial failed: {type(failure).__name__} {line}".strip()
+    return "" if error < LARGEST_ERROR else f"its trial was off by {error:.2g}"
+
+
+def _error(
+    kernel: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], group: int, window: bool
+) -> float:  # fmt: skip
+    """The largest relative error of the result and of the gradients; not a number counts as infinite."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (2 * group, widths[0]), (2, widths[0]), (2, widths[1])
+    inputs = [torch.randn(ROWS, *size, generator=generator).to(device, dtype) for size in sizes]
+    gradient = torch.randn(ROWS, 2 * group, widths[1], generator=generator).to(device, dtype)
+    reach = WINDOW if window else 0
+    seen = _seen(kernel != "cudnn", reach).to(device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        outcome = _whole_rows(inputs, gradient) if kernel == "cudnn" else _packed_rows(inputs, gradient, reach)
+    exact = _differentiated(partial(_plain, seen=seen), [x.double() for x in inputs], gradient.double())
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(outcome, exact, strict=True)]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _whole_rows(inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    """cuDNN's result and gradients."""
+
+    def attend(*rows: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in rows)
+        return compat.cudnn_attention(q, k, v, scale=SCALE)[0].transpose(0, 1)
+
+    return _differentiated(attend, inputs, gradient)
+
+
+def _packed_rows(inputs: list[Tensor], gradient: Tensor, window: int) -> list[Tensor]:
+    """flash-4's result and gradients."""
+    q, k, v = inputs
+    borders = torch.tensor(DOCUMENTS, dtype=torch.int32, device=q.device)
+    documents = borders, max(end - begin for begin, end in pairwise(DOCUMENTS))
+    out, lse = compat.flash_4_attention(q, k, v, *documents, window=window, scale=SCALE)
+    gradients = compat.flash_4_attention_backward(gradient, q, k, v, out, lse, *documents, window=window, scale=SCALE)
+    return [out, *gradients]
+
+
+def _differentiated(attend: Callable[..., Tensor], inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+
+
+def _seen(packed: bool, window: int) -> Tensor:
+    """(ROWS, ROWS) bool: which keys a query sees."""
+    back = torch.arange(ROWS)[:, None] - torch.arange(ROWS)
+    seen = (back >= 0) & (back < (window or ROWS))
+    if packed:
+        document = torch.bucketize(torch.arange(ROWS), torch.tensor(DOCUMENTS), right=True)
+        seen &= document[:, None] == document
+    return seen
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """q (T, H, E), k (T, K, E), v (T, K, V) -> (T, H, V)."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("she,the->hst", q, k) * SCALE
+    return torch.einsum("hst,thv->shv", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
