@@ -26,8 +26,10 @@ from meshwright.spec.quantization_schemes import SCHEMES
 DEVICES = ("a100-80", "h100", "h200", "b200")
 MODELS = ("llama-3.2-1b", "llama-3.1-8b")
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
-INSTRUCTIONS = {"integer": 8.2, "nf4": 10.5, "e4m3": 9.5}
-"""A weight: all of the loop of packed_rows that is no product, in machine code for sm_90 (Triton 3.9)."""
+INSTRUCTIONS = {"integer": (5.2, 4.4), "nf4": (9.6, 8.8), "e4m3": (9.5, 8.8)}
+"""A weight: all of the loop of packed_rows, in machine code for sm_90 (Triton 3.9), of up to 64 rows and of more."""
+ZEROS = 0.6
+"""Of reading whole zeros beside it."""
 FEW_INSTRUCTIONS = {"integer": (5.9, 7.3), "nf4": (7.8, 9.3), "e4m3": (7.9, 10.2)}
 """The same of few_packed_rows, for one row and for two."""
 LANES = 128
@@ -36,8 +38,6 @@ CACHE = 2.0
 """Of the memory's rate: that of the last-level cache (A100: 5,120 bytes a cycle by its data sheet, 3.5 times)."""
 TRITON = 0.85
 """Of the rate of the library's products, with the same tile."""
-RESIDENT = 3
-"""Programs of up to 64 rows that share a processor: one waits while another computes (registers: at most 128)."""
 SHOWN = ("int4-rtn", "int4-sym", "nf4", "int8", "fp8")
 WITHOUT_FP8 = ("a100-80",)
 
@@ -80,20 +80,31 @@ def bf16(kernel: Kernel, work: Sizes) -> float:
 
 
 def fused(kernel: Kernel, work: Sizes, scheme: str) -> float:
-    """Microseconds of packed_rows, and of sum_parts where K is cut. Making numbers and multiplying take turns. One and
-    two rows are multiplied by few_packed_rows."""
+    """Microseconds of packed_rows, and of sum_parts where K is cut. Programs of a processor take turns at
+    making numbers and multiplying. One and two rows are multiplied by few_packed_rows."""
     chip, kind = kernel.chip, SCHEMES[scheme]
     if work.rows <= few_rows.MOST_ROWS:
         return _few(kernel, work, scheme)
-    tile = packed_product.tile_of(work.rows, work.columns, chip.processors)
+    warp_groups = chip.low_best > chip.best  # units for 8 bits came with them
+    tile = packed_product.tile_of(work.rows, warp_groups)
     parts = packed_product.parts_of(work.rows, work.columns, work.inner, tile, chip.processors)
     weights = work.columns * work.inner * -(-work.rows // tile.rows)
-    cost = INSTRUCTIONS[kind.codes]
+    cost = INSTRUCTIONS[kind.codes][work.rows > 64] + (ZEROS if kind.zeros == "whole" else 0.0)
     made = weights * cost / (LANES * chip.processors * chip.clock_ghz * 1e3)
     multiplied = _tiles(kernel, work, tile, parts, 2.0, chip.best)
     size = kind.bits_per_weight(work.columns, work.inner) / 8 * work.columns * work.inner
     moving = moved(kernel, size + _around(work))
-    return product_times.blended_us(kernel.figures, made + multiplied, moving) + _added(kernel, work, parts)
+    # Without warp groups each warp waits for itself: those of a program take turns, too.
+    computing = taking_turns(made, multiplied, tile.resident if warp_groups else 2 * tile.resident)
+    return product_times.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
+
+
+def taking_turns(one: float, other: float, programs: int) -> float:
+    """Of two units that `programs` use one after the other, each at any time: as in a closed queue of two stations with
+    times that vary (exponentially). One program waits for both, many for the slower unit alone."""
+    longer = max(one, other)
+    share = min(one, other) / longer
+    return longer * sum(share**i for i in range(programs + 1)) / sum(share**i for i in range(programs))
 
 
 def _few(kernel: Kernel, work: Sizes, scheme: str) -> float:
@@ -166,7 +177,7 @@ def _tiles(
 ) -> float:  # fmt: skip
     shape = TileChoice(tile.rows, tile.columns, parts)
     figures = {**kernel.figures, "split_us": 0.0, "split_bytes": 0.0}
-    figures["step_us"] /= RESIDENT if tile.rows <= 64 else 1
+    figures["step_us"] /= tile.resident
     return product_times.tiled_us(
         figures, kernel.chip, shape, work.rows, work.columns, work.inner, width=width, best=best * TRITON
     )

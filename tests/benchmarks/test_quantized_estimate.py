@@ -50,3 +50,17 @@ def test_a_table_has_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list(estimate.table())
     assert len(found) == len(estimate.MODELS) * len(estimate.DEVICES) * len(estimate.SHOWN)
     assert all(set(one.speeds) == set(estimate.ROWS) and min(one.speeds.values()) > 0.3 for one in found)
+
+
+@pytest.mark.parametrize("name", estimate.DEVICES)
+def test_middle_batches_of_4_bits_come_near_bf16(name: str) -> None:
+    """Fewer instructions a code, two programs a processor, and K cut where that takes less time (decision 54)."""
+    for scheme in ("int4-rtn", "int4-sym"):
+        speeds = [estimate.speed(name, LARGE, rows, scheme) for rows in (64, 128, 256, 512)]
+        assert all(speed > least for speed, least in zip(speeds, (1.15, 0.94, 0.78, 0.70), strict=True))
+
+
+def test_more_programs_hide_the_shorter_unit() -> None:
+    times = [estimate.taking_turns(1.0, 2.0, programs) for programs in (1, 2, 3, 50)]
+    assert times[0] == 3.0 and times == sorted(times, reverse=True) and times[-1] == pytest.approx(2.0)
+    assert estimate.taking_turns(2.0, 2.0, 2) == 3.0

@@ -79,8 +79,9 @@ class Launch:
         return replace(self, arguments=self.arguments | arguments)
 
 
-def recorded(launcher: Callable[[], object]) -> list[Launch]:
-    """Call a launcher on tensors without values -> the launches that it makes. None is run."""
+def recorded(launcher: Callable[[], object], capability: int = 90) -> list[Launch]:
+    """Call a launcher on tensors without values -> the launches that it makes on a GPU of a compute capability. None is
+    run."""
     launches: list[Launch] = []
 
     def record(kernel: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -89,12 +90,12 @@ def recorded(launcher: Callable[[], object]) -> list[Launch]:
         arguments = {name: _as_pointer(value) for name, value in bound.arguments.items()}
         launches.append(Launch(kernel, arguments, options, tuple(grid)))
 
-    run, processors = JITFunction.run, blocks.INTERPRETED_PROGRAMS
-    JITFunction.run, blocks.INTERPRETED_PROGRAMS = record, PROCESSORS
+    before = JITFunction.run, blocks.INTERPRETED_PROGRAMS, blocks.INTERPRETED_CAPABILITY
+    JITFunction.run, blocks.INTERPRETED_PROGRAMS, blocks.INTERPRETED_CAPABILITY = record, PROCESSORS, capability
     try:
         launcher()
     finally:
-        JITFunction.run, blocks.INTERPRETED_PROGRAMS = run, processors
+        JITFunction.run, blocks.INTERPRETED_PROGRAMS, blocks.INTERPRETED_CAPABILITY = before
     return launches
 
 

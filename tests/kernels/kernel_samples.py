@@ -182,20 +182,23 @@ def many(dtype: torch.dtype, copied: torch.dtype, first: int = 0) -> Row:
     return Row(launch)
 
 
-def groups(zeros: str, group: int, width: int = WIDTH) -> tuple[Tensor, Tensor | None]:
+def groups(
+    zeros: str, group: int, width: int = WIDTH, dtype: torch.dtype = BF16
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Scales of a matrix (4,096, width), and zeros: whole = half a byte each, real, or none."""
     count = width // group if group else 1
     made = {"": None, "whole": empty(WIDTH, -(-count // 2), dtype=UINT8), "real": empty(WIDTH, count, dtype=FP16)}
-    return empty(WIDTH, count), made[zeros]
+    return empty(WIDTH, count, dtype=dtype), made[zeros]
 
 
 def matrix_of_codes(
-    group: int, zeros: str, inner: int = WIDTH, codes: torch.dtype = UINT8, *, table: bool = False
+    group: int, zeros: str, inner: int = WIDTH, codes: torch.dtype = UINT8, *, table: bool = False,
+    dtype: torch.dtype = BF16,
 ) -> PackedMatrix:  # fmt: skip
     """A matrix (4,096, inner)."""
     row = inner if codes == E4M3 else -(-inner // 2)
     numbers = empty(16, dtype=FP32) if table else None
-    scales, shifts = groups(zeros, group, inner)
+    scales, shifts = groups(zeros, group, inner, dtype)
     return PackedMatrix(empty(WIDTH, row, dtype=codes), scales, shifts, numbers, inner, group)
 
 
@@ -210,7 +213,7 @@ def packed(
 ) -> Row:  # fmt: skip
     """K is cut for a few rows; one and two have a kernel of their own."""
     inner = inner or (FFN if rows < 1000 else WIDTH)
-    matrix = matrix_of_codes(group, zeros, inner, codes, table=table)
+    matrix = matrix_of_codes(group, zeros, inner, codes, table=table, dtype=dtype)
     added = empty(WIDTH, dtype=dtype) if bias else None
     launch = partial(packed_product.packed_linear, empty(rows, inner, dtype=dtype), matrix, added)
     return Row(launch, ("packed_rows",))
@@ -328,7 +331,9 @@ ROWS = {
     "packed, 2 rounded rows, e4m3": rounded_rows_product(2),
     "packed, 16 rows, nf4": packed(16, 64, table=True),
     "packed, 16 rows, e4m3": packed(16, 0, codes=E4M3),
+    "packed, 16 rows, fp16": packed(16, 64, "whole", dtype=FP16),
     "packed, 64 rows": packed(64, 32, "whole"),
+    "packed, 200 rows, ends inside of a word": packed(200, 32, "whole", inner=4097, dtype=FP16),
     "packed, 128 rows": packed(128, 128),
     "packed, 1,024 rows": packed(1024, 32, "real"),
     "packed, 128 rows, nf4": packed(128, 64, table=True, bias=False),

@@ -102,7 +102,7 @@ def with_helpers(kernel: JITFunction) -> Iterator[JITFunction]:
 
 
 def launches() -> list[Launch]:
-    return [launch for row in ROWS.values() for launch in recorded(row.launch)]
+    return [launch for row in ROWS.values() for capability in (80, 90) for launch in recorded(row.launch, capability)]
 
 
 def test_every_kernel_is_in_the_table() -> None:
@@ -145,7 +145,7 @@ def test_grids_are_within_limits() -> None:
 def test_integers_of_every_kind(row: Row, capability: int) -> None:
     """Each integer argument at 1, at a multiple of 16, at an odd number, and above 31 bits: what Triton makes
     constants and types of."""
-    for launch in recorded(row.launch):
+    for launch in recorded(row.launch, capability):
         assert failures(launch, capability) == {}
 
 
@@ -155,7 +155,7 @@ def test_integers_of_every_kind(row: Row, capability: int) -> None:
 @pytest.mark.slow
 def test_machine_code_for_integers_of_every_kind(row: Row, capability: int) -> None:
     """The same down to machine code: each integer at 1 alone, and all at each kind."""
-    for launch in recorded(row.launch):
+    for launch in recorded(row.launch, capability):
         assert failures(launch, capability, triton.compile, alone=("1",)) == {}
 
 
@@ -179,7 +179,7 @@ def test_a_constant_without_a_type_is_noticed() -> None:
 @each_row
 @pytest.mark.long
 def test_compiled_for_gpus_that_are_not_here(row: Row, capability: int) -> None:
-    for launch in recorded(row.launch):
+    for launch in recorded(row.launch, capability):
         found = machine_code(launch, capability)
         if row.fits:
             assert found.shared <= SHARED_LIMIT[capability]

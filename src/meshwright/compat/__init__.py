@@ -312,3 +312,10 @@ def recorded_allocations() -> dict[str, Any] | None:
 def processors(index: int | None) -> int:
     """Return the multiprocessors of a CUDA device, of which torch's stubs know nothing."""
     return int(torch.cuda.get_device_properties(index or 0).multi_processor_count)
+
+
+@cache
+def capability(index: int | None) -> int:
+    """Return the compute capability of a CUDA device, as 90."""
+    major, minor = torch.cuda.get_device_capability(index)
+    return 10 * major + minor

@@ -20,7 +20,7 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import acts
 
-FUSED_ROWS, E4M3_ROWS = 256, 64
+FUSED_ROWS, E4M3_ROWS = 512, 64
 """Up to which making the numbers again for each block of rows costs less than writing and reading them, or, of 8 bits,
 than reading a copy that was restored once (benchmarks/quantized_estimate.py)."""
 FEW_ROWS = 2

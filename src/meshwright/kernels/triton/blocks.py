@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.compat import processors
+from meshwright.compat import capability, processors
 
 Arg = tl.tensor
 """An argument of a kernel: in it, a pointer or a number."""
@@ -17,6 +17,8 @@ ROW_ELEMENTS = 4096
 """Up to which several short rows share a program."""
 INTERPRETED_PROGRAMS = 4
 """Of a kernel that divides its rows among as many programs as the device runs at once."""
+INTERPRETED_CAPABILITY = 90
+"""Compute capability of the GPU whose tiles are taken where none is."""
 
 
 def power_of_two(number: int) -> int:
@@ -51,6 +53,11 @@ def programs(x: Tensor, each: int = 1) -> int:
     if x.device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return each * processors(x.device.index)
+
+
+def has_warp_groups(x: Tensor) -> bool:
+    """Whether tensor cores multiply for four warps together, as from sm_90 on."""
+    return (capability(x.device.index) if x.device.type == "cuda" else INTERPRETED_CAPABILITY) >= 90
 
 
 def interpreted(kernel: Any) -> bool:

@@ -21,6 +21,30 @@ FIXED, PACKED, REAL = 0, 1, 2
 WORD_BYTES = 4
 
 
+def _cut_pairs(kind: str, one: str, base: str) -> tl.constexpr:
+    """Assembly: eight results $0 to $7 of words $8 and $9, scales $10 and negative zeros $11, two numbers in each.
+    `one`: two ones; `base`: two numbers in whose lowest bits a code stands as what is added to them."""
+    lines = [f".reg .b32 halves, moved, whole, one, none; mov.b32 one, {one}; mov.b32 none, 0x80008000;"]
+    for code in range(8):
+        if code % 4 == 0:
+            lines.append(f"prmt.b32 halves, $8, $9, {'0x5410' if code == 0 else '0x7632'};")
+        source = "halves"
+        if code % 4:
+            lines.append(f"shr.u32 moved, halves, {4 * (code % 4)};")
+            source = "moved"
+        lines += [
+            f"lop3.b32 whole, {source}, 0x000f000f, {base}, 0xea;",
+            f"fma.rn.{kind} whole, whole, one, $11;",
+            f"fma.rn.{kind} ${code}, whole, $10, none;",
+        ]
+    return tl.constexpr("{" + " ".join(lines) + "}")
+
+
+BF16_PAIRS = _cut_pairs("bf16x2", one="0x3f803f80", base="0x43004300")
+PAIR_OPERANDS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
+FP16_PAIRS = _cut_pairs("f16x2", one="0x3c003c00", base="0x64006400")
+
+
 class PackedMatrix(NamedTuple):
     """A matrix (N, K) as the kernels read it."""
 
@@ -46,6 +70,11 @@ class PackedMatrix(NamedTuple):
     def zero_form(self) -> int:
         """FIXED, PACKED or REAL."""
         return FIXED if self.zeros is None else PACKED if self.zeros.dtype == torch.uint8 else REAL
+
+    def in_pairs(self, dtype: torch.dtype) -> bool:
+        """Whether arithmetic in a dtype of 16 bits rounds a number no more than once: zeros are whole, and scales of
+        that dtype."""
+        return self.form == WHOLE and self.zero_form != REAL and self.scales.dtype == dtype
 
 
 class CodeWords(NamedTuple):
@@ -142,11 +171,48 @@ def _number(
 
 
 @triton.jit
-def numbers_of_words(
+def _eight_numbers(
     bits: Arg, table: Arg, zero: Arg, scale: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, DTYPE: tl.constexpr
 ) -> Arg:  # fmt: skip
+    """Numbers of the codes of words of half bytes, one tensor for each of the eight positions."""
+    return (
+        _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),
+        _number(bits, table, zero, scale, 1, CODES, ZEROS, DTYPE),
+        _number(bits, table, zero, scale, 2, CODES, ZEROS, DTYPE),
+        _number(bits, table, zero, scale, 3, CODES, ZEROS, DTYPE),
+        _number(bits, table, zero, scale, 4, CODES, ZEROS, DTYPE),
+        _number(bits, table, zero, scale, 5, CODES, ZEROS, DTYPE),
+        _number(bits, table, zero, scale, 6, CODES, ZEROS, DTYPE),
+        _number(bits, table, zero, scale, 7, CODES, ZEROS, DTYPE),
+    )
+
+
+@triton.jit
+def _eight_in_pairs(bits: Arg, zero: Arg, scale: Arg, DTYPE: tl.constexpr) -> Arg:
+    """As _eight_numbers of whole numbers with whole zeros, two words at a time: `scale` is of DTYPE, 16 bits. Halves of
+    two words stand side by side in a register, so that one instruction cuts a code out of both. The difference of two
+    whole numbers is exact in 16 bits, and its product with a scale is rounded once, as from fp32."""
+    if tl.bfloat16 == DTYPE:
+        eight = tl.inline_asm_elementwise(
+            BF16_PAIRS, PAIR_OPERANDS, [bits, scale, (-128.0 - zero).to(DTYPE)],
+            dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        eight = tl.inline_asm_elementwise(
+            FP16_PAIRS, PAIR_OPERANDS, [bits, scale, (-1024.0 - zero).to(DTYPE)],
+            dtype=(tl.float16,) * 8, is_pure=True, pack=2,
+        )  # fmt: skip
+    return eight
+
+
+@triton.jit
+def numbers_of_words(
+    bits: Arg, table: Arg, zero: Arg, scale: Arg, CODES: tl.constexpr, ZEROS: tl.constexpr, PAIRS: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> Arg:  # fmt: skip
     """Words (rows, words), zeros and scales of the same size or scalars -> S (number - Z) (rows, codes of the words)
-    in the order of the codes. Each `join` adds a last axis; the last of them is the lowest bit of a position."""
+    in the order of the codes. PAIRS: two words are cut at a time, as _eight_in_pairs. Each `join` adds a last axis;
+    the last of them is the lowest bit of a position."""
     if CODES == 2:
         even = tl.join(
             _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),
@@ -158,25 +224,11 @@ def numbers_of_words(
         )
         numbers = tl.reshape(tl.join(even, odd), (bits.shape[0], bits.shape[1] * 4))
     else:
-        even = tl.join(
-            tl.join(
-                _number(bits, table, zero, scale, 0, CODES, ZEROS, DTYPE),
-                _number(bits, table, zero, scale, 4, CODES, ZEROS, DTYPE),
-            ),
-            tl.join(
-                _number(bits, table, zero, scale, 2, CODES, ZEROS, DTYPE),
-                _number(bits, table, zero, scale, 6, CODES, ZEROS, DTYPE),
-            ),
-        )
-        odd = tl.join(
-            tl.join(
-                _number(bits, table, zero, scale, 1, CODES, ZEROS, DTYPE),
-                _number(bits, table, zero, scale, 5, CODES, ZEROS, DTYPE),
-            ),
-            tl.join(
-                _number(bits, table, zero, scale, 3, CODES, ZEROS, DTYPE),
-                _number(bits, table, zero, scale, 7, CODES, ZEROS, DTYPE),
-            ),
-        )
+        if PAIRS:
+            n0, n1, n2, n3, n4, n5, n6, n7 = _eight_in_pairs(bits, zero, scale, DTYPE)
+        else:
+            n0, n1, n2, n3, n4, n5, n6, n7 = _eight_numbers(bits, table, zero, scale, CODES, ZEROS, DTYPE)
+        even = tl.join(tl.join(n0, n4), tl.join(n2, n6))
+        odd = tl.join(tl.join(n1, n5), tl.join(n3, n7))
         numbers = tl.reshape(tl.join(even, odd), (bits.shape[0], bits.shape[1] * 8))
     return numbers

@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.kernels.triton.blocks import Arg, ceil_div, interpreted, power_of_two, programs, rows_of, wide_products
 from meshwright.kernels.triton.few_rows import LEAST_WORDS, MOST_ROWS
 from meshwright.kernels.triton.narrowing import NarrowRows
-from meshwright.kernels.triton.packed_product import ProgramTile, many_rows, parts_of
+from meshwright.kernels.triton.packed_product import ProgramTile, parts_of
 
 OUTLIERS = 32
 """Columns that are multiplied apart at a time."""
@@ -176,10 +176,12 @@ def finish_parts(
 
 
 def tile_of(rows: int, columns: int, processors: int) -> ProgramTile:
-    """For a product (rows, columns)."""
+    """For a product (rows, columns): 128 columns where each processor has a block then, else half."""
     if rows <= 64:
-        return ProgramTile(columns=64, rows=max(16, power_of_two(rows)), inner=128, warps=4, stages=4)
-    return many_rows(rows, columns, 128, processors)
+        return ProgramTile(64, max(16, power_of_two(rows)), inner=128, warps=4, stages=4, resident=3)
+    if ceil_div(columns, 128) * ceil_div(rows, 128) >= processors:
+        return ProgramTile(128, 128, inner=128, warps=8, stages=3)
+    return ProgramTile(64, 128, inner=128, warps=4, stages=3)
 
 
 def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:

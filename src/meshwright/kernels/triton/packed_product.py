@@ -2,11 +2,13 @@
 
     out (M, N) = x (M, K) W^T + bias        W = S (q - Z), rounded to x's dtype as a restored matrix is
 
-The matrix is the first operand of the tensor cores and x the second: a few rows of x fill them then. Where columns
+Up to 64 rows the matrix is the first operand of the tensor cores and x the second: a few rows of x fill them then. Of
+more rows x is the first: the numbers go to shared memory alone, and the products of a step wait once. Where columns
 alone are too few programs for the device, K is cut, too; the parts are added in order by a second kernel. One and two
 rows have a kernel of their own (few_rows.py).
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.triton import few_rows
-from meshwright.kernels.triton.blocks import ELEMENTS, Arg, ceil_div, power_of_two, programs, wide_products
+from meshwright.kernels.triton.blocks import (
+    ELEMENTS,
+    Arg,
+    ceil_div,
+    has_warp_groups,
+    interpreted,
+    power_of_two,
+    programs,
+    wide_products,
+)
 from meshwright.kernels.triton.code_words import (
     PackedMatrix,
     load_words,
@@ -24,10 +35,15 @@ from meshwright.kernels.triton.code_words import (
     words_of,
 )
 
-ROW_SHARE = 16
+ROW_SHARE = 8
 """Inputs for each row of x that a part has at least: it costs 8 bytes a row, to write and to read, and saves none."""
-RESIDENT = 3
-"""Programs of up to 64 rows that share a processor, so that one computes while another waits (registers: 170)."""
+PROCESSOR_RATE, CACHE_RATE, ADDING_US, FILLING = 4.7e6, 8.2e6, 2.2, 130
+"""FLOP of one processor and bytes of the cache in a microsecond, a launch, and inputs that the start of a run costs: of
+an H200, as benchmarks/quantized_estimate.py has them. Only their ratios count."""
+PART_BYTES, MOST_PARTS = 8, 16
+"""Of a number of a part, written and read; and the most parts."""
+FIRST_ROWS = 64
+"""Of x, up to which the matrix is the first operand."""
 
 
 class ProgramTile(NamedTuple):
@@ -38,6 +54,8 @@ class ProgramTile(NamedTuple):
     inner: int
     warps: int
     stages: int
+    resident: int = 1
+    """Programs that share a processor by their registers: one makes numbers of codes while another multiplies."""
 
 
 @triton.jit
@@ -45,32 +63,44 @@ def packed_rows(
     x: Arg, x_stride: Arg, codes: Arg, row_bytes: Arg, scales: Arg, scale_stride: Arg, zeros: Arg, zero_stride: Arg,
     table: Arg, bias: Arg, out: Arg, rows: Arg, columns: Arg, inner: Arg, each: Arg, CODES: tl.constexpr,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
     """One block of out (M, N), or PART: of its sum over one run of `each` inputs, in fp32. GROUP: inputs that share a
-    scale, 0 = all."""
+    scale, 0 = all. EVEN: inputs are a multiple of INNER; PAIRS: as numbers_of_words; SECOND: the matrix is the second
+    operand."""
     CODES_A_WORD: tl.constexpr = 4 if CODES == 2 else 8
+    WORDS: tl.constexpr = INNER // CODES_A_WORD
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(2)
-    here, wanted = column < columns, row < rows
     line = tl.minimum(column, columns - 1).to(tl.int64)  # the last ones are read again, and not written
-    left = x + row[:, None].to(tl.int64) * x_stride
-    words = tl.cdiv(row_bytes, 4)
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    left = x + tl.minimum(row, rows - 1)[:, None].to(tl.int64) * x_stride
+    words = row_bytes // 4 if EVEN else tl.cdiv(row_bytes, 4)  # known as a multiple, words are read side by side
+    total = tl.zeros((ROWS, COLUMNS) if SECOND else (COLUMNS, ROWS), tl.float32)
     for start in range(part * each, tl.minimum(part * each + each, inner), INNER):
         at = start + tl.arange(0, INNER)
-        inputs = tl.load(left + at[None, :], mask=wanted[:, None] & (at[None, :] < inner), other=0.0)
-        # Words behind the end of a row are those of its last one: their inputs are zeros.
-        word = tl.minimum(start // CODES_A_WORD + tl.arange(0, INNER // CODES_A_WORD), words - 1)
+        word = start // CODES_A_WORD + tl.arange(0, WORDS)
+        if EVEN:
+            inputs = tl.load(left + at[None, :])
+        else:  # words behind the end of a row are those of its last one: their inputs are zeros
+            inputs = tl.load(left + at[None, :], mask=(at < inner)[None, :], other=0.0)
+            word = tl.minimum(word, words - 1)
         bits = load_words(codes, line, row_bytes, words, word, WHOLE_ROWS)
         group = word // (GROUP // CODES_A_WORD) if GROUP else word * 0
-        scale = tl.load(scales + line[:, None] * scale_stride + group[None, :]).to(tl.float32)
+        scale = tl.load(scales + line[:, None] * scale_stride + group[None, :])
         zero = load_zeros(zeros, line, zero_stride, group, ZEROS)
-        weight = numbers_of_words(bits, table, zero, scale, CODES, ZEROS, x.dtype.element_ty)
+        if not PAIRS:
+            scale = scale.to(tl.float32)
+        weight = numbers_of_words(bits, table, zero, scale, CODES, ZEROS, PAIRS, x.dtype.element_ty)
         if WIDE:
             inputs, weight = inputs.to(tl.float32), weight.to(tl.float32)
-        total = tl.dot(weight, tl.trans(inputs), total, input_precision="ieee")
+        if SECOND:
+            total = tl.dot(inputs, tl.trans(weight), total, input_precision="ieee")
+        else:
+            total = tl.dot(weight, tl.trans(inputs), total, input_precision="ieee")
+    total = tl.trans(total) if SECOND else total
+    here, wanted = column < columns, row < rows
     if BIAS:
         total += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)[:, None]
     first = part.to(tl.int64) * rows if PART else 0
@@ -93,28 +123,47 @@ def sum_parts(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
-def tile_of(rows: int, columns: int, processors: int) -> ProgramTile:
-    """For a product (rows, columns)."""
-    if rows <= 64:
-        return ProgramTile(columns=64, rows=max(16, power_of_two(rows)), inner=128, warps=4, stages=3)
-    return many_rows(rows, columns, 64, processors)
-
-
-def many_rows(rows: int, columns: int, inner: int, processors: int) -> ProgramTile:
-    """128 columns where each processor has a block then, else half."""
-    if ceil_div(columns, 128) * ceil_div(rows, 128) >= processors:
-        return ProgramTile(columns=128, rows=128, inner=inner, warps=8, stages=3)
-    return ProgramTile(columns=64, rows=128, inner=inner, warps=4, stages=3)
+def tile_of(rows: int, warp_groups: bool, even: bool = True) -> ProgramTile:
+    """For a product of so many rows. Where products are those of warp groups, which wait for them, a program of four
+    warps leaves room for a second one; else the warps of one program wait each for itself. Not `even`: rows of the
+    matrix are read byte by byte, with masks, for which registers must be left."""
+    if rows <= FIRST_ROWS:
+        return ProgramTile(64, max(16, power_of_two(rows)), inner=128, warps=4, stages=3, resident=3)
+    if not even:
+        return ProgramTile(64, 128, inner=64, warps=8, stages=3)
+    if warp_groups:
+        return ProgramTile(128, 128, inner=64, warps=4, stages=3, resident=2)
+    return ProgramTile(128, 128, inner=64, warps=8, stages=3)
 
 
 def parts_of(rows: int, columns: int, inner: int, tile: ProgramTile, processors: int) -> int:
-    """Into how many runs K is cut, where blocks are fewer than a device runs at once: as many as it does, if runs stay
-    longer than two steps, and parts small beside the matrix."""
+    """Into how many runs K is cut. A few rows wait for memory: as many as fill the device where blocks do not, if runs
+    stay longer than two steps, and parts small beside the matrix. More rows wait for products: as many as take the
+    least time, by the most that one
+    processor has, what a run costs before its first step, and parts that are written and read."""
     blocks = ceil_div(columns, tile.columns) * ceil_div(rows, tile.rows)
-    together = processors * (RESIDENT if rows <= 64 else 1)
-    if blocks >= together:
-        return 1
-    return max(1, min(ceil_div(together, blocks), inner // (2 * tile.inner), inner // (ROW_SHARE * rows)))
+    if rows <= FIRST_ROWS:
+        together = processors * tile.resident
+        filling = ceil_div(together, blocks) if blocks < together else 1
+        return max(1, min(filling, inner // (2 * tile.inner), inner // (ROW_SHARE * rows)))
+
+    def microseconds(parts: int) -> float:
+        most = ceil_div(blocks * parts, processors)  # of one processor
+        multiplied = 2.0 * tile.columns * tile.rows * most * (inner / parts + FILLING) / PROCESSOR_RATE
+        return multiplied + (ADDING_US + parts * rows * columns * PART_BYTES / CACHE_RATE if parts > 1 else 0.0)
+
+    return min(range(1, max(1, min(MOST_PARTS, inner // (2 * tile.inner))) + 1), key=microseconds)
+
+
+@lru_cache(4096)
+def arranged(
+    rows: int, columns: int, inner: int, processors: int, warp_groups: bool, even: bool
+) -> tuple[ProgramTile, int, int]:  # fmt: skip
+    """Tile, runs that K is cut into, and inputs of each."""
+    tile = tile_of(rows, warp_groups, even)
+    parts = parts_of(rows, columns, inner, tile, processors)
+    each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
+    return tile, ceil_div(inner, each), each
 
 
 def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
@@ -125,21 +174,21 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tenso
     if len(x) <= few_rows.MOST_ROWS:
         return few_rows.packed_linear(x, matrix, bias)
     rows, columns, inner = len(x), len(matrix.codes), matrix.size_in
-    tile = tile_of(rows, columns, programs(x))
-    parts = parts_of(rows, columns, inner, tile, programs(x))
-    each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
-    parts = ceil_div(inner, each)
+    codes, row_bytes, whole_rows = words_of(matrix.codes)
+    even = whole_rows and inner % 64 == 0
+    tile, parts, each = arranged(rows, columns, inner, programs(x), has_warp_groups(x), even)
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
     zeros, table = matrix.zeros, matrix.table
-    codes, row_bytes, whole_rows = words_of(matrix.codes)
     packed_rows[(ceil_div(columns, tile.columns), ceil_div(rows, tile.rows), parts)](
         x, x.stride(0), codes, row_bytes, matrix.scales, matrix.scales.stride(0),
         matrix.scales if zeros is None else zeros, 0 if zeros is None else zeros.stride(0),
         matrix.scales if table is None else table, x if bias is None else bias, into, rows, columns, inner, each,
         CODES=matrix.form, ZEROS=matrix.zero_form, BIAS=bias is not None and parts == 1, PART=parts > 1,
-        WIDE=wide_products(packed_rows, x), WHOLE_ROWS=whole_rows, GROUP=matrix.group, COLUMNS=tile.columns,
-        ROWS=tile.rows, INNER=tile.inner, num_warps=tile.warps, num_stages=tile.stages,
+        WIDE=wide_products(packed_rows, x), WHOLE_ROWS=whole_rows, EVEN=even and inner % tile.inner == 0,
+        PAIRS=matrix.in_pairs(x.dtype) and not interpreted(packed_rows), SECOND=rows > FIRST_ROWS,
+        GROUP=matrix.group, COLUMNS=tile.columns, ROWS=tile.rows, INNER=tile.inner, num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
     if parts > 1:
         sum_parts[(ceil_div(out.numel(), ELEMENTS),)](
