@@ -40,7 +40,7 @@ READS_ENVIRONMENT: dict[str, str] = {
     "compat/freed_memory.py": "glibc takes the threshold that a user sets from the environment alone",
     "compat/onednn_cache.py": "oneDNN takes the size of its cache from the environment alone",
     "api/determinism.py": "cuBLAS takes the workspace of a deterministic run from the environment alone",
-    "data/cache_folder.py": "XDG_CACHE_HOME names the user's cache folder",
+    "spec/user_cache.py": "XDG_CACHE_HOME names the user's cache folder",
 }
 """Modules below the cli that read the environment, each with the standard that demands it."""
 

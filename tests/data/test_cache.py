@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import Sampler, cache_folder, pool, token_cache
+from meshwright.data import Sampler, pool, token_cache
 from meshwright.data import corpus as corpus_module
 from meshwright.data.corpus import Corpus
 from meshwright.data.token_cache import prepare
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.spec import Data
+from meshwright.spec import Data, user_cache
 from meshwright.spec.errors import DataError
 
 
@@ -329,6 +329,6 @@ def test_sampling_keeps_the_process_small(tmp_path: Path) -> None:
 
 def test_the_cache_lies_where_the_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder.default_root() == tmp_path / "meshwright"
+    assert user_cache.default_root() == tmp_path / "meshwright"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder.default_root() == Path.home() / ".cache" / "meshwright"
+    assert user_cache.default_root() == Path.home() / ".cache" / "meshwright"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.kernels import norm, prepared_product, rope, swiglu
-from meshwright.kernels.compiled import library, training_library
+from meshwright.kernels.compiled import building, library, training_library
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
@@ -233,6 +233,6 @@ def test_a_compiler_without_threads_builds_nothing(tmp_path: Path, monkeypatch: 
     single = tmp_path / "cc"
     single.write_text(f'#!/bin/sh\ncase "$*" in *-fopenmp\\ *) exit 1;; esac\nexec {named} "$@"\n')
     single.chmod(0o755)
-    monkeypatch.setattr(library, "COMPILERS", (str(single),))
+    monkeypatch.setattr(building, "COMPILERS", (str(single),))
     assert training_library._library.__wrapped__() is None
-    assert library.built(*library.STEPS) is not None, "the loops of serving run on one thread too"
+    assert building.built(*library.STEPS) is not None, "the loops of serving run on one thread too"

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import attention, varlen
 from meshwright.kernels.attention import attend, backend, causal_mask
-from meshwright.kernels.compiled import library, sequence_attention, training_library
+from meshwright.kernels.compiled import building, sequence_attention, training_library
 from tests.kernels.exactness import FUSED_ATTENTION, assert_not_worse, assert_single, errors, plain_attention, tensors
 
 pytestmark = pytest.mark.skipif(
@@ -185,7 +185,7 @@ def test_weights_are_made_again_of_the_same_scores(size: float, dtype: torch.dty
 @pytest.mark.parametrize("narrow", [("-U__AVX512F__",), ("-U__AVX512F__", "-U__AVX__")], ids=["eight", "four"])
 @pytest.mark.parametrize("name", ["plain", "odd vectors", "documents and a window"])
 def test_vectors_of_other_processors(name: str, narrow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, *narrow))
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *narrow))
     made = training_library._library.__wrapped__()
     assert made is not None
     monkeypatch.setattr(sequence_attention, "library", lambda: made)
@@ -288,7 +288,7 @@ def test_what_they_do_not_take_goes_the_other_ways(dtype: torch.dtype, width: in
 def test_without_a_compiler_torch_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     given, mask, seen = case("documents")
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert library.built("sequence_attention.c") is None
+    assert building.built("sequence_attention.c") is None
     monkeypatch.setattr(training_library, "is_compiled", lambda: False)
     q, k, v = given
     assert backend(q, k, v, mask, scale=SCALE) in ("flash", "blockwise")

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from meshwright.api.model_opening import load
 from meshwright.data import prepare
-from meshwright.data.cache_folder import default_root
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import Mesh
 from meshwright.spec import Layout, Plan
 from meshwright.spec.errors import RunError
+from meshwright.spec.user_cache import default_root
 from meshwright.training import loop, teacher_targets
 from meshwright.training.teacher_store import DONE, TableSizes, TeacherTables, cached
 from meshwright.training.teacher_targets import samples_of

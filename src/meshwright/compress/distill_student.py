@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from meshwright.data import Tokenizer
-from meshwright.data.cache_folder import default_root
 from meshwright.model.hub import export_folder
 from meshwright.spec import ModelShape
 from meshwright.spec.errors import PlanError
+from meshwright.spec.user_cache import default_root
 from meshwright.store.durable import one_line
 from meshwright.store.model_weights import locate
 from meshwright.training.precision import DTYPES

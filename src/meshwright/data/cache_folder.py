@@ -12,13 +12,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.spec import user_cache
+
 Progress = Callable[[int, int], None]
 """(bytes of text, or rows, done; how many in all)."""
-
-
-def default_root() -> Path:
-    """$XDG_CACHE_HOME/meshwright, by default ~/.cache/meshwright (XDG base directories)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "meshwright"
 
 
 def mapped(path: Path, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
@@ -50,13 +47,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Let one process at a time make this folder. Where the system has no file locks, both make it and one is kept."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+    """Let one process at a time make this folder, without what killed processes left of it."""
+    with user_cache.lock(folder) as locked:
+        if locked:
             _sweep(folder)
         yield
 

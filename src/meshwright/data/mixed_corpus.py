@@ -8,12 +8,13 @@ from dataclasses import replace
 from itertools import accumulate, islice
 from pathlib import Path
 
-from meshwright.data.cache_folder import default_root, new_folder
+from meshwright.data.cache_folder import new_folder
 from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
+from meshwright.spec.user_cache import default_root
 
 _TRAIN_BPE_CHARACTERS = 2**25
 

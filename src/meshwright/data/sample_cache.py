@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data import rows, samples
-from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.chat_template import DEFAULT
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.named_templates import AUTO, check_format, named_template
@@ -26,6 +26,7 @@ from meshwright.data.token_cache import STREAMS, load
 from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
+from meshwright.spec.user_cache import default_root
 
 FORMAT: Final = 5
 """Raised whenever the same rows would be stored as other tokens or in another way."""

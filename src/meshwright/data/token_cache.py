@@ -11,13 +11,14 @@ from typing import Final, final
 import numpy as np
 
 from meshwright.data import split
-from meshwright.data.cache_folder import Progress, default_root, lock, mapped, new_folder, read_json, sync, write_json
+from meshwright.data.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.pool import Batch, Pool
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
+from meshwright.spec.user_cache import default_root
 
 FORMAT: Final = 1
 """Raised whenever the same text would be stored as other tokens or in another way."""

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.cache_folder import default_root, read_json, write_json
+from meshwright.data.cache_folder import read_json, write_json
 from meshwright.spec.errors import RunError
 from meshwright.spec.units import GB
+from meshwright.spec.user_cache import default_root
 from meshwright.store.durable import free_bytes
 
 _FORMAT = 1

@@ -2,34 +2,64 @@
 
 #include "rows.h"
 
-typedef int8_t small_lanes __attribute__((vector_size(16), aligned(1)));
+#define INLINE static inline __attribute__((always_inline))
 
-/* Compilers make 16 single steps of __builtin_convertvector from 8 bits. */
-static inline whole_lanes signed_lanes(const int8_t *codes) {
-#ifdef __AVX512F__
-    return (whole_lanes)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes));
+typedef int8_t small_integers __attribute__((vector_size(WIDE), aligned(1)));
+
+/* What keys and values are stored as. */
+enum { STORED_FLOATS, STORED_INT8, STORED_E4M3 };
+
+/* Compilers make single steps of __builtin_convertvector from 8 bits. */
+INLINE wide_integers signed_integers(const int8_t *codes) {
+#if WIDE == 16
+    return (wide_integers)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes));
+#elif defined(__AVX2__) && WIDE == 8
+    return (wide_integers)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes));
 #else
-    return __builtin_convertvector(*(const small_lanes *)codes, whole_lanes);
+    return __builtin_convertvector(*(const small_integers *)codes, wide_integers);
 #endif
 }
 
-static inline lanes int8_lanes(const int8_t *codes) {
-    return __builtin_convertvector(signed_lanes(codes), lanes);
-}
-
 /* Sign, four bits of exponent with a bias of 7, three of mantissa. What is no number has a scale that is none. */
-static inline lanes e4m3_lanes(const uint8_t *codes) {
-    whole_lanes code = signed_lanes((const int8_t *)codes), size = code & 127, small = size < 8;
-    whole_lanes normal = (size << 20) + (120 << 23);
-    lanes subnormal = __builtin_convertvector(size, lanes) * 0x1p-9f;
-    whole_lanes found = (small & (whole_lanes)subnormal) | (~small & normal);
-    return (lanes)(found | (code & (int32_t)0x80000000u));
+INLINE wide e4m3_numbers(const int8_t *codes) {
+    const wide_integers code = signed_integers(codes), size = code & 127, is_small = size < 8;
+    const wide_integers normal = (size << 20) + (120 << 23);
+    const wide subnormal = __builtin_convertvector(size, wide) * 0x1p-9f;
+    const wide_integers magnitude = (is_small & (wide_integers)subnormal) | (~is_small & normal);
+    return (wide)(magnitude | (code & (int32_t)0x80000000u));
 }
 
-static inline float e4m3_number(uint8_t code) {
-    int size = code & 127;
-    float found = size < 8 ? (float)size * 0x1p-9f : ldexpf((float)(8 + (size & 7)), (size >> 3) - 10);
-    return code & 128 ? -found : found;
+INLINE float e4m3_number(uint8_t code) {
+    const int size = code & 127;
+    const float magnitude = size < 8 ? (float)size * 0x1p-9f : ldexpf((float)(8 + (size & 7)), (size >> 3) - 10);
+    return code & 128 ? -magnitude : magnitude;
+}
+
+/* Numbers of a store from `i` on: a vector of them, and one. */
+INLINE wide stored_wide(const void *store, int64_t i, const int kind) {
+    if (kind == STORED_FLOATS) return *(const wide *)((const float *)store + i);
+    const int8_t *codes = (const int8_t *)store + i;
+    return kind == STORED_INT8 ? __builtin_convertvector(signed_integers(codes), wide) : e4m3_numbers(codes);
+}
+
+INLINE float stored_number(const void *store, int64_t i, const int kind) {
+    if (kind == STORED_FLOATS) return ((const float *)store)[i];
+    return kind == STORED_INT8 ? (float)((const int8_t *)store)[i] : e4m3_number(((const uint8_t *)store)[i]);
+}
+
+/* The sum of a vector, as `sum_of`. */
+INLINE float sum_of_wide(wide x) {
+#if WIDE == 16
+    return sum_of(x);
+#else
+    const four *quarters = (const four *)&x;
+#if WIDE == 8
+    const four rest = quarters[0] + quarters[1];
+#else
+    const four rest = quarters[0];
+#endif
+    return (rest[0] + rest[1]) + (rest[2] + rest[3]);
+#endif
 }
 
 /* exp(score - the largest) of each, and 1 / their sum. */
@@ -45,101 +75,121 @@ static inline float softmax(float *restrict scores, int64_t count) {
     return 1.0f / sum;
 }
 
-/* The positions t that a row sees of each block of its sequence, row after row, so that a block is read once for all. */
-#define EACH_BLOCK(...)                                                                                                 \
-    for (int64_t begin = seen[0].first / block * block; begin < seen[count - 1].end; begin += block) {                  \
-        const int64_t start = table[begin / block] * block * a->key_heads + own;                                        \
-        for (int64_t r = 0; r < count; r++) {                                                                           \
-            const int64_t first = seen[r].first, from = first > begin ? first : begin;                                  \
-            const int64_t end = seen[r].end < begin + block ? seen[r].end : begin + block;                              \
-            float *const scores = room + r * longest - first;                                                           \
-            __VA_ARGS__                                                                                                 \
-        }                                                                                                               \
-    }
-#define EACH_POSITION(...)                                                                                              \
-    for (int64_t t = from, place = start + (from - begin) * a->key_heads; t < end; t++, place += a->key_heads)          \
-        __VA_ARGS__
-
 /* Positions `first` .. `end` - 1. */
 typedef struct {
     int64_t first, end;
 } Seen;
 
-/* Rows of one sequence that are attended together, one behind the other. */
-enum { TOGETHER = 8 };
+/* Rows of one sequence that are attended together, one behind the other; vectors of which sums stay in registers. */
+enum { TOGETHER = 8, SUMS = 8 };
 
-/* One query head of `count` rows over its keys. E and V are 16 PARTS, or anything where PARTS is 0. `room`: for
-   `longest` scores of each row. */
-#define ATTEND(NAME, TYPE, LOAD, NUMBER)                                                                                \
-    static inline __attribute__((always_inline)) void NAME##_head(const Attention *a, float *restrict room,             \
-                                                                  int64_t longest, int64_t row, int64_t count,          \
-                                                                  int64_t head, const int parts) {                      \
-        const int64_t block = a->block, *table = a->tables + a->offsets[row];                                           \
-        const int64_t own = head / (a->heads / a->key_heads), width = parts ? parts * 16 : a->width;                    \
-        const int64_t wide = a->value_width, value_stride = parts ? width : a->value_stride;                            \
-        const float *queries = a->q + row * a->q_row + head * width;                                                    \
-        float *restrict out = a->out + (row * a->heads + head) * wide, shares[TOGETHER];                                \
-        lanes totals[TOGETHER][8];                                                                                      \
-        Seen seen[TOGETHER];                                                                                            \
-        for (int64_t r = 0; r < count; r++) {                                                                           \
-            const int64_t end = a->last[row + r] + 1;                                                                   \
-            seen[r] = (Seen){a->window && end > a->window ? end - a->window : 0, end};                                  \
-            for (int p = 0; p < parts; p++) totals[r][p] = (lanes){0};                                                  \
-        }                                                                                                               \
-        EACH_BLOCK({                                                                                                    \
-            const float *q = queries + r * a->q_row;                                                                    \
-            lanes query[8];                                                                                             \
-            for (int p = 0; p < parts; p++) query[p] = *(const lanes *)(q + 16 * p);                                    \
-            EACH_POSITION({                                                                                             \
-                const TYPE *code = (const TYPE *)a->keys + place * width;                                               \
-                float dot = 0.0f;                                                                                       \
-                if (parts) {                                                                                            \
-                    lanes all = query[0] * LOAD(code);                                                                  \
-                    for (int p = 1; p < parts; p++) all += query[p] * LOAD(code + 16 * p);                              \
-                    dot = sum_of(all);                                                                                  \
-                } else                                                                                                  \
-                    _Pragma("omp simd reduction(+ : dot)")                                                              \
-                    for (int64_t i = 0; i < width; i++) dot += q[i] * NUMBER(code[i]);                                  \
-                scores[t] = dot * (a->key_scales ? a->key_scales[place] * a->scale : a->scale);                         \
-            })                                                                                                          \
-        })                                                                                                              \
-        for (int64_t r = 0; r < count; r++) {                                                                           \
-            shares[r] = softmax(room + r * longest, seen[r].end - seen[r].first);                                       \
-            for (int64_t i = 0; !parts && i < wide; i++) out[r * a->heads * wide + i] = 0.0f;                           \
-        }                                                                                                               \
-        EACH_BLOCK({                                                                                                    \
-            float *restrict to = out + r * a->heads * wide;                                                             \
-            lanes total[8];                                                                                             \
-            for (int p = 0; p < parts; p++) total[p] = totals[r][p];                                                    \
-            EACH_POSITION({                                                                                             \
-                const TYPE *code = (const TYPE *)a->values + place * value_stride;                                      \
-                const float weight = scores[t] * (a->value_scales ? a->value_scales[place] : 1.0f);                     \
-                for (int p = 0; p < parts; p++) total[p] += weight * LOAD(code + 16 * p);                               \
-                if (!parts)                                                                                             \
-                    for (int64_t i = 0; i < wide; i++) to[i] += weight * NUMBER(code[i]);                               \
-            })                                                                                                          \
-            for (int p = 0; p < parts; p++) totals[r][p] = total[p];                                                    \
-        })                                                                                                              \
-        for (int64_t r = 0; r < count; r++) {                                                                           \
-            float *restrict to = out + r * a->heads * wide;                                                             \
-            for (int p = 0; p < parts; p++) *(lanes *)(to + 16 * p) = totals[r][p] * shares[r];                         \
-            for (int64_t i = 0; !parts && i < wide; i++) to[i] *= shares[r];                                            \
-        }                                                                                                               \
-    }                                                                                                                   \
-    static void NAME(const Attention *a, float *room, int64_t longest, int64_t row, int64_t count, int64_t head) {      \
-        const int64_t alike = a->width == a->value_width && a->width == a->value_stride ? a->width : 0;                 \
-        if (alike == 64) NAME##_head(a, room, longest, row, count, head, 4);                                            \
-        else if (alike == 128) NAME##_head(a, room, longest, row, count, head, 8);                                      \
-        else if (alike == 32) NAME##_head(a, room, longest, row, count, head, 2);                                       \
-        else NAME##_head(a, room, longest, row, count, head, 0);                                                        \
+/* Blocks of the sequence that any of the rows sees, by the position at which each begins, and where that lies in a store. */
+#define EACH_BLOCK(...)                                                                                                 \
+    for (int64_t begin = seen[0].first / a->block * a->block; begin < seen[count - 1].end; begin += a->block) {         \
+        const int64_t stored_at = table[begin / a->block] * a->block * a->key_heads + key_head;                         \
+        for (int64_t r = 0; r < count; r++) __VA_ARGS__                                                                 \
     }
 
-#define SAME(x) (x)
-#define WHOLE(x) ((float)(x))
-#define SAME_LANES(x) (*(const lanes *)(x))
-ATTEND(attend_floats, float, SAME_LANES, SAME)
-ATTEND(attend_int8, int8_t, int8_lanes, WHOLE)
-ATTEND(attend_e4m3, uint8_t, e4m3_lanes, e4m3_number)
+/* The positions t of a block that row `r` sees, and where they lie. */
+#define EACH_POSITION(...)                                                                                              \
+    {                                                                                                                   \
+        const int64_t first_here = seen[r].first > begin ? seen[r].first : begin;                                       \
+        const int64_t end_here = seen[r].end < begin + a->block ? seen[r].end : begin + a->block;                       \
+        int64_t position = stored_at + (first_here - begin) * a->key_heads;                                             \
+        for (int64_t t = first_here; t < end_here; t++, position += a->key_heads) __VA_ARGS__                           \
+    }
+
+/* Values of VECTORS vectors from `from` on, times their weights. */
+#define ADD_VALUES(VECTORS)                                                                                             \
+    {                                                                                                                   \
+        wide sums[VECTORS];                                                                                             \
+        for (int p = 0; p < VECTORS; p++) sums[p] = *(const wide *)(to + WIDE * (from + p));                            \
+        EACH_POSITION({                                                                                                 \
+            const float weight = scores[t] * (a->value_scales ? a->value_scales[position] : 1.0f);                      \
+            for (int p = 0; p < VECTORS; p++)                                                                           \
+                sums[p] += weight * stored_wide(a->values, position * value_stride + WIDE * (from + p), kind);          \
+        })                                                                                                              \
+        for (int p = 0; p < VECTORS; p++) *(wide *)(to + WIDE * (from + p)) = sums[p];                                  \
+    }
+
+/* Sums that a score is made of, so that no addition waits for the one before. */
+#define CHAINS (WIDE == 16 ? 1 : 2)
+
+/* A row's query, whose vectors are `vectors`, times the key that begins at `first`: `parts` vectors and some numbers. */
+INLINE float score_of(const wide *vectors, const float *q, const void *keys, int64_t first, int64_t width, const int kind,
+                      const int parts) {
+    wide sums[2] = {{0}, {0}};
+    for (int p = 0; p + CHAINS <= parts; p += CHAINS)
+        for (int chain = 0; chain < CHAINS; chain++)
+            sums[chain] += vectors[p + chain] * stored_wide(keys, first + WIDE * (p + chain), kind);
+    if (parts % CHAINS) sums[0] += vectors[parts - 1] * stored_wide(keys, first + WIDE * (parts - 1), kind);
+    if (CHAINS == 2) sums[0] += sums[1];
+    float dot = sum_of_wide(sums[0]);
+    for (int64_t i = WIDE * parts; i < width; i++) dot += q[i] * stored_number(keys, first + i, kind);
+    return dot;
+}
+
+/* One query head of `count` rows over its keys: blocks from the outside, so that each is read once for all rows.
+   `parts` and `value_parts`: whole vectors of E and V; `fixed`: known when this is compiled, at most 128 numbers.
+   `room`: for `longest` scores of each row. */
+INLINE void attend_head(const Attention *a, float *restrict room, int64_t longest, int64_t row, int64_t count,
+                        int64_t head, const int kind, const int fixed, const int parts, const int value_parts) {
+    const int64_t *table = a->tables + a->offsets[row];
+    const int64_t key_head = head / (a->heads / a->key_heads), width = a->width;
+    const int64_t value_width = a->value_width, value_stride = a->value_stride;
+    const float *queries = a->q + row * a->q_row + head * width;
+    float *restrict out = a->out + (row * a->heads + head) * value_width;
+    const int64_t out_row = a->heads * value_width;
+    Seen seen[TOGETHER] = {{0, 0}};
+    for (int64_t r = 0; r < count; r++) {
+        const int64_t end = a->last[row + r] + 1;
+        seen[r] = (Seen){a->window && end > a->window ? end - a->window : 0, end};
+        for (int64_t i = 0; i < value_width; i++) out[r * out_row + i] = 0.0f;
+    }
+    EACH_BLOCK({
+        const float *q = queries + r * a->q_row;
+        float *const scores = room + r * longest - seen[r].first;
+        wide query[128 / WIDE]; /* in registers, which the compiler does not dare with those in memory */
+        for (int p = 0; fixed && p < parts; p++) query[p] = ((const wide *)q)[p];
+        EACH_POSITION({
+            const wide *vectors = fixed ? query : (const wide *)q;
+            const float dot = score_of(vectors, q, a->keys, position * width, width, kind, parts);
+            scores[t] = dot * (a->key_scales ? a->key_scales[position] * a->scale : a->scale);
+        })
+    })
+    float shares[TOGETHER];
+    for (int64_t r = 0; r < count; r++) shares[r] = softmax(room + r * longest, seen[r].end - seen[r].first);
+    EACH_BLOCK({
+        float *restrict to = out + r * out_row;
+        const float *const scores = room + r * longest - seen[r].first;
+        int from = 0;
+        for (; from + SUMS <= value_parts; from += SUMS) ADD_VALUES(SUMS)
+        for (; from + 4 <= value_parts; from += 4) ADD_VALUES(4)
+        for (; from < value_parts; from++) ADD_VALUES(1)
+        if (WIDE * value_parts < value_width)
+            EACH_POSITION({
+                const float weight = scores[t] * (a->value_scales ? a->value_scales[position] : 1.0f);
+                for (int64_t i = WIDE * value_parts; i < value_width; i++)
+                    to[i] += weight * stored_number(a->values, position * value_stride + i, kind);
+            })
+    })
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t i = 0; i < value_width; i++) out[r * out_row + i] *= shares[r];
+}
+
+/* Widths that most models have are compiled apart. */
+#define ATTEND(NAME, KIND)                                                                                              \
+    static void NAME(const Attention *a, float *room, int64_t longest, int64_t row, int64_t count, int64_t head) {      \
+        const int parts = a->width / WIDE, value_parts = a->value_width / WIDE;                                         \
+        if (a->width == 64 && a->value_width == 64)                                                                     \
+            attend_head(a, room, longest, row, count, head, KIND, 1, 64 / WIDE, 64 / WIDE);                                \
+        else if (a->width == 128 && a->value_width == 128)                                                              \
+            attend_head(a, room, longest, row, count, head, KIND, 1, 128 / WIDE, 128 / WIDE);                              \
+        else attend_head(a, room, longest, row, count, head, KIND, 0, parts, value_parts);                                 \
+    }
+ATTEND(attend_floats, STORED_FLOATS)
+ATTEND(attend_int8, STORED_INT8)
+ATTEND(attend_e4m3, STORED_E4M3)
 
 /* Whether a row is of the same sequence as the one before, and sees one position more. */
 static inline int goes_on(const Attention *a, int64_t row) {
@@ -147,8 +197,8 @@ static inline int goes_on(const Attention *a, int64_t row) {
 }
 
 int64_t attend(const Attention *a, int64_t longest) {
-    const int64_t each = a->width + a->value_width, all = a->rows * a->heads;
-    const int used = threads_for(all * longest * each * (a->key_scales ? 1 : sizeof(float)));
+    const int64_t numbers = a->rows * a->heads * longest * (a->width + a->value_width);
+    const int shared_by = threads_for(numbers * (a->key_scales ? 1 : sizeof(float)));
     int64_t groups = 0, most = 1, *begins = malloc((a->rows + 1) * sizeof(int64_t));
     if (!begins) return 1;
     for (int64_t row = 0; row < a->rows; row++) {
@@ -156,9 +206,9 @@ int64_t attend(const Attention *a, int64_t longest) {
         if (row - begins[groups - 1] + 1 > most) most = row - begins[groups - 1] + 1;
     }
     begins[groups] = a->rows;
-    float *room = malloc(used * most * longest * sizeof(float));
+    float *room = malloc(shared_by * most * longest * sizeof(float));
     if (!room) return free(begins), 1;
-#pragma omp parallel for num_threads(used)
+#pragma omp parallel for num_threads(shared_by)
     for (int64_t number = 0; number < groups * a->heads; number++) {
         float *scores = room + this_thread() * most * longest;
         const int64_t group = number / a->heads, head = number % a->heads;

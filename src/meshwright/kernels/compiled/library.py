@@ -1,38 +1,24 @@
-"""The C sources of this folder, compiled for this processor when it is first asked for, and called with tensors.
+"""The library of what a step of serving takes on a CPU, called with tensors.
 
 Whoever wants it enters `used`: inside, and without gradients, kernels take its functions for fp32 on a CPU in place of
 several operations of torch each. Without a C compiler `loops` is None, and nothing else changes.
 """
 
 import ctypes
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from itertools import product
-from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.compiled.building import built
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER, Panels, pointer
 
-FOLDER = Path(__file__).parent
 STEPS = ("attention.c", "block.c", "panels.c", "rows.c")
 """Of a step of serving."""
-COMPILERS = ("cc", "gcc", "clang")
-FLAGS = (
-    "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fopenmp-simd",
-)  # fmt: skip
-LINKING = () if sys.platform == "darwin" else ("-Wl,-Bsymbolic",)  # no name of another library takes the place of ours
-FOR_THIS_CPU = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ("-mcpu=native",))
-THREADS: tuple[tuple[str, ...], ...] = (("-fopenmp",), ())
-"""Of each the first is taken that the compiler takes."""
 ROWS, INT8_ROWS, ROWS_BESIDE_BF16 = 64, 32, 8
 """Rows up to which `multiply` is faster than products of torch's libraries: with numbers and codes, with int8, and with
 bf16 where the CPU has units for it."""
@@ -233,25 +219,6 @@ def compiled() -> Loops | None:
 def _compiled() -> Loops | None:
     library = built(*STEPS)
     return None if library is None else Loops(library)
-
-
-def built(*names: str, threads: Sequence[tuple[str, ...]] = THREADS) -> ctypes.CDLL | None:
-    """A library of C sources of this folder; None where there is no C compiler that takes them with one of `threads`,
-    the options."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        return None
-    sources = [str(FOLDER / name) for name in names]
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "built.so"
-        for special, shared in product(FOR_THIS_CPU, threads):
-            words = [compiler, *FLAGS, *special, *shared, *sources, "-o", str(library), "-lm", *LINKING]
-            if subprocess.run(words, capture_output=True, check=False).returncode == 0:
-                try:
-                    return ctypes.CDLL(str(library))
-                except OSError:  # a folder from which nothing may be run
-                    return None
-    return None
 
 
 _used: ContextVar[Loops | None] = ContextVar("used", default=None)

@@ -11,7 +11,7 @@ int64_t has_int8(void) {
 #endif
 }
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__AVX2__) && WIDE >= 8
 #define HAS_CODES
 #endif
 
@@ -23,40 +23,68 @@ int64_t has_codes(void) {
 #endif
 }
 
+/* Two panels are multiplied together: their 32 columns are ACROSS vectors, and sums of AT_ONCE rows stay in registers, as
+   do BESIDE vectors, for which a number of a row is read once. */
+#define ACROSS (32 / WIDE)
+#if WIDE == 16
 #define AT_ONCE 8
+#define BESIDE 2
+#else
+#define AT_ONCE 3
+#define BESIDE 1
+#endif
 #define AHEAD 8192       /* bytes of a panel that are asked of memory before they are read */
 #define FAR_AHEAD 24576  /* the same of int8, of which fewest are computed with at a time */
 
+/* Of vector `p`: which of the two panels it belongs to, and where it begins in a row of 16. */
+#define PANEL(P) ((P) * WIDE / 16)
+#define START(P) ((P) * WIDE % 16)
+
+#define INLINE static inline __attribute__((always_inline))
+
 /* Pairs of panels, shared by the threads for so many bytes. */
 #define EACH_PAIR(BYTES)                                                                                                \
-    const int used = threads_for(BYTES);                                                                                \
-    _Pragma("omp parallel for num_threads(used)") for (int64_t n = 0; n < m->columns; n += 32)
+    const int shared_by = threads_for(BYTES);                                                                           \
+    _Pragma("omp parallel for num_threads(shared_by)") for (int64_t n = 0; n < m->columns; n += 32)
+
+/* Call FUNCTION(..., rows) for all rows, at most AT_ONCE at a time; its loops over them are unrolled for each number. */
+#if AT_ONCE == 8
+#define FURTHER_COUNTS(CALL) CALL(4) CALL(5) CALL(6) CALL(7) CALL(8)
+#else
+#define FURTHER_COUNTS(CALL)
+#endif
+#define EACH_COUNT(CALL)                                                                                                \
+    for (int64_t begin = 0; begin < rows; begin += AT_ONCE)                                                             \
+        switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) { CALL(1) CALL(2) CALL(3) FURTHER_COUNTS(CALL) }
 
 #ifdef __AVX512VNNI__
-#define INT8_PANELS(ROWS)                                                                                               \
-    case ROWS: {                                                                                                        \
-        __m512i total[ROWS][2];                                                                                         \
-        for (int r = 0; r < ROWS; r++) total[r][0] = total[r][1] = _mm512_setzero_si512();                              \
-        for (int64_t i = 0; i < width; i += 4) {                                                                        \
-            __m512i first = _mm512_loadu_si512(from + 16 * i), second = _mm512_loadu_si512(from + apart + 16 * i);      \
-            __builtin_prefetch(from + 16 * i + FAR_AHEAD), __builtin_prefetch(from + apart + 16 * i + FAR_AHEAD);       \
-            for (int r = 0; r < ROWS; r++) {                                                                            \
-                int32_t four;                                                                                           \
-                memcpy(&four, codes + (begin + r) * width + i, 4);                                                      \
-                __m512i code = _mm512_set1_epi32(four);                                                                 \
-                total[r][0] = _mm512_dpbusd_epi32(total[r][0], code, first);                                            \
-                total[r][1] = _mm512_dpbusd_epi32(total[r][1], code, second);                                           \
-            }                                                                                                           \
-        }                                                                                                               \
-        for (int r = 0; r < ROWS; r++)                                                                                  \
-            for (int64_t g = 0; g < (n + 32 <= m->columns ? 2 : 1); g++) {                                              \
-                __m512i shift = _mm512_slli_epi32(_mm512_loadu_si512(m->sums + n + 16 * g), 7);                         \
-                __m512 found = _mm512_cvtepi32_ps(_mm512_sub_epi32(total[r][g], shift));                                \
-                found = _mm512_mul_ps(found, _mm512_loadu_ps((const float *)m->scales + n + 16 * g));                                  \
-                found = _mm512_mul_ps(found, _mm512_set1_ps(scales[begin + r]));                                        \
-                _mm512_storeu_ps(out + (begin + r) * m->columns + n + 16 * g, found);                                   \
-            }                                                                                                           \
-    } break;
+INLINE void int8_sums(const uint8_t *codes, const float *scales, const Panels *m, int64_t n, float *out, const int rows) {
+    const int64_t width = m->width;
+    const int8_t *panel = (const int8_t *)m->numbers + n * width;
+    const int64_t panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 16 * width : 0;
+    __m512i total[AT_ONCE][2];
+    for (int r = 0; r < rows; r++) total[r][0] = total[r][1] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < width; i += 4) {
+        const int8_t *next = panel + 16 * i;
+        const __m512i first = _mm512_loadu_si512(next), second = _mm512_loadu_si512(next + apart);
+        __builtin_prefetch(next + FAR_AHEAD), __builtin_prefetch(next + apart + FAR_AHEAD);
+        for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, codes + r * width + i, 4);
+            const __m512i code = _mm512_set1_epi32(four);
+            total[r][0] = _mm512_dpbusd_epi32(total[r][0], code, first);
+            total[r][1] = _mm512_dpbusd_epi32(total[r][1], code, second);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int64_t p = 0; p < panels; p++) {
+            const __m512i shift = _mm512_slli_epi32(_mm512_loadu_si512(m->sums + n + 16 * p), 7);
+            __m512 product = _mm512_cvtepi32_ps(_mm512_sub_epi32(total[r][p], shift));
+            product = _mm512_mul_ps(product, _mm512_loadu_ps((const float *)m->scales + n + 16 * p));
+            product = _mm512_mul_ps(product, _mm512_set1_ps(scales[r]));
+            _mm512_storeu_ps(out + r * m->columns + n + 16 * p, product);
+        }
+}
 #endif
 
 /* Rows are rounded as by round_rows; sums of whole numbers, times scales of the matrix (N,), then those of the rows, which
@@ -68,17 +96,11 @@ static int64_t times_int8(const float *x, int64_t x_row, const Panels *m, float 
     float *scales = malloc(rows * sizeof(float));
     if (codes && scales) {
         round_rows(x, x_row, codes, scales, rows, width);
-        EACH_PAIR(m->columns * width) {
-            const int8_t *from = (const int8_t *)m->numbers + n * width;
-            const int64_t apart = n + 32 <= m->columns ? 16 * width : 0;
-            for (int64_t begin = 0; begin < rows; begin += AT_ONCE)
-                switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) {
-                    INT8_PANELS(1) INT8_PANELS(2) INT8_PANELS(3) INT8_PANELS(4)
-                    INT8_PANELS(5) INT8_PANELS(6) INT8_PANELS(7) INT8_PANELS(8)
-                }
-        }
+#define INT8_CALL(ROWS)                                                                                                 \
+    case ROWS: int8_sums(codes + begin * width, scales + begin, m, n, out + begin * m->columns, ROWS); break;
+        EACH_PAIR(m->columns * width) { EACH_COUNT(INT8_CALL) }
     }
-    int64_t failed = !codes || !scales;
+    const int64_t failed = !codes || !scales;
     free(codes);
     free(scales);
     return failed;
@@ -88,139 +110,162 @@ static int64_t times_int8(const float *x, int64_t x_row, const Panels *m, float 
 #endif
 }
 
-/* An input of two panels, for so many rows. */
-#define ADD(ROWS, INPUT, FIRST, SECOND)                                                                                 \
-    for (int r = 0; r < ROWS; r++) {                                                                                    \
-        const float number = x[(begin + r) * x_row + INPUT];                                                            \
-        total[r][0] += number * FIRST;                                                                                  \
-        total[r][1] += number * SECOND;                                                                                 \
+/* Input `i` of rows times BESIDE vectors from `p` on. */
+INLINE void add_inputs(wide total[AT_ONCE][ACROSS], const float *x, int64_t x_row, int64_t i, const wide numbers[BESIDE],
+                       const int p, const int rows) {
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < BESIDE; b++) total[r][p + b] += x[r * x_row + i] * numbers[b];
+}
+
+/* Sums of rows over both panels, or where there is no second one, over the first. */
+INLINE void write_sums(wide total[AT_ONCE][ACROSS], float *out, int64_t out_row, int64_t panels, const int rows) {
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < ACROSS; p++)
+            if (PANEL(p) < panels) *(wide *)(out + r * out_row + WIDE * p) = total[r][p];
+}
+
+INLINE void float_sums(const float *x, int64_t x_row, const Panels *m, int64_t n, float *out, const int rows) {
+    const int64_t width = m->width, panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 16 * width : 0;
+    const float *panel = (const float *)m->numbers + n * width;
+    wide total[AT_ONCE][ACROSS];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < ACROSS; p++) total[r][p] = (wide){0};
+    for (int64_t i = 0; i < width; i++) {
+        const float *next = panel + 16 * i;
+        __builtin_prefetch((const char *)next + AHEAD), __builtin_prefetch((const char *)(next + apart) + AHEAD);
+        for (int p = 0; p < ACROSS; p += BESIDE) {
+            wide numbers[BESIDE];
+            for (int b = 0; b < BESIDE; b++) numbers[b] = *(const wide *)(next + PANEL(p + b) * apart + START(p + b));
+            add_inputs(total, x, x_row, i, numbers, p, rows);
+        }
     }
+    write_sums(total, out + n, m->columns, panels, rows);
+}
 
-typedef uint32_t pairs __attribute__((vector_size(64), aligned(4), may_alias)); /* two numbers in bf16 a lane */
-
-#define FLOATS_ADDED(ROWS)                                                                                              \
-    for (int64_t i = 0; i < width; i++) {                                                                               \
-        const float *next = (const float *)from + 16 * i;                                                               \
-        const lanes first = *(const lanes *)next, second = *(const lanes *)(next + apart);                              \
-        __builtin_prefetch((const char *)next + AHEAD), __builtin_prefetch((const char *)(next + apart) + AHEAD);       \
-        ADD(ROWS, i, first, second)                                                                                     \
+/* Words of two inputs in bf16. */
+INLINE void bf16_sums(const float *x, int64_t x_row, const Panels *m, int64_t n, float *out, const int rows) {
+    const int64_t width = m->width, panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 16 * width : 0;
+    const uint16_t *panel = (const uint16_t *)m->numbers + n * width;
+    wide total[AT_ONCE][ACROSS];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < ACROSS; p++) total[r][p] = (wide){0};
+    for (int64_t i = 0; i < width; i += 2) {
+        const uint16_t *next = panel + 16 * i;
+        __builtin_prefetch((const char *)next + AHEAD), __builtin_prefetch((const char *)(next + apart) + AHEAD);
+        for (int p = 0; p < ACROSS; p += BESIDE) {
+            wide first[BESIDE], second[BESIDE];
+            for (int b = 0; b < BESIDE; b++) {
+                const words pair = *(const words *)(next + PANEL(p + b) * apart + 2 * START(p + b));
+                first[b] = (wide)(pair << 16), second[b] = (wide)(pair & 0xffff0000u);
+            }
+            add_inputs(total, x, x_row, i, first, p, rows);
+            add_inputs(total, x, x_row, i + 1, second, p, rows);
+        }
     }
+    write_sums(total, out + n, m->columns, panels, rows);
+}
 
-#define BF16_ADDED(ROWS)                                                                                                \
-    for (int64_t i = 0; i < width; i += 2) {                                                                            \
-        const uint16_t *next = (const uint16_t *)from + 16 * i;                                                         \
-        const pairs first = *(const pairs *)next, second = *(const pairs *)(next + apart);                              \
-        __builtin_prefetch((const char *)next + AHEAD), __builtin_prefetch((const char *)(next + apart) + AHEAD);       \
-        ADD(ROWS, i, (lanes)(first << 16), (lanes)(second << 16))                                                       \
-        ADD(ROWS, i + 1, (lanes)(first & 0xffff0000u), (lanes)(second & 0xffff0000u))                                   \
-    }
+static void times_floats(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
+#define FLOAT_CALL(ROWS)                                                                                                \
+    case ROWS: float_sums(x + begin * x_row, x_row, m, n, out + begin * m->columns, ROWS); break;
+    EACH_PAIR(m->columns * m->width * 4) { EACH_COUNT(FLOAT_CALL) }
+}
 
-#define NUMBER_PANELS(ROWS, ADDED)                                                                                      \
-    case ROWS: {                                                                                                        \
-        lanes total[ROWS][2];                                                                                           \
-        for (int r = 0; r < ROWS; r++) total[r][0] = total[r][1] = (lanes){0};                                          \
-        ADDED(ROWS)                                                                                                     \
-        for (int r = 0; r < ROWS; r++) {                                                                                \
-            *(lanes *)(out + (begin + r) * m->columns + n) = total[r][0];                                               \
-            if (apart) *(lanes *)(out + (begin + r) * m->columns + n + 16) = total[r][1];                               \
-        }                                                                                                               \
-    } break;
-
-#define TIMES_NUMBERS(NAME, TYPE, ADDED)                                                                                \
-    static void NAME(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {                        \
-        const int64_t width = m->width;                                                                                 \
-        EACH_PAIR(m->columns * width * sizeof(TYPE)) {                                                                  \
-            const TYPE *from = (const TYPE *)m->numbers + n * width;                                                    \
-            const int64_t apart = n + 32 <= m->columns ? 16 * width : 0;                                                \
-            for (int64_t begin = 0; begin < rows; begin += AT_ONCE)                                                     \
-                switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) {                                              \
-                    NUMBER_PANELS(1, ADDED) NUMBER_PANELS(2, ADDED) NUMBER_PANELS(3, ADDED) NUMBER_PANELS(4, ADDED)     \
-                    NUMBER_PANELS(5, ADDED) NUMBER_PANELS(6, ADDED) NUMBER_PANELS(7, ADDED) NUMBER_PANELS(8, ADDED)     \
-                }                                                                                                       \
-        }                                                                                                               \
-    }
-TIMES_NUMBERS(times_floats, float, FLOATS_ADDED)
-TIMES_NUMBERS(times_bf16, uint16_t, BF16_ADDED)
+static void times_bf16(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
+#define BF16_CALL(ROWS)                                                                                                 \
+    case ROWS: bf16_sums(x + begin * x_row, x_row, m, n, out + begin * m->columns, ROWS); break;
+    EACH_PAIR(m->columns * m->width * 2) { EACH_COUNT(BF16_CALL) }
+}
 
 #ifdef HAS_CODES
-/* 16 bytes. */
-static inline whole_lanes bytes_of(const uint8_t *from) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
-#ifdef __AVX512F__
-    return (whole_lanes)_mm512_cvtepu8_epi32(bytes);
+/* A vector of bytes. */
+static inline wide_integers bytes_at(const uint8_t *bytes) {
+#if WIDE == 16
+    return (wide_integers)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
 #else
-    union { __m256i halves[2]; whole_lanes all; } found;
-    found.halves[0] = _mm256_cvtepu8_epi32(bytes);
-    found.halves[1] = _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8));
-    return found.all;
+    return (wide_integers)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+#endif
+}
+
+/* A table of 16 numbers, in registers. */
+typedef struct {
+#if WIDE == 16
+    __m512 all;
+#else
+    __m256 low, high;
+#endif
+} Table;
+
+static inline Table table_at(const float *numbers) {
+#if WIDE == 16
+    return (Table){_mm512_loadu_ps(numbers)};
+#else
+    return (Table){_mm256_loadu_ps(numbers), _mm256_loadu_ps(numbers + 8)};
 #endif
 }
 
 /* What the lower four bits of each stand for. */
-static inline lanes looked_up(const lanes *table, whole_lanes codes) {
-#ifdef __AVX512F__
-    return (lanes)_mm512_permutexvar_ps((__m512i)codes, (__m512)*table);
+static inline wide looked_up(Table table, wide_integers codes) {
+#if WIDE == 16
+    return (wide)_mm512_permutexvar_ps((__m512i)codes, table.all);
 #else
-    union { __m256i halves[2]; whole_lanes all; } given = {.all = codes};
-    union { __m256 halves[2]; lanes all; } found;
-    const __m256 low = _mm256_loadu_ps((const float *)table), high = _mm256_loadu_ps((const float *)table + 8);
-    for (int h = 0; h < 2; h++) {
-        const __m256i code = given.halves[h];
-        const __m256 fourth = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)); /* bit 3, as a sign */
-        const __m256 one = _mm256_permutevar8x32_ps(low, code), other = _mm256_permutevar8x32_ps(high, code);
-        found.halves[h] = _mm256_blendv_ps(one, other, fourth);
-    }
-    return found.all;
+    const __m256i code = (__m256i)codes;
+    const __m256 bit_3 = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28)); /* as a sign */
+    const __m256 low = _mm256_permutevar8x32_ps(table.low, code), high = _mm256_permutevar8x32_ps(table.high, code);
+    return (wide)_mm256_blendv_ps(low, high, bit_3);
 #endif
 }
 
-#define CODES_ADDED(ROWS, FROM, UNTIL)                                                                                  \
-    for (int64_t i = FROM; i < UNTIL; i += 2) {                                                                         \
-        const uint8_t *next = from + 8 * i;                                                                             \
-        const whole_lanes first = bytes_of(next), second = bytes_of(next + apart);                                      \
-        if (!(i & 7)) __builtin_prefetch(next + AHEAD), __builtin_prefetch(next + apart + AHEAD); /* 64 bytes */        \
-        const lanes one = looked_up(table, first), two = looked_up(table, first >> 4);                                  \
-        const lanes three = looked_up(table, second), four = looked_up(table, second >> 4);                             \
-        ADD(ROWS, i, one, three)                                                                                        \
-        ADD(ROWS, i + 1, two, four)                                                                                     \
-    }
-
-#define CODE_PANELS(ROWS)                                                                                               \
-    case ROWS: {                                                                                                        \
-        lanes found[ROWS][2];                                                                                           \
-        for (int r = 0; r < ROWS; r++) found[r][0] = found[r][1] = (lanes){0};                                          \
-        for (int64_t g = 0; g < groups; g++) {                                                                          \
-            lanes total[ROWS][2];                                                                                       \
-            for (int r = 0; r < ROWS; r++) total[r][0] = total[r][1] = (lanes){0};                                      \
-            CODES_ADDED(ROWS, g * m->group, end_of(m, g))                                                               \
-            for (int p = 0; p < (apart ? 2 : 1); p++) {                                                                 \
-                const int64_t place = ((n / 16 + p) * groups + g) * 16;                                                 \
-                const lanes scale = of_group(m, m->scales, place);                                                      \
-                const lanes zero = m->zeros ? of_group(m, m->zeros, place) : (lanes){0};                                \
-                for (int r = 0; r < ROWS; r++) {                                                                        \
-                    if (m->zeros) total[r][p] -= zero * sums[(begin + r) * groups + g];                                 \
-                    found[r][p] += scale * total[r][p];                                                                 \
-                }                                                                                                       \
-            }                                                                                                           \
-        }                                                                                                               \
-        for (int r = 0; r < ROWS; r++) {                                                                                \
-            *(lanes *)(out + (begin + r) * m->columns + n) = found[r][0];                                               \
-            if (apart) *(lanes *)(out + (begin + r) * m->columns + n + 16) = found[r][1];                               \
-        }                                                                                                               \
-    } break;
-
-typedef uint16_t half_lanes __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint32_t wide_lanes __attribute__((vector_size(64)));
-
-/* 16 scales or zeros of a panel's group. */
-static inline lanes of_group(const Panels *m, const void *numbers, int64_t place) {
-    if (!m->narrow) return *(const lanes *)((const float *)numbers + place);
-    const half_lanes half = *(const half_lanes *)((const uint16_t *)numbers + place);
-    return (lanes)(__builtin_convertvector(half, wide_lanes) << 16);
+/* Scales or zeros of a vector of a panel's group. */
+static inline wide group_numbers(const Panels *m, const void *numbers, int64_t position) {
+    if (!m->narrow) return *(const wide *)((const float *)numbers + position);
+    const narrow_wide half = *(const narrow_wide *)((const uint16_t *)numbers + position);
+    return (wide)(__builtin_convertvector(half, words) << 16);
 }
 
 static inline int64_t end_of(const Panels *m, int64_t group) {
     return (group + 1) * m->group < m->width ? (group + 1) * m->group : m->width;
+}
+
+/* sums (rows, groups): of each group's inputs. */
+INLINE void code_sums(const float *x, int64_t x_row, const float *sums, const Panels *m, int64_t n, float *out,
+                      const int rows) {
+    const int64_t width = m->width, groups = (width + m->group - 1) / m->group;
+    const int64_t panels = n + 32 <= m->columns ? 2 : 1, apart = panels == 2 ? 8 * width : 0;
+    const uint8_t *panel = (const uint8_t *)m->numbers + n * width / 2;
+    const Table table = table_at(m->table);
+    wide all[AT_ONCE][ACROSS];
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < ACROSS; p++) all[r][p] = (wide){0};
+    for (int64_t g = 0; g < groups; g++) {
+        wide total[AT_ONCE][ACROSS];
+        for (int r = 0; r < rows; r++)
+            for (int p = 0; p < ACROSS; p++) total[r][p] = (wide){0};
+        for (int64_t i = g * m->group; i < end_of(m, g); i += 2) {
+            const uint8_t *next = panel + 8 * i;
+            if (!(i & 7)) __builtin_prefetch(next + AHEAD), __builtin_prefetch(next + apart + AHEAD); /* 64 bytes */
+            for (int p = 0; p < ACROSS; p += BESIDE) {
+                wide first[BESIDE], second[BESIDE];
+                for (int b = 0; b < BESIDE; b++) {
+                    const wide_integers codes = bytes_at(next + PANEL(p + b) * apart + START(p + b));
+                    first[b] = looked_up(table, codes), second[b] = looked_up(table, codes >> 4);
+                }
+                add_inputs(total, x, x_row, i, first, p, rows);
+                add_inputs(total, x, x_row, i + 1, second, p, rows);
+            }
+        }
+        for (int p = 0; p < ACROSS; p++) {
+            const int64_t panel_number = n / 16 + (panels == 2 ? PANEL(p) : 0);
+            const int64_t position = (panel_number * groups + g) * 16 + START(p);
+            const wide scale = group_numbers(m, m->scales, position);
+            const wide zero = m->zeros ? group_numbers(m, m->zeros, position) : (wide){0};
+            for (int r = 0; r < rows; r++) {
+                if (m->zeros) total[r][p] -= zero * sums[r * groups + g];
+                all[r][p] += scale * total[r][p];
+            }
+        }
+    }
+    write_sums(all, out + n, m->columns, panels, rows);
 }
 #endif
 
@@ -229,7 +274,6 @@ static inline int64_t end_of(const Panels *m, int64_t group) {
 static int64_t times_codes(const float *x, int64_t x_row, const Panels *m, float *out, int64_t rows) {
 #ifdef HAS_CODES
     const int64_t width = m->width, groups = (width + m->group - 1) / m->group;
-    const lanes *table = (const lanes *)m->table;
     float *sums = malloc(rows * groups * sizeof(float));
     if (!sums) return 1;
     for (int64_t row = 0; row < rows; row++)
@@ -239,15 +283,11 @@ static int64_t times_codes(const float *x, int64_t x_row, const Panels *m, float
             for (int64_t i = g * m->group; i < end_of(m, g); i++) sum += x[row * x_row + i];
             sums[row * groups + g] = sum;
         }
-    EACH_PAIR(m->columns * width / 2) {
-        const uint8_t *from = (const uint8_t *)m->numbers + n * width / 2;
-        const int64_t apart = n + 32 <= m->columns ? 8 * width : 0;
-        for (int64_t begin = 0; begin < rows; begin += AT_ONCE)
-            switch (rows - begin < AT_ONCE ? rows - begin : AT_ONCE) {
-                CODE_PANELS(1) CODE_PANELS(2) CODE_PANELS(3) CODE_PANELS(4)
-                CODE_PANELS(5) CODE_PANELS(6) CODE_PANELS(7) CODE_PANELS(8)
-            }
-    }
+#define CODE_CALL(ROWS)                                                                                                 \
+    case ROWS:                                                                                                          \
+        code_sums(x + begin * x_row, x_row, sums + begin * groups, m, n, out + begin * m->columns, ROWS);               \
+        break;
+    EACH_PAIR(m->columns * width / 2) { EACH_COUNT(CODE_CALL) }
     free(sums);
     return 0;
 #else
@@ -260,23 +300,24 @@ static int64_t times_codes(const float *x, int64_t x_row, const Panels *m, float
 void restore(const Panels *m, float *out) {
 #ifdef HAS_CODES
     const int64_t width = m->width, groups = (width + m->group - 1) / m->group;
-    const lanes *table = (const lanes *)m->table;
+    const Table table = table_at(m->table);
 #pragma omp parallel for num_threads(threads_for(m->columns * width / 2))
     for (int64_t n = 0; n < m->columns; n += 16) {
-        const uint8_t *from = (const uint8_t *)m->numbers + n * width / 2;
+        const uint8_t *panel = (const uint8_t *)m->numbers + n * width / 2;
         float tile[16][16] __attribute__((aligned(64)));
         for (int64_t i = 0; i < width; i += 16) {
-            const int64_t some = width - i < 16 ? width - i : 16;
-            for (int64_t j = 0; j < some; j += 2) {
-                const int64_t place = (n / 16 * groups + (i + j) / m->group) * 16;
-                const lanes scale = of_group(m, m->scales, place);
-                const lanes zero = m->zeros ? of_group(m, m->zeros, place) : (lanes){0};
-                const whole_lanes codes = bytes_of(from + 8 * (i + j));
-                *(lanes *)tile[j] = (looked_up(table, codes) - zero) * scale;
-                *(lanes *)tile[j + 1] = (looked_up(table, codes >> 4) - zero) * scale;
-            }
+            const int64_t count = width - i < 16 ? width - i : 16;
+            for (int64_t j = 0; j < count; j += 2)
+                for (int64_t start = 0; start < 16; start += WIDE) {
+                    const int64_t position = (n / 16 * groups + (i + j) / m->group) * 16 + start;
+                    const wide scale = group_numbers(m, m->scales, position);
+                    const wide zero = m->zeros ? group_numbers(m, m->zeros, position) : (wide){0};
+                    const wide_integers codes = bytes_at(panel + 8 * (i + j) + start);
+                    *(wide *)(tile[j] + start) = (looked_up(table, codes) - zero) * scale;
+                    *(wide *)(tile[j + 1] + start) = (looked_up(table, codes >> 4) - zero) * scale;
+                }
             for (int64_t c = 0; c < 16; c++)
-                for (int64_t j = 0; j < some; j++) out[(n + c) * width + i + j] = tile[j][c];
+                for (int64_t j = 0; j < count; j++) out[(n + c) * width + i + j] = tile[j][c];
         }
     }
 #else

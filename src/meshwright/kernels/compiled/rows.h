@@ -23,6 +23,19 @@
 typedef float lanes __attribute__((vector_size(64), aligned(4))); /* 16 numbers, anywhere in memory */
 typedef int32_t whole_lanes __attribute__((vector_size(64)));
 
+/* Numbers of a vector register. Compilers keep vectors that are wider in memory, and take ten times as long over them. */
+#if defined(__AVX512F__)
+#define WIDE 16
+#elif defined(__AVX__)
+#define WIDE 8
+#else
+#define WIDE 4
+#endif
+typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+typedef int32_t wide_integers __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
+typedef uint16_t narrow_wide __attribute__((vector_size(2 * WIDE), aligned(2), may_alias));
+
 typedef float eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 

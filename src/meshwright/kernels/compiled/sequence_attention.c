@@ -15,14 +15,9 @@
 #define PAIRS 0
 #endif
 #define DOWN 6 /* rows, and vectors of WIDE numbers, of which the sums stay in registers */
-#ifdef __AVX512F__
-#define WIDE 16
-#define ACROSS 4
-#elif defined(__AVX__)
-#define WIDE 8 /* gcc keeps vectors that are wider than a register in memory */
+#if WIDE == 8
 #define ACROSS 2
 #else
-#define WIDE 4
 #define ACROSS 4
 #endif
 
@@ -116,7 +111,6 @@ static __attribute__((noinline)) void transpose(const float *from, int64_t from_
         }
 }
 
-typedef float wide __attribute__((vector_size(4 * WIDE), aligned(4), may_alias));
 typedef int32_t bits __attribute__((aligned(4), may_alias));
 
 #if PAIRS

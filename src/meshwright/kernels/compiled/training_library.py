@@ -1,11 +1,11 @@
-"""The library of what a training step takes on a CPU, built when it is first asked for."""
+"""The library of what a training step takes on a CPU."""
 
 import ctypes
 from functools import cache
 
 import torch
 
-from meshwright.kernels.compiled.library import THREADS, built
+from meshwright.kernels.compiled.building import THREADS, built
 from meshwright.kernels.compiled.panels import FLOAT, INT, POINTER
 
 VECTOR = 16
@@ -38,7 +38,7 @@ def _library() -> ctypes.CDLL | None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no annotations there
 def is_compiled() -> bool:
     """Whether there is a C compiler for this processor, with OpenMP: one thread would be slower than all of torch's.
-    The first answer of a process takes it one to two seconds."""
+    It is compiled at the first answer on this machine: one to two seconds of processor time."""
     return _library() is not None
 
 

@@ -1,0 +1,188 @@
+"""C sources are compiled once for each user and processor, whatever happens to the cache."""
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright.kernels.compiled import building, library
+from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.compiled.panels import Panels
+
+SOURCES = ("rows.c", "block.c", "attention.c", "panels.c")
+START = "from meshwright.kernels.compiled import library, training_library\nprint(library.compiled() is not None)"
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes a line whenever it is started, and an empty cache."""
+    program = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    assert program is not None, "the tests need a C compiler"
+    (tmp_path / "bin").mkdir()
+    wrapper = tmp_path / "bin" / "cc"
+    wrapper.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/starts\nexec {program} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "starts"
+
+
+def starts(counted: Path) -> int:
+    return len(counted.read_text().splitlines()) if counted.exists() else 0
+
+
+def process() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_the_second_process_starts_no_compiler(counted: Path) -> None:
+    text, notes = process().communicate()
+    assert text == "True\n" and "compiling C loops for this processor, once" in notes
+    assert starts(counted) == len(library.STEPS) + 1, "each source, and the link"
+    text, notes = process().communicate()
+    assert (text, notes) == ("True\n", "")
+    assert starts(counted) == len(library.STEPS) + 1
+
+
+def test_processes_that_start_at_once_compile_once(counted: Path) -> None:
+    processes = [process() for _ in range(3)]
+    assert [one.communicate()[0] for one in processes] == ["True\n"] * 3
+    assert starts(counted) == len(library.STEPS) + 1
+    (path,) = (counted.parent / "cache" / "meshwright" / "loops").glob("*.so")
+    assert [left.name for left in path.parent.iterdir() if not left.name.endswith(".lock")] == [path.name]
+
+
+def test_a_damaged_library_is_made_again(counted: Path) -> None:
+    """In processes of their own: a library that is loaded already hides what its file became."""
+    process().communicate()
+    (path,) = (counted.parent / "cache" / "meshwright" / "loops").glob("*.so")
+    path.write_bytes(b"\x7fELF and nothing more")
+    assert process().communicate()[0] == "True\n"
+    assert starts(counted) == 2 * (len(library.STEPS) + 1) and path.stat().st_size > 10_000
+
+
+def test_another_source_option_compiler_or_processor_is_another_library(
+    counted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert building.built("rows.c") is not None
+    assert building.built("rows.c", threads=building.THREADS[1:]) is not None
+    monkeypatch.setattr(building, "processor", lambda: "another one")
+    assert building.built("rows.c") is not None
+    wrapper = counted.parent / "bin" / "cc"
+    os.utime(wrapper, (1, 1))
+    assert building.built("rows.c") is not None
+    assert starts(counted) == 8
+
+
+@pytest.mark.parametrize("kind", ["no folder", "no home"])
+def test_a_cache_that_cannot_be_written_is_named(
+    kind: str, counted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if kind == "no folder":
+        (counted.parent / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(counted.parent / "file"))
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+    assert building.built("rows.c") is not None
+    assert "C loops are compiled at each start" in caplog.text and "XDG_CACHE_HOME" in caplog.text
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_cache_that_may_be_read_alone_is_used(counted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert building.built("rows.c") is not None
+
+    def refused(_: Path) -> None:
+        raise PermissionError("Read-only file system")
+
+    monkeypatch.setattr(building.user_cache, "lock", refused)
+    assert building.built("rows.c") is not None and starts(counted) == 2
+
+
+def test_where_nothing_may_be_run_a_copy_is_loaded(
+    counted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a file system that is mounted noexec."""
+    cache = counted.parent / "cache"
+    loaded = ctypes.CDLL
+
+    def run_elsewhere(name: str) -> ctypes.CDLL:
+        if name.startswith(str(cache)):
+            raise OSError("failed to map segment from shared object")
+        return loaded(name)
+
+    monkeypatch.setattr(building.ctypes, "CDLL", run_elsewhere)
+    monkeypatch.setattr(building, "_runs_nothing", lambda folder: folder.is_relative_to(cache))
+    assert building.built("rows.c") is not None and building.built("rows.c") is not None
+    assert starts(counted) == 2, "the copy costs no compiler"
+    monkeypatch.setattr(building.tempfile, "tempdir", str(cache))
+    assert building.built("rows.c") is None
+    assert f"nothing may be run from {cache}" in caplog.text and "TMPDIR" in caplog.text
+
+
+def test_a_compiler_that_takes_nothing_is_quoted(
+    counted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(building, "FLAGS", ("-DWIDE=this is no number",))
+    assert building.built("panels.c") is None
+    assert "C loops are left out" in caplog.text and "error" in caplog.text
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="machine code of x86-64")
+@pytest.mark.parametrize("source", SOURCES)
+def test_vectors_are_as_wide_as_registers(source: str, tmp_path: Path) -> None:
+    """A compiler takes ten times as long over vectors that are wider, and makes ten times as much of
+    it: 216,000 bytes of panels.c, 251,000 of attention.c."""
+    program = shutil.which("cc") or shutil.which("gcc")
+    made = tmp_path / "made.o"
+    words = [str(program), *building.FLAGS, "-fopenmp", "-march=x86-64-v3", "-c", str(building.FOLDER / source)]
+    subprocess.run([*words, "-o", str(made)], check=True, capture_output=True)
+    assert made.stat().st_size < (110_000 if source == "attention.c" else 40_000)
+
+
+@pytest.mark.parametrize("narrow", [("-U__AVX512F__",), ("-U__AVX512F__", "-U__AVX__")], ids=["eight", "four"])
+def test_a_serving_step_in_vectors_of_other_processors(
+    narrow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products have the same bits, since a lane of a vector is one sum. Attention adds lanes up in another order."""
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, *narrow))
+    made = building.built(*library.STEPS)
+    assert made is not None
+    loops, widest = Loops(made), library.compiled()
+    assert widest is not None
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(80, 96, generator=generator)  # five panels: one has no partner
+    scales, zeros = (torch.rand(80, 3, generator=generator) for _ in range(2))
+    codes = torch.randint(0, 16, (80, 96), generator=generator, dtype=torch.uint8)
+    table = torch.randn(16, generator=generator)
+    matrices = [Panels.of_numbers(weight), Panels.of_numbers(weight.bfloat16())]
+    if loops.has_codes:
+        matrices.append(Panels.of_codes(codes, scales, zeros, table, 32, None))
+    with torch.no_grad():
+        for panels in matrices:
+            assert panels is not None
+            for rows in (1, 2, 3, 4, 7, 8, 9, 20):
+                x = torch.randn(rows, 96, generator=generator)
+                assert torch.equal(loops.multiply(x, panels), widest.multiply(x, panels))
+            if panels.table is not None:
+                assert torch.equal(loops.restored(panels), widest.restored(panels))
+        for width in (20, 32, 64, 72, 96, 128, 192):
+            q, keys = torch.randn(3, 4, width, generator=generator), torch.randn(5, 4, 2, width, generator=generator)
+            last = torch.tensor([16, 17, 18])
+            attended = [
+                each.attend(
+                    q, keys, keys.flip(0).contiguous(), None, torch.arange(5), torch.zeros(3, dtype=torch.int64), last,
+                    19, width=width, window=0, scale=width**-0.5,
+                )
+                for each in (loops, widest)
+            ]  # fmt: skip
+            torch.testing.assert_close(*attended, rtol=1e-5, atol=1e-6)
