@@ -51,6 +51,11 @@ from meshwright.api.serve_planning import plan_serving
 
 assert plan_serving("llama-3.1-8b", cluster="h100x8").best
 """
+RENT = """
+from meshwright.api.renting import rent
+
+assert rent("llama-3.1-8b", tokens=1e12, budget=120_000{more}).rows()
+"""
 HELP = """
 from meshwright.cli.main import main
 
@@ -62,7 +67,7 @@ class Work(NamedTuple):
     """What a program does, at the most."""
 
     calls: int
-    """Of functions of the package: a tenth above what they were when this was written."""
+    """Of functions of the package: a thirtieth above what they were when this was written."""
     layouts: int = 0
     """Whose step is timed, likewise."""
     modules: int = 10_000
@@ -70,16 +75,18 @@ class Work(NamedTuple):
 
 
 WORK: dict[str, tuple[str, Work]] = {
-    "a small search": (SEARCH.format(model="llama-3.1-8b", batch=512, nodes=4), Work(690_000, 405)),
-    "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(2_710_000, 2_160)),
-    "serving": (SERVING, Work(102_000)),
-    "--help": (HELP, Work(143, modules=29)),
+    "a small search": (SEARCH.format(model="llama-3.1-8b", batch=512, nodes=4), Work(483_000, 126)),
+    "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(1_418_000, 640)),
+    "serving": (SERVING, Work(95_700)),
+    "rent on few clusters": (RENT.format(more=", devices=['h100'], nodes=[1, 4, 16]"), Work(977_000, 91)),
+    "--help": (HELP, Work(134, modules=29)),
     "import meshwright": ("import meshwright", Work(5, modules=14)),
 }
 LONG: dict[str, tuple[str, Work]] = {
-    "experts": (SEARCH.format(model="qwen3-30b-a3b", batch=512, nodes=8), Work(4_160_000, 1_980)),
-    "405B on 16,384 devices": (SEARCH.format(model="llama-3.1-405b", batch=512, nodes=2048), Work(6_030_000, 3_440)),
-    "the page of all layouts": (PAGE, Work(4_810_000, 5_070)),
+    "experts": (SEARCH.format(model="qwen3-30b-a3b", batch=512, nodes=8), Work(2_729_000, 912)),
+    "405B on 16,384 devices": (SEARCH.format(model="llama-3.1-405b", batch=512, nodes=2048), Work(2_723_000, 703)),
+    "rent": (RENT.format(more=""), Work(7_594_000, 5_340)),
+    "the page of all layouts": (PAGE, Work(3_765_000, 4_820)),
 }
 
 

@@ -107,8 +107,9 @@ class Layout:
             raise IllegalLayout(f"layout.micro_batch={self.micro_batch} must be 0 (all at once) or more")
         if self.recompute_layers < 0:
             raise IllegalLayout(f"layout.recompute_layers={self.recompute_layers} must be 0 (all) or more")
-        for field in WORDS:
-            known_word(field, getattr(self, field))
+        for field, words in WORDS.items():
+            if getattr(self, field) not in words:
+                known_word(field, getattr(self, field))
 
     @property
     def dp(self) -> int:

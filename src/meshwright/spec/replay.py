@@ -107,7 +107,7 @@ def in_order(actions: Actions) -> tuple[Turn, ...]:
         for rank, own in enumerate(actions):
             for action in own[nexts[rank] :]:
                 wanted = needs(action, len(placement))
-                if any(place not in made for place in wanted):
+                if not all(map(made.__contains__, wanted)):
                     break
                 of_others = [made[place] for place in wanted if placement[place[1]] != rank]
                 if action.kind != "W":

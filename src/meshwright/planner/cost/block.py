@@ -84,27 +84,25 @@ COLUMNS = ("qkv", "q", "q_down", "kv_down")
 
 def layer(of: Local, *, window: int = 0, routed: bool = False, state: bool = False) -> LayerWork:
     """A transformer block. `state`: with the linear attention that its shape has in some layers."""
-    of = replace(of, window=window, linear=of.shape.unbuilt.linear if state and of.shape.unbuilt else None)
+    if window or state:
+        of = replace(of, window=window, linear=of.shape.unbuilt.linear if state and of.shape.unbuilt else None)
     attention = list(_attention(of))
     mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
     operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
     if of.shape.unbuilt is not None and of.shape.unbuilt.block_norms == 4:
         operations += [_norm(of, "attention_norm"), _norm(of, "mlp_norm")]
-    sizes = _routed(of) if routed else None
+    sizes, widths = _routed(of) if routed else None, _widths(of)
     return LayerWork(
         operations=rounded_weights.rounding(of, operations),
         kept=tuple(
             one._replace(of="") if of.compiled and routed and of.ep > 1 else one
             for one in rounded_weights.kept(
-                of,
-                _widths(of),
-                routed,
-                adapters.kept(of, _widths(of), sizes, activations.layer_kept(of, _widths(of), sizes)),
+                of, widths, routed, adapters.kept(of, widths, sizes, activations.layer_kept(of, widths, sizes))
             )
         ),
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
-        backward=backward(of, _widths(of), sizes) if of.stack.own else NOTHING,
+        backward=backward(of, widths, sizes) if of.stack.own else NOTHING,
         tail=(2 if routed else 3) if of.stack.own else 0,  # the product, its sum over ranks, the residual
         keeps_norms=of.keeps_norms,
     )

@@ -61,8 +61,7 @@ class BlockTime(NamedTuple):
 
 def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
     """Time every operation of a block."""
-    slower = _slowed(block, speeds)
-    passes = PassSeconds(of=of, layout=layout, speeds=speeds, links=links, slower=slower)
+    passes = PassSeconds(of=of, layout=layout, links=links, took=_took(block, speeds))
     again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
     called = _host(block, of, speeds)
     if of.stack.selective_repeats:
@@ -82,18 +81,21 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
     )
 
 
-def _slowed(block: LayerWork, speeds: Speeds) -> float:
-    """How much longer a block's products take for the power that both its passes draw."""
-    if speeds.power is None:
-        return 1.0
+def _took(block: LayerWork, speeds: Speeds) -> dict[Work, float]:
+    """Seconds of each piece of work of a block, whose products take longer for the power that both its passes draw."""
     products = others = 0.0
+    alone: dict[Work, tuple[float, bool]] = {}
     for op in block.operations:
         for work in (*op.forward, *op.inputs, *op.weights):
-            if speeds.is_bound(work):
-                products += speeds.seconds(work)
+            if work not in alone:
+                alone[work] = speeds.seconds(work), speeds.power is not None and speeds.is_bound(work)
+            seconds, bound = alone[work]
+            if bound:
+                products += seconds
             else:
-                others += speeds.seconds(work)
-    return speeds.slowed(products, others)
+                others += seconds
+    slower = speeds.slowed(products, others)
+    return {work: seconds * slower if bound else seconds for work, (seconds, bound) in alone.items()}
 
 
 def _host(block: LayerWork, of: Local, speeds: Speeds) -> Triple:
@@ -148,10 +150,9 @@ class PassSeconds:
 
     of: Local
     layout: Layout
-    speeds: Speeds
     links: Links
-    slower: float = 1.0
-    """How much longer products take than alone."""
+    took: dict[Work, float]
+    """Of each piece of work."""
 
     def of_pass(self, operations: tuple[LayerOperation, ...], side: Side) -> tuple[float, float]:
         """(seconds, those of them in which an exchange stands beside no computation)."""
@@ -163,7 +164,7 @@ class PassSeconds:
             works: tuple[Work, ...] = getattr(op, side)
             host += stack.operation_s if works else 0.0
             for work in works:
-                took, launch = self._took(work), stack.host_s * _launches(work)
+                took, launch = self.took[work], stack.host_s * _launches(work)
                 device, host, each = device + took, host + launch, each + max(took, launch)
             forward, backward = op.exchanges
             for exchange in forward if side == "forward" else backward if side == "inputs" else ():
@@ -216,12 +217,8 @@ class PassSeconds:
             exchange.collective, exchange.size_bytes, ranks, stride, routes, groups
         )
 
-    def _took(self, work: Work) -> float:
-        seconds = self.speeds.seconds(work)
-        return seconds * self.slower if self.slower > 1 and self.speeds.is_bound(work) else seconds
-
     def _seconds(self, works: tuple[Work, ...]) -> float:
-        return sum(map(self._took, works))
+        return sum([self.took[work] for work in works])
 
 
 def _launches(work: Work) -> float:
@@ -274,7 +271,8 @@ def costs(
     """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
     of this one are added."""
     shape = of.shape
-    inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.lowered, of.pieces, layout.cuda_graphs
+    code = layout.compile, layout.kernels, layout.cuda_graphs
+    inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.lowered, of.pieces, *code
     around = of.batch, of.cp, of.ring, of.context_split
     keys: dict[str, tuple[object, ...]] = {"embedding": (of.tokens, *inside), "head": (of.tokens, *inside)}
     if shape.unbuilt and shape.unbuilt.predicts:

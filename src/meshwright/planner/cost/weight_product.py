@@ -16,7 +16,7 @@ def linear(of: Local, name: str, tokens: float, into: float, out: float, bias: b
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
     thin, restored = adapters.thin(of, name, tokens, into, out), adapters.restored(of, name, into, out)
-    back = replace(of, compiled=of.compiled and not of.fp8_all)  # by an operator of its own (kernels.linear)
+    back = replace(of, compiled=False) if of.fp8_all else of  # by an operator of its own (kernels.linear)
     turned = operands.rounded(back, tokens * into, tokens * out) if of.fp8_all else ()
     learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *operands.accumulated(of, into * out))
     return LayerOperation(

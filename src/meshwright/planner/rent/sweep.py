@@ -119,10 +119,16 @@ def _estimator(plan: Plan, offer: Offer) -> Estimator:
 class _Sweep:
     def __init__(self, asked: RentAsked) -> None:
         self.asked, self.swept = asked, Swept()
+        self.estimators: dict[str, Estimator] = {}
+
+    def estimator(self, offer: Offer) -> Estimator:
+        """Of an offer's cluster. What is counted for one number of nodes serves all."""
+        if offer.name not in self.estimators:
+            self.estimators[offer.name] = _estimator(self.asked.plan, offer)
+        return self.estimators[offer.name].on_nodes(offer.nodes)
 
     def device(self, offers: Sequence[Offer], least_s: float) -> None:
-        """All clusters of one device, the smallest first; what is counted for one number of nodes serves all."""
-        of: Estimator | None = None
+        """All clusters of one device, the smallest first."""
         for offer in offers:
             self.swept.clusters += 1
             bound_s, below_s = least_s / offer.devices, self.below_s(offer)
@@ -132,10 +138,7 @@ class _Sweep:
             if bound_s >= below_s:
                 self.swept.dominated += 1
                 continue
-            if of is None or of.cluster.devices_per_node != offer.devices_per_node:
-                of = _estimator(self.asked.plan, offer)
-            of = of.on_nodes(offer.nodes)
-            self.keep(offer, of, below_s)
+            self.keep(offer, below_s)
 
     def below_s(self, offer: Offer) -> float:
         """A step that takes as long or longer makes a run that one of those found beats in both time and money, or one
@@ -144,9 +147,9 @@ class _Sweep:
         limits = (max((1 - WORTH) * one.wall_s, one.usd / usd) for one in self.swept.front)
         return max(0.0, min([self.asked.longest_s, *limits]) - start_s) / self.asked.steps
 
-    def keep(self, offer: Offer, of: Estimator, below_s: float) -> None:
+    def keep(self, offer: Offer, below_s: float) -> None:
         """The fastest run on one cluster."""
-        plan = replace(self.asked.plan, cluster=offer.cluster)
+        plan, of = replace(self.asked.plan, cluster=offer.cluster), self.estimator(offer)
         best, too_large = fastest(of, plan, _space(plan), below_s)
         if too_large:
             best, too_large = fastest(of, plan, {}, below_s)
@@ -161,7 +164,7 @@ class _Sweep:
         """The runs of the front with all of `plan`'s layouts."""
         for one in self.swept.front:
             plan = one.found.plan
-            best, _ = fastest(estimator(plan), plan, {}, one.found.step_s)
+            best, _ = fastest(self.estimator(one.offer), plan, {}, one.found.step_s)
             if best is not None:
                 again = run_on(one.offer, best, one.tokens, self.asked.given)
                 self.swept.runs[self.swept.runs.index(one)] = again

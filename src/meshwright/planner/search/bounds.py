@@ -7,8 +7,12 @@ parallelism cannot hide behind it. Only the costs of a cell's blocks are asked f
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from operator import le, mul
 
-from meshwright.planner.search.memory_bounds import CellTerms, LeastMemory, Split
+from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.search.memory_bounds import BlockPasses, CellTerms, LeastMemory, Split, StageLayers, Wait
 from meshwright.planner.search.regions import (
     Cell,
     Fixed,
@@ -26,6 +30,31 @@ from meshwright.planner.time.timeline import Unhidden
 from meshwright.spec.compiled_blocks import keeps_no_norms
 from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.plan import Plan
+from meshwright.spec.schedule import stages_of_ranks
+from meshwright.spec.schedule_kinds import SPLIT
+
+
+@cache
+def wait(layers: StageLayers, name: str, ranks: int, virtual: int, m: int) -> Wait:
+    """Of the rank that does and waits most, as far as layers tell, of a pipeline with these stages. A rank waits for
+    the forward passes of the stages in front of its first one; their backward passes follow its own, unless gradients
+    of weights are left to be done beside them."""
+    stages, behind = stages_of_ranks(name, ranks, virtual), int(name not in SPLIT)
+    does = [[m * sum([layers[stage][kind] for stage in own]) for kind in (0, 1)] for own in stages]
+    ahead = [[*accumulate((stage[kind] for stage in layers), initial=0)] for kind in (0, 1)]
+    busy = [3 * (d + r) + (1 + 2 * behind) * (ahead[0][rank] + ahead[1][rank]) for rank, (d, r) in enumerate(does)]
+    rank = max(range(ranks), key=busy.__getitem__)
+    (dense, routed), dense_ahead, routed_ahead = does[rank], ahead[0][rank], ahead[1][rank]
+    embedding = (m, m) if rank == 0 else (1, behind)
+    return (
+        dense + dense_ahead, dense + behind * dense_ahead, routed + routed_ahead, routed + behind * routed_ahead,
+        *embedding, m * (len(layers) - 1 in stages[rank]), (1 + behind) * rank,
+    )  # fmt: skip
+
+
+def _shortest(kinds: Sequence[MicroBatchCost]) -> tuple[float, float]:
+    """Forward and backward pass of a layer of any of these kinds."""
+    return min((one.forward_s for one in kinds), default=0.0), min((one.backward_s for one in kinds), default=0.0)
 
 
 class Least(LeastMemory):
@@ -33,15 +62,22 @@ class Least(LeastMemory):
 
     def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
         super().__init__(of, plan, cell, splits, known)
-        self._unhidden: dict[int, list[Unhidden]] = {}
+        self._unhidden: dict[tuple[int, tuple[tuple[str, int], ...]], list[Unhidden]] = {}
         self._ahead: dict[int, float] = {}
-        self._passes: dict[tuple[int, str], tuple[float, float]] = {}
+        self._sends: dict[int, float] = {}
         self.turns = max(1.0, of.speeds.ranks_per_core)
 
     def family_s(self, family: RegionFamily) -> float:
-        """No layout of the family takes less: work that is spread evenly, without a bubble."""
-        m = self.m(family.micro_batch, self.batch)
-        return m * (self._pass_s(family)[0] / self.cell.pp + self.of.stack.micro_batch_s) + self.of.stack.step_s
+        """No layout of the family takes less: work that is spread evenly, or what one rank of its best pipeline does
+        and waits for."""
+        m, stack = self.m(family.micro_batch, self.batch), self.of.stack
+        passes = self._pass_s(family)
+        passes_s = m * passes.whole_s / self.cell.pp
+        if self.cell.pp > 1:
+            each_s = *passes.each_s, self._send_s(family.micro_batch)
+            waits_s = [sum(map(mul, one, each_s)) for one in self.waits(family.pipelines, m)]
+            passes_s = max(passes_s, min(waits_s) / self.turns)
+        return passes_s + m * stack.micro_batch_s + stack.step_s
 
     def region_s(self, region: Region) -> float:
         """No layout of the region takes less: its passes."""
@@ -50,15 +86,17 @@ class Least(LeastMemory):
     def whole_family_s(self, family: RegionFamily) -> float:
         """No layout of the family takes less: also, one micro-batch passes all layers forward and back, behind a
         teacher's; and what data parallelism and the optimizer add."""
-        through_s, ahead_s = self._pass_s(family)[1], self._ahead_s(family.micro_batch)
+        passes_s, ahead_s = self.family_s(family), self._ahead_s(family.micro_batch)
         if self.cell.pp == 1:  # a teacher's passes hide what the model's do
-            return self._shared_s(family, self.family_s(family) + ahead_s)
-        return self._shared_s(family, max(self.family_s(family), through_s / self.turns)) + ahead_s
+            return min(self._splits_s(family.micro_batch, family.pipelines, passes_s + ahead_s))
+        passes_s = max(passes_s, self._pass_s(family).through_s / self.turns)
+        return min(self._splits_s(family.micro_batch, family.pipelines, passes_s)) + ahead_s
 
-    def whole_region_s(self, family: RegionFamily, region: Region) -> float:
-        """The same of a region of the family, by its own passes."""
-        ahead_s = self._ahead_s(family.micro_batch) if self.cell.pp > 1 else 0.0  # else among the region's passes
-        return self._shared_s(family, self.region_s(region)) + ahead_s
+    def splits_s(self, region: Region) -> list[float]:
+        """The same of a region, by its own passes, for each of `splits`."""
+        ahead_s = self._ahead_s(region.micro_batch) if self.cell.pp > 1 else 0.0  # else among the region's passes
+        pipelines = ((region.schedule, region.vp),)
+        return [s + ahead_s for s in self._splits_s(region.micro_batch, pipelines, self.region_s(region))]
 
     def _ahead_s(self, micro_batch: int) -> float:
         if micro_batch not in self._ahead:
@@ -66,50 +104,63 @@ class Least(LeastMemory):
             self._ahead[micro_batch] = self.of.least_teacher_s(layout, self.m(micro_batch, self.batch))
         return self._ahead[micro_batch]
 
-    def _pass_s(self, family: RegionFamily) -> tuple[float, float]:
-        """Of a micro-batch through all layers: (forward and back, the same but for gradients of weights, which can
-        come later)."""
+    def _pass_s(self, family: RegionFamily) -> BlockPasses:
+        """Of a micro-batch."""
         # of layers none of which need recompute, the least is that of none
         key = family.micro_batch, "none" if self.base.recompute_layers else family.recompute
-        if key in self._passes:
-            return self._passes[key]
+        known = self._blocks.passes
+        if key in known:
+            return known[key]
         costs, shape = self.costs(*key), self.of.shape
         windowed = self.of.windowed(range(shape.layers))
+        plain = self.dense - windowed
         parts = (
-            (costs.embedding, 1), (costs.dense, self.dense - windowed), (costs.windowed, windowed),
+            (costs.embedding, 1), (costs.dense, plain), (costs.windowed, windowed),
             (costs.routed, shape.routed_layers), (costs.head, 1),
         )  # fmt: skip
         through_s = weights_s = 0.0
         for part, times in parts:
             through_s += times * (part.forward_s + part.input_s)
             weights_s += times * part.weight_s
-        self._passes[key] = through_s + weights_s, through_s
-        return self._passes[key]
+        dense = [part for part, times in ((costs.dense, plain), (costs.windowed, windowed)) if times]
+        head_s = costs.head.forward_s + costs.head.backward_s
+        each = *_shortest(dense), *_shortest([costs.routed]), *_shortest([costs.embedding]), head_s
+        known[key] = BlockPasses(through_s + weights_s, through_s, each)
+        return known[key]
 
-    def _shared_s(self, family: RegionFamily, passes_s: float) -> float:
-        """No layout of the family takes less whose passes take so long, however it shares states and gradients."""
-        m = self.m(family.micro_batch, self.batch)
-        if m not in self._unhidden:
-            held = self.lowest(family.pipelines, self.m(family.micro_batch, self.largest))[-1].held
-            shared = self._sharing(held, m > 1)
-            self._unhidden[m] = [self.of.unhidden(layout, m, *seconds) for layout, seconds in shared]
-        return min([added.step_s(passes_s, m, self.turns) for added in self._unhidden[m]])
+    def waits(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Wait]:
+        """Of those of these pipelines that can be the fastest."""
+        pp, known = self.cell.pp, self.known.waits
+        key = pp, m, pipelines
+        if key not in known:
+            each = {wait(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines}
+            known[key] = [one for one in each if not any(other != one and all(map(le, other, one)) for other in each)]
+        return known[key]
 
-    def _sharing(self, held: tuple[int, int], sums: bool) -> list[tuple[Layout, tuple[Sharing, float]]]:
-        """Of each split the least that data parallelism and the optimizer take. `sums`: of several micro-batches.
+    def _send_s(self, micro_batch: int) -> float:
+        """Of what stages pass on."""
+        if micro_batch not in self._sends:
+            layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
+            self._sends[micro_batch] = self.of.send_s(layout)
+        return self._sends[micro_batch]
+
+    def _splits_s(self, micro_batch: int, pipelines: tuple[tuple[str, int], ...], passes_s: float) -> list[float]:
+        """No layout takes less whose passes take so long, with each split of data parallelism."""
+        m = self.m(micro_batch, self.batch)
+        if (m, pipelines) not in self._unhidden:
+            held = self.lowest(pipelines, self.m(micro_batch, self.largest))[-1].held
+            shared = self._sharing(held, m)
+            self._unhidden[m, pipelines] = [self.of.unhidden(layout, m, *seconds) for layout, seconds in shared]
+        return [added.step_s(passes_s, m, self.turns) for added in self._unhidden[m, pipelines]]
+
+    def _sharing(self, held: tuple[int, int], m: int) -> list[tuple[Layout, tuple[Sharing, float]]]:
+        """Of each split the least that data parallelism and the optimizer take in a step of `m` micro-batches.
         Sequence parallelism does not change it: it shares out activations alone."""
-        key = (
-            self.cell._replace(sp=False),
-            tuple(self.splits),
-            held,
-            sums,
-        )
+        key = self.cell._replace(sp=False), tuple(self.splits), held, m
         if key not in self.known.sharing:
             any_layout = Region(self.cell, 1, "1f1b", 1, "none").layout
             layouts = [any_layout(*split, base=self.base) for split in self.splits]
-            self.known.sharing[key] = [
-                (layout, self.of.least_sharing(layout, held, 2 if sums else 1)) for layout in layouts
-            ]
+            self.known.sharing[key] = [(layout, self.of.least_sharing(layout, held, m)) for layout in layouts]
         return self.known.sharing[key]
 
 
@@ -129,9 +180,10 @@ def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, R
         if not sharings:
             continue
         least = Least(of, plan, cell, sharings, known)
+        policies = offered_policies(of, plan, cell, fixed)
         for micro in micro_batches(plan, cell, fixed):
             schedules = pipelines(plan, cell, micro, fixed)
             if not schedules:
                 continue
-            for recompute in offered_policies(of, plan, cell, fixed):
+            for recompute in policies:
                 yield least, RegionFamily(cell, micro, recompute, schedules)

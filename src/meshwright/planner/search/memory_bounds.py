@@ -4,6 +4,8 @@ kept activations of the first ranks when their first backward pass begins. Below
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from meshwright.planner.cost.stage_costs import Costs
@@ -16,6 +18,7 @@ from meshwright.planner.time.collectives import Sharing
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
+from meshwright.spec.shape import ModelShape
 
 Split = tuple[int, int, int]
 FIRST = 2
@@ -62,14 +65,49 @@ class Idle(NamedTuple):
     """Of those."""
 
 
+StageLayers = tuple[tuple[int, int], ...]
+"""Layers of each stage, dense and routed."""
+Wait = tuple[int, int, int, int, int, int, int, int]
+"""Of a pipeline rank in a step, how often it does or waits for: forward and backward passes of a dense layer, of a
+routed one and of the embedding, both passes of the head, sends."""
+
+
+class BlockPasses(NamedTuple):
+    """Seconds of a micro-batch."""
+
+    whole_s: float
+    """Through all layers, forward and back."""
+    through_s: float
+    """The same but for gradients of weights, which can come later."""
+    each_s: tuple[float, ...]
+    """Of what a Wait counts, but for sends."""
+
+
+@dataclass(slots=True)
+class BlockTerms:
+    """What cells have in common whose ranks compute the same blocks."""
+
+    costs: dict[int, dict[str, Costs]] = field(default_factory=dict)
+    """Micro-batch -> by recompute policy."""
+    kept: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    passes: dict[tuple[int, str], BlockPasses] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class CellTerms:
     """What cells have in common."""
 
+    blocks: dict[tuple[int | bool, ...], BlockTerms] = field(default_factory=dict)
+    """By degrees inside of a stage, and whether there are several."""
+
+    stages: dict[tuple[int, int], StageLayers] = field(default_factory=dict)
+    """(ranks, stages of each)."""
     shares: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[Shares, ...]] = field(default_factory=dict)
     """(ranks, micro-batches, pipelines) -> `lowest` of them."""
     stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
     """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
+    waits: dict[tuple[int, int, tuple[tuple[str, int], ...]], list[Wait]] = field(default_factory=dict)
+    """The same -> of pipelines those that can be the fastest."""
     states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
     sharing: dict[tuple[object, ...], list[tuple[Layout, tuple[Sharing, float]]]] = field(default_factory=dict)
     """Cell, splits, layers of a rank, of several micro-batches -> of each split the least that it takes."""
@@ -88,21 +126,15 @@ def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
 
 
 @cache
-def shares(dense: int, split: tuple[int, ...], name: str, ranks: int, virtual: int, m: int) -> tuple[Shares, ...]:
-    """Of the first ranks of a pipeline whose stages have so many layers, of which the first `dense` are dense."""
-    kinds = [(d := max(0, min(dense, own.stop) - own.start), len(own) - d) for own in ranges(split)]
+def shares(stages: StageLayers, name: str, ranks: int, virtual: int, m: int) -> tuple[Shares, ...]:
+    """Of the first ranks of a pipeline with these stages."""
     found = []
     few = enough(name, ranks, m, virtual)
     for rank, own in enumerate(stages_of_ranks(name, ranks, virtual)[:FIRST]):
         alive = leading(name, ranks, few, virtual, rank)
-        found.append(
-            Shares(
-                (sum(kinds[s][0] for s in own), sum(kinds[s][1] for s in own)),
-                (sum(n * kinds[s][0] for n, s in zip(alive, own, strict=True)),
-                 sum(n * kinds[s][1] for n, s in zip(alive, own, strict=True))),
-                int(rank == 0),
-            )
-        )  # fmt: skip
+        dense, routed = ([stages[stage][kind] for stage in own] for kind in (0, 1))
+        in_flight = sum(map(mul, alive, dense)), sum(map(mul, alive, routed))
+        found.append(Shares((sum(dense), sum(routed)), in_flight, int(rank == 0)))
     return tuple(found)
 
 
@@ -116,8 +148,7 @@ class LeastMemory:
         self.dense = of.shape.layers - of.shape.routed_layers
         self._states: dict[bool, list[HeldBytes]] = {}
         self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
-        self._kept: dict[str, tuple[float, float, float]] = {}
-        self._costs: dict[tuple[int, str], Costs] = {}
+        self._blocks = known.blocks.setdefault((*cell[:4], cell.pp > 1), BlockTerms())
 
     def m(self, micro_batch: int, batch: int) -> int:
         """Micro-batches of a step."""
@@ -126,12 +157,11 @@ class LeastMemory:
 
     def costs(self, micro_batch: int, recompute: str) -> Costs:
         """Of the cell's blocks."""
-        key = micro_batch, recompute
-        if key not in self._costs:
+        known = self._blocks.costs
+        if micro_batch not in known:
             layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
-            for policy, found in self.of.policies(layout).items():
-                self._costs[micro_batch, policy] = found
-        return self._costs[key]
+            known[micro_batch] = self.of.policies(layout)
+        return known[micro_batch][recompute]
 
     def family_bytes(self, family: RegionFamily, room: float = float("inf")) -> float:
         """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
@@ -190,20 +220,32 @@ class LeastMemory:
         pp = self.cell.pp
         key = pp, m, pipelines
         if key not in self.known.shares:
-            each = [shares(self.dense, sizes_of(self.of, pp, vp, self.base), name, pp, vp, m) for name, vp in pipelines]
+            each = [shares(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines]
             self.known.shares[key] = lowest(each) if len(each) > 1 else each[0]
         return self.known.shares[key]
+
+    def stage_layers(self, vp: int) -> StageLayers:
+        """Of each stage of the cell's pipelines of so many stages a rank."""
+        key = self.cell.pp, vp
+        if key not in self.known.stages:
+            shape = self.of.shape
+            places = ranges(sizes_of(self.of, *key, self.base))
+            in_front = [*accumulate(map(shape.is_moe_layer, range(shape.layers)), initial=0)]
+            routed = [in_front[place.stop] - in_front[place.start] for place in places]
+            self.known.stages[key] = tuple((len(place) - r, r) for place, r in zip(places, routed, strict=True))
+        return self.known.stages[key]
 
     def kept(self, recompute: str) -> tuple[float, float, float]:
         """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
         one's backward pass, of which gradients of weights do not grow with them."""
-        if recompute not in self._kept:
+        known = self._blocks.kept
+        if recompute not in known:
             costs = self.costs(1, recompute)
             inside = [part.transient_bytes for part in (costs.dense, costs.routed) if part.forward_s]
             here = self.base.offload == "off"  # else in host memory, but for each stage's last block
             kept = (costs.dense.kept_bytes, costs.routed.kept_bytes) if here else (0.0, 0.0)
-            self._kept[recompute] = *kept, min(inside, default=0.0)
-        return self._kept[recompute]
+            known[recompute] = *kept, min(inside, default=0.0)
+        return known[recompute]
 
     def states(self, sums: bool) -> list[HeldBytes]:
         """With the most sharing of each ZeRO stage. `sums`: of several micro-batches."""
@@ -223,7 +265,7 @@ class LeastMemory:
     def _held(self, layout: Layout, m: int) -> HeldBytes:
         shape, recipe = self.of.shape, self.of.recipe
         parts = []
-        few = [self._smallest(routed) for routed in (False, True)]
+        few = [_smallest(shape, routed) for routed in (False, True)]
         for layers, first in ((few[0], False), (few[1], False), ((), True)):
             count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
             count = replace(count, gathered=count.whole)  # padding grows with sharing, nothing else does
@@ -234,13 +276,14 @@ class LeastMemory:
             dense, routed, ends, max(parts[1], key=parts[1].__getitem__), (gradients[0], gradients[1], gradients[2])
         )
 
-    def _smallest(self, routed: bool) -> tuple[int, ...]:
-        """Of layers of linear attention and others, where a shape has both, the one with fewer parameters."""
-        shape = self.of.shape
-        kinds = {bool(shape.linear_of(n)): n for n in range(shape.layers) if shape.is_moe_layer(n) == routed}
-        if len(kinds) < 2:
-            return (shape.layers - 1 if routed else 0,)
-        return (min(kinds.values(), key=lambda n: counts(shape, Layout(), (n,), first=False, last=False).whole),)
+
+@cache
+def _smallest(shape: ModelShape, routed: bool) -> tuple[int, ...]:
+    """Of layers of linear attention and others, where a shape has both, the one with fewer parameters."""
+    kinds = {bool(shape.linear_of(n)): n for n in range(shape.layers) if shape.is_moe_layer(n) == routed}
+    if len(kinds) < 2:
+        return (shape.layers - 1 if routed else 0,)
+    return (min(kinds.values(), key=lambda n: counts(shape, Layout(), (n,), first=False, last=False).whole),)
 
 
 @cache

@@ -1,9 +1,9 @@
 """All legal layouts, ranked by step time among those that fit; for the others the reason.
 
 Bounds (planner/search/bounds.py) keep a space of millions cheap. They are true ones, so what is listed is what counting
-every layout would list. Families that may fit wait in the order of the least time they can take. The first of them is
-left with the schedules that may fit, and waits again with what data parallelism adds; then it is opened into these
-schedules, the first of those into its splits of data parallelism, which wait in turn; the first of these is counted
+every layout would list. Families that may fit wait in the order of the least time they can take. The first of them
+waits again with what data parallelism adds; then it is opened into the schedules that may fit, the first of those into
+its splits of data parallelism. The first of these is timed but for its schedule, and waits again; then it is counted
 exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
 """
 
@@ -70,14 +70,20 @@ class Choice(NamedTuple):
         return self.region.layout(*self.split, base=base)
 
 
-class FittingRegions(NamedTuple):
-    """Regions of a family whose least memory does not exceed the device's."""
+class WholeFamily(NamedTuple):
+    """A family that waits with what data parallelism adds."""
 
     family: RegionFamily
-    regions: tuple[Region, ...]
 
 
-Waiting = tuple[float, int, Least, RegionFamily | FittingRegions | Region | Choice]
+class TimedChoice(NamedTuple):
+    """A layout that waits with its own time, but for its schedule's."""
+
+    choice: Choice
+
+
+Part = RegionFamily | WholeFamily | Region | Choice | TimedChoice
+Waiting = tuple[float, int, Least, Part]
 """(no layout of it takes less seconds, its number, bounds, what it is)."""
 
 
@@ -126,8 +132,8 @@ class _Search:
         heapify(waiting)
         while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
             _, _, least, first = heappop(waiting)
-            if isinstance(first, Choice):
-                self.look(first)
+            if isinstance(first, TimedChoice):
+                self.look(first.choice)
                 continue
             for part in self.opened(least, first):
                 heappush(waiting, part)
@@ -158,18 +164,18 @@ class _Search:
                 continue
             self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
 
-    def opened(self, least: Least, first: RegionFamily | FittingRegions | Region) -> Iterator[Waiting]:
+    def opened(self, least: Least, first: RegionFamily | WholeFamily | Region | Choice) -> Iterator[Waiting]:
         """The next smaller parts of what is first, each with the least seconds it takes."""
-        parts: Iterable[tuple[float, FittingRegions | Region | Choice]]
+        parts: Iterable[tuple[float, Part]]
         if isinstance(first, RegionFamily):
-            parts = self.fitting_regions(least, first)
-        elif isinstance(first, FittingRegions):
-            parts = ((least.whole_region_s(first.family, region), region) for region in first.regions)
+            parts = [(least.whole_family_s(first), WholeFamily(first))]
+        elif isinstance(first, WholeFamily):
+            parts = ((min(least.splits_s(region)), region) for region in self.fitting_regions(least, first.family))
+        elif isinstance(first, Region):
+            choices = [Choice(first, split) for split in least.splits]
+            parts = zip(least.splits_s(first), choices, strict=True)
         else:
-            parts = (
-                (self.estimator.time(choice.layout(self.plan.layout), exact=False).total_s, choice)
-                for choice in (Choice(first, split) for split in least.splits)
-            )
+            parts = [(self.estimator.time(first.layout(self.plan.layout), exact=False).total_s, TimedChoice(first))]
         for bound_s, part in parts:
             waiting = bound_s, next(self.numbers), least, part
             if bound_s * (1 - ROUNDING) <= self.limit_s:
@@ -177,17 +183,14 @@ class _Search:
             else:
                 self.found.slower += _layouts(waiting)
 
-    def fitting_regions(self, least: Least, family: RegionFamily) -> Iterator[tuple[float, FittingRegions]]:
+    def fitting_regions(self, least: Least, family: RegionFamily) -> Iterator[Region]:
         """Those of a family that may fit."""
-        fitting = []
         for region in family.regions():
             peak = least.region_bytes(region)
             if peak > self.room:
                 self.reject(least.kind(family, peak), peak, region, least.splits[0], len(least.splits))
             else:
-                fitting.append(region)
-        if fitting:
-            yield least.whole_family_s(family), FittingRegions(family, tuple(fitting))
+                yield region
 
     def look(self, one: Choice) -> None:
         """Count a layout exactly; keep it if it fits and is to be listed so far."""
@@ -266,13 +269,13 @@ def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
 def _layouts(waiting: Waiting) -> int:
     """How many these are."""
     _, _, least, what = waiting
-    if isinstance(what, Choice):
+    if isinstance(what, Choice | TimedChoice):
         return 1
     regions = 1
     if isinstance(what, RegionFamily):
         regions = len(what.pipelines)
-    elif isinstance(what, FittingRegions):
-        regions = len(what.regions)
+    elif isinstance(what, WholeFamily):
+        regions = len(what.family.pipelines)
     return len(least.splits) * regions
 
 

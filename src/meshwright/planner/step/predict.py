@@ -6,7 +6,6 @@ from functools import cached_property
 
 from meshwright.planner.cost.engine_speeds import planned_speeds
 from meshwright.planner.cost.links import Links, links_of
-from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
@@ -100,7 +99,6 @@ class Estimator(SharedCosts):
         """Of a step."""
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
-        of, _ = self.parts(layout)
         shared_s, update_s, muon_s, of_update = Sharing(), 0.0, 0.0, (self.speeds, self.stack, recipe)
         ranks = self._ranks(layout)
         for rank in {kind: rank for rank, kind in enumerate(ranks)}.values():
@@ -110,7 +108,7 @@ class Estimator(SharedCosts):
             update_s = max(update_s, optimizer_seconds(*of_update, layout, count, state, m))
             if self.matrices is not None:
                 muon_s = max(muon_s, self.matrices.seconds(layout, *ranks[rank][:2]))
-        send_s = self._send_s(layout, of)
+        send_s = self.send_s(layout)
         shown = self._with_sends(layout, stages, send_s)
         key = (*self._stages_key(layout), layout.schedule, m, send_s)
         passes_s = self._passes_s(layout, m, shown, send_s, exact, key)
@@ -128,12 +126,13 @@ class Estimator(SharedCosts):
         ends = layout.pp == 1
         shared, update_s = [], []
         for alike in self.layers_alike(*layers):
-            count = counts(self.shape, layout, alike, first=ends, last=ends, storage=self.recipe.storage)
+            count = self.counted(layout, alike, ends=ends)
             contents, kinds = StageContents(alike, ends, ends), number_of_kinds(self.shape, alike)
             state = self.states(layout, count, m)
             shared.append(self._sharing_of(layout, state, contents, kinds))
             update_s.append(optimizer_seconds(self.speeds, self.stack, self.recipe, layout, count, state, m))
-        return Sharing(*map(min, zip(*shared, strict=True))), min(update_s)
+        muon_s = 0.0 if self.matrices is None else self.matrices.least_s(layout, *layers)
+        return Sharing(*map(min, zip(*shared, strict=True))), min(update_s) + muon_s
 
     def unhidden(self, layout: Layout, m: int, sharing: Sharing, update_s: float) -> Unhidden:
         """What these add to a step, whatever its passes are."""
@@ -146,7 +145,7 @@ class Estimator(SharedCosts):
     def least_s(self, layout: Layout) -> float:
         """No layout with the same passes takes less, however it shares them among data-parallel ranks."""
         m = layout.micro_batches(self.recipe.global_batch)
-        send_s = self._send_s(layout, self.parts(layout)[0])
+        send_s = self.send_s(layout)
         shown = self._with_sends(layout, self.stages(layout), send_s)
         key = (*self._stages_key(layout), layout.schedule, m, send_s)
         passes_s = self._passes_s(layout, m, shown, send_s, False, key)
@@ -237,9 +236,11 @@ class Estimator(SharedCosts):
         kinds = self._ranks(layout)
         return [rank for rank, kind in enumerate(kinds) if kind not in kinds[:rank]]
 
-    def _send_s(self, layout: Layout, of: Local) -> float:
+    def send_s(self, layout: Layout) -> float:
+        """Of what a stage passes on to the next, for one micro-batch."""
         if layout.pp == 1:
             return 0.0
+        of, _ = self.parts(layout)
         return self.links.send_seconds(of.between_bytes, ranks_of(layout, "pp")[1], layout.pp)
 
     def _with_sends(self, layout: Layout, stages: list[MicroBatchCost], send_s: float) -> list[MicroBatchCost]:

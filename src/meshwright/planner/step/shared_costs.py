@@ -222,18 +222,33 @@ class SharedCosts:
             alike[self.shape.is_moe_layer(layer)].append(layer)
         return [(a,) * dense + (b,) * routed for a in alike[False] or [0] for b in alike[True] or [0]]
 
+    @cached_property
+    def _by_kind(self) -> tuple[list[int], list[int]]:
+        """Dense layers, and routed ones."""
+        kinds: tuple[list[int], list[int]] = ([], [])
+        for layer in range(self.shape.layers):
+            kinds[self.shape.is_moe_layer(layer)].append(layer)
+        return kinds
+
     def held(self, layout: Layout, rank: int) -> ElementCounts:
         """Elements that a pipeline rank holds."""
         kind = self._ranks(layout)[rank]
         key = *_sharers(layout), kind
         if key not in self._known.counts:
             dense, routed, first, last, own = kind
-            kinds: dict[bool, list[int]] = {False: [], True: []}
-            for layer in range(self.shape.layers):
-                kinds[self.shape.is_moe_layer(layer)].append(layer)
+            kinds = self._by_kind
             layers = own or sorted(kinds[False][:dense] + kinds[True][len(kinds[True]) - routed :])
             self._known.counts[key] = counts(
                 self.shape, layout, layers, first=first, last=last, storage=self.recipe.storage
+            )
+        return self._known.counts[key]
+
+    def counted(self, layout: Layout, layers: tuple[int, ...], *, ends: bool) -> ElementCounts:
+        """The same of a rank with these layers, with or without embedding and head."""
+        key = *_sharers(layout), layers, ends
+        if key not in self._known.counts:
+            self._known.counts[key] = counts(
+                self.shape, layout, layers, first=ends, last=ends, storage=self.recipe.storage
             )
         return self._known.counts[key]
 

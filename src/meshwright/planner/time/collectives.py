@@ -18,7 +18,7 @@ from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.stage_costs import ranks_of
-from meshwright.planner.cost.states import Size, Sizes, layer_kind, pieces
+from meshwright.planner.cost.states import Size, Sizes, layer_kinds, number_of_kinds, pieces
 from meshwright.planner.cost.work import Exchange
 from meshwright.planner.time.matrix_costs import matrix_traffic
 from meshwright.spec.boxes import rows_of, sharded_dim
@@ -251,8 +251,7 @@ def _units(shape: ModelShape, layout: Layout, held: StageContents) -> Iterator[S
 def _blocks(shape: ModelShape, layout: Layout, layers: Iterable[int]) -> Iterator[ShardingUnit]:
     """Of layers, those of a kind together."""
     found, apart = pieces(shape, layout.tp, layout.ep), layout.ep > 1
-    kinds = Counter(layer_kind(shape, layer) for layer in layers)
-    for block, times in ((getattr(found, kind), kinds[kind]) for kind in sorted(kinds)):
+    for block, times in ((getattr(found, kind), times) for kind, times in number_of_kinds(shape, layers)):
         yield ShardingUnit(tuple(size for size in block if not (apart and size[1])), times=times)
         yield ShardingUnit(tuple(size for size in block if apart and size[1]), spread=True, times=times)
 
@@ -279,7 +278,7 @@ def _holders(layout: Layout) -> int:
 def _of_replicas(shape: ModelShape, layout: Layout, held: StageContents, summed: float) -> Calls:
     """Buckets of norm with head, blocks and embedding, in the order of the backward pass."""
     found, (front, behind) = pieces(shape, layout.tp, layout.ep), _ends(shape, layout, held)
-    kinds = [layer_kind(shape, layer) for layer in reversed(held.layers)]
+    kinds = [*map(layer_kinds(shape).__getitem__, reversed(held.layers))]
     parts = {"behind": behind, "front": front, **{kind: getattr(found, kind) for kind in set(kinds)}}
     for spread, axis in ((False, "data"), (True, "expert_data")):
         n = layout.dp_replicate * (_holders(layout) if spread else layout.dp_shard * layout.cp)

@@ -165,9 +165,17 @@ class MatrixCosts:
     def seconds(self, layout: Layout, dense: int, routed: int) -> float:
         """Of a rank of a stage with so many layers: its share of the products, or one whole matrix; what travels, and
         what is read and written for that."""
+        return self._products_s(layout, dense, routed) + self.exchange_s(layout, self.moved(layout, dense, routed))
+
+    def least_s(self, layout: Layout, dense: int, routed: int) -> float:
+        """Not above the truth where a rank holds at least so many layers. Of layers of two kinds the products alone:
+        rounds have more room where matrices are held more often."""
+        mixed = 0 < self.shape.routed_layers < self.shape.layers
+        return self._products_s(layout, dense, routed) if mixed else self.seconds(layout, dense, routed)
+
+    def _products_s(self, layout: Layout, dense: int, routed: int) -> float:
         ranks, layers = layout.dp * layout.cp * layout.tp, self.layers
-        products_s = max((dense * layers.dense_s + routed * layers.routed_s) / ranks, layers.longest_s)
-        return products_s + self.exchange_s(layout, self.moved(layout, dense, routed))
+        return max((dense * layers.dense_s + routed * layers.routed_s) / ranks, layers.longest_s)
 
     def exchange_s(self, layout: Layout, one: Moved) -> float:
         """Both ways, in as many calls as there are rounds; and the copies on both ends: pieces, whole matrices and
