@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.gpu.case import ATTENTION, Case, Count, Leaf, Run, implementatio
 from meshwright import compat
 from meshwright.kernels import attention as ours
 from meshwright.kernels.varlen import borders_of
+from meshwright.spec.attention_kernels import has_flash_4
 
 BACKENDS = {
     "torch flash": SDPBackend.FLASH_ATTENTION, "torch cuDNN": SDPBackend.CUDNN_ATTENTION,
@@ -31,6 +33,7 @@ def causal(
     rivals: dict[str, Run] = {}
     if device.type == "cuda":
         rivals = {name: partial(_by_backend, backend=backend, scale=scale) for name, backend in BACKENDS.items()}
+        rivals |= _flash_4("flash_attn_func", scale)
     return _case(
         "attention", f"{length:,} causal", mask, seen, [length], (heads, kv_heads, width), rivals, dtype, device
     )
@@ -47,6 +50,11 @@ def documents(
     rivals: dict[str, Run] = {}
     if device.type == "cuda":
         rivals = {"torch varlen": _varlen(document, lengths), "torch FlexAttention": _flex(document, length)}
+        borders, longest = borders_of(document[None], number), max(lengths)
+        rivals |= _flash_4(
+            "flash_attn_varlen_func", width**-0.5, cu_seqlens_q=borders, cu_seqlens_k=borders, max_seqlen_q=longest,
+            max_seqlen_k=longest,
+        )  # fmt: skip
     size = f"{length:,} in {number} documents"
     return _case("attention", size, mask, seen, lengths, (heads, kv_heads, width), rivals, dtype, device)
 
@@ -109,6 +117,21 @@ def _varlen(document: Tensor, lengths: list[int]) -> Run:
         return compat.varlen_attn(*rows, borders, borders, longest, longest, window_size=(-1, 0)).view_as(q)
 
     return run
+
+
+def _flash_4(name: str, scale: float, **documents: Any) -> dict[str, Run]:
+    """FlashAttention 4 by one of its public functions, where it is installed; documents lie behind one another."""
+    if not has_flash_4():
+        return {}
+    function = getattr(import_module("flash_attn.cute"), name)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rows = (x.flatten(0, 1) for x in (q, k, v)) if documents else (q, k, v)
+        made = function(*rows, softmax_scale=scale, causal=True, **documents)
+        out: Tensor = made[0] if isinstance(made, tuple) else made
+        return out.view_as(q)
+
+    return {"FlashAttention 4": run}
 
 
 def _flex(document: Tensor, length: int) -> Callable[..., Tensor]:

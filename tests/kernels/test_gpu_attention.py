@@ -300,6 +300,36 @@ def test_the_doctor_says_what_keeps_a_faster_kernel_out(monkeypatch: pytest.Monk
     assert kernel_checks._kept_out(CUDA, torch.bfloat16) == ""
 
 
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("queries", [1, 12])
+def test_queries_over_past_keys_have_no_mask_on_a_gpu(
+    queries: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of a prompt, and a token where a window hides keys; in fp32, with gradients and with documents it has."""
+    asked: list[tuple[int, int]] = []
+
+    def banded(q: Tensor, k: Tensor, v: Tensor, *, left: int, right: int, scale: float) -> tuple[Tensor, Tensor]:
+        asked.append((left, right))
+        rows = (x.transpose(1, 2) for x in (q, k, v))
+        return attend_reference(*rows, Mask(left + 1), scale=scale).transpose(1, 2), torch.empty(0)
+
+    monkeypatch.setattr(compat, "banded_attention", banded)
+    q, k, v = (torch.randn(2, number, heads, 16).bfloat16() for number, heads in ((queries, 4), (30, 2), (30, 2)))
+    mask = causal_mask(queries, 30, window=window)
+    with acting_as("cuda"):
+        takes = attention._is_band(q, k, v, mask, 0.0)
+        assert takes == (queries > 1 or window > 0)
+        if takes:
+            assert attention.backend(q, k, v, mask, scale=SCALE) == "flash"
+            out = attention.attend(q, k, v, mask, scale=SCALE)
+            torch.testing.assert_close(out, attend_reference(q, k, v, mask, scale=SCALE))
+            assert asked == [(window - 1, 0)]
+        assert not attention._is_band(q.float(), k.float(), v.float(), mask, 0.0)
+        assert not attention._is_band(q.requires_grad_(), k, v, mask, 0.0)
+        packed = Mask(window, torch.zeros(2, 30, dtype=torch.int32))
+        assert not attention._is_band(q.detach(), k, v, packed, 0.0)
+
+
 # plans
 
 

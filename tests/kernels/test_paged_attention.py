@@ -6,14 +6,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from meshwright import compat
+from meshwright.kernels import paged_attention
 from meshwright.kernels.paged_attention import (
     HIDDEN,
     DenseCall,
     PagedCall,
+    SeenBand,
     attend_dense,
     attend_paged,
     attend_paged_reference,
 )
+from meshwright.kernels.target import acting_as
+from tests.counting import Operations
 from tests.kernels.stored_numbers import stored
 
 BLOCK, BLOCKS = 4, 12
@@ -26,12 +31,15 @@ def bias(positions: list[int], keys: int, window: int = 0) -> torch.Tensor:
 
 
 def calls() -> list[PagedCall]:
-    """Rows 0 to 2 decode, 3 to 6 are a fresh prompt, 7 to 9 a chunk behind five positions, 10 and 11 share blocks."""
+    """Rows 0 to 2 decode, 3 to 6 are a fresh prompt, 7 to 9 a chunk behind five positions, 10 and 11 share blocks, 12
+    to 16 are a chunk of a sequence with a window, whose last block is not full."""
     return [
         PagedCall(0, 3, 1, torch.tensor([[1, 2], [3, 0], [4, 5]]), bias([6, 1, 7], 8)[:, None, None]),
         PagedCall(3, 1, 4, None, None),
         PagedCall(7, 1, 3, torch.tensor([[6, 7]]), bias([5, 6, 7], 8, window=3)[None, None]),
         PagedCall(10, 2, 1, slice(8, 11), bias([9, 11], 12)[:, None, None]),
+        PagedCall(12, 1, 5, slice(2, 5), None, SeenBand(11, 4)),
+        PagedCall(17, 1, 3, torch.tensor([[9, 1]]), None, SeenBand(7, 0)),
     ]
 
 
@@ -42,7 +50,7 @@ def test_the_fused_form_equals_the_plain_one(
     dtype: torch.dtype, heads: int, key_heads: int, width: int, value_width: int
 ) -> None:
     torch.manual_seed(0)
-    rows = 14  # two of them of no call
+    rows = 22  # two of them of no call
     q, k = torch.randn(rows, heads, width, dtype=dtype), torch.randn(rows, key_heads, width, dtype=dtype)
     v = torch.randn(rows, key_heads, value_width, dtype=dtype)
     keys = torch.randn(BLOCKS, BLOCK, key_heads, width, dtype=dtype)
@@ -52,7 +60,41 @@ def test_the_fused_form_equals_the_plain_one(
     found, right = attend_paged(q, k, v, *stores, calls(), scale=0.3), attend_paged_reference(*given, scale=0.3)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance)
-    assert found.shape == (rows, heads, value_width) and not found[12:].any()
+    assert found.shape == (rows, heads, value_width) and not found[20:].any()
+
+
+def by_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, left: int, right: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a GPU's kernel means by its borders: query i of S sees the keys i + T - S - left to i + T - S + right."""
+    assert q.shape[3] == k.shape[3] == v.shape[3] and q.shape[3] % 8 == 0
+    back = torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None] - torch.arange(k.shape[2])
+    seen = (back >= -right) & ((back <= left) | (left < 0))
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q.double() @ k.mT * scale).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("by", ["a GPU", "strips"])
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("width, value_width", [(8, 8), (20, 5)])
+def test_a_chunk_behind_others_makes_no_mask_of_all_its_queries(
+    by: str, window: int, width: int, value_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In strips of 16 queries; on a GPU none, where the kernel takes borders as numbers."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(paged_attention, "STRIP", 16)
+    monkeypatch.setattr(compat, "banded_attention", by_flash)
+    q, k = torch.randn(40, 4, width).bfloat16(), torch.randn(40, 2, width).bfloat16()
+    keys, values = (torch.randn(24, BLOCK, 2, size).bfloat16() for size in (width, value_width))
+    call = [PagedCall(0, 1, 40, slice(3, 23), None, SeenBand(78, window))]
+    given = q, k, k[..., :value_width]
+    with acting_as("cuda" if by == "a GPU" else "cpu"), Operations() as made:
+        chunk = attend_paged(*given, stored(keys), stored(values), call, scale=0.3)
+    exact = attend_paged_reference(*given, keys, values, call, scale=0.3)
+    torch.testing.assert_close(chunk, exact, rtol=2e-2, atol=2e-2)
+    masks = [shape for shape in made.shapes if shape[-2:] in ((16, 80), (8, 80), (40, 80))]
+    assert ((16, 80) in masks) == (by == "strips") and (40, 80) not in masks
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ cores where products are."""
 import ast
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -35,7 +36,9 @@ from tests.kernels.cross_compiled import (  # noqa: E402  # the same
     SHARED_LIMIT,
     Launch,
     Pointer,
+    compiled,
     failures,
+    front_end,
     machine_code,
     recorded,
     target,
@@ -175,6 +178,26 @@ def test_a_constant_without_a_type_is_noticed() -> None:
 
 
 @without_fusion_note
+@without_fusion_note
+@pytest.mark.parametrize("row", ["loss", "loss of parts"])
+def test_a_targets_logit_is_read_before_its_gradient_can_lie_there(row: str) -> None:
+    """Warps of a program meet in sums alone: what one reads behind the last of them, another may have written."""
+    codes: list[str] = []
+
+    def front(*arguments: Any, **options: Any) -> Any:
+        module = front_end(*arguments, **options)
+        codes.append(str(module))
+        return module
+
+    for launch in recorded(ROWS[row].launch):
+        compiled(launch, 90, front)
+    gathers = [part for code in codes for part in code.split("tt.func ") if "._gather__" in part.partition("(")[0]]
+    assert gathers
+    for gather in gathers:
+        logit = re.search(r"tt\.load .* : !tt\.ptr<bf16>", gather)
+        assert logit is not None and logit.start() < gather.index("scf.for")
+
+
 @pytest.mark.parametrize("capability", one_of_three)
 @each_row
 @pytest.mark.long

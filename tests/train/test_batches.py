@@ -42,6 +42,27 @@ def test_tensors_say_what_the_windows_said() -> None:
     assert found.valid == int((windows.targets != -100).sum()) == 25 * 8 - 2
 
 
+def test_a_gpu_copies_from_memory_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that the host does not wait for may read after the array is gone, unless pages are locked."""
+    locked: list[int] = []
+    sent: list[bool] = []
+
+    def lock(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        locked.append(copy.data_ptr())
+        return copy
+
+    def send(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
+        assert device.type == "cuda" and non_blocking
+        sent.append(tensor.data_ptr() in locked)
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lock)
+    monkeypatch.setattr(torch.Tensor, "to", send)
+    to_batch(sampler(starts=(0, 13, 77)).take(0, 25), torch.device("cuda"), document_mask=True)
+    assert sent == [True] * 4
+
+
 def test_borders_are_only_carried_where_there_are_some_and_they_are_wanted() -> None:
     with_borders, without = sampler(starts=(0, 13)).take(0, 24), sampler().take(0, 24)
     assert to_batch(without, CPU, document_mask=True).documents is None

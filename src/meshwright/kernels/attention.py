@@ -13,7 +13,7 @@ from meshwright.kernels.chooser import NARROW, uses_triton
 from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.kernels.gpu_attention import chosen_kernel
 from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.partial import WIDEST, can_fuse
+from meshwright.kernels.partial import WIDEST, can_fuse, fused_width, padded
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.varlen import borders_of
 from meshwright.spec.attention_kernels import Case
@@ -136,7 +136,7 @@ def attend(
     """As the reference, without ever storing the S x T weights: on a CPU the compiled loops; without them torch's
     scaled_dot_product_attention, the blockwise form where that is faster or draws dropout (on a CPU), and for documents
     and windows what skips the hidden pairs (kernels/varlen.py). Only queries over past keys have a mask that is a
-    tensor.
+    tensor, and not in 16 bits on a GPU.
 
     On a GPU flash attention alone takes unequal heads, and neither tensors as masks nor fp32 nor heads wider than 256:
     torch would fall back to the S x T form, so keys and values are repeated first. A CPU without 16-bit matrix units
@@ -152,6 +152,8 @@ def attend(
             mask.documents, mask.borders, mask.longest, mask.window, scale, chosen, dropout
         )  # fmt: skip
         return varlen.attend(q, k, v, form)
+    if _is_band(q, k, v, mask, dropout):
+        return _in_band(q, k, v, mask, scale)
     allowed, causal = _told(q, k, mask)
     by_cudnn = causal and gpu_kernel(q, k, v, mask, dropout) == "cudnn"
     q, k, v, grouped = _as_taken(q, k, v, allowed)
@@ -218,6 +220,8 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     chosen = _chosen(q, k, v, mask, dropout)
     if chosen != "torch":
         return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(chosen, chosen)
+    if _is_band(q, k, v, mask, dropout):
+        return "flash"
     allowed, causal = _told(q, k, mask)
     by_cudnn = causal and gpu_kernel(q, k, v, mask, dropout) == "cudnn"
     q, k, v, grouped = _as_taken(q, k, v, allowed)
@@ -236,6 +240,25 @@ def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> s
     about = (q.device, q.dtype, case_of(mask), q.shape[1], q.shape[3], v.shape[3], q.shape[2] // k.shape[2])
     kernel: str = chosen_kernel(*about, dropout, torch.is_grad_enabled())
     return kernel
+
+
+def _is_band(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> bool:
+    """Whether a GPU's flash kernel takes queries over past keys by numbers, without a mask of S x T. Not where
+    gradients are made, for which it is called in other ways; a single query that sees all keys needs no border."""
+    alone = q.shape[1] == 1 and not mask.window
+    if q.shape[1] == k.shape[1] or alone or mask.documents is not None or dropout or kind(q) != "cuda":
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    return v.shape[-1] <= q.shape[-1] and can_fuse(q, k)
+
+
+def _in_band(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """The last q (B, S, H, E) of k (B, T, K, E)."""
+    width = fused_width(q.shape[-1])
+    rows = (padded(x, width).transpose(1, 2) for x in (q, k, v))
+    out, _ = compat.banded_attention(*rows, left=mask.window - 1 if mask.window else -1, right=0, scale=scale)
+    return out.transpose(1, 2)[..., : v.shape[-1]]
 
 
 def case_of(mask: Mask) -> Case:

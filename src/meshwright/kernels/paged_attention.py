@@ -9,15 +9,19 @@ widths of heads.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright import compat
 from meshwright.kernels.chooser import choice, uses_triton
 from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.linear import needs_wide
+from meshwright.kernels.partial import can_fuse, fused_width, padded
+from meshwright.kernels.target import kind
 from meshwright.spec.graph_sizes import WIDEST
 
 HIDDEN = float("-inf")
@@ -27,6 +31,20 @@ LINE_BYTES = 64
 QUERIES = 4
 """Of a key head in one call on a CPU are a multiple of it: each thread has room for scores behind that of others, which
 begins where sums have one order only if every thread's is a multiple of 16 bytes."""
+
+
+STRIP = 512
+"""Queries of a chunk whose mask is made at once, where no kernel knows borders as numbers: 256 MiB in fp32 over 131,072
+keys, where that of a chunk of 8,192 queries takes 4 GiB."""
+
+
+class SeenBand(NamedTuple):
+    """The last queries of a sequence, each of which sees what comes before it."""
+
+    keys: int
+    """Of the call's keys, how many there are; those behind pad the last block."""
+    window: int
+    """Keys that a query sees at most; 0 = all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +62,8 @@ class PagedCall:
     sequence from its first position on, whose keys and values were just made."""
     bias: Tensor | None
     """(B or 1, 1, S, T) fp32, added to scores: 0 or HIDDEN. None = all keys are seen; of own keys, those before."""
+    band: SeenBand | None = None
+    """The same as numbers, of one sequence: a chunk of a prompt, whose mask would be large."""
 
     @property
     def end(self) -> int:
@@ -134,6 +154,10 @@ def attend_paged_reference(
                 blocks = call.blocks
                 own = blocks if isinstance(blocks, slice) else blocks[min(sequence, len(blocks) - 1)]
                 seen_k, seen_v, bias = keys[own].flatten(0, 1), values[own].flatten(0, 1), call.bias
+                if call.band is not None:
+                    end = call.band.keys - call.queries + query + 1
+                    begin = max(0, end - call.band.window) if call.band.window else 0
+                    seen_k, seen_v = seen_k[begin:end], seen_v[begin:end]
             scores = torch.einsum("hke,tke->hkt", _per_key_head(q[row], group), seen_k.float()) * scale
             if bias is not None:
                 scores = scores + bias[min(sequence, len(bias) - 1), 0, query]
@@ -182,6 +206,8 @@ def _attend(
     if call.queries == 1:
         return _one_query(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
     queries = q[rows].unflatten(0, (call.sequences, call.queries)).transpose(1, 2)
+    if call.band is not None:
+        return _banded(queries, seen_k, seen_v, call.band, scale).transpose(1, 2).flatten(0, 1)
     return _fused(queries, seen_k, seen_v, call.bias, scale).transpose(1, 2).flatten(0, 1)
 
 
@@ -191,6 +217,25 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
     more = -group % QUERIES if q.device.type == "cpu" else 0
     found = _fused(F.pad(q, (0, 0, 0, more)) if more else q, k, v, bias, scale)
     return found[:, :, :group].flatten(1, 2)
+
+
+def _banded(q: Tensor, k: Tensor, v: Tensor, band: SeenBand, scale: float) -> Tensor:
+    """q (1, H, S, E), k and v (1, K, T, width) -> (1, H, S, width of k). A GPU's flash kernel takes the band as
+    numbers; elsewhere a mask is made for some queries at a time."""
+    if kind(q) == "cuda" and can_fuse(q.transpose(1, 2), k.transpose(1, 2)):
+        width = fused_width(k.shape[-1])
+        rows = (padded(x, width) for x in (q, k[:, :, : band.keys], v[:, :, : band.keys]))
+        out, _ = compat.banded_attention(*rows, left=band.window - 1 if band.window else -1, right=0, scale=scale)
+        return out[..., : k.shape[-1]]
+    count, parts = q.shape[2], list[Tensor]()
+    for begin in range(0, count, STRIP):
+        end = min(count, begin + STRIP)
+        query = torch.arange(begin, end, device=q.device)[:, None] + (band.keys - count)
+        key = torch.arange(k.shape[2], device=q.device)
+        hidden = (key > query) | (key <= query - band.window) if band.window else key > query
+        bias = q.new_zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
+        parts.append(_fused(q[:, :, begin:end], k, v, bias, scale))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:

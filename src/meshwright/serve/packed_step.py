@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall, RowsCall
+from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall, RowsCall, SeenBand
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.dense_copies import CopyPlan, DenseCopies
 from meshwright.serve.low_rank_product import Rows
@@ -217,10 +217,8 @@ class RowPacker:
             return PagedCall(begin, 1, count, None, None)
         first = self._first(run.begin, window)
         number = -(-run.end // self._cache.size) - first
-        positions = range(run.begin - first * self._cache.size, run.end - first * self._cache.size)
-        bias = self._bias(list(positions), number * self._cache.size, window)
-        blocks = self._table([run.sequence.table[first : first + number]], number)
-        return PagedCall(begin, 1, count, blocks, bias[None].transpose(1, 2))
+        band = SeenBand(run.end - first * self._cache.size, window)
+        return PagedCall(begin, 1, count, self._table([run.sequence.table[first : first + number]], number), None, band)
 
     def _table(self, blocks: list[list[int]], number: int) -> Tensor | slice:
         """(B, number), padded with the block that stays zero; a run of blocks where one sequence has so many in a run:

@@ -105,7 +105,7 @@ def to_batch(
             array = array[:, list(share.columns)]
         if len(array) < rows:
             array = np.concatenate((array, np.full((rows - len(array), array.shape[1]), filling, array.dtype)))
-        return torch.as_tensor(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        return _sent(array, device)
 
     kept = targets if share.columns is None else targets[:, list(share.columns)]
     beside = {"roles": put(sequences.roles, 0)} if by_role and sequences.roles is not None else {}
@@ -129,6 +129,13 @@ def to_batch(
     )
 
 
+def _sent(array: "NDArray[Any]", device: torch.device) -> Tensor:
+    """The array on a device, with no host waiting for it. A copy to a GPU starts in page-locked memory, which torch
+    keeps until the copy has ended: ordinary memory may be read after the call, and this array is gone then."""
+    tensor = torch.as_tensor(np.ascontiguousarray(array))
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
 def _of_answers(
     sequences: "Sequences", device: torch.device, rows: int, wanted: OfAnswers | None, beside: Mapping[str, Tensor]
 ) -> dict[str, Any]:  # fmt: skip
@@ -141,7 +148,7 @@ def _of_answers(
     return {
         "answers_of_rows": tuple((answers >= 0).sum(axis=1).tolist()),
         "more": {
-            **{name: torch.as_tensor(array).to(device, non_blocking=True) for name, array in more.items()}, **beside
+            **{name: _sent(array, device) for name, array in more.items()}, **beside
         },
     }  # fmt: skip
 
@@ -236,8 +243,7 @@ def each_tensor(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
 def columns_of(arrays: "Mapping[str, NDArray[Any]]", share: Share, device: torch.device) -> dict[str, Tensor]:
     """Arrays (B, S, ...) of whole rows as tensors of the positions that are here."""
     here = slice(None) if share.columns is None else list(share.columns)
-    each = {name: np.ascontiguousarray(array[:, here]) for name, array in arrays.items()}
-    return {name: torch.as_tensor(array).to(device, non_blocking=True) for name, array in each.items()}
+    return {name: _sent(array[:, here], device) for name, array in arrays.items()}
 
 
 class BatchSource(Protocol):

@@ -19,6 +19,9 @@ BLOCK = 8192
 @triton.jit
 def _gather(row: Arg, target: Arg, columns: Arg, BLOCK: tl.constexpr) -> Arg:
     """Of a row: its maximum, the sum of exp(logit - maximum), the sum of logits, and the logit of `target`."""
+    # That logit is read before the sums, which all warps wait for: later, another warp may have written its gradient.
+    mine = (target >= 0) & (target < columns)
+    chosen = tl.load(row + tl.where(mine, target, 0), mask=mine, other=0.0).to(tl.float32)
     peak = float("-inf")
     total = 0.0
     plain = 0.0
@@ -30,8 +33,6 @@ def _gather(row: Arg, target: Arg, columns: Arg, BLOCK: tl.constexpr) -> Arg:
         total = total * tl.exp(peak - shift) + tl.sum(tl.exp(logits - shift), 0)
         plain += tl.sum(tl.where(at < columns, logits, 0.0), 0)
         peak = higher
-    mine = (target >= 0) & (target < columns)
-    chosen = tl.load(row + tl.where(mine, target, 0), mask=mine, other=0.0).to(tl.float32)
     return peak, total, plain, chosen
 
 
