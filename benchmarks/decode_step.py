@@ -134,7 +134,13 @@ class WithoutDriver(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.__getitem__:
             return _indexed(args[0], args[1] if isinstance(args[1], tuple) else (args[1],))
+        if function in ALONE:
+            return ALONE[function](*args)
         return function(*args, **(kwargs or {}))
+
+
+ALONE = {Tensor.copy_: torch.ops.aten.copy_.default, Tensor.__invert__: torch.ops.aten.bitwise_not.default}
+"""Methods that ask for the device first, and the operation that each is."""
 
 
 def _indexed(x: Tensor, places: tuple[Any, ...]) -> Tensor:

@@ -1,12 +1,14 @@
 """Tokens per second that reach clients over HTTP from an engine whose steps take a fixed time.
 
-    python -m benchmarks.serve_http [--clients 64,256] [--step-ms 4] [--seconds 4] [--route chat] [--json]
+    python -m benchmarks.serve_http [--clients 64,256] [--step-ms 4] [--host-ms 0] [--seconds 4] [--wait] [--json]
 
-A stand-in computes the steps: it sleeps as a GPU's host thread does, and draws a token for each row. All else is the
-server's own: scheduler, messages between the processes, text, JSON, server-sent events and sockets. The bar is rows per
-step time, which the engine reaches if nothing delays it. Clients are one more process, on raw sockets.
+A stand-in takes the device's place: a step begins there when it is launched and the one before has ended, and whoever
+reads its tokens sleeps until its time is over, as a GPU's host thread does. All else is the server's own: scheduler,
+messages between the processes, text, JSON, server-sent events and sockets. The bar is rows per step time, which the
+device reaches if nothing delays it. Clients are one more process, on raw sockets.
 
-A step begins when the one before has ended, and its time has the host's work in it. One event may hold several tokens
+`--host-ms` is time in which Python computes before a step is launched, beside the scheduler's own. `--wait` launches a
+step only behind the tokens of the one before (EngineOptions.run_ahead). One event may hold several tokens
 where a client or the server lags: tokens are counted by their text, and gaps between the moments in which a client
 receives something.
 """
@@ -31,7 +33,7 @@ from benchmarks.stream_clients import ROUTES
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model import build
 from meshwright.observe.tiny_models import shrink
-from meshwright.serve import serving_engine
+from meshwright.serve import step_loop
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.sampler import SampledRow, SampledTokens
@@ -45,33 +47,48 @@ LONGEST = 8192
 
 
 class FixedStep:
-    """Takes the runner's place: a step ends a fixed time after the one before, at the soonest."""
+    """Takes the runner's place: the device takes a fixed time for a step, one step after the other."""
 
     def __init__(self, runner: Any, step_s: float, host_s: float) -> None:
-        """`host_s`: of the step, in which Python computes, as where a step's kernels are launched one by one."""
+        """`host_s`: in which Python computes before a step is launched, as where its kernels are launched one by
+        one."""
         self._runner, self._step_s, self._host_s = runner, step_s, host_s
         self._ended = 0.0
         self.steps = self.rows = 0
         self.late = 0
-        """Steps that began when their time was over: the host took longer."""
+        """Steps that were launched when the device had nothing to do: the host took longer."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], torch.Tensor]:
-        """Sequences that get a token; no logits of theirs are looked at."""
+    def run(
+        self, step: StepPlan, *, behind: int = 0, drawn: torch.Tensor | None = None
+    ) -> tuple[list[CachedSequence], torch.Tensor]:
+        """Sequences that get a token, and in place of their logits when the device is done with them."""
         owners = [one for one, count in step.chunks.items() if one.computed + count == len(one.tokens)]
         until = time.perf_counter() + self._host_s
         while time.perf_counter() < until:
             pass
-        left = self._ended + self._step_s - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
-        else:
-            self.late += 1
-        self._ended = time.perf_counter()
+        now = time.perf_counter()
+        self.late += now > self._ended
+        self._ended = max(now, self._ended) + self._step_s
         self.steps, self.rows = self.steps + 1, self.rows + len(owners)
-        return owners, torch.empty(len(owners), 0)
+        return owners, torch.full((len(owners), 1), self._ended, dtype=torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class DueTokens:
+    """Takes the place of tokens that the device draws: they can be read when their time has come."""
+
+    tokens: torch.Tensor
+    due: float
+    drawn: list[int]
+
+    def read(self) -> SampledTokens:
+        """Sleep until then."""
+        time.sleep(max(0.0, self.due - time.perf_counter()))
+        count = len(self.drawn)
+        return SampledTokens(self.drawn, [0.0] * count, [[]] * count, [False] * count)
 
 
 class TokenSource:
@@ -82,13 +99,13 @@ class TokenSource:
         self._tokens = [token for token, text in texts if text.count(" ") == 1 and text.strip().isalpha()]
         self._drawn = 0
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> SampledTokens:
+    def draw(self, logits: torch.Tensor, rows: Sequence[SampledRow]) -> DueTokens:
         """The next ones in turn."""
         count, tokens = len(rows), self._tokens
         begin = self._drawn % len(tokens)
         self._drawn += count
         drawn = (tokens * (1 + (begin + count) // len(tokens)))[begin : begin + count]
-        return SampledTokens(drawn, [0.0] * count, [[]] * count, [False] * count)
+        return DueTokens(torch.tensor(drawn), float(logits[0, 0]), drawn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +118,8 @@ class NullModel(HostedModel):
     def engine(self, options: EngineOptions) -> ServingEngine:
         """With the stand-in, after its first request was computed."""
         engine = HostedModel.engine(self, options)
-        engine._runner = FixedStep(engine._runner, self.step_s, self.host_s)  # type: ignore[assignment]
+        loop = engine._loop
+        loop.runner = FixedStep(loop.runner, self.step_s, self.host_s)  # type: ignore[assignment]
         return engine
 
 
@@ -116,12 +134,14 @@ def null_model(step_s: float, host_s: float) -> NullModel:
 
 
 @contextmanager
-def null_server(clients: int, step_s: float, host_s: float = 0.0) -> Iterator[HttpServer]:
+def null_server(
+    clients: int, step_s: float, host_s: float = 0.0, *, run_ahead: bool = True
+) -> Iterator[HttpServer]:  # fmt: skip
     """Inside, it answers."""
     ready, hosted = threading.Event(), null_model(step_s, host_s)
     options = EngineOptions(
         cache_bytes=2**31, most_sequences=clients, most_tokens=max(8192, clients + 1), copies_bytes=0, packed=False,
-        compiled=False,
+        compiled=False, run_ahead=run_ahead,
     )  # fmt: skip
     limits = ServerLimits(max_queue=2 * clients, max_requests_per_key=2 * clients, drain_seconds=1)
     assert hosted.tokenizer is not None
@@ -132,7 +152,7 @@ def null_server(clients: int, step_s: float, host_s: float = 0.0) -> Iterator[Ht
             log=log,
         )  # fmt: skip
         thread = threading.Thread(target=server.run)
-        with patch.object(serving_engine, "sample", source.sample):
+        with patch.object(step_loop, "draw", source.draw):
             thread.start()
             try:
                 ready.wait()
@@ -143,12 +163,14 @@ def null_server(clients: int, step_s: float, host_s: float = 0.0) -> Iterator[Ht
                 thread.join()
 
 
-def measure(clients: int, step_s: float, host_s: float, seconds: float, route: str) -> dict[str, float]:
+def measure(
+    clients: int, step_s: float, host_s: float, seconds: float, route: str, *, run_ahead: bool
+) -> dict[str, float]:
     """One load."""
     tokens = min(int(seconds / step_s), LONGEST - 200)
-    with null_server(clients, step_s, host_s) as server:
+    with null_server(clients, step_s, host_s, run_ahead=run_ahead) as server:
         assert server.front is not None and server.channel is not None and server.engine is not None
-        runner: Any = server.engine._runner
+        runner: Any = server.engine._loop.runner
         command = [sys.executable, str(Path(__file__).with_name("stream_clients.py")), server.address, route]
         command += [str(number) for number in (clients, tokens, os.getpid(), server.front.pid)]
         sent, steps, rows, late = server.channel.sends, runner.steps, runner.rows, runner.late
@@ -174,13 +196,17 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", default="64,256", help="numbers of streams, with commas")
     parser.add_argument("--step-ms", type=float, default=4.0)
-    parser.add_argument("--host-ms", type=float, default=0.0, help="of the step, in which Python computes")
+    parser.add_argument("--host-ms", type=float, default=0.0, help="in which Python computes before each step")
+    parser.add_argument("--wait", action="store_true", help="launch a step behind the tokens of the one before")
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--route", choices=list(ROUTES), default="chat")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(words)
     step_s, host_s = asked.step_ms / 1e3, asked.host_ms / 1e3
-    rows = [measure(int(one), step_s, host_s, asked.seconds, asked.route) for one in asked.clients.split(",")]
+    rows = [
+        measure(int(one), step_s, host_s, asked.seconds, asked.route, run_ahead=not asked.wait)
+        for one in asked.clients.split(",")
+    ]
     if asked.json:
         print(json.dumps({f"clients_{row['clients']}": row for row in rows}))
         return 0

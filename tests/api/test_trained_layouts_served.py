@@ -58,14 +58,14 @@ def test_probabilities_are_those_of_the_trainer(name: str, tmp_path: Path) -> No
 
 def _watch(engine: ServingEngine, logits: dict[Tokens, Tensor]) -> None:
     """Keep what it computes, by the tokens before."""
-    run = engine._runner.run
+    run = engine._loop.runner.run
 
     def seen(step: StepPlan, **given: int) -> tuple[list[CachedSequence], Tensor]:
         owners, rows = run(step, **given)
         logits.update((tuple(one.tokens), row) for one, row in zip(owners, rows, strict=True))
         return owners, rows
 
-    engine._runner.run = seen  # type: ignore[method-assign]
+    engine._loop.runner.run = seen  # type: ignore[method-assign]
 
 
 def _held_out(asked: Plan) -> Iterator[tuple[list[int], int]]:

@@ -36,7 +36,7 @@ def engine(name: str, blocks: int, slots: int, **options: Any) -> ServingEngine:
 
 
 def _caches(found: ServingEngine) -> list[Any]:
-    return [found.cache, *([found._draft.runner.cache] if found._draft else [])]
+    return [found.cache, *([found._loop.draft.runner.cache] if found._loop.draft else [])]
 
 
 def answered(found: ServingEngine, *, mixed: bool = False) -> tuple[list[object], int]:

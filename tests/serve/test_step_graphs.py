@@ -87,8 +87,8 @@ class Served:
         self.engine = ServingEngine(found, EngineOptions(**{**SIZES, **options}), adapters=adapters)
         self.logits = list[Tensor]()
         self.graphs = list[StepGraphs]()
-        runner = self.engine._runner
-        draft = self.engine._draft
+        runner = self.engine._loop.runner
+        draft = self.engine._loop.draft
         for one in [runner, *([draft.runner] if draft else [])] if capture is not None else []:
             rows, many = self.engine.options.most_rows, self.engine.options.most_sequences
             assert capture is not None
@@ -314,7 +314,7 @@ def test_no_step_of_a_gpu_waits_for_its_values(name: str) -> None:
         numbers, tables = torch.zeros(5, 4, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
         packed = step_graphs.PackedStep(
             numbers[:1], numbers[1:2], paged_cache.StepPlaces(numbers[2], [], {}, RowsCall(tables, *numbers[3:], 8)),
-            [], [], {}, numbers,
+            [], [], {}, numbers[0, :0], None, numbers,
         )  # fmt: skip
         for _ in range(WARM + 2):
             with NothingFromHost():  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -330,5 +330,5 @@ def test_a_gpu_answers_the_same_with_graphs_and_without(monkeypatch: pytest.Monk
     found = model(MIXED[name]).to("cuda", torch.float32).eval()
     plain, graphed = (Served(found, None, cuda_graphs=graphs, compiled=True, packed=True) for graphs in ("off", "on"))
     assert graphed.answer() == plain.answer()
-    graphs = graphed.engine._runner.graphs
+    graphs = graphed.engine._loop.runner.graphs
     assert graphs is not None and graphs.launched > 0 and graphs.graphs.capture.bytes > 0

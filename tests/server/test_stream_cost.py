@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.serve_http import TokenSource, null_model
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.serve import serving_engine
+from meshwright.serve import step_loop
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.server.answer_document import AnswerDocument
@@ -80,7 +80,7 @@ def test_the_engines_process() -> None:
     options = EngineOptions(cache_bytes=2**24, most_sequences=STREAMS, most_tokens=4096, packed=False, compiled=False)
     engine, channel = hosted.engine(options), sent
     thread = EngineThread(lambda: hosted, options, channel)  # type: ignore[arg-type]
-    with patch.object(serving_engine, "sample", TokenSource(hosted.tokenizer).sample):
+    with patch.object(step_loop, "draw", TokenSource(hosted.tokenizer).draw):
         news = StepNews()
         for number in range(STREAMS):
             added = AddedPrompt(task=number, first_answer=number, prompt=[5], options=RequestOptions(ignore_end=True))

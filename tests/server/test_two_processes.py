@@ -200,7 +200,7 @@ def test_many_connect_at_once() -> None:
     with null_server(256, 0.004) as started:
         server = Running(started)
         body = request_bytes("completions", 8)
-        runner: Any = server.engine._runner
+        runner: Any = server.engine._loop.runner
         assert started.channel is not None
         sent, steps = started.channel.sends, runner.steps
         connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(256)]

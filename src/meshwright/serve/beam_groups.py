@@ -52,20 +52,16 @@ class BeamGroups:
         numbers = list(range(sequence.number + 1, sequence.number + sequence.copies))
         self._of[sequence] = _Group(request, search, room, [sequence], numbers)
 
-    def take(self, owners: Sequence[CachedSequence], logits: Tensor) -> tuple[list[int], list[ServedAnswer]]:
-        """Of the sequences that a step gave logits (R, V): the places of those that are no beams, and answers that
-        became whole."""
-        if not self._of:
-            return list(range(len(owners))), []
-        others, touched = list[int](), dict[_Group, None]()
+    def take(self, owners: Sequence[CachedSequence], logits: Tensor) -> list[ServedAnswer]:
+        """Go on from the sequences that a step gave logits (R, V), as far as they are beams. Answers that became
+        whole."""
+        touched = dict[_Group, None]()
         for place, sequence in enumerate(owners):
             group = self._of.get(sequence)
-            if group is None:
-                others.append(place)
-                continue
-            group.logs[sequence] = logits[place].log_softmax(-1)
-            touched[group] = None
-        return others, [answer for group in touched if group.ready for answer in self._grow(group)]
+            if group is not None:
+                group.logs[sequence] = logits[place].log_softmax(-1)
+                touched[group] = None
+        return [answer for group in touched if group.ready for answer in self._grow(group)]
 
     def cancel(self, request: ServedRequest) -> None:
         """Nobody wants its answers any more."""

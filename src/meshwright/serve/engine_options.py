@@ -77,6 +77,10 @@ class EngineOptions:
     """On a GPU, steps without chunks of prompts are launched as one CUDA graph for each number of rows
     (step_graphs.py). `on`: refused where they cannot be. Answers differ by rounding, since rows are
     padded; rows of adapters run as they are."""
+    run_ahead: bool | None = None
+    """Launch a step before the tokens of the one before it are read, so that the device need not wait for the host.
+    None = on a GPU. Steps wait all the same beside answers with a schema, regex, penalties or beams, with
+    `speculation`, on several ranks, and where the cache is short of blocks. Answers stay what they are."""
     warm_start: bool = True
     """Capture all CUDA graphs when the engine starts. Else each is captured when a step first needs it: requests then
     wait for captures, and a short use of the engine does not."""
@@ -94,7 +98,10 @@ class EngineOptions:
         elif not tokens:
             tokens = step_tokens(processors(device.index), hidden, sequences)
         cache_bytes = self.cache_bytes or (CPU_CACHE_BYTES if cpu else 0)
-        return replace(self, most_sequences=sequences, most_tokens=tokens, cache_bytes=cache_bytes)
+        ahead = not cpu if self.run_ahead is None else self.run_ahead
+        return replace(
+            self, most_sequences=sequences, most_tokens=tokens, cache_bytes=cache_bytes, run_ahead=ahead
+        )  # fmt: skip
 
     def beside_answers(self, device: torch.device) -> int:
         """`prompt_tokens` on a device."""

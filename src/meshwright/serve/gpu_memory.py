@@ -19,7 +19,7 @@ from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.runner import Runner
 from meshwright.serve.runner_setup import RunnerSetup
-from meshwright.serve.sampler import SampledRow, sample
+from meshwright.serve.sampler import DrawnTokens, SampledRow, draw
 from meshwright.serve.scheduler import StepPlan
 from meshwright.serve.step_graphs import StepMemory, reason_without
 from meshwright.spec.errors import DoesNotFit
@@ -182,7 +182,10 @@ def _decoding(setup: RunnerSetup, rows: int) -> StepPlan:
 
 
 def _sampled(runner: Runner, step: StepPlan) -> None:
-    """Run a step and draw a token for each of its rows."""
-    owners, logits = runner.run(step)
-    options = RequestOptions(temperature=1.0, top_p=0.5)
-    sample(logits, [SampledRow(options, 0, (), ()) for _ in owners])
+    """Run a step twice and draw a token for each of its rows: the second is launched before the first is read."""
+    options, drawn = RequestOptions(temperature=1.0, top_p=0.5), list[DrawnTokens]()
+    for _ in range(2):
+        owners, logits = runner.run(step)
+        drawn.append(draw(logits, [SampledRow(options, 0, (), ()) for _ in owners]))
+    for tokens in drawn:
+        tokens.read()

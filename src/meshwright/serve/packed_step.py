@@ -20,6 +20,7 @@ from torch import Tensor
 from meshwright.kernels.paged_attention import HIDDEN, DenseCall, PagedCall, RowsCall, SeenBand
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.dense_copies import CopyPlan, DenseCopies
+from meshwright.serve.host_copies import to_device
 from meshwright.serve.low_rank_product import Rows
 from meshwright.serve.paged_cache import CopyStep, PagedCache, StepPlaces
 from meshwright.serve.request_adapters import rows_of
@@ -65,9 +66,19 @@ class PackedStep:
     """Whose they are."""
     adapters: Mapping[int, Rows]
     """Rows that have an adapter, by its number."""
+    wanted: Tensor
+    """`last` on the device."""
+    drawn: tuple[Tensor, Tensor] | None = None
+    """Rows (P,) whose token is not known to the host, and the rows (P,) of the step before that drew it."""
     numbers: Tensor | None = None
     """(5, N) int64 where all rows are attended one by one: tokens, positions, slots, and as RowsCall offsets and
     last."""
+
+    def take_drawn(self, tokens: Tensor) -> None:
+        """Put tokens in their places that the step before drew, (R,) int64 on the device."""
+        if self.drawn is not None:
+            rows, sources = self.drawn
+            self.tokens[0].index_copy_(0, rows, tokens.index_select(0, sources))
 
 
 class RowPacker:
@@ -92,21 +103,24 @@ class RowPacker:
             tokens += run.sequence.tokens[run.begin : run.end]
             positions += range(run.begin, run.end)
             slots += [blocks[place // size] * size + place % size for place in range(run.begin, run.end)]
-            wanted = max(0, run.end - max(run.begin, len(run.sequence.tokens) - 1 - run.sequence.guessed))
-            last += range(len(tokens) - wanted, len(tokens))
-            owners += [run.sequence] * wanted
+            count = max(0, run.end - max(run.begin, len(run.sequence.tokens) - 1 - run.sequence.guessed))
+            last += range(len(tokens) - count, len(tokens))
+            owners += [run.sequence] * count
         more = rows - len(tokens)
+        drawn = [(row, -1 - token) for row, token in enumerate(tokens) if token < 0]
         fed = [tokens + [0] * more, positions + [0] * more, slots + [self._cache.unread * size] * more]
+        beside = last, [row for row, _ in drawn], [source for _, source in drawn]
         adapters = rows_of(spans, self._cache.device)
         if self._cache.by_rows:
-            numbers, places = self._places(fed, runs, more)
+            numbers, places, (wanted, *sources) = self._places(fed, runs, more, beside)
             alone = None if places.rows is None or len(places.rows.last) < rows else numbers
-            return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, alone)
-        numbers = torch.tensor(fed).to(self._cache.device)
-        copied = sum(len(plan.used) for plan in plans)
-        calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
-        places = StepPlaces(numbers[2], [self._copy(plan) for plan in plans], calls)
-        return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters)
+        else:
+            numbers, (wanted, *sources) = _copied(fed, beside, self._cache.device)
+            copied = sum(len(plan.used) for plan in plans)
+            calls = {window: self._calls(runs[0 if window else copied :], window) for window in self._cache.windows}
+            places, alone = StepPlaces(numbers[2], [self._copy(plan) for plan in plans], calls), None
+        unread = (sources[0], sources[1]) if drawn else None
+        return PackedStep(numbers[:1], numbers[1:2], places, last, owners, adapters, wanted, unread, alone)
 
     def _chunks_last(self, runs: Sequence[Run]) -> list[Run]:
         return sorted(runs, key=lambda run: (self._is_chunk(run), run.sequence.adapter))
@@ -119,9 +133,11 @@ class RowPacker:
         """Whether a run is one call in spite of compiled loops."""
         return not self._exact and run.end - run.begin >= (LOOPED_CHUNK if self._cache.loops else CHUNK)
 
-    def _places(self, fed: list[list[int]], runs: Sequence[Run], more: int) -> tuple[Tensor, StepPlaces]:
-        """Numbers as those of PackedStep, of which `fed` are the first three, and where loops or a kernel find the rows
-        of sorted runs, behind which `more` rows belong to nobody."""
+    def _places(
+        self, fed: list[list[int]], runs: Sequence[Run], more: int, beside: Sequence[list[int]]
+    ) -> tuple[Tensor, StepPlaces, list[Tensor]]:
+        """Numbers as those of PackedStep, of which `fed` are the first three; where loops or a kernel find the rows of
+        sorted runs, behind which `more` rows belong to nobody; and what else goes to the device `beside` them."""
         tables, offsets, last = [self._cache.zero], list[int](), list[int]()
         for run in runs:
             if not self._is_chunk(run):
@@ -132,10 +148,11 @@ class RowPacker:
         calls = {window: [self._chunk(*one, window) for one in _begun(chunks, 0)] for window in self._cache.windows}
         rows = alone if chunks else alone + more
         fill = [0] * (len(fed[0]) - alone)
-        numbers = torch.tensor((*fed, offsets + fill, last + fill)).to(self._cache.device)
+        parts = tables, *beside
+        numbers, (blocks, *more_parts) = _copied([*fed, offsets + fill, last + fill], parts, self._cache.device)
         offsets_of, last_of, longest = numbers[3, :rows], numbers[4, :rows], max(last, default=0) + 1
-        call = RowsCall(torch.tensor(tables, device=self._cache.device), offsets_of, last_of, longest)
-        return numbers, StepPlaces(numbers[2], [], calls, call if rows or not chunks else None)
+        call = RowsCall(blocks, offsets_of, last_of, longest)
+        return numbers, StepPlaces(numbers[2], [], calls, call if rows or not chunks else None), more_parts
 
     def _sorted(self, runs: Sequence[Run]) -> tuple[list[CopyPlan], list[Run]]:
         """Runs that share a call one after another, first those with a row of a dense copy; and these copies."""
@@ -154,12 +171,12 @@ class RowPacker:
         places = [0] * plan.rows
         for one in plan.used:
             places[one.row] = one.position
-        rows = torch.tensor([one.row for one in plan.used], device=device)
-        added = rows, torch.tensor([one.position for one in plan.used], device=device)
+        rows = to_device([one.row for one in plan.used], device, torch.int64)
+        added = rows, to_device([one.position for one in plan.used], device, torch.int64)
         new = [one for one in plan.used if one.new]
         zero, number = self._cache.zero, plan.keys // size
         tables = [(one.sequence.table + [zero] * number)[:number] for one in new]
-        gathered = torch.tensor([one.row for one in new], device=device), torch.tensor(tables, device=device)
+        gathered = to_device([one.row for one in new], device), to_device(tables, device)
         call = DenseCall(None if len(plan.used) == plan.rows else rows, self._bias(places, plan.keys, 0)[:, None])
         return CopyStep(plan.keys, plan.room, plan.rows, len(rows), gathered if new else None, added, call)
 
@@ -227,16 +244,35 @@ class RowPacker:
         if len(blocks) == 1 and own == list(range(own[0], own[0] + number)):
             return slice(own[0], own[0] + number)
         zero = self._cache.zero
-        return torch.tensor([own + [zero] * (number - len(own)) for own in blocks], device=self._cache.device)
+        return to_device([own + [zero] * (number - len(own)) for own in blocks], self._cache.device)
 
     def _bias(self, positions: list[int], keys: int, window: int) -> Tensor:
         """(rows, 1, keys) fp32 for queries at positions among the keys."""
-        query = torch.tensor(positions, device=self._cache.device)[:, None]
+        query = to_device(positions, self._cache.device)[:, None]
         key = torch.arange(keys, device=self._cache.device)
         seen = key <= query
         if window:
             seen &= key > query - window
         return torch.zeros(seen.shape, dtype=torch.float32, device=seen.device).masked_fill_(~seen, HIDDEN)[:, None]
+
+
+ALIGNED = 16
+"""Numbers of which each part of a copy begins at a multiple: a Triton kernel is compiled anew for other addresses."""
+
+
+def _copied(
+    rows: Sequence[list[int]], parts: Sequence[list[int]], device: torch.device
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Lists of one length as (lists, N) int64 on the device, and other lists beside them: all in one copy."""
+    together, begins = list[int](), list[int]()
+    for part in (*rows, *parts):
+        begins.append(len(together))
+        together += part
+        together += [0] * (-len(part) % ALIGNED)
+    on_device, width = to_device(together, device, torch.int64), len(rows[0])
+    numbers = on_device[: begins[len(rows)]].view(len(rows), -1)[:, :width]
+    ends = (begin + len(part) for begin, part in zip(begins[len(rows) :], parts, strict=True))
+    return numbers, [on_device[begin:end] for begin, end in zip(begins[len(rows) :], ends, strict=True)]
 
 
 def _begun(runs: Sequence[Run], begin: int) -> Iterable[tuple[Run, int]]:

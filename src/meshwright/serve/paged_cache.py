@@ -26,7 +26,7 @@ from meshwright.kernels.paged_attention import (
 from meshwright.model.attention import LatentAttention
 from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer
-from meshwright.serve.host_copies import HostCopies, grouped
+from meshwright.serve.host_copies import HostCopies, grouped, to_device
 from meshwright.serve.host_tier import Move
 
 
@@ -242,7 +242,7 @@ class PagedCache:
         for some in grouped(moves):
             kind, source, target = some[0]
             if kind == "copy":
-                old, new = torch.tensor([move[1:] for move in some], device=self.device).t()
+                old, new = to_device([move[1:] for move in some], self.device).t()
                 for layer in self.layers:
                     layer.copy(old, new)
             else:

@@ -23,6 +23,7 @@ from meshwright.model.low_rank import LoRA
 from meshwright.model.transformer import Transformer
 from meshwright.serve.adapter_shares import possible_parts
 from meshwright.serve.expert_adapters import ExpertAdapters
+from meshwright.serve.host_copies import to_device
 from meshwright.serve.low_rank_product import LowRankProduct, Rows
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.lora import LoRAShape
@@ -185,5 +186,5 @@ def rows_of(spans: Mapping[int, Sequence[tuple[int, int]]], device: torch.device
         if sum(to - since for since, to in some) == end - begin:
             found[number] = slice(begin, end)
         else:
-            found[number] = torch.tensor([row for span in some for row in range(*span)], device=device)
+            found[number] = to_device([row for span in some for row in range(*span)], device)
     return found

@@ -68,13 +68,16 @@ class Runner:
         with self._layers.used():
             self.graphs.capture_all(self._head, say)
 
-    def run(self, step: StepPlan, *, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
+    def run(
+        self, step: StepPlan, *, behind: int = 0, drawn: Tensor | None = None
+    ) -> tuple[list[CachedSequence], Tensor]:
         """Compute a step. Sequences that get a next token, and its logits (R, V) fp32 of each; those with guesses have
         a row for each of them, too, in order. `behind`: tokens behind those that are computed which are passed over.
+        `drawn` (R,): tokens of the step before on the device; a sequence's token -1 - r stands for the one of row r.
         RunError: another rank is gone."""
         if self._ranks is None:
-            return self.compute(step, behind)
-        assert not behind, "a model whose steps have parts is on one rank"
+            return self.compute(step, behind, drawn)
+        assert not behind and drawn is None, "a model whose steps have parts is on one rank"
         self._ranks.say(RankCommand.STEP, self._writer.words(step))
         return self.compute(step)
 
@@ -86,43 +89,50 @@ class Runner:
             self._ranks.say(RankCommand.CLEAR, blocks)
         self.cache.clear(blocks)
 
-    def compute(self, step: StepPlan, behind: int = 0) -> tuple[list[CachedSequence], Tensor]:
+    def compute(
+        self, step: StepPlan, behind: int = 0, drawn: Tensor | None = None
+    ) -> tuple[list[CachedSequence], Tensor]:
         """As `run`, of what this rank has; logits are whole on the first one."""
         with nullcontext() if self._ranks is None else self._ranks.together():
-            return self._compute(step, behind)
+            return self._compute(step, behind, drawn)
 
-    def _compute(self, step: StepPlan, behind: int) -> tuple[list[CachedSequence], Tensor]:
+    def _compute(self, step: StepPlan, behind: int, drawn: Tensor | None) -> tuple[list[CachedSequence], Tensor]:
         self.cache.carry_out(step.moves)
         begins = ((one, one.computed + behind, count) for one, count in step.chunks.items())
         runs = [Run(one, begin, begin + count) for one, begin, count in begins]
         owners, states = list[CachedSequence](), list[Tensor]()
         if self.graphs is not None and not self._exact:
-            found = self._by_graph(self.graphs, runs)
+            found = self._by_graph(self.graphs, runs, drawn)
             if found is not None:
                 return found
         with self._layers.used(), self._exact.exact_experts() if self._exact else nullcontext():
             for rows in self._passes(runs):
+                if drawn is not None:
+                    rows.take_drawn(drawn)
                 cache = self.cache.at(rows.places)
                 with self._adapters.over(rows.adapters) if self._adapters else nullcontext():
                     x, _ = self.model.hidden(rows.tokens, positions=rows.positions, cache=cache)
                 if rows.owners:
                     owners += rows.owners
-                    states.append(x[0, rows.last])
+                    states.append(x[0].index_select(0, rows.wanted))
             if not owners:
                 return [], torch.empty(0, self.model.shape.vocab)
             return owners, self._logits(states[0] if len(states) == 1 else torch.cat(states)).float()
 
-    def _by_graph(self, graphs: StepGraphs, runs: list[Run]) -> tuple[list[CachedSequence], Tensor] | None:
+    def _by_graph(
+        self, graphs: StepGraphs, runs: list[Run], drawn: Tensor | None
+    ) -> tuple[list[CachedSequence], Tensor] | None:
         """As `_compute`, where a step may be a graph; None = it may not."""
         size = graphs.padded(sum(run.end - run.begin for run in runs))
         adapted = self._adapters is not None and any(run.sequence.adapter for run in runs)
         if not size or adapted or not self._packer.attends_by_rows(runs):
             return None
         rows = self._packer.pack(runs, size)
+        if drawn is not None:
+            rows.take_drawn(drawn)
         with self._layers.used():
             logits = graphs.compute(rows, self._head)
-        wanted = len(rows.last)
-        return rows.owners, logits[:wanted].clone() if rows.last == list(range(wanted)) else logits[rows.last]
+        return rows.owners, logits.index_select(0, rows.wanted)  # the next step overwrites them
 
     def _passes(self, runs: list[Run]) -> Iterator[PackedStep]:
         """Forward passes: one, or in exact mode as many as rows allow."""

@@ -114,6 +114,16 @@ class Scheduler:
         """Whether there is nothing to compute."""
         return not self.running and not self._waiting
 
+    @property
+    def fits_next(self) -> bool:
+        """Whether the next step has something to compute for those that run, and takes nobody's blocks for it."""
+        if self._waiting and self._outranks(self._waiting[0][1]):
+            return False
+        block = self.tables.block
+        missing = [len(sequence.tokens) - sequence.computed for sequence in self.running]
+        blocks = sum(2 + min(count, self.most_tokens) // block if count > 1 else count for count in missing)
+        return any(missing) and blocks <= self.tables.pool.free
+
     def plan(self) -> StepPlan:
         """The next step. `advance` follows it."""
         step, left = StepPlan(), self.most_tokens
@@ -123,7 +133,7 @@ class Scheduler:
             if missing > 1:
                 prompts.append(sequence)
             elif not missing:
-                continue  # a beam that waits for the others of its group
+                continue  # a beam waits for the others of its group; or a token that nobody has read is the last
             elif sequence.phase is Phase.RUNNING and sequence.computed % block and holders[sequence.table[-1]] == 1:
                 step.chunks[sequence] = 1  # as `_grow`, which is a third of the time of a step
                 left -= 1

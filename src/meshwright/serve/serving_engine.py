@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -10,12 +9,10 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.model.generate import check_prompt
 from meshwright.model.transformer import Transformer
 from meshwright.serve.answer_text import AnswerText
-from meshwright.serve.beam_groups import BeamGroups
 from meshwright.serve.beam_search import BeamSearch
 from meshwright.serve.block_pool import BlockPool
 from meshwright.serve.block_tables import BlockTables
-from meshwright.serve.cached_sequence import CachedSequence
-from meshwright.serve.draft_model import DraftModel, following
+from meshwright.serve.draft_model import DraftModel
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.engine_start import start
 from meshwright.serve.grammar import Grammars, GrammarState
@@ -24,12 +21,12 @@ from meshwright.serve.loaded_adapters import LoadedAdapters
 from meshwright.serve.prompt_scores import PromptScores, score_prompt
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.request_options import RequestOptions
-from meshwright.serve.runner import Runner
-from meshwright.serve.sampler import SampledRow, sample
-from meshwright.serve.scheduler import Scheduler, StepPlan
+from meshwright.serve.sampler import SampledRow
+from meshwright.serve.scheduler import Scheduler
 from meshwright.serve.served_request import Decode, ServedAnswer, ServedRequest
 from meshwright.serve.serving_ranks import ServingRanks
-from meshwright.serve.speculation import GuessCounts, Guesser, Refuted
+from meshwright.serve.speculation import GuessCounts, Guesser
+from meshwright.serve.step_loop import StepLoop
 from meshwright.spec.errors import ArgumentError
 
 
@@ -69,7 +66,7 @@ class ServingEngine:
         )  # fmt: skip
         started = start(model, options, self.adapters.beside, ranks)
         self._longest, self.memory, runners = started.longest, started.memory, started.runners
-        self._runner, self.cache = runners[0], runners[0].cache
+        self.cache = runners[0].cache
         widest = [one.cache.widest for one in runners]
         host = HostTier(started.slots) if started.slots else None
         self.tables = BlockTables(
@@ -79,12 +76,11 @@ class ServingEngine:
             self.tables, most_tokens=options.most_tokens, most_sequences=options.most_sequences,
             prompt_tokens=options.beside_answers(device),
         )  # fmt: skip
-        self._draft = DraftModel(runners[1]) if runners[1:] else None
         self._guesser = Guesser(options.speculation) if options.speculation else None
-        self._waiting: dict[CachedSequence, ServedRequest] = {}
-        self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
-        self._forget = partial(_forget, self._runner, self.tables, self.scheduler)
-        self._beams = BeamGroups(self.scheduler, self._forget)
+        self._loop = StepLoop(
+            runners[0], self.scheduler, draft=DraftModel(runners[1]) if runners[1:] else None, guesser=self._guesser,
+            run_ahead=bool(options.run_ahead) and ranks is None,
+        )  # fmt: skip
         for name, adapter in (adapters or {}).items():
             self.adapters.load(name, adapter)
 
@@ -119,11 +115,9 @@ class ServingEngine:
             together=searched,
         )  # fmt: skip
         if searched:
-            self._beams.begin(sequence, request, BeamSearch(options, ends, room), room)
-            return request
-        self._growing[sequence] = request, request.answers[0]
-        if options.n > 1:
-            self._waiting[sequence] = request
+            self._loop.search(sequence, request, BeamSearch(options, ends, room), room)
+        else:
+            self._loop.begin(sequence, request)
         return request
 
     def score(self, prompt: Sequence[int], top: int, adapter: str | None = None) -> PromptScores:
@@ -137,10 +131,7 @@ class ServingEngine:
     def cancel(self, request: ServedRequest, answers: Sequence[ServedAnswer] | None = None) -> None:
         """End what nobody wants any more: all of a request, or these answers, which grow. Blocks are free at once."""
         answers = request.answers if answers is None else answers
-        for sequence, (_, answer) in list(self._growing.items()):
-            if answer in answers:
-                self._end(sequence)
-        self._beams.cancel(request)
+        self._loop.cancel(request, answers)
         self.adapters.release()
         for answer in answers:
             answer.ending = answer.ending or "cancelled"
@@ -158,23 +149,24 @@ class ServingEngine:
     @property
     def cuda_graphs(self) -> str:
         """Whether steps are CUDA graphs: of which numbers of rows, or why not."""
-        return self._runner.graphs_words
+        return self._loop.runner.graphs_words
 
     @property
     def graphs_bytes(self) -> int:
         """Of the memory that CUDA graphs keep so far, beside weights and cache: of the model, and of what guesses."""
-        runners = [self._runner, *([self._draft.runner] if self._draft is not None else [])]
+        draft = self._loop.draft
+        runners = [self._loop.runner, *([draft.runner] if draft is not None else [])]
         return sum(one.graphs.bytes for one in runners if one.graphs is not None)
 
     @property
     def rows_at_once(self) -> int:
         """Rows of the largest forward pass."""
-        return self._runner.most_rows
+        return self._loop.runner.most_rows
 
     @property
     def copies_bytes(self) -> int:
         """Of copies of the model's matrices that have been made so far (`EngineOptions.packed`)."""
-        return self._runner.copies_bytes
+        return self._loop.runner.copies_bytes
 
     @property
     def guesses(self) -> GuessCounts | None:
@@ -184,7 +176,12 @@ class ServingEngine:
     @property
     def idle(self) -> bool:
         """Whether no answer grows."""
-        return not self._growing and self._beams.idle
+        return self._loop.idle
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that were launched before the tokens of the one before were read."""
+        return self._loop.ahead
 
     @torch.no_grad()
     def step(self) -> list[ServedAnswer]:
@@ -192,74 +189,9 @@ class ServingEngine:
         beams, when they are whole."""
         if self.idle:
             return []
-        if self._guesser is not None:
-            growing = self._growing
-            free = [one for one in self.scheduler.running if one in growing and growing[one][1].row.grammar is None]
-            self._guesser.propose(free)
-        plan = self.scheduler.plan()
-        guesses = self._guesses(plan)
-        owners, logits = self._runner.run(plan)
-        for sequence in guesses:
-            sequence.drop_guesses()
-        plain = {one: count for one, count in plan.chunks.items() if one not in guesses}
-        self.scheduler.advance(StepPlan(plain))
-        others, whole = self._beams.take(owners, logits)
-        if not others:
-            self.adapters.release()
-            return whole
-        if len(others) < len(owners):
-            owners, logits = [owners[place] for place in others], logits[others]
-        logits = self._forked(owners, logits)
-        grown = [self._growing[sequence] for sequence in owners]
-        self._take(owners, grown, logits, Refuted(guesses))
+        grown = self._loop.step()
         self.adapters.release()
-        return [*whole, *dict.fromkeys(answer for _, answer in grown)]
-
-    def _guesses(self, plan: StepPlan) -> dict[CachedSequence, list[int]]:
-        """What sequences guess in this step."""
-        if self._guesser is None:
-            return {}
-        guessed = self._guesser.trimmed(plan)
-        if self._draft is not None:
-            self._draft.fill(plan, guessed, {one: answer.row for one, (_, answer) in self._growing.items()})
-        return {one: one.tokens[-count:] for one, count in guessed.items()}
-
-    def _take(
-        self, owners: Sequence[CachedSequence], grown: Sequence[tuple[ServedRequest, ServedAnswer]],
-        logits: torch.Tensor, rows: Refuted,
-    ) -> None:  # fmt: skip
-        """Draw a token behind each row, and give answers those that count."""
-        behind = [0] * len(owners)
-        for place in range(1, len(owners)):
-            behind[place] = behind[place - 1] + 1 if owners[place] is owners[place - 1] else 0
-        drawn = (
-            following(answer.row, rows.guesses[one][:count]) if count else answer.row
-            for one, (_, answer), count in zip(owners, grown, behind, strict=True)
-        )
-        found = sample(logits, list(drawn))
-        for place, (sequence, (request, answer)) in enumerate(zip(owners, grown, strict=True)):
-            if not rows.counts(sequence):
-                continue
-            if found.broken[place]:
-                answer.ending = "broken"
-                self._forget(sequence)
-            elif answer.row.grammar is not None and answer.row.grammar.failure:
-                answer.ending = "grammar"
-            else:
-                if not answer.ids:
-                    request.cached = sequence.found
-                sequence.tokens.append(found.tokens[place])
-                answer.take(found.tokens[place], found.logprobs[place], found.top[place], self._room(request))
-            rows.take(sequence, found.tokens[place], ended=bool(answer.ending))
-        for sequence, guess in rows.guesses.items():
-            count = rows.taken[sequence]
-            if self._growing[sequence][1].ending != "broken":  # whose blocks nobody may find
-                self.scheduler.advance(StepPlan({sequence: count}))
-            if self._guesser is not None:
-                self._guesser.learn(sequence, len(guess), count - 1)
-        for sequence, (_, answer) in dict(zip(owners, grown, strict=True)).items():
-            if answer.ending:
-                self._end(sequence)
+        return grown
 
     def run(self, requests: Iterable[ServedRequest]) -> None:
         """Step until these have ended. RunError: the model's logits are no numbers, or a grammar is too much."""
@@ -316,29 +248,3 @@ class ServingEngine:
     def _room(self, request: ServedRequest) -> int:
         """Tokens that an answer may have."""
         return min(request.options.max_new_tokens, self._longest - len(request.prompt) + 1)
-
-    def _forked(self, owners: list[CachedSequence], logits: torch.Tensor) -> torch.Tensor:
-        """Let the other answers of prompts that are computed begin with the same logits."""
-        rows = list(range(len(owners)))
-        for place, sequence in enumerate(list(owners)):
-            request = self._waiting.pop(sequence, None)
-            if request is not None:
-                children = self.scheduler.fork(sequence)
-                for child, answer in zip(children, request.answers[1:], strict=True):
-                    self._growing[child] = request, answer
-                owners += children
-                rows += [place] * len(children)
-        return logits[rows] if len(rows) > len(logits) else logits
-
-    def _end(self, sequence: CachedSequence) -> None:
-        self.scheduler.end(sequence)
-        if self._guesser is not None:
-            self._guesser.forget(sequence)
-        del self._growing[sequence]
-        self._waiting.pop(sequence, None)
-
-
-def _forget(runner: Runner, tables: BlockTables, scheduler: Scheduler, sequence: CachedSequence) -> None:
-    """End a sequence whose logits are no numbers. The blocks that it was the last to hold become zero."""
-    runner.clear(tables.withdraw(sequence))
-    scheduler.end(sequence)

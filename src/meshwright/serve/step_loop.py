@@ -1,0 +1,253 @@
+"""The loop of an engine's steps: planned, launched, and read when the device has drawn their tokens.
+
+On a GPU a step is launched before the tokens of the one before it are read (`run_ahead`). Its rows take these tokens
+on the device; in the sequences -1 - r stands for the token of row r meanwhile. So the device computes while the host
+reads, plans and hands tokens out, as with vLLM's asynchronous scheduling and SGLang's overlap.
+
+The host then learns a step late that a token or a stop string ends an answer, that logits are no numbers, or that the
+device looked at too few tokens. That sequence's row in the step launched meanwhile is dropped: the position that it
+wrote belongs to nobody, or is computed again. Lengths end an answer without delay. A step waits for the tokens before
+it where something on the host decides by them: grammars, penalties, guesses, beams, other ranks, and sequences that would
+have to give blocks back, which nobody may have before they are known to hold numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import final
+
+from torch import Tensor
+
+from meshwright.serve.beam_groups import BeamGroups
+from meshwright.serve.beam_search import BeamSearch
+from meshwright.serve.cached_sequence import CachedSequence, Phase
+from meshwright.serve.draft_model import DraftModel, following
+from meshwright.serve.host_copies import to_device
+from meshwright.serve.runner import Runner
+from meshwright.serve.sampler import DrawnTokens, SampledRow, draw
+from meshwright.serve.scheduler import Scheduler, StepPlan
+from meshwright.serve.served_request import ServedAnswer, ServedRequest
+from meshwright.serve.speculation import Guesser, Refuted
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Launched:
+    """A step that the device computes."""
+
+    plan: StepPlan
+    owners: Sequence[CachedSequence]
+    """Of the rows that the runner computed."""
+    logits: Tensor | None
+    """(owners, V), for beams alone."""
+    guesses: dict[CachedSequence, list[int]]
+    sequences: list[CachedSequence] = field(default_factory=list)
+    """Of the rows R that are drawn; until `_commit`, other answers of a prompt have the sequence of their first one."""
+    grown: list[tuple[ServedRequest, ServedAnswer]] = field(default_factory=list)
+    """Of these rows."""
+    forked: list[tuple[CachedSequence, int]] = field(default_factory=list)
+    """Sequences that others go on from, and the first row of these."""
+    drawn: DrawnTokens | None = None
+    dropped: set[CachedSequence] = field(default_factory=set)
+    """Sequences whose row was computed from a token that is not theirs."""
+
+
+@final
+class StepLoop:
+    """Answers that grow, step by step. Use under `torch.no_grad`."""
+
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, *, draft: DraftModel | None, guesser: Guesser | None,
+        run_ahead: bool,
+    ) -> None:  # fmt: skip
+        """`run_ahead`: launch a step before the tokens of the one before are read, where nothing forbids it."""
+        self.runner, self.draft, self.guesser, self.run_ahead = runner, draft, guesser, run_ahead
+        self.ahead = 0
+        """Steps that were launched before the tokens of the one before were read."""
+        self._scheduler = scheduler
+        self._growing: dict[CachedSequence, tuple[ServedRequest, ServedAnswer]] = {}
+        self._waiting: dict[CachedSequence, ServedRequest] = {}  # whose other answers begin when the prompt is computed
+        # Not a method of the loop, which would hold itself, and so the cache.
+        self._forget = partial(_forget, runner, scheduler)
+        self._beams = BeamGroups(scheduler, self._forget)
+        self._next: _Launched | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no answer grows."""
+        return not self._growing and self._beams.idle
+
+    def begin(self, sequence: CachedSequence, request: ServedRequest) -> None:
+        """Let a request's answers grow behind a sequence of the scheduler, which has its prompt."""
+        self._growing[sequence] = request, request.answers[0]
+        if len(request.answers) > 1:
+            self._waiting[sequence] = request
+
+    def search(self, sequence: CachedSequence, request: ServedRequest, search: BeamSearch, room: int) -> None:
+        """Let beams grow behind it."""
+        self._beams.begin(sequence, request, search, room)
+
+    def cancel(self, request: ServedRequest, answers: Sequence[ServedAnswer]) -> None:
+        """End these answers of a request, and its beams. Blocks are free at once."""
+        for sequence, (_, answer) in list(self._growing.items()):
+            if answer in answers:
+                self._end(sequence)
+        self._beams.cancel(request)
+        if not self._growing:
+            self._next = None
+
+    def step(self) -> list[ServedAnswer]:
+        """Compute one step. Answers that have one more token, or several where guesses were right; those of beams,
+        when they are whole."""
+        step, self._next = self._next or self._launch(None), None
+        self._commit(step)
+        if self._needs_no_host():
+            self._stand_in(step)
+            if self._scheduler.fits_next:
+                self._next = self._launch(step.drawn)
+                self.ahead += 1
+        whole = [] if step.logits is None else self._beams.take(step.owners, step.logits)
+        grown = self._read(step)
+        if not self._growing:
+            self._next = None
+        return [*whole, *grown]
+
+    def _needs_no_host(self) -> bool:
+        """Whether no answer that grows needs its tokens on the host before the next is drawn."""
+        if not self.run_ahead or self.guesser is not None or not self._beams.idle:
+            return False
+        return not any(answer.row.needs_host for _, answer in self._growing.values())
+
+    def _launch(self, before: DrawnTokens | None) -> _Launched:
+        """Plan the next step and give it to the device. `before`: tokens of the step before that the host has not
+        read."""
+        if self.guesser is not None:
+            growing = self._growing
+            decoding = [sequence for sequence in self._scheduler.running if sequence in growing]
+            self.guesser.propose([each for each in decoding if growing[each][1].row.grammar is None])
+        plan = self._scheduler.plan()
+        guesses = self._guesses(plan)
+        owners, logits = self.runner.run(plan, drawn=None if before is None else before.tokens)
+        for sequence in guesses:
+            sequence.drop_guesses()
+        beams = not self._beams.idle
+        step = _Launched(plan=plan, owners=owners, logits=logits if beams else None, guesses=guesses)
+        rows = [row for row, one in enumerate(owners) if one in self._growing] if beams else list(range(len(owners)))
+        step.sequences = [owners[row] for row in rows]
+        step.grown = [self._growing[one] for one in step.sequences]
+        for row, sequence in enumerate(step.sequences.copy()):
+            request = self._waiting.pop(sequence, None)
+            if request is not None:
+                step.forked.append((sequence, len(step.sequences)))
+                step.grown += [(request, answer) for answer in request.answers[1:]]
+                step.sequences += [sequence] * (len(request.answers) - 1)
+                rows += [rows[row]] * (len(request.answers) - 1)
+        if rows:
+            step.drawn = draw(_rows_of(logits, rows), self._drawing(step))
+        return step
+
+    def _guesses(self, plan: StepPlan) -> dict[CachedSequence, list[int]]:
+        """What sequences guess in this step."""
+        if self.guesser is None:
+            return {}
+        guessed = self.guesser.trimmed(plan)
+        if self.draft is not None:
+            self.draft.fill(plan, guessed, {one: answer.row for one, (_, answer) in self._growing.items()})
+        return {one: one.tokens[-count:] for one, count in guessed.items()}
+
+    def _drawing(self, step: _Launched) -> list[SampledRow]:
+        """What is known of each row that is drawn: rows of guesses are behind those before them."""
+        if not step.guesses:
+            return [answer.row for _, answer in step.grown]
+        behind, rows = 0, list[SampledRow]()
+        for place, (sequence, (_, answer)) in enumerate(zip(step.sequences, step.grown, strict=True)):
+            behind = behind + 1 if place and step.sequences[place - 1] is sequence and sequence in step.guesses else 0
+            rows.append(following(answer.row, step.guesses[sequence][:behind]) if behind else answer.row)
+        return rows
+
+    def _commit(self, step: _Launched) -> None:
+        """What a step computes is in the cache for all that follows it on the device."""
+        growing, passed = self._growing, step.dropped
+        chunks = {
+            one: count for one, count in step.plan.chunks.items()
+            if one not in passed and one not in step.guesses and one.phase is Phase.RUNNING
+        }  # fmt: skip
+        self._scheduler.advance(StepPlan(chunks))
+        for sequence, first in step.forked:
+            if sequence in growing:
+                for row, child in enumerate(self._scheduler.fork(sequence), first):
+                    step.sequences[row] = child
+                    growing[child] = step.grown[row]
+        for sequence, (request, answer) in zip(step.sequences, step.grown, strict=True):
+            if not answer.ids:
+                request.cached = sequence.found
+
+    def _stand_in(self, step: _Launched) -> None:
+        """Let sequences go on behind tokens that only the device knows, but for those whose length ends with them."""
+        for row, sequence in enumerate(step.sequences):
+            if sequence in self._growing and sequence not in step.dropped:
+                self._growing[sequence][1].row.unread = 1
+                if len(sequence.tokens) + 1 < sequence.limit:
+                    sequence.tokens.append(-1 - row)
+
+    def _read(self, step: _Launched) -> list[ServedAnswer]:
+        """Wait for the tokens of a step, and give answers those that count."""
+        if step.drawn is None:
+            return []
+        sampled, rows, grown = step.drawn.read(), Refuted(step.guesses), dict[ServedAnswer, CachedSequence]()
+        for row, (sequence, (request, answer)) in enumerate(zip(step.sequences, step.grown, strict=True)):
+            if sequence not in self._growing or sequence in step.dropped:
+                continue
+            if step.guesses and not rows.counts(sequence):
+                continue
+            grown[answer], token, tokens = sequence, sampled.tokens[row], sequence.tokens
+            if answer.row.unread:
+                answer.row.unread = 0
+                if tokens[-1] < 0:
+                    tokens.pop()
+            if sampled.broken[row]:
+                answer.ending = "broken"
+                self._forget(sequence)
+            elif answer.row.grammar is not None and answer.row.grammar.failure:
+                answer.ending = "grammar"
+            else:
+                tokens.append(token)
+                room = sequence.limit - len(request.prompt)
+                answer.take(token, sampled.logprobs[row], sampled.top[row], room)
+                if row in sampled.redrawn and self._next is not None:
+                    self._next.dropped.add(sequence)
+            if step.guesses:
+                rows.take(sequence, token, ended=bool(answer.ending))
+        self._learn(step, rows)
+        for answer, sequence in grown.items():
+            if answer.ending:
+                self._end(sequence)
+        return list(grown)
+
+    def _learn(self, step: _Launched, rows: Refuted) -> None:
+        """Keep what was right of guesses."""
+        for sequence, guess in step.guesses.items():
+            count = rows.taken[sequence]
+            if self._growing[sequence][1].ending != "broken":  # whose blocks nobody may find
+                self._scheduler.advance(StepPlan({sequence: count}))
+            if self.guesser is not None:
+                self.guesser.learn(sequence, len(guess), count - 1)
+
+    def _end(self, sequence: CachedSequence) -> None:
+        self._scheduler.end(sequence)
+        if self.guesser is not None:
+            self.guesser.forget(sequence)
+        del self._growing[sequence]
+        self._waiting.pop(sequence, None)
+
+
+def _forget(runner: Runner, scheduler: Scheduler, sequence: CachedSequence) -> None:
+    """End a sequence whose logits are no numbers. The blocks that it was the last to hold become zero."""
+    runner.clear(scheduler.tables.withdraw(sequence))
+    scheduler.end(sequence)
+
+
+def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    """Rows of logits (R, V), in this order."""
+    if rows == list(range(len(logits))):
+        return logits
+    return logits.index_select(0, to_device(rows, logits.device))
