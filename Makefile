@@ -22,7 +22,7 @@ help:
 	@echo "make format       mend what ruff can mend"
 	@echo "make schema       write planfile/schema.json anew, after a change of the spec"
 	@echo "make bench        speed and memory beside transformers, and TRL where it is installed; encoding; start-up"
-	@echo "make bench-gpu    kernels and whole steps on this machine's GPU beside torch, Liger and transformers (10 minutes; ARGS='--part serve': one of five parts)"
+	@echo "make bench-gpu    kernels and whole steps on this machine's GPU beside torch, Liger and transformers (10 minutes; ARGS='--part serve': one of six parts)"
 	@echo "make bench-parallel  every parallelism on 2 and 4 processes beside torch's own and picotron: speed, bubbles, memory"
 	@echo "make bench-serve  the serving engine beside transformers, llama.cpp and vLLM: what is installed takes part (ARGS=--full)"
 	@echo "make leaderboard  score the planner on every published run and kernel at hand, and write docs/accuracy.md (ARGS=FOLDER)"

@@ -9,8 +9,8 @@ device reaches if nothing delays it. Clients are one more process, on raw socket
 
 `--host-ms` is time in which Python computes before a step is launched, beside the scheduler's own. `--wait` launches a
 step only behind the tokens of the one before (EngineOptions.run_ahead). One event may hold several tokens
-where a client or the server lags: tokens are counted by their text, and gaps between the moments in which a client
-receives something.
+where a client or the server lags: tokens are counted by each stream's `usage`, and gaps between the moments in which a
+client receives something.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks import stream_clients
 from benchmarks.stream_clients import ROUTES
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.model import build
@@ -92,7 +93,7 @@ class DueTokens:
 
 
 class TokenSource:
-    """Takes the sampler's place: tokens whose texts have one blank each, by which clients count them."""
+    """Takes the sampler's place: tokens whose texts have one blank each."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         texts = ((token, tokenizer.spell(token)) for token in range(tokenizer.vocab))
@@ -171,8 +172,9 @@ def measure(
     with null_server(clients, step_s, host_s, run_ahead=run_ahead) as server:
         assert server.front is not None and server.channel is not None and server.engine is not None
         runner: Any = server.engine._loop.runner
-        command = [sys.executable, str(Path(__file__).with_name("stream_clients.py")), server.address, route]
-        command += [str(number) for number in (clients, tokens, os.getpid(), server.front.pid)]
+        command = [sys.executable, stream_clients.__file__, server.address, "--route", route]
+        words = ["--clients", clients, "--tokens", tokens, "--processes", os.getpid(), server.front.pid]
+        command += map(str, words)
         sent, steps, rows, late = server.channel.sends, runner.steps, runner.rows, runner.late
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -1,84 +1,116 @@
 """Clients of streams, in a process of their own that imports little: raw sockets, and a look at what came.
 
-    python benchmarks/stream_clients.py http://127.0.0.1:8000 chat CLIENTS TOKENS [PID ...]
+    python benchmarks/stream_clients.py http://127.0.0.1:8000 --clients 64 --tokens 128 [--prompt-tokens 128]
+        [--vocabulary 2048] [--route completions] [--processes PID ...]
 
-All ask at once. Figures are of the time in which all of them receive. With process ids it prints the share of a core
-that each of these processes took meanwhile.
+All ask at once, and each reads its stream to the end. Tokens are those that the stream's own `usage` states. With
+process ids it prints the share of a core that each of these processes took while all streams grew.
 """
 
+import argparse
 import json
 import os
+import random
+import re
 import select
 import socket
 import sys
 import time
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROUTES = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 PROMPT = "Once upon a time"
+USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+TAIL = 1024
+"""Bytes that the end of a stream is looked for in, with its usage."""
 
 
-def request_bytes(route: str, tokens: int) -> bytes:
-    """A streamed request."""
+def request_bytes(route: str, tokens: int, prompt: str | Sequence[int] = PROMPT) -> bytes:
+    """A streamed request. Prompts of token ids are for completions."""
     asked: dict[str, Any] = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    asked |= {"messages": [{"role": "user", "content": PROMPT}]} if route == "chat" else {"prompt": PROMPT}
+    asked["stream_options"] = {"include_usage": True}
+    asked |= {"messages": [{"role": "user", "content": prompt}]} if route == "chat" else {"prompt": prompt}
     body = json.dumps(asked).encode()
     head = f"POST {ROUTES[route]} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
-def receive(address: str, route: str, clients: int, tokens: int, processes: list[int]) -> dict[str, Any]:
-    """Stream to all clients. Each token's text must have one blank. RuntimeError: a stream is refused or cut off."""
+@dataclass(slots=True)
+class Stream:
+    """What came of one request."""
+
+    connection: socket.socket
+    first: float = 0.0
+    """When its first bytes came."""
+    last: float = 0.0
+    tail: bytes = b""
+    """The last bytes."""
+    tokens: int = 0
+    """As its usage says, at its end."""
+
+
+def receive(address: str, requests: Sequence[bytes], processes: Sequence[int]) -> dict[str, Any]:
+    """Stream to a client for each request. RuntimeError: a stream is refused, cut off, or says no usage."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
-    request = request_bytes(route, tokens)
-    streams = [socket.create_connection((host, int(port))) for _ in range(clients)]
-    poll, receivers = select.epoll(), {}
-    asked = time.perf_counter()
-    for stream in streams:
-        stream.sendall(request)
-        stream.setblocking(False)
-        poll.register(stream.fileno(), select.EPOLLIN)
-        receivers[stream.fileno()] = stream.recv
-    last = dict[int, float]()
-    gaps, tokens_seen, events_seen, first_tokens = array("d"), 0, 0, list[float]()
-    clock = time.perf_counter
+    poll, streams = select.epoll(), dict[int, Stream]()
+    for _ in requests:
+        stream = Stream(socket.create_connection((host, int(port))))
+        streams[stream.connection.fileno()] = stream
+        poll.register(stream.connection.fileno(), select.EPOLLIN)
+    asked, clock = time.perf_counter(), time.perf_counter
+    for stream, request in zip(streams.values(), requests, strict=True):
+        stream.connection.sendall(request)
+        stream.connection.setblocking(False)
+    gaps, events, growing, unbegun = array("d"), 0, len(streams), len(streams)
     started = ended = 0.0
+    """Between these all streams grow."""
     before: list[float] = []
-    while not ended:
+    after: list[float] = []
+    while growing:
         for descriptor, _ in poll.poll():
-            data = receivers[descriptor](65536)
+            stream = streams[descriptor]
+            data = stream.connection.recv(65536)
             now = clock()
-            if not data or b"[DONE]" in data:
-                if not data or not started:
-                    raise RuntimeError("a stream ended before all had begun")
-                ended = now
-                break
-            if descriptor not in last:
+            if not data:
+                raise RuntimeError(f"a stream was cut off behind {stream.tail[-200:]!r}")
+            stream.tail = stream.tail[-TAIL:] + data
+            if not stream.first:
                 if not data.startswith(b"HTTP/1.1 200"):
                     raise RuntimeError(data[:300].decode())
-                last[descriptor] = now
-                first_tokens.append(now - asked)
-                if len(last) == clients:
-                    started, before = now, [processor_seconds(process) for process in (os.getpid(), *processes)]
-                    started = clock()
-                continue
-            if started:
-                gaps.append(now - last[descriptor])
-                events_seen += data.count(b"data: {")
-                tokens_seen += data.count(b" ") - data.count(b"data: ")
-            last[descriptor] = now
-    after = [processor_seconds(process) for process in (os.getpid(), *processes)]
-    for stream in streams:
-        stream.close()
-    wall, ordered = ended - started, sorted(gaps)
+                stream.first = now
+                unbegun -= 1
+                if not unbegun:
+                    before, started = [processor_seconds(process) for process in (os.getpid(), *processes)], clock()
+            elif started and not ended:
+                gaps.append(now - stream.last)
+                events += data.count(b"data: {")
+            stream.last = now
+            if b"[DONE]" in stream.tail:
+                stream.tokens = int(USAGE.findall(stream.tail)[-1])
+                poll.unregister(descriptor)
+                growing -= 1
+                if not ended:
+                    ended, after = now, [processor_seconds(process) for process in (os.getpid(), *processes)]
+    for stream in streams.values():
+        stream.connection.close()
+    if not started or ended < started:
+        raise RuntimeError("a stream ended before all had begun: ask for more tokens")
+    rates = [(stream.tokens - 1) / (stream.last - stream.first) for stream in streams.values()]
+    firsts = sorted(stream.first - asked for stream in streams.values())
+    tokens, ordered, wall = sum(stream.tokens for stream in streams.values()), sorted(gaps), ended - started
     shares = [(late - early) / wall for early, late in zip(before, after, strict=True)]
     return {
-        "seconds": wall,
-        "tokens_per_second": tokens_seen / wall,
-        "tokens_per_event": tokens_seen / max(1, events_seen),
-        "first_token_max_ms": 1e3 * max(first_tokens),
+        "seconds": max(stream.last for stream in streams.values()) - asked,
+        "tokens": tokens,
+        "tokens_per_second": sum(rates),
+        "whole_tokens_per_second": tokens / (max(stream.last for stream in streams.values()) - asked),
+        "tokens_per_event": sum(rates) * wall / max(1, events),
+        "first_token_p50_ms": 1e3 * firsts[len(firsts) // 2],
+        "first_token_max_ms": 1e3 * firsts[-1],
         "gap_p50_ms": 1e3 * ordered[len(ordered) // 2],
         "gap_p99_ms": 1e3 * ordered[int(0.99 * len(ordered))],
         "gap_max_ms": 1e3 * ordered[-1],
@@ -92,6 +124,29 @@ def processor_seconds(process: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def main(words: Sequence[str] | None = None) -> int:
+    """Print figures of all streams as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("address")
+    parser.add_argument("--route", choices=list(ROUTES), default="completions")
+    parser.add_argument("--clients", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True, help="of each answer")
+    parser.add_argument("--prompt-tokens", type=int, default=0, help="random ones; 0: all ask the same few words")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="ids of random prompts lie below")
+    parser.add_argument("--seed", type=int, default=0, help="of random prompts: another one finds no cached prefix")
+    parser.add_argument("--processes", type=int, nargs="*", default=[])
+    asked = parser.parse_args(words)
+    chance = random.Random(asked.seed)
+    requests = [
+        request_bytes(
+            asked.route, asked.tokens,
+            [chance.randrange(asked.vocabulary) for _ in range(asked.prompt_tokens)] if asked.prompt_tokens else PROMPT,
+        )
+        for _ in range(asked.clients)
+    ]  # fmt: skip
+    print(json.dumps(receive(asked.address, requests, asked.processes)))
+    return 0
+
+
 if __name__ == "__main__":
-    numbers = [int(word) for word in sys.argv[3:]]
-    print(json.dumps(receive(sys.argv[1], sys.argv[2], numbers[0], numbers[1], numbers[2:])))
+    sys.exit(main())

@@ -1,7 +1,7 @@
 """Kernels and whole steps on one GPU, beside plain code, the compiler, torch's own kernels, Liger and transformers.
 
     python -m benchmarks.gpu [--minutes 10] [--out docs/benchmarks]
-    python -m benchmarks.gpu --part kernels|rivals|steps|serve|quantized   # at most nine minutes each, one page
+    python -m benchmarks.gpu --part kernels|rivals|steps|serve|quantized|http   # at most nine minutes each, one page
 
 Needs torch and Triton; liger_kernel, transformers and vLLM take part where they are installed. Writes
 OUT/gpu_<hardware>_<date>.json and the page made of it; parts of one commit and day are one file. Without a GPU it ends
@@ -22,11 +22,21 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceilings, engine_steps, hardware, kernel_rows, quantized_cases, serve_loads, whole_steps
+from benchmarks.gpu import (
+    ceilings,
+    engine_steps,
+    hardware,
+    http_loads,
+    kernel_rows,
+    quantized_cases,
+    serve_loads,
+    whole_steps,
+)
 from benchmarks.gpu.budget import Budget
 from benchmarks.gpu.engine_steps import ENGINE_STEPS, TINY_ENGINE_STEPS, EngineStep
 from benchmarks.gpu.entries import Entry, entries
 from benchmarks.gpu.errors import reason
+from benchmarks.gpu.http_loads import HTTP, TINY_HTTP, HttpEntry
 from benchmarks.gpu.page import page
 from benchmarks.gpu.serve_loads import QUANTIZED, SERVE, TINY_QUANTIZED, TINY_SERVE, ServeEntry
 from benchmarks.gpu.timing import Timer, timer_of
@@ -44,20 +54,22 @@ ENGINE_STEP_S = 22.0
 """What a row of the engine alone takes, compilation included."""
 PART_MINUTES = 9.0
 """Machines are lent for ten minutes."""
-PARTS = ("kernels", "rivals", "steps", "serve", "quantized")
-ROWS = ("kernels", "steps", "engine_steps", "serving")
+PARTS = ("kernels", "rivals", "steps", "serve", "quantized", "http")
+ROWS = ("kernels", "steps", "engine_steps", "serving", "http")
 """Lists of rows in a document."""
 NAMING = (
     "operation", "model", "layers", "size", "dtype", "sequence", "rows", "micro_batch", "accumulation", "words",
-    "scheme",
+    "scheme", "load",
 )  # fmt: skip
 """Keys of a row that say what was measured."""
 OPTIONAL = {"liger_kernel": "Liger", "transformers": "transformers"}
-AnyEntry = Entry | StepEntry | EngineStep | ServeEntry
+AnyEntry = Entry | StepEntry | EngineStep | ServeEntry | HttpEntry
 
 
 def part_of(entry: AnyEntry) -> str:
     """Which of PARTS a row belongs to."""
+    if isinstance(entry, HttpEntry):
+        return "http"
     if isinstance(entry, ServeEntry):
         return "quantized" if entry.scheme or entry in QUANTIZED else "serve"
     if isinstance(entry, Entry):
@@ -67,7 +79,7 @@ def part_of(entry: AnyEntry) -> str:
 
 def expected_s(entry: AnyEntry) -> float:
     """What a row is thought to take."""
-    if isinstance(entry, StepEntry | ServeEntry):
+    if isinstance(entry, StepEntry | ServeEntry | HttpEntry):
         return entry.expected_s
     return ENGINE_STEP_S if isinstance(entry, EngineStep) else KERNEL_S
 
@@ -78,7 +90,7 @@ def rows_of(part: str, *, tiny: bool) -> list[AnyEntry]:
     if not part:
         return found
     found += TINY_ENGINE_STEPS if tiny else ENGINE_STEPS
-    found += [*TINY_SERVE, *TINY_QUANTIZED] if tiny else [*SERVE, *QUANTIZED]
+    found += [*TINY_SERVE, *TINY_QUANTIZED, *TINY_HTTP] if tiny else [*SERVE, *QUANTIZED, *HTTP]
     return [entry for entry in found if part_of(entry) == part]
 
 
@@ -94,6 +106,7 @@ class Bench:
         self.steps: list[dict[str, Any]] = []
         self.engine_steps: list[dict[str, Any]] = []
         self.serving: list[dict[str, Any]] = []
+        self.http: list[dict[str, Any]] = []
         self.broken: list[str] = []
         self.dtype = DTYPES[options.dtype]
         self.precision = options.dtype if self.device.type == "cuda" else "fp32"
@@ -115,6 +128,9 @@ class Bench:
             elif isinstance(entry, ServeEntry):
                 make = partial(serve_loads.row, entry, self.device, self.timer, self.budget.late)
                 kind, rows = "serving", self.serving
+            elif isinstance(entry, HttpEntry):
+                make = partial(http_loads.row, entry, self.device, self.timer, self.budget.late)
+                kind, rows = "HTTP", self.http
             else:
                 kind, rows, make = "kernel", self.kernels, partial(self._kernel, entry, best)
             self._within_budget(kind, entry.name, expected_s(entry), rows, make)
@@ -122,6 +138,7 @@ class Bench:
             "what": "gpu", "machine": machine, "date": date.today().isoformat(), "command": hardware.command(),
             "tiny": self.options.tiny, "minutes": self.options.minutes, "ceilings": best.document(),
             "kernels": self.kernels, "steps": self.steps, "engine_steps": self.engine_steps, "serving": self.serving,
+            "http": self.http,
             "left_out": self.budget.left_out,
             "absent": list(self._absent()), "broken": self.broken,
             "took_s": time.monotonic() - started,
@@ -176,9 +193,10 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     `before` has; what was left out, of both. Of another commit nothing is taken over."""
     if before["machine"]["commit"] != found["machine"]["commit"] or before["tiny"] != found["tiny"]:
         return found
-    kinds = {kind: _names(found[kind]) for kind in ROWS}
+    kinds = {kind: _names(found.get(kind, [])) for kind in ROWS}
     rows = {
-        kind: [*(row for row in before.get(kind, []) if _name(row) not in kinds[kind]), *found[kind]] for kind in ROWS
+        kind: [*(row for row in before.get(kind, []) if _name(row) not in kinds[kind]), *found.get(kind, [])]
+        for kind in ROWS
     }
     lists = {key: list(dict.fromkeys([*before[key], *found[key]])) for key in ("left_out", "absent", "broken")}
     commands = dict.fromkeys([*before["command"].split("; "), found["command"]])

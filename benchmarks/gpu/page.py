@@ -14,7 +14,15 @@ def page(found: Document) -> str:
     """Markdown."""
     return (
         "\n".join(
-            [*_head(found), *_kernels(found), *_steps(found), *_engine_steps(found), *_serving(found), *_rest(found)]
+            [
+                *_head(found),
+                *_kernels(found),
+                *_steps(found),
+                *_engine_steps(found),
+                *_serving(found),
+                *_http(found),
+                *_rest(found),
+            ]
         )
         + "\n"
     )
@@ -177,6 +185,30 @@ def _serving(found: Document) -> Iterator[str]:
             own = [_time(one[key]) if key in one else "" for key in ("first_s", "step_s")]
             after = f"{one['decode_tokens_per_s']:,.0f}" if "decode_tokens_per_s" in one else ""
             yield f"| {title} | {own[0]} | {own[1]} | {one['tokens_per_s']:,.0f} | {after} |"
+
+
+def _http(found: Document) -> Iterator[str]:
+    if not found.get("http"):
+        return
+    yield "\n## Over HTTP\n"
+    yield (
+        "The same load by the engine alone, then from the server to streaming clients in a process of their own. "
+        "Tokens/s: of all answers over the whole time. Gaps: between the moments in which a client receives something."
+    )
+    yield "\n| model | clients x prompt + answer | engine | HTTP | share | first token, p50 | gaps, p50 | p99 | cores |"
+    yield "|---" * 9 + "|"
+    for row in found["http"]:
+        begun = f"| {row['model']} | {row['load']} | {row['engine']['tokens_per_s']:,.0f} tokens/s"
+        if "http" not in row:
+            yield f"{begun} | {row['left_out']} | | | | | |"
+            continue
+        http = row["http"]
+        times = " | ".join(_time(http[key] / 1e3) for key in ("first_token_p50_ms", "gap_p50_ms", "gap_p99_ms"))
+        cores = ", ".join(f"{name} {http[f'{name}_core_share']:.2f}" for name in ("engine", "front", "client"))
+        yield (
+            f"{begun} | {http['whole_tokens_per_second']:,.0f} tokens/s | {row['share_of_engine'] * 100:.0f} % | "
+            f"{times} | {cores} |"
+        )
 
 
 def _rest(found: Document) -> Iterator[str]:

@@ -96,10 +96,10 @@ def model_of(entry: ServeEntry, device: torch.device, dtype: torch.dtype) -> Tra
     return found.eval()
 
 
-def answered(engine: ServingEngine, lengths: Lengths, timer: Timer, salt: str) -> dict[str, float]:
+def answered(engine: ServingEngine, lengths: Lengths, timer: Timer, salt: str, vocabulary: int = 0) -> dict[str, float]:
     """Seconds until every answer has begun, of a step from then on, and tokens per second of all. `salt`: no prefix is
-    found in the cache."""
-    chance, vocab = random.Random(salt), engine.model.shape.vocab
+    found in the cache; `vocabulary`: below which the tokens of prompts lie, 0 = the model's."""
+    chance, vocab = random.Random(salt), vocabulary or engine.model.shape.vocab
     asked = [
         engine.add(
             [chance.randrange(vocab) for _ in range(prompt)],

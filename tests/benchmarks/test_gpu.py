@@ -98,6 +98,19 @@ def test_parts_of_a_day_make_one_page(tmp_path: Path) -> None:
     assert program.merged(other, found) == found, "of another commit nothing is taken over"
 
 
+def test_a_load_over_http_beside_the_engine(tmp_path: Path) -> None:
+    """The real server, in two processes, with streaming clients in a third: each stream states all of its tokens."""
+    assert program.main([*HERE, "--part", "http", "--out", str(tmp_path)]) == 0
+    (place,) = tmp_path.glob("*.json")
+    found = json.loads(place.read_text())
+    (row,) = found["http"]
+    assert not found["broken"] and row["load"] == "4 x 8 + 24"
+    assert row["http"]["tokens"] == row["engine"]["tokens"] == 4 * 24
+    assert row["http"]["whole_tokens_per_second"] == pytest.approx(96 / row["http"]["seconds"])
+    assert row["share_of_engine"] == row["http"]["whole_tokens_per_second"] / row["engine"]["tokens_per_s"] > 0
+    assert "| llama-tiny | 4 x 8 + 24 |" in place.with_suffix(".md").read_text()
+
+
 def test_the_measured_steps_of_a_gpu_are_rows() -> None:
     """Those of docs/benchmarks/README.md: a later run can be held against them."""
     names = " / ".join(entry.name for entry in ENGINE_STEPS)

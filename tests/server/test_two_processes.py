@@ -213,8 +213,9 @@ def test_many_connect_at_once() -> None:
                 assert part, content
                 content += part
             events = [line for line in content.splitlines() if line.startswith(b"data: {")]
-            text = "".join(json.loads(event[6:])["choices"][0]["text"] for event in events)
-            assert text.count(" ") == 8
+            documents = [json.loads(event[6:]) for event in events]
+            text = "".join(choice["text"] for document in documents for choice in document["choices"])
+            assert text.count(" ") == documents[-1]["usage"]["completion_tokens"] == 8
             connection.close()
         until(lambda: free(server))
         idle_messages = 256  # of prompts that came, at most one for each time that the engine looked
