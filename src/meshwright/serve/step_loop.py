@@ -7,8 +7,8 @@ reads, plans and hands tokens out, as with vLLM's asynchronous scheduling and SG
 The host then learns a step late that a token or a stop string ends an answer, that logits are no numbers, or that the
 device looked at too few tokens. That sequence's row in the step launched meanwhile is dropped: the position that it
 wrote belongs to nobody, or is computed again. Lengths end an answer without delay. A step waits for the tokens before
-it where something on the host decides by them: grammars, penalties, guesses, beams, other ranks, and sequences that would
-have to give blocks back, which nobody may have before they are known to hold numbers.
+it where something on the host decides by them: grammars, penalties, guesses, beams, other ranks, and sequences that
+would have to give blocks back, which nobody may have before they are known to hold numbers.
 """
 
 from collections.abc import Sequence
