@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import meshwright as mw
-from meshwright.api.tuning import tuning_plan
 from meshwright.api.tuning_defaults import DEFAULTS
+from meshwright.api.tuning_plan import tuning_plan
 from meshwright.cli.main import main
 from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
 from tests.train import pairs

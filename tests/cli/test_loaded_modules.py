@@ -109,3 +109,24 @@ def test_verbs_of_the_engine_load_what_they_use(tmp_path: Path) -> None:
     (tmp_path / "texts" / "a.txt").write_text("".join(f"line {n} of a short text\n" for n in range(400)))
     for verb, loads in LONG.items():
         check(verb, loads, tmp_path)
+
+
+def test_what_is_wrong_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    """In less than a second: nothing that a path, a file or a checkpoint says has to wait for what computes."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "junk.bin").write_bytes(b"\1\0\2" * 100)
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    for words in (
+        ("train", *TINY, "data=./nowhere"),
+        ("train", *TINY, "data=empty"),
+        ("train", *TINY, "data=junk.bin"),
+        ("train", *TINY, "data=rows.jsonl"),
+        ("train", *TINY, "data.tokenizer=./nowhere"),
+        ("train", *TINY, "resume=nowhere"),
+        ("train", "model=./nowhere"),
+        ("tune", "model=llama-tiny", "model.init=random", "data=nowhere.jsonl"),
+        ("tune", "model=llama-tiny", "model.init=random", "data=rows.jsonl"),
+    ):
+        code, modules = loaded(words, tmp_path)
+        assert code == 2 and not [name for name in modules if name.split(".")[1:2] == ["training"]], words
+        assert len(modules) < 120, words

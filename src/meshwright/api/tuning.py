@@ -5,24 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.api.arguments import HasPlan, checked
-from meshwright.api.plan_reading import plan_of, read_plan, words_of
+from meshwright.api.plan_reading import words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
-from meshwright.api.tuning_defaults import (
-    DEFAULTS,
-    INSTEAD,
-    PREFERENCE_DEFAULTS,
-    RATES,
-    SAMPLES,
-    SHARED,
-    defaults_of,
-    rate_of_adapters,
-)
-from meshwright.data.numbered_rows import check_objective
-from meshwright.data.preparation import holds_pairs
-from meshwright.planfile.overrides import said
+from meshwright.api.tuning_plan import tuning_plan
 from meshwright.spec import Plan
-from meshwright.spec.errors import IllegalLayout, PlanError
-from meshwright.spec.plan import RANDOM
+from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.worlds import world_violation
 from meshwright.training.watch import Watcher
 
@@ -48,45 +35,3 @@ def tune(
         raise IllegalLayout(violation)
     seen = (Lines(),) if watchers is None else watchers
     return run(asked, resume=resume if also == "no" else also, dry_run=dry_run, anyway=anyway, watchers=seen)
-
-
-def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[str] | None = None) -> tuple[Plan, str]:
-    """(plan, resume), as read_plan, with the defaults of fine-tuning; those that were taken are said in `notes`."""
-    given = [str(word) for word in words if plan_of(word) is None]
-    whole = len(given) < len(words) or any("=" not in word for word in given)
-    keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in said(word)}
-    alone = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
-    shared = {} if alone else SHARED
-    added = {} if whole else {**defaults_of(DEFAULTS, keys), **shared}
-
-    def read(notes: list[str] | None) -> tuple[Plan, str]:
-        more = [f"{key}={value}" for key, value in added.items()]
-        return read_plan([*words, *more, SAMPLES], {}, processes=processes, notes=notes)
-
-    plan, resume = read(notes)
-    if plan.init == RANDOM and "model.init" not in keys and (not whole or (plan.model.lora and resume == "no")):
-        raise PlanError(
-            "tune begins with the weights of a model: give its Hugging Face folder as model=DIR (`meshwright export` "
-            "writes one of a run), or model.init=random to train on samples from nothing"
-        )
-    if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
-        raise PlanError("recipe.epochs=0 reads nothing: say how often, or recipe.steps or recipe.tokens")
-    if any(word == "data.form=text" for word in given):
-        raise PlanError("data.form=text: tune reads samples, and of text all is trained: take meshwright train")
-    pairs = holds_pairs(plan.data)
-    if not whole and pairs:
-        added = {**defaults_of(PREFERENCE_DEFAULTS, keys), **shared}
-        if "recipe.learning_rate" in added:
-            added["recipe.learning_rate"] = RATES.get(plan.recipe.objective, added["recipe.learning_rate"])
-        plan, resume = read([])
-    if plan.model.lora is not None and "recipe.learning_rate" in added:
-        added["recipe.learning_rate"] = rate_of_adapters(added["recipe.learning_rate"])
-        plan, resume = read([])
-    limit = plan.model.max_positions
-    if "recipe.sequence" in added and limit < plan.recipe.sequence:
-        added["recipe.sequence"] = str(limit)
-        plan, resume = read([])
-    check_objective(plan.data, plan.recipe, pairs)
-    if notes is not None and added:
-        notes.append("tuning defaults: " + " ".join(f"{key}={value}" for key, value in added.items()))
-    return plan, resume

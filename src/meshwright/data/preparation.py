@@ -11,6 +11,7 @@ from meshwright.data.named_templates import named_template
 from meshwright.data.numbered_rows import check_alike
 from meshwright.data.samples import Preference, Sample, sample
 from meshwright.data.sources import Source
+from meshwright.data.tokenizer import tokenizer_file
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.plan import SAMPLES, STDLIB, TEXT
@@ -25,6 +26,23 @@ def prepare(
         return mixed_corpus.prepare(data, one, cache_root)
     make = sample_cache.prepare if data.form == SAMPLES else token_cache.prepare
     return make(data, cache_root=cache_root, processes=processes, progress=progress)
+
+
+def check_sources(data: Data) -> None:
+    """Refuse, before anything slow, a path that does not exist or holds no text, a tokenizer or template that is not
+    there: DataError. Reads the first document or row of each source; hub datasets wait for their turn."""
+    if data.tokenizer not in ("auto", "bytes") and not data.tokenizer.startswith("bpe:"):
+        tokenizer_file(data.tokenizer)
+    if data.form == SAMPLES:
+        named_template(data.template)
+    for each in data.sources or (data,):
+        if each.path == STDLIB or each.path.startswith("hub:"):
+            continue
+        source = Source(each)
+        if data.form == SAMPLES:
+            next(source.rows(), None)
+        elif document := next(source.documents(), None):
+            next(document.pieces, None)
 
 
 def holds_pairs(data: Data) -> bool:

@@ -16,6 +16,7 @@ from meshwright.data import pieces, rows
 from meshwright.data.rows import Row
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
+from meshwright.spec.plan import STDLIB
 
 _BINARY_SNIFF_BYTES = 2**13
 _HEAD_BYTES = 300
@@ -74,7 +75,7 @@ class Source:
     @property
     def title(self) -> str:
         """What people call it."""
-        if self._data.path == "stdlib":
+        if self._data.path == STDLIB:
             return f"Python {platform.python_version()} standard library"
         return self._data.path
 
@@ -147,7 +148,7 @@ def _spend(found: Iterator[str], left: list[int]) -> Iterator[str]:
 
 def _listed(path: str) -> tuple[list[Path], Path | None]:
     """Files, and the folder in which a tokenizer may lie beside them."""
-    if path == "stdlib":
+    if path == STDLIB:
         return _standard_library(), None
     named = Path(path).expanduser()
     if named.is_dir():

@@ -38,6 +38,15 @@ _PAIRS: Final = (
 """Names of (begin, end) looked for when no tokenizer_config.json or special_tokens_map.json names them."""
 
 
+def tokenizer_file(path: str | Path) -> Path:
+    """Name the tokenizer.json at a path, or in the folder there; DataError where none is."""
+    file = Path(path)
+    file = file / "tokenizer.json" if file.is_dir() else file
+    if not file.is_file():
+        raise DataError(f"{file} does not exist: data.tokenizer takes auto, bytes, bpe:4096, or a tokenizer.json")
+    return file
+
+
 @final
 class Tokenizer:
     """One tokenizer. Documents are `[bos] text [eos]`, or `[separator] text` where one token plays both."""
@@ -76,10 +85,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """From a tokenizer.json or the folder that holds one; DataError where that cannot be read."""
-        file = Path(path)
-        file = file / "tokenizer.json" if file.is_dir() else file
-        if not file.is_file():
-            raise DataError(f"{file} does not exist: data.tokenizer takes auto, bytes, bpe:4096, or a tokenizer.json")
+        file = tokenizer_file(path)
         try:
             text = file.read_text(encoding="utf-8")
             library = word_encoder.library(text)

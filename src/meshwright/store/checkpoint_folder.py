@@ -31,6 +31,12 @@ class Saved:
     """Why it cannot be used; empty = committed, and every file has its full length."""
 
 
+def require(resume: str) -> None:
+    """Refuse a checkpoint to go on from that is no folder: CheckpointError. `resume`: auto, no, or its path."""
+    if resume not in ("no", "auto") and not Path(resume).is_dir():
+        raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
+
+
 def listing(folder: Path) -> list[Saved]:
     """All checkpoints of a folder by rising step, the broken ones with their problem. Reads COMMITs and file sizes."""
     found = []

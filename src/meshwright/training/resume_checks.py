@@ -19,8 +19,7 @@ def check_resume(plan: Plan, resume: str) -> None:
     """Before anything is prepared: whether what `resume` names is there, and the weights that a new run begins with."""
     if resume == "no":
         RunFolder(path=Path(plan.run), plan=plan).refuse_taken()
-    if resume not in ("no", "auto") and not Path(resume).is_dir():
-        raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
+    checkpoint_folder.require(resume)
     fresh = resume == "no" or (resume == "auto" and not checkpoint_folder.listing(Path(plan.run) / "checkpoints"))
     if fresh or plan.model.lora is not None:
         pretrained.check_weights(plan)

@@ -88,7 +88,8 @@ class Options:
 
 def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Sequence[str], options: Options) -> None:
     """Train a plan that was read from `words`, watched; `notes` are said before."""
-    from meshwright.api import training_run
+    from meshwright.data.preparation import check_sources
+    from meshwright.store import checkpoint_folder
 
     hang_after, json, dry_run = options.hang_after, options.json, options.dry_run
     violation = world_violation(plan, processes(), nodes())
@@ -96,10 +97,13 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
         raise IllegalLayout(violation)
     if hang_after is not None and not 0 <= hang_after < float("inf"):
         raise PlanError(f"--hang-after {hang_after} must be a number of seconds, or 0 for no limit")
+    checkpoint_folder.require(resume)
+    check_sources(plan.data)
     for note in (*notes, *unread(os.environ, plan)) if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
     # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
+    from meshwright.api import training_run
     from meshwright.api.preflight import memory_summary
     from meshwright.cli.process.failure import INTERRUPTED
     from meshwright.cli.terminal.display import choose

@@ -30,7 +30,7 @@ def tune(
     the same words and data.form=samples prints which. Columns chosen and rejected are compared, by DPO or what
     recipe.objective names. All else is as for train, with other defaults, which are said before the start.
     """
-    from meshwright.api.tuning import tuning_plan
+    from meshwright.api.tuning_plan import tuning_plan
 
     notes: list[str] = []
     plan, resume = tuning_plan(words or (), processes=processes(), notes=notes)
