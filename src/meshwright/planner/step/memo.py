@@ -1,4 +1,5 @@
-"""What an estimator has counted already; layouts share most of it."""
+"""What an estimator has counted already; layouts share most of it. A key has all that its entry depends on: a test
+changes each field of a layout, and compares entries of one key."""
 
 from dataclasses import dataclass, field
 
