@@ -2,6 +2,7 @@
 x first; the product in 16 bit is a rival."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.case import EIGHT_BITS, ROWS, Case, Count, Leaf, Run, implementations, taken
 from meshwright.kernels import device_products, fp8
+from meshwright.kernels.product_contest import ProductWay
 from meshwright.kernels.quantized_linear import quantized_linears, quantized_linears_reference
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
@@ -51,7 +53,7 @@ def _packed(name: str, rows: int, out: int, into: int, dtype: torch.dtype, devic
     return Case(
         operation=f"{name} product", exact=_exact(matrix), eager=eager,
         ours=implementations("packed_product", run, device, dtype), chosen=taken("packed_product", device, dtype),
-        rivals={"16 bit": _wide(matrix)}, kinds=(ROWS,), **_common(matrix, rows, dtype),
+        rivals={"16 bit": _wide(matrix), **_layouts(matrix, dtype)}, kinds=(ROWS,), **_common(matrix, rows, dtype),
     )  # fmt: skip
 
 
@@ -114,6 +116,19 @@ def _wide(matrix: QuantizedMatrix) -> Run:
         return F.linear(x, copies[x.dtype])
 
     return wide
+
+
+def _layouts(matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Run]:
+    """Others' products, of those that take the matrix here, with codes in an order of their own."""
+
+    def multiply(way: ProductWay, x: Tensor) -> Tensor:
+        if way.name not in made and way.layout is not None:
+            made[way.name] = way.layout(matrix, dtype)[0]
+        return way.multiply(x, matrix, None, made[way.name])
+
+    made: dict[str, Any] = {}
+    others = [way for way in device_products.WAYS[:-1] if way.layout is not None and not way.missing(matrix, dtype)]
+    return {way.name: partial(multiply, way) for way in others if matrix.codes.is_cuda}
 
 
 def _common(matrix: QuantizedMatrix, rows: int, dtype: torch.dtype) -> dict[str, Any]:

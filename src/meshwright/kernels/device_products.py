@@ -8,15 +8,21 @@
 
 The second and third round a weight to the same number, the first does not round it. Each function here says None where
 the plain product is to be taken: on a CPU, in compiled code and dry runs, and where the chooser does not take a kernel.
+A serving engine has the ways of 4 bits timed against each other first (product_contest.py); numbers of rows above hold
+elsewhere.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.compat import int4_layouts
 from meshwright.kernels import fp8
 from meshwright.kernels.chooser import uses_triton
+from meshwright.kernels.product_contest import ProductContest, ProductWay
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import acts
 
@@ -39,6 +45,10 @@ def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: di
         return None
     if matrix.scheme.activations == "fp8" and _has_fp8(rows, matrix):
         return _fp8(rows, matrix, bias, known)
+    if _contests and matrix.scheme.bits == 4 and ("ways" in matrix.prepared or _contested(rows, matrix)):
+        found = _contests[-1].product(rows, matrix, bias)
+        if found is not None:
+            return found
     few = E4M3_ROWS if matrix.scheme.codes == "e4m3" else FUSED_ROWS
     if len(rows) <= few and uses_triton("packed_product", rows, prefer=matrix.prefer, feature=unfused(matrix)):
         from meshwright.kernels.triton import packed_product
@@ -47,6 +57,80 @@ def packed(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: di
     if matrix.scheme.bits == 4 and matrix.kept is None and uses_triton("restore", rows, prefer=matrix.prefer):
         return _by_slabs(rows, matrix, bias)
     return None
+
+
+_contests: list[ProductContest] = []
+"""The one that is open, if one is."""
+
+
+def open_contest(copies: bool, say: Callable[[str], None]) -> ProductContest:
+    """Have products with 4-bit codes timed from now on, each form at its first call. `copies`: with ways that need a
+    second layout in memory; `say` is called with a line for each form."""
+    _contests[:] = [ProductContest(WAYS, lambda rows: WAYS[rows > FUSED_ROWS].name, copies=copies, say=say)]
+    return _contests[0]
+
+
+def close_contest() -> None:
+    """Take the ways of the rule from now on."""
+    _contests.clear()
+
+
+def _contested(rows: Tensor, matrix: QuantizedMatrix) -> bool:
+    """Not in compiled code and dry runs, and only where `auto` may choose kernels."""
+    plain = matrix.kept is None and matrix.outer is None and matrix.keeps_copies
+    return plain and matrix.prefer == "auto" and uses_triton("packed_product", rows, feature=unfused(matrix))
+
+
+def _inside(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, _: Any) -> Tensor:
+    from meshwright.kernels.triton import packed_product
+
+    return packed_product.packed_linear(rows, matrix.packed(), bias)
+
+
+def _torch_missing(matrix: QuantizedMatrix, dtype: torch.dtype) -> str:
+    if matrix.scheme.codes != "integer" or dtype != torch.bfloat16:
+        return "it takes whole numbers and bf16"
+    if matrix.scheme.group not in int4_layouts.INT4_GROUPS_OF_GPU:
+        return f"it takes no groups of {matrix.scheme.group or matrix.size_in}"
+    return int4_layouts.gpu_int4_missing(matrix.size_in, matrix.size_out)
+
+
+def _torch_layout(matrix: QuantizedMatrix, _: torch.dtype) -> tuple[Any, int]:
+    both = matrix.scales_and_shifts()
+    packed = int4_layouts.gpu_packed_int4(matrix.codes)
+    return (packed, both), packed.nbytes + both.nbytes
+
+
+def _by_torch(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, layout: Any) -> Tensor:
+    y = int4_layouts.gpu_int4_product(rows.contiguous(), layout[0], matrix.scheme.group, layout[1])
+    return y if bias is None else y.add_(bias)
+
+
+def _gemlite_missing(matrix: QuantizedMatrix, _: torch.dtype) -> str:
+    if not int4_layouts.gemlite_version():
+        return "not installed: pip install 'meshwright[gemlite]'"
+    if matrix.scheme.codes != "integer" or not matrix.scheme.group:
+        return "it takes whole numbers in groups"
+    return "" if matrix.size_in % max(32, matrix.scheme.group) == 0 else "it takes whole groups"
+
+
+def _gemlite_layout(matrix: QuantizedMatrix, dtype: torch.dtype) -> tuple[Any, int]:
+    zeros: Tensor | int = 8 if matrix.zeros is None else matrix.every_zero()
+    return int4_layouts.gemlite_product(matrix.whole_codes(), matrix.scales, zeros, matrix.scheme.group, dtype)
+
+
+def _by_gemlite(rows: Tensor, _: QuantizedMatrix, bias: Tensor | None, layout: Any) -> Tensor:
+    y: Tensor = layout(rows.contiguous())
+    return y if bias is None else y.add_(bias)
+
+
+def _copy(matrix: QuantizedMatrix, dtype: torch.dtype) -> tuple[Any, int]:
+    weight = matrix.restored(dtype)
+    return weight, weight.nbytes
+
+
+def _by_copy(rows: Tensor, _: QuantizedMatrix, bias: Tensor | None, layout: Any) -> Tensor:
+    return F.linear(rows, layout, None if bias is None else bias.to(rows.dtype))
 
 
 def unfused(matrix: QuantizedMatrix) -> str:
@@ -141,3 +225,13 @@ def _fp8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict
         known["fp8"] = fp8.narrow(rows, matrix.prefer)
     weight = fp8.Narrow(matrix.codes, matrix.scales.float())
     return fp8.product(known["fp8"], weight, rows.dtype, None if bias is None else bias.to(rows.dtype))
+
+
+WAYS = (
+    ProductWay("codes inside", lambda *_: "", _inside),
+    ProductWay("restored slabs", lambda *_: "", lambda rows, matrix, bias, _: _by_slabs(rows, matrix, bias)),
+    ProductWay("torch's 4-bit product", _torch_missing, _by_torch, _torch_layout),
+    ProductWay("gemlite", _gemlite_missing, _by_gemlite, _gemlite_layout),
+    ProductWay("a copy in 16 bits", lambda *_: "", _by_copy, _copy),
+)
+"""Of products with 4-bit codes; the rule names the first two."""

@@ -255,10 +255,8 @@ def takes_int4(matrix: QuantizedMatrix, rows: Tensor) -> bool:
 
 def _int4(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor:
     if "int4" not in matrix.prepared:
-        scales = matrix.scales.float()
-        shifts = (8.0 - matrix.every_zero()) * scales
-        both = torch.stack((scales, shifts), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
-        matrix.prepared["int4"] = integers.packed_int4(matrix.whole_codes()), matrix.scheme.group, both
+        packed = integers.packed_int4(matrix.whole_codes())
+        matrix.prepared["int4"] = packed, matrix.scheme.group, matrix.scales_and_shifts()
     found = integers.int4_product(rows.to(torch.bfloat16).contiguous(), *matrix.prepared["int4"])
     return found if bias is None else found + bias
 

@@ -93,6 +93,12 @@ class QuantizedMatrix:
             return self.scales.float()
         return undoubled(self.scales, self.outer, self.offset, self._once("table", dynamic_table), self.places)
 
+    def scales_and_shifts(self) -> Tensor:
+        """(groups, N, 2) bf16: s and z of (q - 8) s + z, as torch's 4-bit products read them."""
+        scales = self.scales.float()
+        shifts = (8.0 - self.every_zero()) * scales
+        return torch.stack((scales, shifts), dim=-1).transpose(0, 1).to(torch.bfloat16).contiguous()
+
     def dequantized(self) -> Tensor:
         """(..., N, K) fp32."""
         return self.restored(torch.float32)

@@ -67,6 +67,9 @@ class EngineOptions:
     compiled: bool = True
     """On a CPU with a C compiler, and in fp32: loops that are compiled in the first second take the place of several
     operations of torch each. Answers of the other way differ by rounding."""
+    second_layouts: bool = False
+    """On a GPU, products with 4-bit codes may use a second layout of them in memory where that is faster: torch's and
+    gemlite's order, or a copy in 16 bits. All ways are timed when the engine starts, those without one in any case."""
     speculation: Speculation | None = None
     """Guesses of several tokens that are computed in one step; None = there are none. Answers stay what they are; those
     that keep to a schema or regex have no guesses."""

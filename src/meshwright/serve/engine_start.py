@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 
+from meshwright.kernels import device_products
 from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import GRAPHS, EngineOptions
 from meshwright.serve.gpu_memory import CudaMemory, DeviceMemory, check_room, measured_room
@@ -66,6 +67,9 @@ def start(
         off = GRAPHS.index("off")
         return replace(setup, exact=False, graphs=off if setup.graphs == off else 0).runner(drafting)
 
+    say = options.on_progress or (lambda _: None)
+    if device.type == "cuda" and ranks is None and not torch.are_deterministic_algorithms_enabled():
+        device_products.open_contest(options.second_layouts, say)
     makers: list[Callable[[RunnerSetup], Runner]] = [of_model, *(partial(of_draft, one) for one in models[1:])]
     cache_bytes, memory = options.cache_bytes, device_memory(device)
     words = f"{gib(cache_bytes)} at most"
@@ -80,7 +84,6 @@ def start(
     blocks = max(1, min(most, cache_bytes // bytes_each))
     setup = RunnerSetup.of(options, blocks, slots, longest)
     words = f"{blocks * size:,} tokens of keys and values in {gib(blocks * bytes_each)} ({words})"
-    say = options.on_progress or (lambda _: None)
     if memory is not None:
         say(f"cache: {words}")
     runners = [make(setup) for make in makers]

@@ -32,6 +32,14 @@ MemoryShare = Annotated[
         rich_help_panel=ENGINE,
     ),
 ]  # fmt: skip
+SecondLayouts = Annotated[
+    bool,
+    typer.Option(
+        "--second-layouts/--no-second-layouts",
+        help="On a GPU, 4-bit codes may lie in memory a second time, or as 16-bit numbers, where that is faster.",
+        rich_help_panel=ENGINE,
+    ),
+]  # fmt: skip
 CacheDtype = Annotated[
     str,
     typer.Option(

@@ -52,6 +52,7 @@ def serve(
     exact: asked.Exact = False,
     cache_mib: asked.Cache = 0,
     memory_share: asked.MemoryShare = MEMORY_SHARE,
+    second_layouts: asked.SecondLayouts = False,
     cache_dtype: asked.CacheDtype = "model",
     host_cache_mib: asked.HostCache = 0,
     block: asked.Block = 16,
@@ -111,7 +112,8 @@ def serve(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
         cache_dtype=cast(CacheForm, cache_dtype), block=block,
         copies_bytes=(256 if copies_mib is None else copies_mib) * 2**20, longest=longest,
-        memory_share=memory_share, most_sequences=most_sequences, most_tokens=most_tokens, prompt_tokens=prompt_tokens,
+        memory_share=memory_share, second_layouts=second_layouts, most_sequences=most_sequences,
+        most_tokens=most_tokens, prompt_tokens=prompt_tokens,
         packed=packed, compiled=compiled, head=cast(HeadForm, head), cuda_graphs=cast(Graphs, cuda_graphs),
         speculation=_guesses(guess_tokens, guess_ngram, draft), on_progress=partial(print, flush=True),
     )  # fmt: skip
