@@ -1,6 +1,7 @@
 """Text that grows token by token: with looked-up texts of tokens it is what decoding all of them gives."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import tokenizers
@@ -56,6 +57,24 @@ def test_runs_of_bytes_behind_a_prompt_of_bytes() -> None:
         grown = pieces(tokenizer, ids[cut:], ids[:cut], tokenizer.texts)
         assert "".join(grown) == tokenizer.decode(ids)[len(tokenizer.decode(ids[:cut])) :]
         assert {len(piece) for piece in grown} == {0, 1}
+
+
+@pytest.mark.parametrize("unit", [b"\x80", b"\xe6", b"\xe6\x97", b"\xf0\x9f\x98", b"\xff\xe6\x97\x80\x80"])
+@pytest.mark.parametrize("looked_up", [True, False])
+def test_a_run_that_is_no_text_costs_the_same_for_each_token(unit: bytes, looked_up: bool) -> None:
+    """It comes while it grows, and what is text behind it is whole."""
+    tokenizer, decoded = BYTE_LEVEL["bytes"], 0
+    text = unit * (1500 // len(unit)) + "\u65e5\u672c!".encode()
+
+    def decode(ids: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return tokenizer.decode(ids)
+
+    stream = TextStream(decode, (), tokenizer.texts if looked_up else None)
+    grown = [stream.push(token) for token in text]
+    assert "".join([*grown, stream.rest()]) == tokenizer.decode(list(text))
+    assert any(grown[:200]) and decoded < 150 * len(text)
 
 
 def test_most_tokens_are_looked_up() -> None:

@@ -100,6 +100,14 @@ def test_the_engines_process() -> None:
     assert sorted(StepNews.decode(parts).answers) == list(range(STREAMS))
 
 
+def test_numbers_of_answers_begin_anew() -> None:
+    """Messages hold them in 32 bits. Answers that still grow keep theirs."""
+    link: Any = EngineLink(ServerMetrics("small"), lambda: None)
+    assert [link._free_numbers(count) for count in (1, 3, 2)] == [0, 1, 4]
+    link._number, link._growing, link._tasks = 2**32 - 2, {0: None, 3: None}, {2: None}
+    assert [link._free_numbers(count) for count in (2, 1, 2)] == [2**32 - 2, 1, 4]
+
+
 @pytest.mark.parametrize("chat", [True, False])
 def test_the_http_process(chat: bool) -> None:
     """Each stream is written to once a step, and what it gets is what the whole document would say."""

@@ -9,7 +9,7 @@ UNFINISHED = "\ufffd"
 LOOKBACK = 8
 """Tokens that are decoded again for context: what a token spells may depend on the one before it."""
 LONGEST_RUN = 64
-"""Tokens of a prompt's end that are looked at for whole characters, where each is but a part of one."""
+"""Tokens that are parts of characters in a row, of which a stream, or a prompt's end, waits for a whole one."""
 MOST_BYTES = 4
 """Of a character in UTF-8."""
 _BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -90,12 +90,26 @@ class TextStream:
         self._ids.append(token)
         piece = self._new()
         if piece.endswith(UNFINISHED):
-            return ""
+            return self._cut(piece) if len(self._ids) - self._shown > LONGEST_RUN else ""
         if texts is None:
             self._ids = self._ids[-LOOKBACK:]
         elif piece:
             del self._ids[1:]
         self._shown = len(self._ids)
+        return piece
+
+    def _cut(self, run: str) -> str:
+        """Give up most of a run that is no text, so that a token costs the same however long it becomes. What may still
+        begin a character is kept: between bytes of one, both sides would have a replacement."""
+        ids, before = self._ids, self._decode(self._ids[: self._shown])
+        piece, context, behind = "", ids, ids
+        for count in range(MOST_BYTES - 1, 2 * MOST_BYTES):
+            front, behind = ids[:-count], ids[-count:]
+            context = front[-LOOKBACK:] if self._texts is None else front[:1]
+            piece = self._decode(front)[len(before) :]
+            if piece + self._decode([*context, *behind])[len(self._decode(context)) :] == run:
+                break
+        self._ids, self._shown = [*context, *behind], len(context)
         return piece
 
     def rest(self) -> str:

@@ -29,7 +29,7 @@ from meshwright.spec.errors import ArgumentError, RunError
 
 State = Literal["loading", "ready", "failed"]
 NUMBERS = 2**32
-"""Answers are numbered modulo this."""
+"""Answers have numbers below this, as messages hold them; then they begin anew."""
 FAILED = "the engine has failed: restart the server, and see its log"
 
 
@@ -53,7 +53,7 @@ class EngineLink(asyncio.Protocol):
         self.figures = EngineFigures()
         self._metrics, self._on_stop = metrics, on_stop
         self._reader, self._transport = FrameReader(), asyncio.Transport()
-        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._number, self._calls = 0, itertools.count()
         self._tasks: dict[int, EngineTask] = {}
         self._growing: dict[int, GrowingAnswer] = {}
         self._changes: dict[int, asyncio.Future[None]] = {}
@@ -61,12 +61,20 @@ class EngineLink(asyncio.Protocol):
         self._rank_is_gone = False
         self._moved_at = monotonic()
 
+    def _free_numbers(self, count: int) -> int:
+        """The first of so many numbers in a row that no task has, and no answer which grows."""
+        first, taken = self._number, (self._growing, self._tasks)
+        while first + count > NUMBERS or any(n in names for names in taken for n in range(first, first + count)):
+            first = 0 if first + count > NUMBERS else first + 1
+        self._number = first + count
+        return first
+
     # What routes ask for.
 
     def submit(self, task: EngineTask) -> None:
         """Let a task be answered; its listener hears of all news."""
-        first = next(self._numbers) % NUMBERS
-        task.open(first, [first, *(next(self._numbers) % NUMBERS for _ in range(task.options.n - 1))])
+        first = self._free_numbers(task.options.n)
+        task.open(first, range(first, first + task.options.n))
         if self.state != "ready":
             self._fail(task, RunError(FAILED))
             self._tell()
