@@ -1,5 +1,6 @@
 """Logits and greedy tokens equal those of transformers, for every family, in both directions."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,27 @@ def test_our_directory_gives_the_same_logits_and_greedy_tokens_there(name: str, 
     assert relative_error(ours(tokens()), back.eval()(tokens()).logits) <= LARGEST_ERROR
     generated = back.generate(tokens(), max_new_tokens=10, do_sample=False, pad_token_id=0)
     assert torch.equal(generated, continued(ours, tokens(), 10))
+
+
+@pytest.mark.parametrize("name", ["llama-llama3-rope", "llama-yarn"])
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("inside", [None, 32])
+@torch.no_grad()
+def test_positions_of_training_beside_the_rotary_settings(
+    name: str, spelling: str, inside: int | None, tmp_path: Path
+) -> None:
+    """As Phi-3 and files of other tools have them; transformers takes them before those inside."""
+    peer(name).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    rope = {**config.pop("rope_parameters"), "original_max_position_embeddings": inside}
+    config["rope_theta"] = rope["rope_theta"] if spelling == "rope_parameters" else rope.pop("rope_theta")
+    config[spelling] = {key: value for key, value in rope.items() if value is not None}
+    file.write_text(json.dumps({**config, "original_max_position_embeddings": 8}))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    found = import_folder(tmp_path)
+    assert found.shape.rope_scaling is not None and found.shape.rope_scaling.original_positions == 8
+    assert relative_error(loaded(found)(tokens()), theirs(tokens()).logits) <= LARGEST_ERROR
 
 
 @torch.no_grad()

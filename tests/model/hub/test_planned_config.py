@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from meshwright.api import planning
 from meshwright.api.hub_configs import config_folder, is_hub_name
 from meshwright.cli.main import main
+from meshwright.model.hub.config import canonical, config_from_shape, unwritable
+from meshwright.model.hub.families import FAMILIES
 from meshwright.model.hub.ignored_keys import IGNORED, PATTERNS
 from meshwright.model.hub.planned_config import is_planned, planned_shape
 from meshwright.model.hub.planned_families import PLANNED
@@ -197,6 +199,63 @@ def test_what_is_not_known_is_refused_by_its_key(config: dict[str, Any], said: s
     with pytest.raises(HubError) as error:
         planned_shape(config)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *(kind for kind in PLANNED if not kind.startswith("minimax"))])
+def test_the_defaults_of_transformers_are_planned(kind: str) -> None:
+    """Every key that transformers writes of a family is understood, those too that only some values make matter."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind)
+    shape = planned_shape({**config.to_dict(), "dtype": "bfloat16"})
+    assert shape.layers == config.num_hidden_layers and shape.vocab == config.vocab_size
+
+
+@pytest.mark.parametrize("name", presets.model_names())
+def test_what_is_exported_is_planned(name: str) -> None:
+    shape = presets.model(name)
+    if shape.plan_only or unwritable(shape):
+        pytest.skip("no directory holds it")
+    assert canonical(planned_shape(config_from_shape(shape, dtype="bfloat16"))) == canonical(shape)
+
+
+PUBLISHED_BESIDE: dict[str, dict[str, Any]] = {
+    "llama": {
+        "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"},
+        "pretraining_tp": 1, "_name_or_path": "/raid/model",
+    },
+    "qwen2": {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False},
+    "qwen3": {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36},
+    "qwen3_moe": {"use_sliding_window": False, "max_window_layers": 48, "mlp_only_layers": []},
+    "gpt2": {
+        "n_ctx": 1024, "summary_type": "cls_index", "summary_use_proj": True, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_activation": None, "task_specific_params": {"text-generation": {}},
+        "_num_labels": 1, "prefix": None, "num_labels": 1,
+    },
+    "deepseek_v3": {
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "ep_size": 1, "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1, "seq_aux": True, "aux_loss_alpha": 0.001, "qk_head_dim": 192,
+    },
+}  # fmt: skip
+"""Keys of published files beside those that a shape is read from."""
+
+
+@pytest.mark.parametrize("kind", PUBLISHED_BESIDE)
+def test_keys_of_published_files_change_no_shape(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind).to_dict()
+    for key in ("layer_types", "max_window_layers", "sliding_window"):
+        config.pop(key, None)
+    assert planned_shape({**config, **PUBLISHED_BESIDE[kind]}) == planned_shape(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("gpt2", "n_ctx", 512), ("deepseek_v3", "qk_head_dim", 128), ("llama", "rope_interleaved", True)],
+)  # fmt: skip
+def test_a_key_that_contradicts_another_is_refused(kind: str, key: str, value: object) -> None:
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(HubError, match=f"{key}="):
+        planned_shape({**transformers.AutoConfig.for_model(kind).to_dict(), key: value})
 
 
 KEYS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).map(lambda word: f"q{word}_dim")

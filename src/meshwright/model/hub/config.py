@@ -71,6 +71,11 @@ def config_from_shape(
     }
 
 
+def written_keys(shape: ModelShape) -> frozenset[str]:
+    """Name the keys that the config.json of a shape has: whoever writes them understands them."""
+    return frozenset(_write(shape))
+
+
 def unwritable(shape: ModelShape) -> str:
     """Why the shape cannot be written as a directory of its family: a sentence, empty where it can.
 

@@ -7,6 +7,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
     "names and versions": (
         "architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "name_or_path",
         "unsloth_fixed", "unsloth_version", "model_name", "tokenizer_class", "bos_token", "eos_token",
+        "is_llama_config", "transformers.js_config", "license", "language",
     ),
     "where and how a program runs it": (
         "use_cache", "cache_implementation", "tie_word_embeddings", "attn_implementation", "gradient_checkpointing",
@@ -24,8 +25,17 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
     ),
-    "what answers look like": ("task_specific_params", "problem_type", "id2label", "label2id", "max_length",
-                               "temperature", "top_p", "top_k", "do_sample"),
+    "what answers look like": (
+        "task_specific_params", "problem_type", "id2label", "label2id", "num_labels", "finetuning_task", "prefix",
+        "max_length", "min_length", "temperature", "top_p", "top_k", "typical_p", "do_sample", "num_beams",
+        "num_beam_groups", "diversity_penalty", "repetition_penalty", "length_penalty", "encoder_no_repeat_ngram_size",
+        "no_repeat_ngram_size", "num_return_sequences", "early_stopping", "remove_invalid_values", "bad_words_ids",
+        "begin_suppress_tokens", "suppress_tokens", "exponential_decay_length_penalty", "forced_bos_token_id",
+    ),
+    "a head that is no part of a language model": (
+        "summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+        "classifier_dropout",
+    ),
 }  # fmt: skip
 """Reason -> keys."""
 PATTERNS = re.compile(r"_.*|.*_token_id|.*_token_ids|.*_token_index")

@@ -54,16 +54,16 @@ def plain_window(absent: int | None) -> ConfigPart:
 
 
 def _read_switched_window(entries: Entries) -> Fields:
+    entries.raw("max_window_layers", None)  # Qwen3-MoE writes it, and transformers reads it for other families alone
     on = entries.flag("use_sliding_window", False)
     return {"window": (entries.maybe_integer("sliding_window", 4096) or 0) if on else 0}
 
 
 def _read_layered_window(entries: Entries) -> Fields:
-    fields = _read_switched_window(entries)
-    if not fields["window"]:
+    fields, types = _read_switched_window(entries), entries.raw("layer_types", None)
+    if not fields["window"]:  # kinds of layers are then kinds of nothing
         return fields
     layers, first = entries.integer("num_hidden_layers"), entries.integer("max_window_layers", 28)
-    types = entries.raw("layer_types", None)
     if types is not None:
         full = types.count("full_attention") if isinstance(types, list) else 0
         if types != ["full_attention"] * full + ["sliding_attention"] * (layers - full):
@@ -86,6 +86,11 @@ LAYERED_WINDOW = ConfigPart(
 )
 
 
+def _read_inner(entries: Entries) -> Fields:
+    entries.allow("n_ctx", (entries.integer("n_positions"), None))  # an older name for the same
+    return {"ffn": entries.maybe_integer("n_inner") or 4 * entries.integer("n_embd")}
+
+
 def _read_gelu(entries: Entries) -> Fields:
     names = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu"}
     entries.allow("activation_function", tuple(names))
@@ -98,7 +103,7 @@ GELU = ConfigPart(
 
 
 INNER = ConfigPart(
-    read=lambda entries: {"ffn": entries.maybe_integer("n_inner") or 4 * entries.integer("n_embd")},
+    read=_read_inner,
     write=lambda shape: {"n_inner": shape.ffn},
 )
 
@@ -231,6 +236,7 @@ def _read_mla(entries: Entries) -> Fields:
         rope_dim=entries.integer("qk_rope_head_dim"),
         v_dim=entries.integer("v_head_dim"),
     )
+    entries.allow("qk_head_dim", (mla.nope_dim + mla.rope_dim, None))  # which transformers writes, and computes again
     return {
         "mla": mla,
         "rope_interleaved": entries.flag("rope_interleave", True),

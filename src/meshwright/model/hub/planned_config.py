@@ -6,7 +6,7 @@ A key that nobody here understands, and that is on no list of harmless ones, is 
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.model.hub.config import shape_from_config
+from meshwright.model.hub.config import shape_from_config, written_keys
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.families import FAMILIES
 from meshwright.model.hub.ignored_keys import unknown_keys
@@ -63,6 +63,7 @@ def planned_shape(config: Mapping[str, object]) -> ModelShape:
     found = _shape(read, family) if family else None
     if found is None or not found.plan_only:
         found = shape_from_config(read)
+        read.asked |= written_keys(found)  # as the length of windows, which nobody reads where there are none
     unknown = unknown_keys(config, {*read.asked, *READ, *(family.read if family else ())})
     for key, value in unknown.items():
         raise HubError(

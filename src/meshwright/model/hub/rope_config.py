@@ -30,7 +30,9 @@ def _read_scaling(entries: Entries, inner: Entries) -> RopeScaling | None:
     if kind == "linear":
         factor = inner.number("factor")
         return RopeScaling(kind="linear", factor=factor, original_positions=max(1, round(positions / max(1.0, factor))))
-    original = inner.maybe_integer("original_max_position_embeddings") or positions
+    # Outside of the rotary settings too, where transformers gives it priority.
+    inside = inner.maybe_integer("original_max_position_embeddings")
+    original = entries.maybe_integer("original_max_position_embeddings") or inside or positions
     if kind == "llama3":
         return RopeScaling(
             kind="llama3",
