@@ -29,7 +29,9 @@ from meshwright.spec.attention_kernels import (
     LATENT,
     LEAST_CUDNN,
     AttentionCall,
+    Case,
     GpuLibraries,
+    KernelChoice,
     attention_kernel,
 )
 from meshwright.training import device
@@ -51,6 +53,7 @@ def test_the_faster_kernel_is_taken_where_it_takes_the_work() -> None:
             call = AttentionCall(case, 512, *widths)
             assert attention_kernel(call, ALL).kernel == attention_kernel(call._replace(gradients=False), ALL).kernel
             assert attention_kernel(call, ALL).kernel == "flash-4"
+            assert attention_kernel(AttentionCall("cache", 0, *widths, gradients=False), ALL).kernel == "flash-4"
 
 
 @pytest.mark.parametrize(
@@ -102,12 +105,18 @@ class Library(ModuleType):
         self.results, self.calls = results, list[str]()
 
     def _flash_attn_fwd(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, softmax_scale: float, causal: bool, window_size_left: int | None,
-        window_size_right: int | None, return_lse: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
+        softmax_scale: float, causal: bool, window_size_left: int | None, window_size_right: int | None,
+        return_lse: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
-        assert causal and return_lse and softmax_scale == SCALE and cu_seqlens_q.dtype == torch.int32
-        assert cu_seqlens_q is cu_seqlens_k and window_size_right in (None, 0)
+        assert causal and softmax_scale == SCALE and window_size_right in (None, 0)
+        if cu_seqlens_q is None:
+            assert not return_lse and q.dim() == k.dim() == 4
+            self.calls.append("past")
+            mask = Mask(0 if window_size_left is None else window_size_left + 1)
+            return attend_reference(q, k, v, mask, scale=SCALE), *(None,) * (self.results - 1)
+        assert return_lse and cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q is cu_seqlens_k
         assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
         assert all(x.shape[-1] % 8 == 0 and x.stride(-1) == 1 for x in (q, k, v))
         self.calls.append("forward")
@@ -176,11 +185,11 @@ def test_documents_and_windows_by_flash_4_are_those_of_the_mask(
 # trials
 
 
-@pytest.mark.parametrize("window", [False, True])
-def test_a_kernel_that_is_right_passes_its_trial(library: Library, window: bool) -> None:
+@pytest.mark.parametrize("case", ["documents", "window", "cache"])
+def test_a_kernel_that_is_right_passes_its_trial(library: Library, case: Case) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         for widths, group in (((64, 64), 4), (LATENT, 1)):
-            assert gpu_attention.problem("flash-4", CPU, dtype, *widths, group, window) == ""
+            assert gpu_attention.problem("flash-4", CPU, dtype, *widths, group, case) == ""
 
 
 def broken(library: Library, **spoiled: Callable[[Tensor], Any]) -> Callable[..., Any]:
@@ -209,12 +218,12 @@ def test_a_kernel_that_is_wrong_is_not_taken(
     if passed == "_flash_attn_fwd":  # its own backward pass looks at the result
         monkeypatch.setattr(library, "_flash_attn_bwd", lambda q, k, v, *_, **__: (q, k, v))
     monkeypatch.setattr(library, passed, broken(library, **{passed: change}))
-    assert why in gpu_attention.problem("flash-4", CPU, torch.bfloat16, 64, 64, 2, False)
+    assert why in gpu_attention.problem("flash-4", CPU, torch.bfloat16, 64, 64, 2, "documents")
 
 
 def test_a_library_that_cannot_be_imported_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, flash4.MODULE, None)
-    assert "ModuleNotFoundError" in gpu_attention.problem("flash-4", CPU, torch.bfloat16, 64, 64, 2, False)
+    assert "ModuleNotFoundError" in gpu_attention.problem("flash-4", CPU, torch.bfloat16, 64, 64, 2, "documents")
 
 
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (0.9, False)])
@@ -224,7 +233,7 @@ def test_cudnn_is_tried_too(factor: float, right: bool, monkeypatch: pytest.Monk
         return attend_reference(*rows, Mask(), scale=factor * scale).transpose(1, 2)
 
     monkeypatch.setattr(compat, "cudnn_attention", cudnn)
-    assert (gpu_attention.problem("cudnn", CPU, torch.bfloat16, 72, 72, 4, False) == "") == right
+    assert (gpu_attention.problem("cudnn", CPU, torch.bfloat16, 72, 72, 4, "rows") == "") == right
 
 
 # who asks
@@ -247,7 +256,7 @@ def test_attention_of_a_gpu_asks_the_table(monkeypatch: pytest.MonkeyPatch) -> N
         assert taken(documents=documents, spans=spans) == taken(window=9) == "flash-4"
         assert taken(documents=documents, spans=spans, window=9) == "flash-4"
         assert taken(documents=documents, spans=spans, dropout=0.1) == "flash"
-        assert [(about[0], about[-1]) for about in tried] == [("flash-4", False), ("flash-4", True)]
+        assert [(about[0], about[-1]) for about in tried] == [("flash-4", "documents"), ("flash-4", "window")]
         assert {about[3:6] for about in tried} == {(64, 64, 4)}
         torch.use_deterministic_algorithms(True)
         try:
@@ -294,16 +303,17 @@ def test_the_doctor_says_what_keeps_a_faster_kernel_out(monkeypatch: pytest.Monk
     forget()
     monkeypatch.setattr(gpu_attention, "installed", lambda device: ALL._replace(flash_4=False))
     told = kernel_checks._kept_out(CUDA, torch.bfloat16)
-    assert told == f"; FlashAttention 2 for documents, window: flash-attn-4 is not installed: {EXTRA}"
+    assert told == f"; FlashAttention 2 for documents, window, cache: flash-attn-4 is not installed: {EXTRA}"
     forget()
     monkeypatch.setattr(gpu_attention, "installed", lambda device: GpuLibraries(8))
     assert kernel_checks._kept_out(CUDA, torch.bfloat16) == ""
 
 
+@pytest.mark.parametrize("kernel", ["flash", "flash-4"])
 @pytest.mark.parametrize("window", [0, 9])
 @pytest.mark.parametrize("queries", [1, 12])
 def test_queries_over_past_keys_have_no_mask_on_a_gpu(
-    queries: int, window: int, monkeypatch: pytest.MonkeyPatch
+    queries: int, window: int, kernel: str, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chunk of a prompt, and a token where a window hides keys; in fp32, with gradients and with documents it has."""
     asked: list[tuple[int, int]] = []
@@ -314,20 +324,34 @@ def test_queries_over_past_keys_have_no_mask_on_a_gpu(
         return attend_reference(*rows, Mask(left + 1), scale=scale).transpose(1, 2), torch.empty(0)
 
     monkeypatch.setattr(compat, "banded_attention", banded)
-    q, k, v = (torch.randn(2, number, heads, 16).bfloat16() for number, heads in ((queries, 4), (30, 2), (30, 2)))
+    monkeypatch.setattr(gpu_attention, "choose", lambda *about: KernelChoice(kernel, ""))
+    monkeypatch.setattr(gpu_attention, "acts", lambda: "")
+    q, k, v = (torch.randn(2, n, heads, w).bfloat16() for n, heads, w in ((queries, 4, 20), (30, 2, 20), (30, 2, 12)))
     mask = causal_mask(queries, 30, window=window)
     with acting_as("cuda"):
         takes = attention._is_band(q, k, v, mask, 0.0)
         assert takes == (queries > 1 or window > 0)
         if takes:
-            assert attention.backend(q, k, v, mask, scale=SCALE) == "flash"
+            assert attention.backend(q, k, v, mask, scale=SCALE) == kernel
             out = attention.attend(q, k, v, mask, scale=SCALE)
             torch.testing.assert_close(out, attend_reference(q, k, v, mask, scale=SCALE))
-            assert asked == [(window - 1, 0)]
+            assert (asked, library.calls) == (([(window - 1, 0)], []) if kernel == "flash" else ([], ["past"]))
         assert not attention._is_band(q.float(), k.float(), v.float(), mask, 0.0)
         assert not attention._is_band(q.requires_grad_(), k, v, mask, 0.0)
         packed = Mask(window, torch.zeros(2, 30, dtype=torch.int32))
         assert not attention._is_band(q.detach(), k, v, packed, 0.0)
+
+
+def test_rows_without_gradients_take_flash_4_but_in_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "installed", lambda device: ALL)
+    monkeypatch.setattr(gpu_attention, "problem", lambda *about: "")
+    with compat.fake_tensors():
+        q = torch.empty(2, 2048, 8, 64, dtype=torch.bfloat16, device="cuda")
+        assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "cudnn"
+        with torch.no_grad():
+            assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash-4"
+            monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+            assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash"
 
 
 # plans

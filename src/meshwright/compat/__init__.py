@@ -28,6 +28,7 @@ from meshwright.compat.fakes import lies_in_memory as lies_in_memory
 from meshwright.compat.fakes import storage_key as storage_key
 from meshwright.compat.flash4 import flash_4_attention as flash_4_attention
 from meshwright.compat.flash4 import flash_4_attention_backward as flash_4_attention_backward
+from meshwright.compat.flash4 import flash_4_past as flash_4_past
 from meshwright.compat.flash4 import flash_4_version as flash_4_version
 from meshwright.compat.foreach import add_to_each as add_to_each
 from meshwright.compat.foreach import copy_each as copy_each

@@ -32,6 +32,15 @@ def flash_4_attention(
     return made[0], made[1]
 
 
+def flash_4_past(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int, scale: float) -> torch.Tensor:
+    """The last queries (B, S, H, E) of sequences over k (B, T, K, E) and v (B, T, K, V) -> (B, S, H, V), without
+    gradients: query i of S sees the keys up to i + T - S."""
+    forward = importlib.import_module(MODULE)._flash_attn_fwd
+    made: Any = forward(q, k, v, **_masked(window, scale), return_lse=False)
+    out: torch.Tensor = made[0]
+    return out
+
+
 def flash_4_attention_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     borders: torch.Tensor, longest: int, *, window: int, scale: float,
@@ -43,14 +52,14 @@ def flash_4_attention_backward(
 
 
 def _documents(borders: torch.Tensor, longest: int, window: int, scale: float) -> dict[str, Any]:
-    """The arguments of both passes. A window says how many keys before a query are seen."""
+    """The arguments of both passes."""
+    rows = {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {**_masked(window, scale), **rows}
+
+
+def _masked(window: int, scale: float) -> dict[str, Any]:
+    """The arguments that hide keys. A window says how many before a query are seen."""
+    sides = (window - 1, 0) if window else (None, None)
     return {
-        "softmax_scale": scale,
-        "causal": True,
-        "window_size_left": window - 1 if window else None,
-        "window_size_right": 0 if window else None,
-        "cu_seqlens_q": borders,
-        "cu_seqlens_k": borders,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }
+        "softmax_scale": scale, "causal": True, "window_size_left": sides[0], "window_size_right": sides[1]
+    }  # fmt: skip

@@ -11,9 +11,9 @@ from meshwright import compat
 from meshwright.kernels import varlen
 from meshwright.kernels.chooser import NARROW, uses_triton
 from meshwright.kernels.compiled import sequence_attention, training_library
-from meshwright.kernels.gpu_attention import chosen_kernel
+from meshwright.kernels.gpu_attention import attend_past, chosen_kernel, past_kernel
 from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.partial import WIDEST, can_fuse, fused_width, padded
+from meshwright.kernels.partial import WIDEST, can_fuse
 from meshwright.kernels.target import acts, kind
 from meshwright.kernels.varlen import borders_of
 from meshwright.spec.attention_kernels import Case
@@ -153,11 +153,13 @@ def attend(
         )  # fmt: skip
         return varlen.attend(q, k, v, form)
     if _is_band(q, k, v, mask, dropout):
-        return _in_band(q, k, v, mask, scale)
+        return attend_past(q, k, v, window=mask.window, scale=scale)
     allowed, causal = _told(q, k, mask)
-    by_cudnn = causal and gpu_kernel(q, k, v, mask, dropout) == "cudnn"
+    kernel = gpu_kernel(q, k, v, mask, dropout) if causal else "flash"
+    if kernel == "flash-4":
+        return attend_past(q, k, v, window=0, scale=scale)
     q, k, v, grouped = _as_taken(q, k, v, allowed)
-    if by_cudnn:
+    if kernel == "cudnn":
         return compat.cudnn_attention(q, k, v, scale=scale).transpose(1, 2)
     fused = compat.cuda_attention if acts() == "cuda" else F.scaled_dot_product_attention
     out: Tensor = fused(
@@ -221,12 +223,12 @@ def backend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropou
     if chosen != "torch":
         return {"blocks": "blockwise", "strips": "efficient", "loops": "compiled loops"}.get(chosen, chosen)
     if _is_band(q, k, v, mask, dropout):
-        return "flash"
+        return past_kernel(q, k, v)
     allowed, causal = _told(q, k, mask)
-    by_cudnn = causal and gpu_kernel(q, k, v, mask, dropout) == "cudnn"
+    kernel = gpu_kernel(q, k, v, mask, dropout) if causal else "flash"
+    if kernel != "flash":
+        return kernel
     q, k, v, grouped = _as_taken(q, k, v, allowed)
-    if by_cudnn:
-        return "cudnn"
     if acts() == "cuda":
         return "flash" if allowed is None and compat.takes_flash(q, v) else "efficient"
     return compat.chosen_attention(q, k, v, allowed, dropout=dropout, scale=scale, grouped=grouped)
@@ -237,7 +239,12 @@ def gpu_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> s
     spec/attention_kernels.py. A dry run models flash, which keeps the same tensors as both."""
     if acts() or q.device.type != "cuda" or q.dtype not in NARROW:
         return "flash"
-    about = (q.device, q.dtype, case_of(mask), q.shape[1], q.shape[3], v.shape[3], q.shape[2] // k.shape[2])
+    case = case_of(mask)
+    if case == "rows" and not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return "flash"  # the compiler does not see through the call of a library
+        case = "cache"
+    about = (q.device, q.dtype, case, q.shape[1], q.shape[3], v.shape[3], q.shape[2] // k.shape[2])
     kernel: str = chosen_kernel(*about, dropout, torch.is_grad_enabled())
     return kernel
 
@@ -251,14 +258,6 @@ def _is_band(q: Tensor, k: Tensor, v: Tensor, mask: Mask, dropout: float) -> boo
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return False
     return v.shape[-1] <= q.shape[-1] and can_fuse(q, k)
-
-
-def _in_band(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """The last q (B, S, H, E) of k (B, T, K, E)."""
-    width = fused_width(q.shape[-1])
-    rows = (padded(x, width).transpose(1, 2) for x in (q, k, v))
-    out, _ = compat.banded_attention(*rows, left=mask.window - 1 if mask.window else -1, right=0, scale=scale)
-    return out.transpose(1, 2)[..., : v.shape[-1]]
 
 
 def case_of(mask: Mask) -> Case:

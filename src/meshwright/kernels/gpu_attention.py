@@ -16,6 +16,8 @@ from torch import Tensor
 
 from meshwright import compat
 from meshwright.kernels.chooser import NARROW, named
+from meshwright.kernels.partial import fused_width, padded
+from meshwright.kernels.target import acts
 from meshwright.spec.attention_kernels import (
     AttentionCall,
     Case,
@@ -31,6 +33,8 @@ ROWS = 320
 """Positions of a trial: several tiles of keys of every kernel, and a part of one."""
 DOCUMENTS = (0, 1, 130, 131, 320, 320)
 """Borders of a trial's documents: of one position, of several tiles, and of none."""
+QUERIES = 150
+"""Of a trial over past keys."""
 WINDOW = 70
 SCALE = 0.2
 
@@ -46,7 +50,7 @@ def choose(device: torch.device, dtype: torch.dtype, call: AttentionCall, group:
     choice = attention_kernel(call, gpu)
     if choice.kernel == "flash":
         return choice
-    wrong = problem(choice.kernel, device, dtype, call.width, call.value_width, group, call.case == "window")
+    wrong = problem(choice.kernel, device, dtype, call.width, call.value_width, group, call.case)
     if wrong:
         return KernelChoice("flash", f"{choice.kernel}: {wrong}")
     return choice._replace(reason=f"sm_{gpu.major}0, {named(dtype)}: {choice.reason}")
@@ -64,6 +68,28 @@ def chosen_kernel(
     return choose(device, dtype, call, group).kernel
 
 
+def attend_past(q: Tensor, k: Tensor, v: Tensor, *, window: int, scale: float) -> Tensor:
+    """The last q (B, S, H, E) of sequences over k (B, T, K, E) and v (B, T, K, V) -> (B, S, H, V), on a GPU in 16 bits,
+    without gradients and without a mask of S x T. `window`: keys that a query sees at most, 0 = all."""
+    width = v.shape[3]
+    if past_kernel(q, k, v) == "flash-4":
+        queries, keys, values = (padded(x, fused_width(x.shape[3])) for x in (q, k, v))
+        return compat.flash_4_past(queries, keys, values, window=window, scale=scale)[..., :width]
+    common = fused_width(max(q.shape[3], width))
+    queries, keys, values = (padded(x, common).transpose(1, 2) for x in (q, k, v))
+    left = window - 1 if window else -1
+    out, _ = compat.banded_attention(queries, keys, values, left=left, right=0, scale=scale)
+    return out.transpose(1, 2)[..., :width]
+
+
+def past_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """What attends for `attend_past`: flash-4 or flash."""
+    if acts():
+        return "flash"
+    call = AttentionCall("cache", 0, fused_width(q.shape[3]), fused_width(v.shape[3]), gradients=False)
+    return choose(q.device, q.dtype, call, q.shape[2] // k.shape[2]).kernel
+
+
 @cache
 def installed(device: torch.device) -> GpuLibraries:
     """What can attend on a device."""
@@ -75,12 +101,12 @@ def installed(device: torch.device) -> GpuLibraries:
 
 @cache
 def problem(
-    kernel: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, group: int, window: bool
+    kernel: str, device: torch.device, dtype: torch.dtype, width: int, value_width: int, group: int, case: Case
 ) -> str:  # fmt: skip
     """What is wrong with a kernel here; empty where it runs and is right."""
     try:
         with ThreadPoolExecutor(1) as apart:  # hooks and modes of a block under way are this thread's alone
-            error = apart.submit(_error, kernel, device, dtype, (width, value_width), group, window).result()
+            error = apart.submit(_error, kernel, device, dtype, (width, value_width), group, case).result()
     except Exception as failure:  # compilers, drivers and launches fail in many ways
         line = (str(failure).splitlines() or [""])[0]
         return f"its trial failed: {type(failure).__name__} {line}".strip()
@@ -88,20 +114,32 @@ def problem(
 
 
 def _error(
-    kernel: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], group: int, window: bool
+    kernel: str, device: torch.device, dtype: torch.dtype, widths: tuple[int, int], group: int, case: Case
 ) -> float:  # fmt: skip
-    """The largest relative error of the result and of the gradients; not a number counts as infinite."""
+    """The largest relative error of results and gradients; not a number counts as infinite."""
     generator = torch.Generator().manual_seed(1)
     sizes = (2 * group, widths[0]), (2, widths[0]), (2, widths[1])
     inputs = [torch.randn(ROWS, *size, generator=generator).to(device, dtype) for size in sizes]
     gradient = torch.randn(ROWS, 2 * group, widths[1], generator=generator).to(device, dtype)
-    reach = WINDOW if window else 0
-    seen = _seen(kernel != "cudnn", reach).to(device)
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        outcome = _whole_rows(inputs, gradient) if kernel == "cudnn" else _packed_rows(inputs, gradient, reach)
-    exact = _differentiated(partial(_plain, seen=seen), [x.double() for x in inputs], gradient.double())
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(outcome, exact, strict=True)]
-    return max(error if error == error else float("inf") for error in errors)
+    worst = 0.0
+    for window in {"cache": (0, WINDOW), "window": (WINDOW,)}.get(case, (0,)):
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if kernel == "cudnn":
+                outcome = _whole_rows(inputs, gradient)
+            else:
+                outcome = _last_rows(inputs, window) if case == "cache" else _packed_rows(inputs, gradient, window)
+        seen = _seen(case in ("documents", "window"), window).to(device)
+        exact = _differentiated(partial(_plain, seen=seen), [x.double() for x in inputs], gradient.double())
+        exact = [exact[0][-QUERIES:]] if case == "cache" else exact
+        errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(outcome, exact, strict=True)]
+        worst = max(worst, *(error if error == error else float("inf") for error in errors))
+    return worst
+
+
+def _last_rows(inputs: list[Tensor], window: int) -> list[Tensor]:
+    """flash-4's result for the last queries of a sequence."""
+    q, k, v = inputs
+    return [compat.flash_4_past(q[None, -QUERIES:], k[None], v[None], window=window, scale=SCALE)[0]]
 
 
 def _whole_rows(inputs: list[Tensor], gradient: Tensor) -> list[Tensor]:

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright import compat
 from meshwright.kernels.chooser import choice, uses_triton
 from meshwright.kernels.compiled.library import Loops
+from meshwright.kernels.gpu_attention import attend_past
 from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.linear import needs_wide
-from meshwright.kernels.partial import can_fuse, fused_width, padded
+from meshwright.kernels.partial import can_fuse
 from meshwright.kernels.target import kind
 from meshwright.spec.graph_sizes import WIDEST
 
@@ -200,14 +200,18 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, call: DenseCall, *, sc
 def _attend(
     call: PagedCall, q: Tensor, k: Tensor, v: Tensor, keys: KeptNumbers, values: KeptNumbers, scale: float
 ) -> Tensor:  # fmt: skip
-    """(B S, H, width of keys)."""
+    """(B S, H, width of keys or values)."""
     rows = slice(call.begin, call.end)
     seen_k, seen_v = (_seen(call, *pair) for pair in ((k[rows], keys), (v[rows], values)))
     if call.queries == 1:
         return _one_query(q[rows].unflatten(1, (k.shape[1], -1)), seen_k, seen_v, call.bias, scale)
     queries = q[rows].unflatten(0, (call.sequences, call.queries)).transpose(1, 2)
+    band = SeenBand(call.queries, 0) if call.blocks is None else call.band
+    if band is not None and kind(q) == "cuda" and can_fuse(queries.transpose(1, 2), seen_k.transpose(1, 2)):
+        tensors = (x.transpose(1, 2) for x in (queries, seen_k[:, :, : band.keys], seen_v[:, :, : band.keys]))
+        return attend_past(*tensors, window=band.window, scale=scale).flatten(0, 1)
     if call.band is not None:
-        return _banded(queries, seen_k, seen_v, call.band, scale).transpose(1, 2).flatten(0, 1)
+        return _in_strips(queries, seen_k, seen_v, call.band, scale).transpose(1, 2).flatten(0, 1)
     return _fused(queries, seen_k, seen_v, call.bias, scale).transpose(1, 2).flatten(0, 1)
 
 
@@ -219,14 +223,8 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: floa
     return found[:, :, :group].flatten(1, 2)
 
 
-def _banded(q: Tensor, k: Tensor, v: Tensor, band: SeenBand, scale: float) -> Tensor:
-    """q (1, H, S, E), k and v (1, K, T, width) -> (1, H, S, width of k). A GPU's flash kernel takes the band as
-    numbers; elsewhere a mask is made for some queries at a time."""
-    if kind(q) == "cuda" and can_fuse(q.transpose(1, 2), k.transpose(1, 2)):
-        width = fused_width(k.shape[-1])
-        rows = (padded(x, width) for x in (q, k[:, :, : band.keys], v[:, :, : band.keys]))
-        out, _ = compat.banded_attention(*rows, left=band.window - 1 if band.window else -1, right=0, scale=scale)
-        return out[..., : k.shape[-1]]
+def _in_strips(q: Tensor, k: Tensor, v: Tensor, band: SeenBand, scale: float) -> Tensor:
+    """q (1, H, S, E), k and v (1, K, T, width) -> (1, H, S, width of k), with a mask for some queries at a time."""
     count, parts = q.shape[2], list[Tensor]()
     for begin in range(0, count, STRIP):
         end = min(count, begin + STRIP)

@@ -11,12 +11,13 @@ from typing import Literal, NamedTuple
 
 from meshwright.spec.plan import Plan
 
-Case = Literal["rows", "documents", "window"]
-"""Whole causal rows; documents behind one another; a window, over documents or over rows."""
+Case = Literal["rows", "documents", "window", "cache"]
+"""Whole causal rows; documents behind one another; a window, over documents or over rows; the last queries of sequences
+over all their keys, with a window or without, where no gradient is made: what a cache is for."""
 
 
 class AttentionCall(NamedTuple):
-    """Attention of rows over as many keys, causal."""
+    """Causal attention of rows."""
 
     case: Case
     positions: int
