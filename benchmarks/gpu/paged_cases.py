@@ -12,6 +12,8 @@ from meshwright.kernels.triton.likeliest import likeliest
 
 SIZE = 16
 """Positions of a block."""
+PAGE = 256
+"""Positions of a page that FlashAttention 2 takes a multiple of (github.com/Dao-AILab/flash-attention/issues/828)."""
 
 
 def paged_rows(
@@ -20,7 +22,9 @@ def paged_rows(
     """A row of each sequence at its last position. Ours by torch gathers the blocks, as engines do without the
     kernel."""
     each, scale = -(-positions // SIZE), width**-0.5
-    order = torch.randperm(sequences * each, generator=torch.Generator().manual_seed(positions)).to(device)
+    together = PAGE // SIZE if positions % PAGE == 0 else 1  # blocks of a page lie side by side
+    pages = torch.randperm(sequences * each // together, generator=torch.Generator().manual_seed(positions)).to(device)
+    order = (pages[:, None] * together + torch.arange(together, device=device)).flatten()
     tables = order.view(sequences, each)
     last = torch.full((sequences,), positions - 1, device=device)
     rows = RowsCall(order, torch.arange(0, sequences * each, each, device=device), last, positions)
@@ -46,15 +50,16 @@ def paged_rows(
         return torch.einsum("rht,rthe->rhe", weights, seen_v)
 
     def varlen(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """torch.nn.attention.varlen with a block table, where this torch has a kernel for it; else it fails, and is
+        """torch.nn.attention.varlen with a table of pages, where this torch has a kernel for it; else it fails, and is
         named so."""
-        borders = torch.arange(sequences + 1, dtype=torch.int32, device=device)
-        used = torch.full((sequences,), positions, dtype=torch.int32, device=device)
+        paged = [store.view(-1, together * SIZE, key_heads, width) for store in (keys, values)]
         return compat.varlen_attn(
-            q, keys, values, borders, borders * positions, 1, positions, scale=scale, seqused_k=used,
-            block_table=tables.int(),
-        )  # fmt: skip
+            q, *paged, borders, borders * positions, 1, positions, scale=scale, seqused_k=used, block_table=page_tables
+        )
 
+    borders = torch.arange(sequences + 1, dtype=torch.int32, device=device)
+    used = torch.full((sequences,), positions, dtype=torch.int32, device=device)
+    page_tables = pages.view(sequences, -1).int()
     store, numbers = (sequences * each, SIZE, key_heads, width), sequences * heads * width
     moved = 2 * numbers + 2 * sequences * positions * key_heads * width
     return Case(
@@ -62,7 +67,7 @@ def paged_rows(
         size=f"{sequences} rows of {positions:,} positions, {heads}/{key_heads} heads of {width}", dtype=dtype,
         leaves=(Leaf((sequences, heads, width)), Leaf(store), Leaf(store)), exact=plain, eager=plain,
         ours=implementations("paged_attention", run, device, dtype), chosen=taken("paged_attention", device, dtype),
-        rivals={"torch varlen": varlen} if device.type == "cuda" else {},
+        rivals={f"torch varlen, pages of {together * SIZE}": varlen} if device.type == "cuda" else {},
         counts={"forward": Count(dtype.itemsize * moved, 4.0 * numbers * positions)}, kinds=(ATTENTION,), learns=False,
         compiles=False,
     )  # fmt: skip
