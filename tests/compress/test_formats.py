@@ -179,6 +179,16 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
 }
 
 
+@pytest.mark.parametrize("order", ["static", "weight", False, None])
+def test_the_order_of_rounding_changes_no_file(order: object, tmp_path: Path) -> None:
+    """llm-compressor's GPTQ writes "static" by default; compressed-tensors 0.20 names it an alias of "weight"."""
+    before, folder = quantized(tmp_path, "llama", "int4-rtn", CT)
+    changed(folder, lambda config: config["config_groups"]["group_0"]["weights"].update(actorder=order))
+    restore = restored(folder)
+    for name in quantizable(SHAPES["llama"]):
+        assert torch.equal(restore(name), quantize_matrix(name, before[name], used("int4-rtn")).dequantized()), name
+
+
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_folder_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     format, damage, said = DAMAGE[name]

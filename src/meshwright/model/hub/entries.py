@@ -83,5 +83,5 @@ class Entries:
         """Refuse a key whose value is none of those supported; absent is fine."""
         value = self.values.get(key, supported[0])
         if value not in supported:
-            allowed = ", ".join(repr(option) for option in supported if option is not None)
+            allowed = ", ".join(repr(option) for option in supported if option is not None) or "to leave it out"
             raise self.fail(f"{key}={value!r} is not supported (supported: {allowed})")

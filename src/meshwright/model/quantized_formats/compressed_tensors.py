@@ -253,7 +253,8 @@ def _scheme(entries: Entries) -> Scheme:
         raise group.fail("weights is missing")
     weights.allow("dynamic", (False,))
     weights.allow("strategy", ("group", "channel"))
-    weights.allow("actorder", (None,))
+    # "weight", or "static", is the order in which columns were rounded; the file is the same. "group" once moved them.
+    weights.allow("actorder", (None, False, "weight", "static"))
     bits, kind = weights.integer("num_bits"), LAYOUTS[layout]
     if inputs is not None:
         inputs.allow("strategy", ("token",))
