@@ -87,8 +87,7 @@ def quantized_linears(
     x: Tensor, matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     """As the reference, in x's dtype; its gradient is that of the restored weights."""
-    learns = (one.requires_grad for one in (x, *biases) if one is not None)
-    if not (torch.is_grad_enabled() and any(learns)):
+    if not torch.is_grad_enabled() or not any(one.requires_grad for one in (x, *biases) if one is not None):
         return _products(x, matrices, biases)
     found: tuple[Tensor, ...] = _QuantizedLinears.apply(x, *matrices)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return tuple(y if bias is None else y + bias for y, bias in zip(found, biases, strict=True))
@@ -113,11 +112,12 @@ def _products(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     known: dict[Any, tuple[Tensor, Tensor]] = {}
-    found = (
-        (_int8 if matrix.scheme.activations == "int8" else _of_weights)(rows, matrix, bias, known)
-        for matrix, bias in zip(matrices, biases, strict=True)
-    )
-    return tuple(y.to(x.dtype).view(*x.shape[:-1], matrix.size_out) for y, matrix in zip(found, matrices, strict=True))
+    found = []
+    for matrix, bias in zip(matrices, biases, strict=True):
+        multiply = _int8 if matrix.scheme.activations == "int8" else _of_weights
+        y = multiply(rows, matrix, bias, known)
+        found.append(y.to(x.dtype).view(*x.shape[:-1], matrix.size_out))
+    return tuple(found)
 
 
 def _int8(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, known: dict[Any, Any]) -> Tensor:

@@ -6,6 +6,7 @@ Columns O of x are left out of Qx and multiplied in 16 bit, behind the sum of th
 are too few programs for the device, K is cut, too: the parts are whole numbers, so that the cut changes no bit.
 """
 
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -184,14 +185,19 @@ def tile_of(rows: int, columns: int, processors: int) -> ProgramTile:
     return ProgramTile(64, 128, inner=128, warps=4, stages=3)
 
 
+@lru_cache(4096)
+def arranged(rows: int, columns: int, inner: int, processors: int) -> tuple[ProgramTile, int, int]:
+    """Tile, runs that K is cut into, and inputs of each."""
+    tile = tile_of(rows, columns, processors)
+    parts = parts_of(rows, columns, inner, tile, processors)
+    each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
+    return tile, ceil_div(inner, each), each
+
+
 def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
     """x (M, K), and the same rounded without the matrix's columns, times it transposed, plus bias (N,) -> (M, N)."""
     x = rows_of(x)
     (rows, inner), columns = x.shape, len(matrix.codes)
-    tile = tile_of(rows, columns, programs(x))
-    parts = parts_of(rows, columns, inner, tile, programs(x))
-    each = ceil_div(ceil_div(inner, parts), tile.inner) * tile.inner
-    parts = ceil_div(inner, each)
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     kept = matrix.columns is not None and matrix.kept is not None
     beside = (
@@ -200,17 +206,18 @@ def int8_linear(x: Tensor, narrow: NarrowRows, matrix: Int8Matrix, bias: Tensor 
     )  # fmt: skip
     forms = {
         "KEPT": kept, "BIAS": bias is not None, "WIDE": wide_products(int8_rows, x), "OUTLIERS": OUTLIERS,
-        "COLUMNS": tile.columns, "ROWS": tile.rows, "num_warps": tile.warps,
     }  # fmt: skip
     words = gcd(inner // 4, FEW_WORDS)
     aligned = inner % 4 == 0 and matrix.codes.storage_offset() % 4 == 0
     if rows <= MOST_ROWS and aligned and words >= LEAST_WORDS:
         few_int8_rows[(ceil_div(columns, FEW_COLUMNS),)](
             narrow.codes.view(torch.int32), matrix.codes.view(torch.int32), *beside, out, rows, columns, inner // 4,
-            INTERPRETED=interpreted(few_int8_rows), WORDS=words,
-            **forms | {"COLUMNS": FEW_COLUMNS, "ROWS": FINISHED_ROWS, "num_warps": FEW_WARPS},
+            INTERPRETED=interpreted(few_int8_rows), WORDS=words, COLUMNS=FEW_COLUMNS, ROWS=FINISHED_ROWS,
+            num_warps=FEW_WARPS, **forms,
         )  # fmt: skip
         return out
+    tile, parts, each = arranged(rows, columns, inner, programs(x))
+    forms |= {"COLUMNS": tile.columns, "ROWS": tile.rows, "num_warps": tile.warps}
     into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.int32, device=x.device)
     blocks = ceil_div(columns, tile.columns), ceil_div(rows, tile.rows)
     int8_rows[(blocks[0] * blocks[1], parts)](
