@@ -31,6 +31,8 @@ from meshwright.spec import ModelShape, MoEShape
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.spec.gguf_schemes import GGUF_SCHEMES
 from meshwright.spec.shape import MLAShape, RopeScaling
+from tests.data.tokenizers_for_tests import WRITTEN
+from tests.data.tokenizers_for_tests import written as tokenizer_folder
 from tests.train.test_weights import directory
 
 SIZES: dict[str, Any] = {
@@ -176,7 +178,7 @@ def test_files_of_others_have_no_keys_of_ours(tmp_path: Path) -> None:
 def marked_tokenizer() -> Tokenizer:
     """A BPE that spells spaces as a mark and falls back to bytes, as Llama-2's."""
     import tokenizers
-    from tokenizers import decoders, models, normalizers, trainers
+    from tokenizers import decoders, models, normalizers, processors, trainers
 
     library = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     library.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
@@ -185,6 +187,7 @@ def marked_tokenizer() -> Tokenizer:
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
     library.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
+    library.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
     spec = json.loads(library.to_str())
     spec["added_tokens"] = spec["added_tokens"][:3]
     return Tokenizer(json.dumps(spec), bos="<s>", eos="</s>")
@@ -200,6 +203,21 @@ def test_a_tokenizer_with_marks_for_spaces_goes_there_and_back(tmp_path: Path) -
     for text in ("def rewritten(path: Path):\n    return None", "\u4f60 caf\u00e9  two"):
         assert again.begin(text) == tokenizer.begin(text)
         assert again.decode(again.encode(text)) == text
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_text_begins_there_as_in_the_folder(name: str, tmp_path: Path) -> None:
+    """The writer of llama.cpp reads the post-processor where no config says otherwise; GLM-4's two tokens have no
+    place in a file."""
+    gguf = pytest.importorskip("gguf")
+    folder = tokenizer_folder(tmp_path, name, add_bos_token=None)
+    theirs = gguf.SpecialVocab(folder).add_special_token.get("bos", False)
+    tokenizer = Tokenizer.load(folder)
+    shape = replace(SHAPES["llama"], vocab=tokenizer.vocab)
+    path = written(tmp_path / "a.gguf", model_of(shape, tokenizer))
+    assert read_gguf_header(path).keys["tokenizer.ggml.add_bos_token"] is (theirs and not name.startswith("GLM"))
+    again = mw.load(path).tokenizer
+    assert again is not None and again.begin("Hi there") == tokenizer.begin("Hi there")
 
 
 @pytest.mark.parametrize(("shape", "said"), [

@@ -18,6 +18,7 @@ from meshwright.data.token_cache import prepare
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec import Data, user_cache
 from meshwright.spec.errors import DataError
+from tests.data.tokenizers_for_tests import before
 
 
 @pytest.fixture
@@ -69,6 +70,7 @@ def test_begin_and_end_marks_of_a_tokenizer_with_both(texts: Path, root: Path, t
     for place, name in enumerate(("<s>", "</s>")):
         token = {"id": 257 + place, "content": name, "special": True, "single_word": False}
         bytes_tokenizer["added_tokens"].append({**token, "lstrip": False, "rstrip": False, "normalized": False})
+    bytes_tokenizer["post_processor"] = before(bytes_tokenizer, "<s>")
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(bytes_tokenizer), encoding="utf-8")
     corpus = prepare(Data(path=str(texts), tokenizer=str(file)), cache_root=root)

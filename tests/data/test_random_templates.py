@@ -125,7 +125,7 @@ def test_an_endless_template_is_ended_in_the_process_that_encodes(source: str) -
     """By its time or its length, with the row that it was given."""
     tokenizer = Tokenizer.bytes()
     settings = SampleSettings(
-        template=source, special={}, bos=None, eos=None, today="2026-01-01", template_file="endless.jinja"
+        template=source, special={}, begins=(), eos=None, today="2026-01-01", template_file="endless.jinja"
     )
     row = json.dumps(["chat.jsonl:1", {"messages": [{"role": "user", "content": "x"}]}])
     packed = json.dumps({name: getattr(settings, name) for name in settings.__slots__})

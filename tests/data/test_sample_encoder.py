@@ -41,7 +41,7 @@ def library(name: str) -> tokenizers.Tokenizer:
 def encoded(name: str, source: str, row: Any, **more: Any) -> list[list[tuple[list[int], list[bool]]]]:
     """(ids, whether each is trained) of the samples of a row, in groups."""
     made = tokenizers.Tokenizer.from_str(tokenizer_json(name))
-    ids = {"bos": made.token_to_id("<s>"), "eos": made.token_to_id("</s>"), **more}
+    ids = {"begins": (made.token_to_id("<s>"),), "eos": made.token_to_id("</s>"), **more}
     given = SampleSettings(template=source, special=SPELLED, today=DAY.isoformat(), **ids)
     encode = row_encoder(made, made.get_vocab_size(), given)
     (answer,) = encode([json.dumps([PLACE, row])], b"\0")
@@ -218,9 +218,9 @@ def trl_labels(tmp_path: Path, name: str, rows: list[Any], **config: Any) -> lis
 
 
 TRL = {
-    "text": ([{"text": "Hello, caller's name"}, {"text": "\U0001f600</s>"}], {}, {"bos": None}),
+    "text": ([{"text": "Hello, caller's name"}, {"text": "\U0001f600</s>"}], {}, {"begins": ()}),
     "strings": (
-        [{"prompt": "2+2=", "completion": " 4"}, {"prompt": "say", "completion": ": \u65e5\u672c"}], {}, {"bos": None},
+        [{"prompt": "2+2=", "completion": " 4"}, {"prompt": "say", "completion": ": \u65e5\u672c"}], {}, {"begins": ()},
     ),
     "prompt and answer": (
         [{"prompt": turns("u"), "completion": turns("", "na\u00efve")[1:]},
@@ -266,7 +266,7 @@ def test_a_token_across_the_border_is_not_trained_as_trl_warns(tmp_path: Path) -
     """TRL leaves the end of the prompt out of the sequence; here it is as a model is asked, and the answer is whole."""
     row = {"prompt": "Hel", "completion": "lo"}
     ((theirs_ids, _),) = trl_labels(tmp_path, "llama3", [row])
-    ids, marks = only("llama3", "", row, bos=None)
+    ids, marks = only("llama3", "", row, begins=())
     made = library("llama3")
     assert made.encode("Hel", add_special_tokens=False).ids == ids[: marks.index(True)]
     assert made.decode(ids[marks.index(True) :], skip_special_tokens=False) == "lo</s>"

@@ -2,9 +2,11 @@
 
 import json
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from meshwright.data.tokenizer import CODE_PATTERN
 
@@ -68,6 +70,7 @@ def metaspace() -> str:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", [("<s>", 1)])
     return str(library.to_str())
 
 
@@ -78,3 +81,46 @@ def with_added(text: str, content: str, *, special: bool) -> str:
     token = tokenizers.AddedToken(content, special=special, normalized=False)
     library.add_special_tokens([token]) if special else library.add_tokens([token])
     return str(library.to_str())
+
+
+def marked(text: str) -> dict[str, Any]:
+    """The content of a tokenizer.json with two marks more."""
+    for token in ("<s>", "</s>"):
+        text = with_added(text, token, special=True)
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def before(spec: dict[str, Any], *tokens: str, behind: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A post-processor that puts tokens before and behind a text."""
+    ids = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    parts = [{"Sequence": {"id": "A", "type_id": 0}}]
+    around = [[{"SpecialToken": {"id": token, "type_id": 0}} for token in side] for side in (tokens, behind)]
+    special = {token: {"id": token, "ids": [ids[token]], "tokens": [token]} for token in (*tokens, *behind)}
+    single = [*around[0], *parts, *around[1]]
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+
+
+LEVEL = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+WRITTEN: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "SmolLM2-Instruct: named and never added": ("gpt2", lambda spec: LEVEL, {"add_prefix_space": False}),
+    "Phi-4: no post-processor": ("o200k", lambda spec: None, {"add_bos_token": True}),
+    "Llama-3: added behind the byte level": (
+        "llama3", lambda spec: {"type": "Sequence", "processors": [LEVEL, before(spec, "<s>")]}, {},
+    ),
+    "Llama-2: added": ("metaspace", lambda spec: before(spec, "<s>"), {"add_bos_token": False}),
+    "Phi-3: a Llama that adds none": ("metaspace", lambda spec: before(spec), {"add_bos_token": True}),
+    "GLM-4: two tokens": ("llama3", lambda spec: before(spec, "</s>", "<s>"), {}),
+}  # fmt: skip
+"""Name -> (words of the tokenizer, post-processor, what its config says beside bos and eos)."""
+
+
+def written(folder: Path, name: str, **config: Any) -> Path:
+    """A folder with a tokenizer of WRITTEN; `config`: what else its tokenizer_config.json says."""
+    words, processor, more = WRITTEN[name]
+    spec = marked(metaspace() if words == "metaspace" else made(words))
+    spec["post_processor"] = processor(spec)
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    marks = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(marks | more | config), encoding="utf-8")
+    return folder

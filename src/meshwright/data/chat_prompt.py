@@ -4,13 +4,18 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from meshwright.data.chat_template import DEFAULT, ChatTemplate
+from meshwright.data.chat_template import DEFAULT, DEFAULT_WITHOUT_BOS, ChatTemplate
 from meshwright.data.tokenizer import Tokenizer
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """What writes conversations for a tokenizer, as of today: its own template, or the default one."""
-    return ChatTemplate(tokenizer.chat_template or DEFAULT, tokenizer.spelled, date.today())
+    return ChatTemplate(template_text(tokenizer), tokenizer.spelled, date.today())
+
+
+def template_text(tokenizer: Tokenizer) -> str:
+    """Its own template, or the default one, which begins with a bos where the tokenizer puts one before a text."""
+    return tokenizer.chat_template or (DEFAULT if tokenizer.bos in tokenizer.begins else DEFAULT_WITHOUT_BOS)
 
 
 def chat_prompt(

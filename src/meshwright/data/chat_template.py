@@ -220,6 +220,7 @@ DEFAULT: Final = """{{ bos_token if bos_token and bos_token != eos_token else ''
 """
 """For a model without one: a heading a turn, the answers ended by the end-of-text token. It needs no token that the
 vocabulary does not have."""
+DEFAULT_WITHOUT_BOS: Final = DEFAULT.partition("\n")[2]
 
 
 THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")

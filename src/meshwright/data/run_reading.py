@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.data.advice import how_often, tokens_of_run
-from meshwright.data.chat_template import DEFAULT
+from meshwright.data.chat_template import DEFAULT, DEFAULT_WITHOUT_BOS
 from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.named_templates import fitting_formats
@@ -110,7 +110,7 @@ def _notes(one: SourceReading, rows: NumberedRows, data: Data) -> Iterator[str]:
 
 def plainly_written(data: Data, corpus: Corpus) -> Iterator[str]:
     """A note where turns are written by the plain template, as those of a model without one."""
-    if data.form != SAMPLES or corpus.tokenizer.chat_template != DEFAULT:
+    if data.form != SAMPLES or corpus.tokenizer.chat_template not in (DEFAULT, DEFAULT_WITHOUT_BOS):
         return
     if trained_roles(corpus.train) not in ((), ("other",)):
         named = fitting_formats(corpus.tokenizer)

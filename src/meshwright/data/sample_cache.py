@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from meshwright.data import rows, samples
 from meshwright.data.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
-from meshwright.data.chat_template import DEFAULT
+from meshwright.data.chat_prompt import template_text
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.named_templates import AUTO, check_format, named_template
 from meshwright.data.pool import Batch, Pool
@@ -53,9 +53,9 @@ def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
     not there, or needs tokens that the vocabulary lacks."""
     check_format(data.template, tokenizer)
     return SampleSettings(
-        template=named_template(data.template) or tokenizer.chat_template or DEFAULT,
+        template=named_template(data.template) or template_text(tokenizer),
         special=tokenizer.spelled,
-        bos=tokenizer.bos,
+        begins=tokenizer.begins,
         eos=tokenizer.eos,
         today=date.today().isoformat(),
         train_on=data.train_on,

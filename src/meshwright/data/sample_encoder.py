@@ -35,7 +35,7 @@ class SampleSettings:
 
     template: str
     special: Mapping[str, str]
-    bos: int | None
+    begins: Sequence[int]
     eos: int | None
     today: str
     train_on: str = "auto"
@@ -167,10 +167,10 @@ class _RowEncoder:
 
     def _put_marks(self, ids: list[int], marks: bytearray) -> None:
         """The tokens that begin and end a text, unless they stand there already."""
-        bos, eos = self._settings.bos, self._settings.eos
-        if bos is not None and bos != eos and ids[:1] != [bos]:
-            ids.insert(0, bos)
-            marks.insert(0, 0)
+        before, eos = list(self._settings.begins), self._settings.eos
+        if ids[: len(before)] != before:
+            ids[:0] = before
+            marks[:0] = bytes(len(before))
         if eos is not None and ids[-1:] != [eos]:
             ids.append(eos)
             marks.append(TRAINED)

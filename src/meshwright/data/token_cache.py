@@ -20,7 +20,7 @@ from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.user_cache import default_root
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Raised whenever the same text would be stored as other tokens or in another way."""
 
 STREAMS: Final = ("train", "validation")
@@ -180,8 +180,7 @@ class _Writer:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         dtype = tokenizer.dtype
         self._path, self._width = path, dtype.itemsize
-        mark = [None if token is None else dtype.type(token).tobytes() for token in (tokenizer.bos, tokenizer.eos)]
-        self._before, self._after = mark[0] or b"", b"" if tokenizer.separator else mark[1] or b""
+        self._before, self._after = (np.array(ids, dtype).tobytes() for ids in tokenizer.document_marks)
         self._size = self._documents = self._text = 0
 
     def __enter__(self) -> "_Writer":

@@ -49,7 +49,9 @@ def tokenizer_file(path: str | Path) -> Path:
 
 @final
 class Tokenizer:
-    """One tokenizer. Documents are `[bos] text [eos]`, or `[separator] text` where one token plays both."""
+    """One tokenizer. Documents are `[begins] text [eos]`, or `[separator] text` where one token plays both.
+
+    `begins` is what the post-processor puts before a text. A config may name a bos that is never put there."""
 
     def __init__(
         self,
@@ -77,6 +79,10 @@ class Tokenizer:
         first, last = bos or eos, eos or bos
         self.bos: Final = None if first is None else ids[first]
         self.eos: Final = None if last is None else ids[last]
+        self.begins: Final = word_encoder.ids_before(self._library)
+        """Ids that stand before every text, as transformers adds them; often none."""
+        if any(token >= self.vocab for token in self.begins):
+            raise DataError(f"the tokenizer begins a text with token {max(self.begins)}, which its vocabulary lacks")
         self._marks = (first, last)
         self._config = config
         self._template = template
@@ -137,15 +143,21 @@ class Tokenizer:
     @property
     def separator(self) -> bool:
         """Whether one token is both begin and end of a document."""
-        return self.bos is not None and self.bos == self.eos
+        return self.bos is not None and self.bos == self.eos and self.begins in ((), (self.eos,))
+
+    @property
+    def document_marks(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids before and behind each document of a corpus."""
+        end = () if self.eos is None else (self.eos,)
+        return (end, ()) if self.separator else (self.begins, end)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what decides the ids: everything but truncation, padding and post-processing."""
+        """Hash of what decides the ids: of post-processing, padding and truncation only what stands before a text."""
         spec = json.loads(self.json)
         for unused in ("version", "truncation", "padding", "post_processor", "decoder"):
             spec.pop(unused, None)
-        content = json.dumps([spec, self.bos, self.eos], sort_keys=True, separators=(",", ":"))
+        content = json.dumps([spec, self.bos, self.eos, *self.begins], sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     @property
@@ -199,12 +211,13 @@ class Tokenizer:
         return np.frombuffer(b"".join(self.encode_raw(parts, flags)), dtype=self.dtype)
 
     def begin(self, text: str) -> list[int]:
-        """Ids of a text that is to be gone on with: begun like a document if there is a mark for that alone, or if
-        there is no text. Special tokens are read as such."""
+        """Ids of a text that is to be gone on with, behind `begins` unless they are spelled there. No text at all is
+        the bos, if there is one. Special tokens are read as such."""
         ids: list[int] = self.encode(text, special=True).tolist()
-        if self.bos is None or (self.separator and ids) or ids[:1] == [self.bos]:
-            return ids
-        return [self.bos, *ids]
+        before = list(self.begins)
+        if not ids and not before:
+            return [] if self.bos is None else [self.bos]
+        return ids if ids[: len(before)] == before else before + ids
 
     def encode_raw(self, texts: Sequence[str], flags: Raw) -> list[Raw]:
         """Ids of every piece as the bytes of `dtype`; flags[i] = 1 where piece i continues the document before it."""

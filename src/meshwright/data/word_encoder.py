@@ -17,6 +17,7 @@ from itertools import groupby
 from typing import Any
 
 import tokenizers
+from tokenizers import models
 
 Encode = Callable[[Sequence[str], bytes], list[bytes]]
 """(texts, flags) -> ids of each text as native unsigned integers; flags[i] = 1 where text i continues a document."""
@@ -56,6 +57,14 @@ def library(text: str) -> tokenizers.Tokenizer:
     found.no_padding()
     found.encode_special_tokens = True
     return found
+
+
+def ids_before(tokenizer: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """Ids that the post-processor puts before a text. A text of another tokenizer asks it: this one may know no
+    letter, and post-processors look at no token."""
+    text = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode("a", add_special_tokens=False)
+    processed = tokenizer.post_process(text, None, True)
+    return tuple(processed.ids[: processed.special_tokens_mask.index(0)])
 
 
 def byte_alphabet() -> list[str]:

@@ -10,14 +10,13 @@ Letters: B rows, S positions, V vocabulary.
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from meshwright.data import Corpus
-from meshwright.data.chat_template import DEFAULT, ChatTemplate
+from meshwright.data.chat_prompt import template_of
 from meshwright.data.corpus import TokenStream
 from meshwright.data.sample_encoder import TRAINED
 from meshwright.model.predictions import Predictions
@@ -53,7 +52,7 @@ def prompts(plan: Plan, corpus: Corpus) -> list[SamplePrompt]:
     its beginning where there is no room for it and its answer."""
     recipe, tokenizer = plan.recipe, corpus.tokenizer
     if recipe.sample_prompts and plan.data.form == "samples":
-        template = ChatTemplate(tokenizer.chat_template or DEFAULT, tokenizer.spelled, date.today())
+        template = template_of(tokenizer)
         said = [template.render([{"role": "user", "content": one}], prompt=True).text for one in recipe.sample_prompts]
         found = [SamplePrompt(ids=tuple(tokenizer.encode(text, special=True).tolist())) for text in said]
     elif recipe.sample_prompts:

@@ -128,13 +128,13 @@ def _sample_lines(found: DataView, samples: SampleFigures) -> list[str]:
 
 
 def _marks(found: DataView) -> str:
-    if found.bos is None:
+    if found.bos is None and found.eos is None:
         return "nothing marks the borders of documents"
     if found.samples is not None:
         return f"texts without a template end with {found.eos}"
     if found.bos == found.eos:
         return f"{found.bos} begins each document and ends the one before"
-    return f"documents are {found.bos} ... {found.eos}"
+    return f"documents are {found.bos} ... {found.eos}" if found.bos else f"documents end with {found.eos}"
 
 
 def _sequence(found: DataView) -> Text:

@@ -19,6 +19,7 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
 WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
+MANY_BEGIN = "llama.cpp puts no token before a text but its bos, and this tokenizer puts others there"
 SPACE = "\u2581"
 LONGEST_TOKEN = 512
 """Characters of a token that is made of others."""
@@ -34,16 +35,24 @@ class GGUFVocabulary:
     text: str
     """Of a tokenizer.json."""
     bos: str | None
-    """What every text begins with, spelled out; None = nothing."""
+    """The name of what may begin a text; whether it does, the post-processor of `text` says."""
     eos: str | None
     stop_ids: tuple[int, ...]
 
 
 def vocabulary_keys(
-    text: str | None, vocab: int, *, bos: int | None, eos: int | None, ends: tuple[int, ...], template: str | None
+    text: str | None,
+    vocab: int,
+    *,
+    bos: int | None,
+    eos: int | None,
+    ends: tuple[int, ...],
+    template: str | None,
+    begins: tuple[int, ...] = (),
 ) -> tuple[dict[str, Value], str]:
     """Keys of the tokenizer.json `text` for a model with so many rows, and what its user must know; None = there is
-    none. `ends`: more ids that end a text. PlanError where llama.cpp has no such tokenizer."""
+    none. `ends`: more ids that end a text; `begins`: those that stand before each. PlanError where
+    llama.cpp has no such tokenizer."""
     if text is None:
         return {"tokenizer.ggml.model": "none"}, "no tokenizer is in it: llama.cpp takes token ids alone"
     tokenizer = json.loads(text)
@@ -67,6 +76,7 @@ def vocabulary_keys(
                 f"{100 * rule.agreement:.0f}% of a sample's token borders alike"
             )
         note = note or ("" if eos is not None else WITHOUT_END)
+        note = note or (MANY_BEGIN if begins not in ((), (bos,)) else "")
     else:
         found |= {"tokenizer.ggml.pre": "default", **_spaces(tokenizer)}
         found["tokenizer.ggml.scores"] = _scores(words, kinds, merges, vocab)
@@ -81,7 +91,7 @@ def vocabulary_keys(
     found |= {f"tokenizer.ggml.{mark}_token_id": id for mark, id in ids.items() if id is not None}
     other = next((id for id in ends if id != eos), None)
     found |= {} if other is None else {"tokenizer.ggml.eot_token_id": other}
-    found |= {"tokenizer.ggml.add_bos_token": bos is not None and bos != eos, "tokenizer.ggml.add_eos_token": False}
+    found |= {"tokenizer.ggml.add_bos_token": bool(begins) and begins == (bos,), "tokenizer.ggml.add_eos_token": False}
     found |= {} if template is None else {TEMPLATE_KEY: template}
     return found | {WHOLE: text}, note
 
@@ -142,10 +152,19 @@ def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
     spelled = {mark: tokens[id] if id >= 0 else None for mark, id in marks.items()}
     ends = tuple(dict.fromkeys(id for mark in ENDS if (id := marks[mark]) >= 0))
     usual = keys.get("tokenizer.ggml.model") == "llama" or keys.get("tokenizer.ggml.pre") in BEGUN
-    begins = keys.get("tokenizer.ggml.add_bos_token", usual)
-    return GGUFVocabulary(
-        text=text, bos=spelled["bos"] if begins else None, eos=spelled["eos"], stop_ids=ends
-    )  # fmt: skip
+    if not isinstance(whole, str) and spelled["bos"] and keys.get("tokenizer.ggml.add_bos_token", usual):
+        text = json.dumps({**json.loads(text), "post_processor": _put_before(spelled["bos"], marks["bos"])})
+    return GGUFVocabulary(text=text, bos=spelled["bos"], eos=spelled["eos"], stop_ids=ends)
+
+
+def _put_before(token: str, id: int) -> dict[str, Any]:
+    """The post-processor that begins a text with a token."""
+    mark = {"SpecialToken": {"id": token, "type_id": 0}}
+    sides = [{"Sequence": {"id": side, "type_id": 0}} for side in "AB"]
+    return {
+        "type": "TemplateProcessing", "single": [mark, sides[0]], "pair": [mark, *sides],
+        "special_tokens": {token: {"id": token, "ids": [id], "tokens": [token]}},
+    }  # fmt: skip
 
 
 def _rebuilt(header: GGUFHeader, tokens: list[str]) -> str | None:
