@@ -12,9 +12,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from meshwright.spec import presets
 
 PATIENCE_S = 400.0
 """For the server to begin, and for a load."""
+NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
+"""Packages of the server alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +92,10 @@ def served(hosted: HostedModel, options: EngineOptions, clients: int) -> Iterato
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
-            if not ready.wait(PATIENCE_S):
-                raise RuntimeError(f"the server has not begun within {PATIENCE_S:.0f} s")
+            begun = time.monotonic()
+            while not ready.wait(0.5):
+                if not thread.is_alive() or time.monotonic() - begun > PATIENCE_S:
+                    raise RuntimeError("the server has not begun to answer: see what it printed")
             yield server
         finally:
             server.stop()
@@ -112,6 +118,9 @@ def asked(server: HttpServer, entry: HttpEntry, vocab: int, seed: int) -> dict[s
 
 def row(entry: HttpEntry, device: torch.device, timer: Timer, late: Callable[[], bool]) -> dict[str, Any]:
     """The load by the engine alone and over HTTP, and how much of the engine's rate reaches clients."""
+    missing = [package for package in NEEDED if find_spec(package) is None]
+    if missing:
+        raise RuntimeError(f"not installed: {', '.join(missing)}")
     tokenizer = Tokenizer.shipped()
     model = model_of(entry, tokenizer, device)
     options = EngineOptions(cache_bytes=0 if device.type == "cuda" else 2**26, most_sequences=max(64, entry.clients))

@@ -98,6 +98,19 @@ def test_parts_of_a_day_make_one_page(tmp_path: Path) -> None:
     assert program.merged(other, found) == found, "of another commit nothing is taken over"
 
 
+def test_a_bare_machine_needs_few_packages() -> None:
+    """Those that docs/benchmarks/README.md names, and what they and torch bring."""
+    code = (
+        "import sys, benchmarks.gpu.__main__; names = {name.partition('.')[0] for name in sys.modules};"
+        "print(*sorted(names - set(sys.stdlib_module_names)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    known = {"numpy", "safetensors", "tokenizers", "yaml", "jinja2", "markupsafe", "torch", "triton", "meshwright"}
+    brought = {"benchmarks", "mpmath", "sympy", "tqdm", "typing_extensions", "torchgen", "huggingface_hub"}
+    found = {name for name in done.stdout.split() if not name.startswith(("_", "cython"))}
+    assert found <= known | brought, found - known - brought
+
+
 def test_a_load_over_http_beside_the_engine(tmp_path: Path) -> None:
     """The real server, in two processes, with streaming clients in a third: each stream states all of its tokens."""
     assert program.main([*HERE, "--part", "http", "--out", str(tmp_path)]) == 0
