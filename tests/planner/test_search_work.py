@@ -75,18 +75,18 @@ class Work(NamedTuple):
 
 
 WORK: dict[str, tuple[str, Work]] = {
-    "a small search": (SEARCH.format(model="llama-3.1-8b", batch=512, nodes=4), Work(483_000, 126)),
-    "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(1_418_000, 640)),
+    "a small search": (SEARCH.format(model="llama-3.1-8b", batch=512, nodes=4), Work(447_000, 126)),
+    "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(1_334_000, 640)),
     "serving": (SERVING, Work(95_700)),
-    "rent on few clusters": (RENT.format(more=", devices=['h100'], nodes=[1, 4, 16]"), Work(977_000, 91)),
+    "rent on few clusters": (RENT.format(more=", devices=['h100'], nodes=[1, 4, 16]"), Work(920_000, 91)),
     "--help": (HELP, Work(134, modules=29)),
     "import meshwright": ("import meshwright", Work(5, modules=14)),
 }
 LONG: dict[str, tuple[str, Work]] = {
-    "experts": (SEARCH.format(model="qwen3-30b-a3b", batch=512, nodes=8), Work(2_729_000, 912)),
-    "405B on 16,384 devices": (SEARCH.format(model="llama-3.1-405b", batch=512, nodes=2048), Work(2_723_000, 703)),
-    "rent": (RENT.format(more=""), Work(7_594_000, 5_340)),
-    "the page of all layouts": (PAGE, Work(3_765_000, 4_820)),
+    "experts": (SEARCH.format(model="qwen3-30b-a3b", batch=512, nodes=8), Work(2_613_000, 912)),
+    "405B on 16,384 devices": (SEARCH.format(model="llama-3.1-405b", batch=512, nodes=2048), Work(2_503_000, 703)),
+    "rent": (RENT.format(more=""), Work(6_720_000, 5_340)),
+    "the page of all layouts": (PAGE, Work(3_653_000, 4_820)),
 }
 
 

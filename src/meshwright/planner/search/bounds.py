@@ -25,10 +25,9 @@ from meshwright.planner.search.regions import (
     pipelines,
 )
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.time.collectives import Sharing
 from meshwright.planner.time.timeline import Unhidden
 from meshwright.spec.compiled_blocks import keeps_no_norms
-from meshwright.spec.layout import Layout, Recompute
+from meshwright.spec.layout import Recompute
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import stages_of_ranks
 from meshwright.spec.schedule_kinds import SPLIT
@@ -54,6 +53,8 @@ def wait(layers: StageLayers, name: str, ranks: int, virtual: int, m: int) -> Wa
 
 def _shortest(kinds: Sequence[MicroBatchCost]) -> tuple[float, float]:
     """Forward and backward pass of a layer of any of these kinds."""
+    if len(kinds) == 1:
+        return kinds[0].forward_s, kinds[0].backward_s
     return min((one.forward_s for one in kinds), default=0.0), min((one.backward_s for one in kinds), default=0.0)
 
 
@@ -111,8 +112,7 @@ class Least(LeastMemory):
         known = self._blocks.passes
         if key in known:
             return known[key]
-        costs, shape = self.costs(*key), self.of.shape
-        windowed = self.of.windowed(range(shape.layers))
+        costs, shape, windowed = self.costs(*key), self.of.shape, self.of.windowed_layers
         plain = self.dense - windowed
         parts = (
             (costs.embedding, 1), (costs.dense, plain), (costs.windowed, windowed),
@@ -149,19 +149,18 @@ class Least(LeastMemory):
         m = self.m(micro_batch, self.batch)
         if (m, pipelines) not in self._unhidden:
             held = self.lowest(pipelines, self.m(micro_batch, self.largest))[-1].held
-            shared = self._sharing(held, m)
-            self._unhidden[m, pipelines] = [self.of.unhidden(layout, m, *seconds) for layout, seconds in shared]
+            self._unhidden[m, pipelines] = self._sharing(held, m)
         return [added.step_s(passes_s, m, self.turns) for added in self._unhidden[m, pipelines]]
 
-    def _sharing(self, held: tuple[int, int], m: int) -> list[tuple[Layout, tuple[Sharing, float]]]:
-        """Of each split the least that data parallelism and the optimizer take in a step of `m` micro-batches.
-        Sequence parallelism does not change it: it shares out activations alone."""
-        key = self.cell._replace(sp=False), tuple(self.splits), held, m
-        if key not in self.known.sharing:
+    def _sharing(self, held: tuple[int, int], m: int) -> list[Unhidden]:
+        """Of each split the least that data parallelism and the optimizer add to a step of `m` micro-batches where a
+        rank holds so many layers. Sequence parallelism does not change it: it shares out activations alone."""
+        key, known = (self.cell._replace(sp=False), tuple(self.splits), held, m), self.known.sharing
+        if key not in known:
             any_layout = Region(self.cell, 1, "1f1b", 1, "none").layout
             layouts = [any_layout(*split, base=self.base) for split in self.splits]
-            self.known.sharing[key] = [(layout, self.of.least_sharing(layout, held, m)) for layout in layouts]
-        return self.known.sharing[key]
+            known[key] = [self.of.unhidden(one, m, *self.of.least_sharing(one, held, m)) for one in layouts]
+        return known[key]
 
 
 def offered_policies(of: Estimator, plan: Plan, cell: Cell, fixed: Fixed) -> tuple[Recompute, ...]:

@@ -14,7 +14,7 @@ from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import Cell, Region, RegionFamily, batches
 from meshwright.planner.step.predict import Estimator
-from meshwright.planner.time.collectives import Sharing
+from meshwright.planner.time.timeline import Unhidden
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
@@ -109,8 +109,8 @@ class CellTerms:
     waits: dict[tuple[int, int, tuple[tuple[str, int], ...]], list[Wait]] = field(default_factory=dict)
     """The same -> of pipelines those that can be the fastest."""
     states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
-    sharing: dict[tuple[object, ...], list[tuple[Layout, tuple[Sharing, float]]]] = field(default_factory=dict)
-    """Cell, splits, layers of a rank, of several micro-batches -> of each split the least that it takes."""
+    sharing: dict[tuple[object, ...], list[Unhidden]] = field(default_factory=dict)
+    """Cell, splits, layers of a rank, micro-batches -> of each split the least that it adds."""
 
 
 def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:

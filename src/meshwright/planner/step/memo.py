@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import Costs, Policies, StageKind
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.memory.engine_peak import Standing
@@ -16,6 +17,7 @@ from meshwright.planner.time.timeline import Edges
 class Memo:
     """By what each depends on: degrees, micro-batch, recomputation, kind of rank."""
 
+    stacks: dict[tuple[object, ...], Stack] = field(default_factory=dict)
     parts: dict[tuple[object, ...], tuple[Local, dict[str, Costs]]] = field(default_factory=dict)
     blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)

@@ -64,6 +64,12 @@ class SharedCosts:
 
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
+        key = layout.compile, layout.kernels, layout.cuda_graphs
+        if key not in self._known.stacks:
+            self._known.stacks[key] = self._launched(layout)
+        return self._known.stacks[key]
+
+    def _launched(self, layout: Layout) -> Stack:
         compiles = layout.compile != "off" and can_be_compiled(self.shape, self.recipe.fake_quantize)
         fused = self._gpu and self.cluster.device.runs_triton and layout.kernels not in ("eager", "reference")
         stack = self.stack if compiles or fused else eager(self.stack)
@@ -195,6 +201,11 @@ class SharedCosts:
         if not self.shape.mixed_windows:
             return 0
         return sum(bool(self.shape.window_of(layer)) and not self.shape.is_moe_layer(layer) for layer in layers)
+
+    @cached_property
+    def windowed_layers(self) -> int:
+        """Those of the shape."""
+        return self.windowed(range(self.shape.layers))
 
     def _ranks(self, layout: Layout) -> list[tuple[int, int, bool, bool, tuple[int, ...]]]:
         """(dense layers, routed ones, has the embedding, has the head; its layers, where they have attention of two
