@@ -16,6 +16,7 @@ from meshwright import compat
 from meshwright.compat import flash4
 from meshwright.kernels import attention, gpu_attention, varlen
 from meshwright.kernels.attention import DocumentSpans, Mask, attend_reference, causal_mask
+from meshwright.kernels.paged_attention import prompt_kernel
 from meshwright.kernels.target import acting_as
 from meshwright.observe.doctor import kernel_checks
 from meshwright.observe.dryrun.workspaces import workspace_bytes
@@ -352,6 +353,35 @@ def test_rows_without_gradients_take_flash_4_but_in_compiled_code(monkeypatch: p
             assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash-4"
             monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
             assert attention.gpu_kernel(q, q, q, Mask(), 0.0) == "flash"
+
+
+def test_a_server_says_what_attends_to_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_attention, "problem", lambda *about: "")
+    monkeypatch.setattr(gpu_attention, "installed", lambda device: ALL)
+    assert prompt_kernel(torch.empty(1, dtype=torch.bfloat16), 128, 128, 4) == ""
+    with compat.fake_tensors():
+        weight = torch.empty(1, dtype=torch.bfloat16, device="cuda")
+        assert prompt_kernel(weight, 128, 128, 4).startswith("flash-4 (sm_90, bf16: 1.9 times FlashAttention 2")
+        assert prompt_kernel(weight, 256, 256, 4) == "flash (heads wider than 128)"
+        assert prompt_kernel(weight, 576, 576, 1) == prompt_kernel(weight.float(), 128, 128, 4) == ""
+
+
+def test_the_choice_is_a_constant_of_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler cannot trace what it asks: a block with that inside would be compiled in two."""
+    asked: list[AttentionCall] = []
+
+    def choose(device: torch.device, dtype: torch.dtype, call: AttentionCall, group: int) -> KernelChoice:
+        asked.append(call)
+        return KernelChoice("flash-4", "")
+
+    def doubled(q: Tensor, k: Tensor) -> Tensor:
+        about = (q.device, q.dtype, "documents", q.shape[1], q.shape[3], k.shape[3], q.shape[2] // k.shape[2])
+        return q * 2 if gpu_attention.chosen_kernel(*about, 0.0, torch.is_grad_enabled()) == "flash-4" else q
+
+    monkeypatch.setattr(gpu_attention, "choose", choose)
+    q = torch.ones(2, 8, 4, 16, dtype=torch.bfloat16)
+    compiled = torch.compile(doubled, backend="eager", fullgraph=True, dynamic=False)
+    assert (compiled(q, q[:, :, :2]) == 2).all() and asked == [AttentionCall("documents", 8, 16, 16)]
 
 
 # plans

@@ -86,8 +86,13 @@ def past_kernel(q: Tensor, k: Tensor, v: Tensor) -> str:
     """What attends for `attend_past`: flash-4 or flash."""
     if acts():
         return "flash"
-    call = AttentionCall("cache", 0, fused_width(q.shape[3]), fused_width(v.shape[3]), gradients=False)
-    return choose(q.device, q.dtype, call, q.shape[2] // k.shape[2]).kernel
+    return choose_past(q.device, q.dtype, q.shape[3], v.shape[3], q.shape[2] // k.shape[2]).kernel
+
+
+def choose_past(device: torch.device, dtype: torch.dtype, width: int, value_width: int, group: int) -> KernelChoice:
+    """The same, and why, by the widths of heads and how many share a key head."""
+    call = AttentionCall("cache", 0, fused_width(width), fused_width(value_width), gradients=False)
+    return choose(device, dtype, call, group)
 
 
 @cache

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.kernels.chooser import choice, uses_triton
+from meshwright.kernels.chooser import NARROW, choice, uses_triton
 from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.gpu_attention import attend_past
+from meshwright.kernels.gpu_attention import attend_past, choose_past
 from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.linear import needs_wide
 from meshwright.kernels.partial import can_fuse
@@ -119,6 +119,15 @@ def row_kernel(like: Tensor, width: int, prefer: str) -> tuple[bool, str]:
         return False, "torch (a CPU)"
     found = choice("paged_attention", like.device, like.dtype, prefer=prefer, feature=feature)
     return found.by == "triton", f"{found.by} ({found.reason})"
+
+
+def prompt_kernel(like: Tensor, width: int, value_width: int, group: int) -> str:
+    """What attends to chunks of prompts for tensors like this one, with the reason; empty where there is no choice. It
+    is tried at once, so that no request waits for that."""
+    if like.device.type != "cuda" or like.dtype not in NARROW or max(width, value_width) > WIDEST:
+        return ""
+    kernel, reason = choose_past(like.device, like.dtype, width, value_width, group)
+    return f"{kernel} ({reason})"
 
 
 def attend_rows(

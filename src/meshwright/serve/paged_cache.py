@@ -21,6 +21,7 @@ from meshwright.kernels.paged_attention import (
     attend_dense,
     attend_paged,
     attend_rows,
+    prompt_kernel,
     row_kernel,
 )
 from meshwright.model.attention import LatentAttention
@@ -207,7 +208,11 @@ class PagedCache:
         self.by_rows, self.attention = (
             row_kernel(weight, widest, model.kernels.prefer) if self.loops is None else (True, "compiled loops")
         )
-        """Whether rows that decode read blocks where they lie; what attends for them, and why."""
+        """Whether rows that decode read blocks where they lie; what attends for them and for prompts, and why."""
+        first, shape = self.layers[0], model.shape
+        group = 1 if shape.mla else shape.heads // shape.kv_heads
+        prompts = prompt_kernel(weight, first.keys.sizes[3], first.values.sizes[3], group)
+        self.attention += f"; of prompts: {prompts}" if prompts else ""
         for layer in self.layers:
             layer.turns = not layer.low_rank and uses_triton("turn_and_keep", weight, prefer=model.kernels.prefer)
         self.windows = sorted({layer.window for layer in self.layers})
