@@ -179,6 +179,15 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
 }
 
 
+def test_our_layout_is_not_taken_for_a_model_of_random_weights(tmp_path: Path) -> None:
+    """transformers skips codes that it does not know, with a warning, where it knows the model_type."""
+    transformers = pytest.importorskip("transformers")
+    _, folder = quantized(tmp_path, "llama", "int4-rtn", "meshwright")
+    with pytest.raises(ValueError, match="meshwright-llama"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert mw.load(folder).model.shape.family == "llama"
+
+
 @pytest.mark.parametrize("order", ["static", "weight", False, None])
 def test_the_order_of_rounding_changes_no_file(order: object, tmp_path: Path) -> None:
     """llm-compressor's GPTQ writes "static" by default; compressed-tensors 0.20 names it an alias of "weight"."""

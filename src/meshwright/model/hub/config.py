@@ -10,6 +10,9 @@ from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.shape import MOST_LAYERS, ModelShape, RopeScaling
 
 DTYPES = ("float32", "bfloat16", "float16")
+CODED = "meshwright-"
+"""Before the model_type of folders with codes in our layout. Other software that knew the type would skip the codes
+with a warning, and open the model with random weights."""
 
 
 def shape_from_config(config: Mapping[str, object]) -> ModelShape:
@@ -18,7 +21,7 @@ def shape_from_config(config: Mapping[str, object]) -> ModelShape:
     HubError: no causal language model, unknown family, missing or wrong value, or an option that is not supported.
     """
     entries = Entries(config)
-    name = entries.text("model_type")
+    name = entries.text("model_type").removeprefix(CODED)
     if name not in FAMILIES:
         raise entries.fail(f"model_type {name!r} is not supported (supported: {', '.join(FAMILIES)})")
     family = FAMILIES[name]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.model.hub.config import config_from_shape, dtype_from_config, shape_from_config, unwritable
+from meshwright.model.hub.config import CODED, config_from_shape, dtype_from_config, shape_from_config, unwritable
 from meshwright.model.hub.safetensors_files import Stored, read_header
 from meshwright.model.hub.weights import load_weights, save_weights
 from meshwright.spec.errors import HubError
@@ -182,7 +182,12 @@ def write_beside_weights(
     prompts = PromptFiles(tokenizer=tokenizer, chat_template=chat_template, generation=generation)
     ids = prompts.write(folder, shape)
     config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), ids=ids, dropout=dropout)
-    _write_json(folder / CONFIG, config | ({QUANTIZATION: quantization} if quantization else {}))
+    if quantization:
+        config[QUANTIZATION] = quantization
+        if quantization["quant_method"] == "meshwright":
+            del config["architectures"]
+            config["model_type"] = f"{CODED}{shape.family}"
+    _write_json(folder / CONFIG, config)
 
 
 def _write_tokenizer(

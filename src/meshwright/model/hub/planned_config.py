@@ -6,7 +6,7 @@ A key that nobody here understands, and that is on no list of harmless ones, is 
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.model.hub.config import shape_from_config, written_keys
+from meshwright.model.hub.config import CODED, shape_from_config, written_keys
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.families import FAMILIES
 from meshwright.model.hub.ignored_keys import unknown_keys
@@ -41,7 +41,7 @@ class _Read(dict[str, object]):
 
 def is_planned(config: Mapping[str, object]) -> bool:
     """Whether a config is of a family that is planned and not trained; of phi3 some are."""
-    kind = config.get("model_type")
+    kind = _kind(config)
     return kind in WRAPPERS or (kind in PLANNED and (kind not in FAMILIES or bool(planned_shape(config).plan_only)))
 
 
@@ -50,7 +50,7 @@ def planned_shape(config: Mapping[str, object]) -> ModelShape:
 
     HubError: an unknown family, a key that is not known and could change the shape, or errors as shape_from_config.
     """
-    kind = config.get("model_type")
+    kind = _kind(config)
     if kind in WRAPPERS:
         return planned_shape(_text(config, WRAPPERS[kind]))
     if kind in ALIASES:
@@ -71,6 +71,11 @@ def planned_shape(config: Mapping[str, object]) -> ModelShape:
             "out if it does not"
         )
     return found
+
+
+def _kind(config: Mapping[str, object]) -> object:
+    kind = config.get("model_type")
+    return kind.removeprefix(CODED) if isinstance(kind, str) else kind
 
 
 def _text(config: Mapping[str, object], kind: str) -> dict[str, object]:
