@@ -1,7 +1,8 @@
 """Steps that are launched before the tokens of the one before are read: answers stay what they are."""
 
 import random
-from collections.abc import Callable, Iterable
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from meshwright.model import Transformer
 from meshwright.serve import sampler, step_loop
 from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.host_copies import HostReading
+from meshwright.serve.host_copies import HostReading, to_device
 from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedRequest
@@ -238,6 +239,14 @@ def test_tokens_of_rows_are_taken_on_the_device(monkeypatch: pytest.MonkeyPatch)
     engine.run(requests)
     assert unknown == [0, 4, 4, 4, 4]
     assert step_loop.StepLoop.step.__doc__
+
+
+@pytest.mark.parametrize("numbers", [[3, -1], array("q", [3, -1, 2**40]), array("q")])
+def test_numbers_reach_the_device_as_they_are(numbers: Sequence[int]) -> None:
+    """An array is not looked at number by number."""
+    there = to_device(numbers, torch.device("cpu"), torch.int64)
+    assert there.dtype == torch.int64 and there.tolist() == list(numbers)
+    assert not isinstance(numbers, array) or not numbers or there.data_ptr() == numbers.buffer_info()[0]
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ A GPU copies beside the host's work only where the host's memory is pinned. From
 and so for all work before it.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import final
@@ -16,10 +17,15 @@ from meshwright.serve.host_tier import Move
 
 def to_device(numbers: Sequence[object], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return numbers of the host, nested or not, as a tensor on a device, in one copy that the host does not wait for.
-    torch keeps the pinned memory until the copy is done."""
+    torch keeps the pinned memory until the copy is done. An array of "q" is read as it lies: torch looks at each number
+    of a list, which takes 40 ns."""
+    if isinstance(numbers, array) and numbers:
+        host = torch.frombuffer(numbers, dtype=torch.int64)
+    else:
+        host = torch.tensor(numbers, dtype=dtype)
     if device.type != "cuda":
-        return torch.tensor(numbers, dtype=dtype, device=device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 @final

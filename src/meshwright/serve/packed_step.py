@@ -9,6 +9,7 @@ Compiled loops, and on a GPU a kernel, attend row by row without calls; in the f
 all the same.
 """
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -264,11 +265,11 @@ def _copied(
     rows: Sequence[list[int]], parts: Sequence[list[int]], device: torch.device
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """Lists of one length as (lists, N) int64 on the device, and other lists beside them: all in one copy."""
-    together, begins = list[int](), list[int]()
+    together, begins = array("q"), list[int]()
     for part in (*rows, *parts):
         begins.append(len(together))
-        together += part
-        together += [0] * (-len(part) % ALIGNED)
+        together.fromlist(part)
+        together.frombytes(bytes(together.itemsize * (-len(part) % ALIGNED)))
     on_device, width = to_device(together, device, torch.int64), len(rows[0])
     numbers = on_device[: begins[len(rows)]].view(len(rows), -1)[:, :width]
     ends = (begin + len(part) for begin, part in zip(begins[len(rows) :], parts, strict=True))
