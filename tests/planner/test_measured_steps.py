@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from statistics import mean
+from typing import Literal
 
 import pytest
 
@@ -189,3 +190,17 @@ def test_what_was_not_measured_and_what_nobody_reached_is_said() -> None:
 
 def test_the_table_says_what_it_is() -> None:
     assert TABLE.is_file() and {step.plan.cluster.device.name for step in read()} == {"H200-SXM"}
+
+
+@pytest.mark.parametrize(
+    ("name", "products", "count"),
+    [("qwen3-30b-a3b", "fp8-all", 1), ("qwen3-30b-a3b", "fp8", 0), ("llama-3.1-8b", "fp8-all", 0)],
+)
+def test_experts_in_8_bits_are_said_to_be_slow(name: str, products: Literal["fp8", "fp8-all"], count: int) -> None:
+    """fp8 leaves them as they are; only who asks for fp8-all has them rounded."""
+    plan = Plan(
+        model=presets.model(name), cluster=Cluster(device=presets.device("h200-sxm"), devices_per_node=8),
+        layout=Layout(dp_shard=8, zero=1, micro_batch=1),
+        recipe=Recipe(sequence=2048, global_batch=8, precision="bf16", products=products),
+    )  # fmt: skip
+    assert sum("leaves experts in bf16" in line for line in caveats(predict(plan))) == count

@@ -8,23 +8,96 @@ from torch import Tensor
 from meshwright.kernels.triton import keeping, likeliest, paged
 from meshwright.kernels.triton.code_trials import worst_of
 
+FORMS = {"model": None, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Of a cache, and the dtypes of codes."""
+
+
+def _store(size: tuple[int, int, int, int], like: Tensor, form: str) -> paged.BlockStore:
+    """Blocks of zeros."""
+    codes = torch.zeros(size, dtype=FORMS[form] or like.dtype, device=like.device)
+    return paged.BlockStore(codes, None if form == "model" else torch.zeros(size[:3], device=like.device))
+
+
+def _numbers(store: paged.BlockStore) -> Tensor:
+    """All positions (N, K, E), fp64."""
+    codes = store.codes.flatten(0, 1).double()
+    return codes if store.scales is None else codes * store.scales.flatten(0, 1).unsqueeze(-1)
+
+
+def _encoded(numbers: Tensor, form: str) -> tuple[Tensor, Tensor]:
+    """Codes of numbers (N, K, E), and scales (N, K): the largest number has the largest code."""
+    scales = numbers.float().abs().amax(-1) / (448.0 if form == "fp8" else 127.0)
+    scaled = numbers.float() / scales.unsqueeze(-1)
+    return (scaled.to(torch.float8_e4m3fn) if form == "fp8" else scaled.round().to(torch.int8)), scales
+
+
+def _rounded(numbers: Tensor, form: str) -> Tensor:
+    """What plain code makes of numbers (N, K, E), fp64."""
+    if form == "model":
+        return numbers.double()
+    codes, scales = _encoded(numbers, form)
+    return codes.double() * scales.unsqueeze(-1)
+
 
 def kept(make: Callable[..., Tensor]) -> float:
-    """Three rows of two key heads, in a buffer with others beside them, at slots in another order."""
+    """Numbers and codes of 8 bits, with norms of heads and without."""
+    return worst_of(_kept_error(make, form, normed) for form in FORMS for normed in (False, True))
+
+
+def _kept_error(make: Callable[..., Tensor], form: str, normed: bool) -> float:
+    """Three rows of two key heads, in a buffer with others beside them, at slots in another order. Of codes, the error
+    beyond that of plain rounding."""
     x = make(3, 8, 32)
     q, k, v = x.split((4, 2, 2), 1)
-    turn = make(3, 16).float()
-    keys, values = (torch.zeros(2, 4, 2, 32, dtype=x.dtype, device=x.device) for _ in range(2))
+    turn, weights = make(3, 16).float(), make(2, 32)
+    keys, values = (_store((2, 4, 2, 32), x, form) for _ in range(2))
     slots = torch.tensor([5, 0, 3], device=x.device)
-    first, second = x[:, :6].double().chunk(2, -1)
+    heads = x[:, :6].double()
+    if normed:
+        heads = heads * (heads.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        heads = heads * weights.double().repeat_interleave(torch.tensor([4, 2], device=x.device), 0)
+    first, second = heads.chunk(2, -1)
     cos, sin = (turn.double().cos()[:, None], turn.double().sin()[:, None])
     right = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
-    stores = paged.BlockStore(keys, None), paged.BlockStore(values, None)
-    keeping.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, *stores, interleaved=False, norms=None)
-    stored = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
-    pairs = (x[:, :6], right), (stored[0], right[:, 4:]), (stored[1], x[:, 6:])
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+    plain = v.double()
+    norms = keeping.HeadNorms(weights[0], weights[1], 1e-5) if normed else None
+    keeping.turn_and_keep(q, k, v, turn.cos(), turn.sin(), slots, keys, values, interleaved=False, norms=norms)
+    errors = [_error(x[:, :4], right[:, :4])]
+    for store, numbers in ((keys, right[:, 4:]), (values, plain)):
+        ours, theirs = _numbers(store)[slots], _rounded(numbers.to(x.dtype), form)
+        errors.append(_error(ours, numbers) - (0.0 if form == "model" else _error(theirs, numbers)))
     return worst_of(errors)
+
+
+def attended(make: Callable[..., Tensor]) -> float:
+    """Numbers and codes of 8 bits."""
+    return worst_of(_attended_error(make, form) for form in FORMS)
+
+
+def _attended_error(make: Callable[..., Tensor], form: str) -> float:
+    """Two rows over several runs of keys, in blocks of three positions that lie in another order; heads share keys."""
+    q, keys, values = make(2, 6, 40), make(330, 2, 40), make(331, 2, 40)[:330]
+    tables = torch.arange(110, device=q.device) * 37 % 110
+    offsets, last = (torch.tensor(some, device=q.device) for some in ([0, 4], [320, 0]))
+    stores = _store((110, 3, 2, 40), q, form), _store((110, 3, 2, 40), q, form)
+    for store, numbers in zip(stores, (keys, values), strict=True):
+        codes, scales = (numbers, None) if form == "model" else _encoded(numbers, form)
+        store.codes.copy_(codes.view(store.codes.shape))
+        if store.scales is not None and scales is not None:
+            store.scales.copy_(scales.view(store.scales.shape))
+    out = paged.attend_rows(
+        q, *stores, paged.RowPlaces(tables, offsets, last, 321), width=40, window=0, scale=0.2
+    )  # fmt: skip
+    positions = (3 * tables[:, None] + torch.arange(3, device=q.device)).flatten()[:321]
+    seen = [_numbers(store)[positions].repeat_interleave(3, 1) for store in stores]
+    weights = (torch.einsum("he,the->ht", q[0].double(), seen[0]) * 0.2).softmax(-1)
+    alone = _numbers(stores[1])[3 * tables[4]].repeat_interleave(3, 0)
+    return worst_of((_error(out[0], torch.einsum("ht,the->he", weights, seen[1])), _error(out[1], alone)))
+
+
+def _error(ours: Tensor, right: Tensor) -> float:
+    error: float = ((ours.double() - right.double()).norm() / right.double().norm()).item()
+    return error
 
 
 def likeliest_token(make: Callable[..., Tensor]) -> float:

@@ -20,7 +20,6 @@ from meshwright.kernels.triton import (
     merging,
     narrow_piece,
     narrow_update,
-    paged,
     permute,
     root_norm,
     rotary,
@@ -243,22 +242,6 @@ def _no_moment(weight: Tensor, zero: int, signed: bool) -> narrow_piece.Moment:
     return narrow_piece.Moment(codes, scales, signed, 256)
 
 
-def _paged(make: Made) -> float:
-    """Two rows over several runs of keys, in blocks of three positions that lie in another order; heads share keys."""
-    q, keys, values = make(2, 6, 40), make(110, 3, 2, 40), make(111, 3, 2, 40)[:110]
-    tables = torch.arange(110, device=q.device) * 37 % 110
-    offsets, last = (torch.tensor(some, device=q.device) for some in ([0, 4], [320, 0]))
-    found = paged.attend_rows(
-        q, paged.BlockStore(keys, None), paged.BlockStore(values, None), paged.RowPlaces(tables, offsets, last, 321),
-        width=40, window=0, scale=0.2,
-    )  # fmt: skip
-    seen = [store.double()[tables].flatten(0, 1)[:321].repeat_interleave(3, 1) for store in (keys, values)]
-    weights = (torch.einsum("he,the->ht", q[0].double(), seen[0]) * 0.2).softmax(-1)
-    right = torch.einsum("ht,the->he", weights, seen[1]), values[tables[4], 0].double().repeat_interleave(3, 0)
-    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
-    return max(error if error == error else float("inf") for error in errors)
-
-
 TRIALS: dict[str, Callable[[Made], float]] = {
     "loss_rows": _loss,
     "rms_norm": _norm,
@@ -271,7 +254,7 @@ TRIALS: dict[str, Callable[[Made], float]] = {
     "permute": _permute,
     "grouped": _grouped,
     "attention": _attention,
-    "paged_attention": _paged,
+    "paged_attention": step_trials.attended,
     "adamw": _adamw,
     "square_sums": _squares,
     "turn_and_keep": step_trials.kept,
