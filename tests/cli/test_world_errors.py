@@ -114,3 +114,15 @@ def test_started_by_hand_without_an_address(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RunError, match="start with torchrun"), launching.joined():
         pass
+
+
+@pytest.mark.parametrize(("name", "launcher"), launching.TASKS.items())
+def test_processes_without_numbers_are_refused(
+    name: str, launcher: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Each would train alone, into the same folder."""
+    monkeypatch.setenv(name, "2")
+    assert main(toy.train(texts, tmp_path / "run")) == 2
+    assert f"{launcher} started 2 processes without numbers" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

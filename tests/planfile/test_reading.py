@@ -361,3 +361,24 @@ def test_the_last_word_says_how_long_a_run_is(words: list[str], length: tuple[in
     assert notes == [
         f"{one} is not taken: {lengths[-1]} says how long the run is, and comes later" for one in lengths[:-1]
     ]
+
+
+def test_a_model_that_is_not_there_is_no_preset_either() -> None:
+    with pytest.raises(PlanError, match="no folder of that name is here"):
+        read(None, ["model=hf_folder"])
+    with pytest.raises(PlanError, match="no folder of that name is here"):
+        read(None, ["model=runs/mine"])
+
+
+def test_a_run_stands_for_what_it_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mine" / "hf").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "hf" / "config.json").write_text("{}")
+    folders = []
+
+    def shape_of(folder: Path) -> FolderModel:
+        folders.append(folder)
+        return FolderModel(shape=presets.model("llama-tiny"))
+
+    plan = read(None, ["model=runs/mine"], read_folder=shape_of)
+    assert folders == [Path("runs/mine/hf")] and plan.init == str(Path("runs/mine/hf"))

@@ -41,6 +41,13 @@ def every_route(server: Running) -> list[tuple[str, str]]:
     return [(method, path.replace("{name:path}", NAME)) for method, path in methods]
 
 
+def test_an_unknown_path_lists_the_routes(server: Running) -> None:
+    status, _, document = server.ask("/v1/completion")
+    assert status == 404 and "POST /v1/completions, POST /v1/chat/completions" in str(document)
+    status, _, document = server.ask("/v1/responses")
+    assert status == 404 and "take /v1/chat/completions" in str(document)
+
+
 def test_a_key_is_needed_on_every_route(server: Running) -> None:
     for method, path in every_route(server):
         body = b"{}" if method == "POST" else None

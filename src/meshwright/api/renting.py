@@ -178,8 +178,8 @@ def rent(
     deadline: str | float | None = None,
     budget: float | None = None,
     prices: str | Path | None = None,
-    devices: Sequence[str] | None = None,
-    nodes: Sequence[int] | None = None,
+    devices: str | Sequence[str] | None = None,
+    nodes: int | Sequence[int] | None = None,
     tune: str = "",
     recipe: Section = None,
     quick: bool = False,
@@ -194,7 +194,8 @@ def rent(
 
     `model`, `recipe`, `tune`: as for `plan`. `tokens`: of the run, as "1T"; or `dataset_size` in tokens and `epochs`.
     `deadline`: "30d", "12h", days; `budget`: dollars. `prices`: a CSV file in place of the shipped list prices.
-    `devices`: only these; `nodes`: only these numbers. `quick`: do not search the layouts of the front a second time.
+    `devices`: only these, as "h100,h200" or a list; `nodes`: only these numbers. `quick`: do not search the layouts of
+    the front a second time.
     `mtbf`: hours of one device between failures; `restart`: seconds after one; `repair`: hours of a node; `storage`:
     GB/s of a node; `evaluation`: share of the steps' time; `spares`: nodes.
 
@@ -251,8 +252,9 @@ def asked_prices(file: str | Path | None) -> Prices:
     return price_tables.shipped() if file is None else price_tables.read(Path(file))
 
 
-def asked_devices(given: Sequence[str] | None, table: Prices) -> tuple[str, ...]:
-    """Names of devices with a price; ArgumentError where one that was named has none."""
+def asked_devices(given: str | Sequence[str] | None, table: Prices) -> tuple[str, ...]:
+    """Names of devices with a price, of a list or as "h100,h200"; ArgumentError where one that was named has none."""
+    given = given.split(",") if isinstance(given, str) else given
     priced = tuple(dict.fromkeys(one.device for one in table.offers))
     if given is None:
         return priced
@@ -267,8 +269,9 @@ def asked_devices(given: Sequence[str] | None, table: Prices) -> tuple[str, ...]
     return tuple(dict.fromkeys(found))
 
 
-def asked_nodes(given: Sequence[int] | None) -> tuple[int, ...]:
+def asked_nodes(given: int | Sequence[int] | None) -> tuple[int, ...]:
     """Numbers of nodes that are tried; ArgumentError for one that makes no sense."""
+    given = [given] if isinstance(given, int) else given
     for number in given or ():
         if not 1 <= number <= MOST_NODES:
             raise ArgumentError(f"nodes={number} must be at least 1 and at most {MOST_NODES:,}")

@@ -127,8 +127,8 @@ def rent_serving(
     kv_dtype: str = "bf16",
     framework: str = "",
     prices: str | Path | None = None,
-    devices: Sequence[str] | None = None,
-    nodes: Sequence[int] | None = None,
+    devices: str | Sequence[str] | None = None,
+    nodes: int | Sequence[int] | None = None,
 ) -> ServeRentAnswer:
     """Dollars per hour against time per token of a served load, over all devices with a price.
 

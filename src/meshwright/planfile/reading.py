@@ -39,6 +39,8 @@ MUST_SAY = ("model", "data", "run")
 """Keys that may be left out, but not be empty: an empty shell variable must not mean the default."""
 AUTO, MAY_BE_AUTO = "auto", ("dp_shard", "dp_replicate")
 """Degrees that take what is there, so that a run goes on with fewer processes, or more."""
+CONFIG, EXPORTED = "config.json", "hf"
+"""Of a Hugging Face directory; and where a run holds its own."""
 EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d{1,2}")
 
 
@@ -245,15 +247,17 @@ class _Reader:
         if not (name.startswith((".", "/", "~")) or (exists and "/" in name)):
             try:
                 return dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
-            except PlanError:
+            except PlanError as error:
                 if not (exists or file):
-                    raise
+                    raise PlanError(f"{error}; no folder of that name is here") from None
         if not exists:
             if file:
                 raise PlanError(
                     f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
             raise PlanError(f"{section}={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
+        if not (folder / CONFIG).is_file() and (folder / EXPORTED / CONFIG).is_file():
+            folder = folder / EXPORTED
         if self.read_folder is None:
             raise PlanError(
                 f"{section}={name!r} is a folder, and folders are not read here: give a preset's name or sizes"

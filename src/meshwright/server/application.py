@@ -28,6 +28,13 @@ ANSWERED: tuple[tuple[str, str, Answer], ...] = (
     ("POST", "/v1/unload_lora_adapter", adapter_routes.unload_adapter),
 )
 """Routes that are logged and that count as a request of a key."""
+ROUTES = (
+    "GET /",
+    "GET /health",
+    "GET /metrics",
+    *(f"{method} {path.partition('{')[0]}" for method, path, _ in ANSWERED),
+)
+"""As an answer to an unknown path lists them."""
 
 
 def application(service: Service, options: ServerOptions) -> ASGIApp:
@@ -72,5 +79,8 @@ async def _refused_path(request: Request, error: Exception) -> Response:
     """A path that leads nowhere, or with another method."""
     assert isinstance(error, HTTPException)
     code = {404: "unknown_path", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    found = ApiError(error.status_code, f"{error.detail.lower()}: see docs/serve.md for the routes", code=code)
+    said = f"{error.detail.lower()}: {request.method} {request.url.path[:80]}; routes: {', '.join(ROUTES)}"
+    if request.url.path.startswith("/v1/responses"):
+        said = f"the Responses API is not served: take /v1/chat/completions; routes: {', '.join(ROUTES)}"
+    found = ApiError(error.status_code, said, code=code)
     return JSONResponse(found.document, found.status, dict(error.headers or {}))

@@ -17,8 +17,8 @@ in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this ma
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("rent")
     run = mw.rent("llama-3.2-1b", tokens="20B", nodes=[1, 2, 4], deadline="20d", budget=1e5, quick=True)
-    served = mw.rent_serving("llama-3.2-1b", devices=["h100", "mi300x"], nodes=[1, 2], latency=20.0)
-    late = mw.rent("llama-3.2-1b", tokens="20B", nodes=[1], deadline="1min", quick=True)
+    served = mw.rent_serving("llama-3.2-1b", devices="h100,mi300x", nodes=[1, 2], latency=20.0)
+    late = mw.rent("llama-3.2-1b", tokens="20B", nodes=1, deadline="1min", quick=True)
     found = {}
     for name, answer in (("run", run), ("served", served), ("late", late)):
         found[name] = folder / f"{name} page.html"

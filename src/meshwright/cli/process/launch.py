@@ -8,12 +8,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from meshwright.spec.errors import MeshwrightError, RunError
+from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -51,6 +51,22 @@ def nodes() -> int:
     """Machines of which torchrun started equally many processes each; 1 where nothing says so."""
     found = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return found if processes() % found == 0 else 1
+
+
+TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Where launchers that know nothing of torch write how many processes they started."""
+
+
+def refuse_unnumbered(environ: Mapping[str, str]) -> None:
+    """Refuse processes that a launcher started without the numbers that torchrun gives: each would train by itself,
+    all into one folder. PlanError."""
+    for name, launcher in TASKS.items() if "WORLD_SIZE" not in environ else ():
+        if environ.get(name, "1") not in ("", "0", "1"):
+            raise PlanError(
+                f"{launcher} started {environ[name]} processes without numbers that torch reads, so each would train "
+                "alone: start one torchrun on each node, as srun --ntasks-per-node=1 torchrun --nproc-per-node=8 ... "
+                "(`meshwright plan MODEL --for meshwright -o FOLDER` writes the job), or set RANK and WORLD_SIZE"
+            )
 
 
 @contextmanager

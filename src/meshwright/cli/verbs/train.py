@@ -12,7 +12,7 @@ import typer
 from meshwright.cli.inputs.plan_arguments import Words
 from meshwright.cli.process.accelerate import unread
 from meshwright.cli.process.invocation import command, launched
-from meshwright.cli.process.launch import joined, nodes, processes, rank
+from meshwright.cli.process.launch import joined, nodes, processes, rank, refuse_unnumbered
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.worlds import world_violation
 
@@ -92,6 +92,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     from meshwright.store import checkpoint_folder
 
     hang_after, json, dry_run = options.hang_after, options.json, options.dry_run
+    refuse_unnumbered(os.environ)
     violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
