@@ -47,6 +47,8 @@ class Stream:
     first: float = 0.0
     """When its first bytes came."""
     last: float = 0.0
+    early: int = 0
+    """Tokens that came with the first bytes: an event has one, but where a client lags."""
     tail: bytes = b""
     """The last bytes."""
     tokens: int = 0
@@ -81,7 +83,7 @@ def receive(address: str, requests: Sequence[bytes], processes: Sequence[int]) -
             if not stream.first:
                 if not data.startswith(b"HTTP/1.1 200"):
                     raise RuntimeError(data[:300].decode())
-                stream.first = now
+                stream.first, stream.early = now, max(1, data.count(b"data: {"))
                 unbegun -= 1
                 if not unbegun:
                     before, started = [processor_seconds(process) for process in (os.getpid(), *processes)], clock()
@@ -99,7 +101,7 @@ def receive(address: str, requests: Sequence[bytes], processes: Sequence[int]) -
         stream.connection.close()
     if not started or ended < started:
         raise RuntimeError("a stream ended before all had begun: ask for more tokens")
-    rates = [(stream.tokens - 1) / (stream.last - stream.first) for stream in streams.values()]
+    rates = [(stream.tokens - stream.early) / (stream.last - stream.first) for stream in streams.values()]
     firsts = sorted(stream.first - asked for stream in streams.values())
     tokens, ordered, wall = sum(stream.tokens for stream in streams.values()), sorted(gaps), ended - started
     shares = [(late - early) / wall for early, late in zip(before, after, strict=True)]
