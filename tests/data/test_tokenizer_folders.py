@@ -43,3 +43,16 @@ def test_a_conversation_without_a_template_begins_as_a_text(name: str, tmp_path:
     ours = Tokenizer.load(written(tmp_path, name))
     ids = chat_prompt(ours, template_of(ours), [{"role": "user", "content": "Hi"}])
     assert ids.count(ours.bos) == (1 if ours.bos in ours.begins else 0)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_follows_a_prompt_keeps_its_first_space(name: str, tmp_path: Path) -> None:
+    folder = written(tmp_path, name)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
+    ids = theirs("the quick caf\u00e9 \u65e5!").input_ids
+    for cut in range(2, len(ids)):
+        before, whole = (theirs.decode(some, clean_up_tokenization_spaces=False) for some in (ids[:cut], ids))
+        if "\ufffd" not in before:
+            assert ours.text_behind(ids[:cut], ids[cut:]) == whole[len(before) :]
+            assert before + "".join(map(ours.spell, ids[cut:])) == whole or "\ufffd" in map(ours.spell, ids[cut:])
+    assert b"".join(map(ours.token_bytes, ids)).decode() == theirs.decode(ids) or name.startswith("Phi-3")

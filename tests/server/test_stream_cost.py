@@ -156,7 +156,7 @@ def _stream(streams: ExitStack, link: EngineLink, tokenizer: Tokenizer, chat: bo
     task = EngineTask(
         prompt=[5], options=RequestOptions(ignore_end=True), tokenizer=tokenizer, end_ids=frozenset()
     )  # fmt: skip
-    shape = ChatShape(tokenizer.spell, None) if chat else CompletionShape(tokenizer.spell, None, (), 1)
+    shape = ChatShape(tokenizer, None) if chat else CompletionShape(tokenizer, None, (), 1)
     document = AnswerDocument(shape, "small", best=1, include_usage=False, ids=False, logprobs=False)
     answering = Answering(link, [task], 60)
     streams.enter_context(answering.begun())

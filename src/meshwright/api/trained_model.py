@@ -109,15 +109,7 @@ class TrainedModel:
                 self.model, ids, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=self.stop_ids,
                 on_token=on_token,
             )  # fmt: skip
-        decode = self.tokenizer.decode if self.tokenizer else None
-        asked = prompt if isinstance(prompt, str) else decode(ids) if decode else None
-        return Generated(
-            prompt=asked,
-            prompt_ids=tuple(ids),
-            ids=tuple(found.ids),
-            logprobs=tuple(found.logprobs),
-            text=decode(found.ids) if decode else None,
-        )
+        return self._answer(prompt, ids, found.ids, found.logprobs)
 
     @checked
     def generate_many(
@@ -211,14 +203,19 @@ class TrainedModel:
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:
         """A stop string ends the text, not the ids."""
-        decode = self.tokenizer.decode if self.tokenizer else None
-        text = decode(answer.ids) if decode else None
+        found = self._answer(prompt, ids, answer.ids, answer.logprobs)
+        return replace(found, text=answer.text) if answer.options.stop else found
+
+    def _answer(
+        self, prompt: str | Sequence[int], prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Sequence[float]
+    ) -> Generated:
+        own = self.tokenizer
         return Generated(
-            prompt=prompt if isinstance(prompt, str) else decode(ids) if decode else None,
-            prompt_ids=tuple(ids),
-            ids=tuple(answer.ids),
-            logprobs=tuple(answer.logprobs),
-            text=answer.text if answer.options.stop else text,
+            prompt=prompt if isinstance(prompt, str) else own.decode(prompt_ids) if own else None,
+            prompt_ids=tuple(prompt_ids),
+            ids=tuple(ids),
+            logprobs=tuple(logprobs),
+            text=own.text_behind(prompt_ids, ids) if own else None,
         )
 
     def encode(self, text: str) -> list[int]:

@@ -98,8 +98,8 @@ class Answerer:
             with fresh.open("w", encoding="utf-8") as file:
                 asked = islice(questions, limit) if limit else questions
                 while some := list(islice(asked, AT_ONCE)):
-                    for one, found in self._answered(some, how, written + left_out):
-                        answer = self._ended(found)
+                    for one, prompt, found in self._answered(some, how, written + left_out):
+                        answer = self._ended(prompt, found)
                         if not answer.strip():
                             left_out += 1
                             continue
@@ -116,16 +116,19 @@ class Answerer:
                 fresh.unlink(missing_ok=True)
         return WrittenAnswers(written=written, left_out=left_out)
 
-    def _ended(self, found: Generation) -> str:
+    def _ended(self, prompt: Sequence[int], found: Generation) -> str:
         """The text of an answer that ended; empty where it did not."""
         ended = bool(found.ids) and found.ids[-1] in self.stop_ids
-        return self.tokenizer.decode(found.ids[:-1]) if ended else ""
+        return self.tokenizer.text_behind(prompt, found.ids[:-1]) if ended else ""
 
     def _answered(
         self, some: Sequence[Question], how: AnswerSearch, before: int
-    ) -> Iterator[tuple[Question, Generation]]:
-        each = [one for one in some for _ in range(how.samples)]
-        yield from zip(each, self.respond([self.ids(one) for one in some], how, before), strict=True)
+    ) -> Iterator[tuple[Question, list[int], Generation]]:
+        """Each answer with its question and the ids of that."""
+        prompts = [self.ids(one) for one in some]
+        asked = [pair for pair in zip(some, prompts, strict=True) for _ in range(how.samples)]
+        for pair, answer in zip(asked, self.respond(prompts, how, before), strict=True):
+            yield *pair, answer
 
 
 Respond = Callable[[Sequence[Sequence[int]], AnswerSearch, int], Sequence[Generation]]

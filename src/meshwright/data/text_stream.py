@@ -12,7 +12,7 @@ LONGEST_RUN = 64
 """Tokens that are parts of characters in a row, of which a stream, or a prompt's end, waits for a whole one."""
 MOST_BYTES = 4
 """Of a character in UTF-8."""
-_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _TOKENWISE: Final = frozenset({"Fuse", "Metaspace", "Replace", "Strip"})
 """Decoders that read one token at a time, but for the begin of the text."""
 
@@ -32,22 +32,27 @@ class TokenTexts(dict[int, "str | None"]):
         self._decode = decode
         steps = [decoder or {}] if not decoder or decoder.get("type") != "Sequence" else decoder["decoders"]
         kinds = {step.get("type") for step in steps}
-        byte_level = kinds == {"ByteLevel"}
-        known = byte_level or (kinds <= _TOKENWISE | {"ByteFallback"} and not any(step.get("stop") for step in steps))
+        self.byte_level: Final = kinds == {"ByteLevel"}
+        known = self.byte_level or (
+            kinds <= _TOKENWISE | {"ByteFallback"} and not any(step.get("stop") for step in steps)
+        )
         letters = (token for name, token in vocabulary.items() if len(name) == 1 and name.isascii() and name.isalpha())
         self.letter = next(letters, None) if known else None
         """A token of one letter. Behind it alone others spell as behind any whole character: at the begin of a text
         blanks may be left out. None = texts of tokens are not known."""
         bytes_alone = vocabulary.items() if "ByteFallback" in kinds else ()
-        self._bytes = frozenset(token for name, token in bytes_alone if _BYTE_TOKEN.fullmatch(name))
+        self._bytes = frozenset(token for name, token in bytes_alone if BYTE_TOKEN.fullmatch(name))
 
     def __missing__(self, token: int) -> "str | None":
         """Decode a token for the first time."""
-        text = None
-        if self.letter is not None and token not in self._bytes:
-            text = self._decode([self.letter, token])[1:]
+        text = None if self.letter is None or token in self._bytes else self.spell(token)
         self[token] = text = None if text is None or UNFINISHED in text else text
         return text
+
+    def spell(self, token: int) -> str:
+        """Text of a token behind others, where a piece of SentencePiece keeps its space; bytes that are no whole
+        character become U+FFFD."""
+        return self._decode([token]) if self.letter is None else self._decode([self.letter, token])[1:]
 
     def context(self, prompt_ids: Sequence[int]) -> list[int]:
         """All that a text behind a prompt depends on: tokens at its end that are no whole characters each."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data import pieces, template_files, word_encoder
-from meshwright.data.text_stream import TokenTexts
+from meshwright.data.text_stream import BYTE_TOKEN, UNFINISHED, TextStream, TokenTexts
 from meshwright.spec.errors import DataError
 
 SEPARATOR: Final = "<|endoftext|>"
@@ -233,8 +233,26 @@ class Tokenizer:
         return TokenTexts(self.decode, self._library.get_vocab(), json.loads(self.json).get("decoder"))
 
     def spell(self, token: int) -> str:
-        """One token as people read it."""
-        return self.decode([token])
+        """One token as people read it behind others, with the space that it begins with."""
+        text = self.texts[token]
+        return self.texts.spell(token) if text is None else text
+
+    def token_bytes(self, token: int) -> Raw:
+        """UTF-8 of one token, which may be a part of a character."""
+        text, name = self.spell(token), self._library.id_to_token(token) or ""
+        if UNFINISHED not in text:
+            return text.encode()
+        if BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        values = {letter: byte for byte, letter in enumerate(word_encoder.byte_alphabet())}
+        spelled = self.texts.byte_level and all(letter in values for letter in name)
+        return bytes(values[letter] for letter in name) if spelled else text.encode()
+
+    def text_behind(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> str:
+        """Text of ids that continue a prompt, as a stream of them shows it: decoded alone, their first space is lost
+        with tokenizers in the manner of SentencePiece."""
+        stream = TextStream(self.decode, prompt_ids, self.texts)
+        return "".join([*map(stream.push, ids), stream.rest()])
 
     def save(self, folder: str | Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json with the names of its marks, into an existing folder."""

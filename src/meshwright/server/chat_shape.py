@@ -5,9 +5,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.serve.tool_calls import ToolCall
 from meshwright.server.answering import AnswerPart
-from meshwright.server.completion_shape import Spell
+from meshwright.server.completion_shape import spell
 from meshwright.server.tool_use import ReadSoFar, ToolUse
 
 
@@ -18,10 +19,10 @@ class ChatShape:
     piece_object = "chat.completion.chunk"
     prefix_of_id = "chatcmpl"
 
-    def __init__(self, spell: Spell, likeliest: int | None, tools: ToolUse | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, likeliest: int | None, tools: ToolUse | None = None) -> None:
         """`likeliest`: tokens whose log-probabilities stand at each place; None = none, not even the token's own.
         `tools`: that the model was offered."""
-        self._spell, self._likeliest, self._tools = spell, likeliest, tools
+        self._tokenizer, self._likeliest, self._tools = tokenizer, likeliest, tools
         self._read: defaultdict[int, ReadSoFar] = defaultdict(ReadSoFar)
 
     @property
@@ -74,9 +75,8 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._spell(token)
-        whole = "\ufffd" not in text  # else it is a part of a character, whose bytes the text does not say
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+        known = None if self._tokenizer is None else list(self._tokenizer.token_bytes(token))
+        return {"token": spell(self._tokenizer, token), "logprob": logprob, "bytes": known}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -1,13 +1,23 @@
 """The JSON of text completions, whole and in pieces."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from meshwright.data.text_stream import TextStream
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.server.answering import AnswerPart
 from meshwright.server.engine_task import EngineTask
 
-Spell = Callable[[int], str]
-"""A token id as text."""
+
+def spell(tokenizer: Tokenizer | None, token: int) -> str:
+    """A token id as text; a part of a character as `bytes:\\xe6\\x97`, in OpenAI's way: so no two parts look alike."""
+    if tokenizer is None:
+        return f"token_id:{token}"
+    spelled = tokenizer.token_bytes(token)
+    try:
+        return spelled.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 class EchoedPrompt(NamedTuple):
@@ -23,10 +33,12 @@ class CompletionShape:
     whole_object = piece_object = "text_completion"
     prefix_of_id = "cmpl"
 
-    def __init__(self, spell: Spell, likeliest: int | None, prompts: Sequence[EchoedPrompt], n: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, likeliest: int | None, prompts: Sequence[EchoedPrompt], n: int
+    ) -> None:
         """`prompts`: what is repeated before the answers of each, `n` to one; none = nothing is."""
-        self._spell, self._likeliest, self._prompts, self._n = spell, likeliest, prompts, n
-        self._offsets: dict[int, int] = {}
+        self._tokenizer, self._likeliest, self._prompts, self._n = tokenizer, likeliest, prompts, n
+        self._places: dict[int, _Places] = {}
 
     @property
     def is_plain(self) -> bool:
@@ -61,9 +73,11 @@ class CompletionShape:
         scores = prompt.task.scores
         if scores is None:
             return prompt.text, None
-        return prompt.text, self._listed(
-            choice, prompt.task.prompt, [None, *scores.logprobs], [None, *scores.top]
-        )  # fmt: skip
+        logprobs = self._listed(choice, prompt.task.prompt, [None, *scores.logprobs], [None, *scores.top])
+        if self._tokenizer is not None:  # a bos, and the space before a first word, are in no text that was given
+            more = self._places[choice].end_at(len(prompt.text))
+            logprobs["text_offset"] = [max(0, place - more) for place in logprobs["text_offset"]]
+        return prompt.text, logprobs
 
     def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
         return None if self._likeliest is None else self._listed(part.choice, part.ids, part.logprobs, part.top)
@@ -75,11 +89,9 @@ class CompletionShape:
         logprobs: Sequence[float | None],
         top: Sequence[list[tuple[int, float]] | None],
     ) -> dict[str, Any]:
-        spelled, offsets, place = list(map(self._spell, ids)), [], self._offsets.get(choice, 0)
-        for text in spelled:
-            offsets.append(place)
-            place += len(text)
-        self._offsets[choice] = place
+        spelled = [spell(self._tokenizer, token) for token in ids]
+        places = self._places.setdefault(choice, _Places(self._tokenizer))
+        offsets = [places.next(token, text) for token, text in zip(ids, spelled, strict=True)]
         rows = zip(ids, logprobs, top, strict=True) if self._likeliest else ()
         likeliest = [None if some is None else self._by_text([*some, (token, own)]) for token, own, some in rows]
         return {
@@ -91,5 +103,24 @@ class CompletionShape:
         """The likeliest of several tokens that look alike."""
         found: dict[str, float | None] = {}
         for token, logprob in top:
-            found.setdefault(self._spell(token), logprob)
+            found.setdefault(spell(self._tokenizer, token), logprob)
         return found
+
+
+class _Places:
+    """Where tokens begin in the text that they make together: parts of a character begin where it does."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._stream = TextStream(tokenizer.decode, (), tokenizer.texts) if tokenizer else None
+        self._end = 0
+
+    def next(self, token: int, spelled: str) -> int:
+        """The place of a token, which moves on behind it."""
+        begin, piece = self._end, spelled if self._stream is None else self._stream.push(token)
+        self._end += len(piece)
+        return self._end - len(spelled) if piece.endswith(spelled) else begin  # behind bytes that waited for it
+
+    def end_at(self, end: int) -> int:
+        """Say how long the text is; the number of characters that tokens had more."""
+        more, self._end = self._end - end, end
+        return max(0, more)

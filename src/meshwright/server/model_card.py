@@ -30,10 +30,6 @@ class ModelCard:
         """The adapter that a request's name means, of those that there are; None = the model alone."""
         return None if name == self.name else name
 
-    def spell(self, token: int) -> str:
-        """A token id as text."""
-        return self.tokenizer.spell(token) if self.tokenizer else f"token_id:{token}"
-
     def encode(self) -> bytes:
         """As JSON, which `decode` reads."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}

@@ -156,7 +156,7 @@ async def completions(call: Call) -> Response | None:
     def shape(tasks: list[EngineTask]) -> CompletionShape:
         pairs = zip(given, tasks, strict=True) if fields.echo else ()
         echoed = [EchoedPrompt(one if isinstance(one, str) else decode(one), task) for one, task in pairs]
-        return CompletionShape(card.spell, fields.likeliest, echoed, fields.answers)
+        return CompletionShape(card.tokenizer, fields.likeliest, echoed, fields.answers)
 
     return await _answered(call, fields, card, ids, shape)
 
@@ -170,7 +170,7 @@ async def chat_completions(call: Call) -> Response | None:
     forced = use.forced if use else None
     begun, settings = forced.prefix if forced else "", fields.chat_template_kwargs
     ids = await reader.chat(rows, use.tools if use else None, begun, settings)
-    shape = ChatShape(card.spell, fields.likeliest, use)
+    shape = ChatShape(card.tokenizer, fields.likeliest, use)
     return await _answered(call, fields, card, [ids], lambda _: shape, forced.json_schema if forced else None)
 
 

@@ -131,10 +131,10 @@ class RunSamples:
             except RunError as error:  # weights that make no numbers end a run elsewhere, with more to say
                 problem = str(error)
         if engine.mesh.rank == 0:
-            decode = self.tokenizer.decode
+            decode, behind = self.tokenizer.decode, self.tokenizer.text_behind
             said = [
-                {"prompt": decode(asked.ids), "text": decode(ids), "held_out": decode(asked.answer)}
-                for asked, ids in zip(self.prompts, found, strict=True)
+                {"prompt": decode(one.ids), "text": behind(one.ids, ids), "held_out": behind(one.ids, one.answer)}
+                for one, ids in zip(self.prompts, found, strict=True)
             ]
             log = MetricsLog(self.folder.samples)
             log.append({"step": step, "samples": said, **({"problem": problem} if problem else {})})
