@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from meshwright.data.sample_encoder import row_encoder, unpack
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.word_encoder import library
 from meshwright.spec import Data
+from meshwright.spec.errors import DataError
 from tests.data.tokenizers_for_tests import WRITTEN, written
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
@@ -56,3 +58,53 @@ def test_what_follows_a_prompt_keeps_its_first_space(name: str, tmp_path: Path) 
             assert ours.text_behind(ids[:cut], ids[cut:]) == whole[len(before) :]
             assert before + "".join(map(ours.spell, ids[cut:])) == whole or "\ufffd" in map(ours.spell, ids[cut:])
     assert b"".join(map(ours.token_bytes, ids)).decode() == theirs.decode(ids) or name.startswith("Phi-3")
+
+
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+TOOL, PLAIN = "<tool_call>", "plainword"
+NAMED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "added_tokens_decoder": (
+        {"added_tokens_decoder": {
+            "1": FLAGS | {"content": "<s>", "special": True}, "286": FLAGS | {"content": TOOL, "special": True},
+            "287": FLAGS | {"content": PLAIN, "special": False, "normalized": True, "rstrip": True},
+        }}, {}, {},
+    ),
+    "flags that tokenizer.json has otherwise": (
+        {"added_tokens_decoder": {"2": FLAGS | {"content": "</s>", "special": False, "lstrip": True}}}, {}, {},
+    ),
+    "additional_special_tokens": ({"additional_special_tokens": [TOOL, PLAIN]}, {}, {}),
+    "extra_special_tokens": ({"extra_special_tokens": [TOOL, PLAIN]}, {}, {}),
+    "extra_special_tokens by name": ({"extra_special_tokens": {"tool_token": TOOL, "image_token": PLAIN}}, {}, {}),
+    "special_tokens_map.json": ({}, {"additional_special_tokens": [TOOL]}, {}),
+    "added_tokens.json": ({"additional_special_tokens": [TOOL]}, {}, {PLAIN: 287, TOOL: 286}),
+    "a name of its own": ({"tool_token": TOOL}, {}, {}),
+    "a plain entry of the vocabulary": ({"pad_token": "a", "sep_token": "b"}, {}, {}),
+}  # fmt: skip
+"""Name -> (what tokenizer_config.json says more, special_tokens_map.json, added_tokens.json)."""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_tokens_that_neighbours_alone_name(name: str, tmp_path: Path) -> None:
+    config, special, added = NAMED[name]
+    folder = written(tmp_path, "Llama-2: added", **config)
+    for file, content in (("special_tokens_map.json", special), ("added_tokens.json", added)):
+        if content:
+            (folder / file).write_text(json.dumps(content), encoding="utf-8")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
+    assert ours.vocab == len(theirs)
+    special_ids = {id for id, token in theirs.added_tokens_decoder.items() if token.special}
+    assert ours.special_ids == special_ids
+    for text in (f"a{TOOL}b", f"call {TOOL} {PLAIN}  twice </s> c", f"{PLAIN}s{TOOL}", "a b"):
+        assert ours.begin(text) == theirs(text).input_ids, text
+    (tmp_path / "copy").mkdir()
+    ours.save(tmp_path / "copy")
+    assert Tokenizer.load(tmp_path / "copy").fingerprint == ours.fingerprint
+
+
+def test_a_declared_id_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    """AutoTokenizer gives it another one, and the model has another row there."""
+    decoder = {"300": FLAGS | {"content": TOOL, "special": True}}
+    with pytest.raises(DataError, match=r"gives '<tool_call>' the id 300, and the next of tokenizer\.json is 286"):
+        Tokenizer.load(written(tmp_path, "Llama-2: added", added_tokens_decoder=decoder))
+    with pytest.raises(DataError, match="names tokens in a form that is not known"):
+        Tokenizer.load(written(tmp_path, "Llama-2: added", added_tokens_decoder={"286": TOOL}))

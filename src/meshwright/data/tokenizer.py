@@ -13,7 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
-from meshwright.data import pieces, template_files, word_encoder
+from meshwright.data import added_tokens, pieces, template_files, word_encoder
 from meshwright.data.text_stream import BYTE_TOKEN, UNFINISHED, TextStream, TokenTexts
 from meshwright.spec.errors import DataError
 
@@ -97,7 +97,7 @@ class Tokenizer:
             library = word_encoder.library(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
-        config = file.with_name("tokenizer_config.json")
+        text, config = added_tokens.merged(text, file), file.with_name(added_tokens.CONFIG)
         bos, eos = _marks_beside(file) or _marks_by_name(library)
         beside = (path.read_text(encoding="utf-8") if path.is_file() else None for path in (config, _template_of(file)))
         return cls(text, bos=bos, eos=eos, **dict(zip(("config", "template"), beside, strict=True)))

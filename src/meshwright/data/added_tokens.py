@@ -1,0 +1,108 @@
+"""Tokens that the files beside a tokenizer.json name, merged into it as transformers' AutoTokenizer does.
+
+Tools that add tokens write them to `tokenizer_config.json` or `added_tokens.json`, and not always to tokenizer.json.
+Left out, such a token is spelled by letters, and a model never sees it. transformers, `tokenization_utils_base.py`
+(`_from_pretrained`) and `tokenization_utils_tokenizers.py` (`TokenizersBackend.__init__`).
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+from tokenizers import AddedToken
+
+from meshwright.spec.errors import DataError
+
+CONFIG: Final = "tokenizer_config.json"
+_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MORE: Final = ("extra_special_tokens", "additional_special_tokens")
+
+Declared = tuple[int | None, AddedToken]
+"""A token, and its id where a file says it."""
+
+
+def merged(text: str, file: Path) -> str:
+    """The content of a tokenizer.json with the tokens of its neighbours. DataError where one has an id that is not the
+    next one, or where a neighbour cannot be read."""
+    library, neighbours = (
+        tokenizers.Tokenizer.from_str(text),
+        {name: _read(file.with_name(name)) for name in (CONFIG, "special_tokens_map.json", "added_tokens.json")},
+    )
+    try:
+        declared = list(_declared(library, *neighbours.values()))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{file.with_name(CONFIG)} names tokens in a form that is not known: {error}") from error
+    known = {token.content: token for token in library.get_added_tokens_decoder().values()}
+    new = [(id, token) for id, token in declared if not _alike(known.get(token.content), token)]
+    for id, token in new:
+        is_new = library.token_to_id(token.content) is None
+        library.add_tokens([token])
+        place = library.token_to_id(token.content)
+        if is_new and id is not None and place != id:
+            raise DataError(
+                f"{file.with_name(CONFIG)} gives {token.content!r} the id {id}, and the next of {file.name} is "
+                f"{place}: save the tokenizer anew by the software that wrote it"
+            )
+    return str(library.to_str()) if new else text
+
+
+def _declared(
+    library: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]
+) -> Iterator[Declared]:
+    """In the order that transformers adds them. A named token that the vocabulary lacks is passed over: no file gives
+    it an id, and no model a row."""
+    decoder = config.get("added_tokens_decoder")
+    if decoder is None:
+        config = {**config, **special}
+    more = [token for name in _MORE for token in _listed(config.get(name))]
+    others = (token for name, token in config.items() if name.endswith("_token") and name not in _NAMED)
+    named = [token for token in map(_token, (config.get(name) for name in _NAMED)) if token is not None]
+    if decoder is not None:
+        marks = {token.content for token in named}
+        for id, flags in sorted(decoder.items(), key=lambda pair: int(pair[0])):
+            yield int(id), AddedToken(**{**flags, "special": flags.get("special") or flags["content"] in marks})
+    else:
+        marks = {token.content for token in (*named, *more)}
+        for content, id in sorted(added.items(), key=lambda pair: pair[1]):
+            mark = content in marks
+            yield id, AddedToken(content, normalized=not mark, special=mark)
+    have = {token.content for token in library.get_added_tokens_decoder().values()}
+    have |= {token["content"] for token in (decoder or {}).values()} | (set() if decoder is not None else set(added))
+    for token in named:
+        if token.content not in have and library.token_to_id(token.content) is not None:
+            yield None, token
+    for token in (*_listed([other for other in others if isinstance(other, str)]), *more):
+        if token.content not in have:
+            yield None, token
+
+
+def _listed(tokens: Any) -> Iterable[AddedToken]:
+    """Tokens of a list, or of an object whose keys are names."""
+    some = tokens.values() if isinstance(tokens, Mapping) else tokens or ()
+    return [token for token in map(_token, some) if token is not None]
+
+
+def _token(token: Any) -> AddedToken | None:
+    """A special token, from its spelling or from an object with `content`."""
+    if isinstance(token, Mapping):
+        flags = {name: flag for name, flag in token.items() if name in _FLAGS}
+        return AddedToken(token["content"], **{"normalized": False, **flags, "special": True})
+    return AddedToken(token, special=True, normalized=False) if token else None
+
+
+def _alike(first: AddedToken | None, second: AddedToken) -> bool:
+    return first is not None and all(getattr(first, name) == getattr(second, name) for name in _FLAGS)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise DataError(f"{file} is not readable JSON: {error}") from error
+    return found if isinstance(found, dict) else {}
