@@ -11,6 +11,7 @@ import meshwright as mw
 from meshwright.api.amounts import tokens_of, tokens_word
 from meshwright.cli.main import main
 from meshwright.cli.terminal.rent_answer import ROWS
+from meshwright.cli.verbs import rent as verb
 from meshwright.spec.errors import ArgumentError, DoesNotFit
 
 ASKED = ["rent", "llama-3.2-1b", "--tokens", "20B", "--nodes", "1,2", "--quick"]
@@ -112,7 +113,7 @@ def test_what_cannot_be_met_is_said_and_has_an_exit_code(capsys: Capture) -> Non
     assert main([*ASKED, "--deadline", "1min", "--json"]) == 3
     told = capsys.readouterr()
     assert json.loads(told.out)["cheapest"] is None
-    assert told.err.startswith("meshwright: --deadline 1 min cannot be met: the fastest possible takes ")
+    assert "meshwright: --deadline 1 min cannot be met: the fastest possible takes " in told.err
     assert main([*ASKED, "--budget", "1"]) == 3
     assert "meshwright: --budget 1 cannot be met: the cheapest possible costs $" in capsys.readouterr().err
 
@@ -270,3 +271,9 @@ def test_clusters_that_are_too_slow_are_not_said_to_be_too_small(capsys: Capture
     assert main(words) == 3
     said = capsys.readouterr().err
     assert "fits on none of 4 clusters with memory to spare, and takes longer than 1 year on the other 1" in said
+
+
+def test_whoever_waits_is_told_why(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "QUIET_S", 0.0)
+    main(ASKED)
+    assert capsys.readouterr().err == f"{verb.SEARCHING}\n"

@@ -50,6 +50,8 @@ ROWS_TOKENS = 8192
 class Generated:
     """A prompt and what a model made of it."""
 
+    text: str | None
+    """The new tokens as text; None = there is no tokenizer."""
     prompt: str | None
     """None = it was given as ids, and there is no tokenizer."""
     prompt_ids: tuple[int, ...]
@@ -57,8 +59,6 @@ class Generated:
     """New tokens; the last may be one that ends a text."""
     logprobs: tuple[float, ...]
     """That the model (untempered) gave each."""
-    text: str | None
-    """The new tokens as text; None = there is no tokenizer."""
 
     def __str__(self) -> str:
         return ",".join(map(str, self.ids)) if self.text is None else f"{self.prompt or ''}{self.text}"

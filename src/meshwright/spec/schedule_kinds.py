@@ -130,7 +130,7 @@ KINDS: Mapping[str, ScheduleKind] = {
         splits="all",
         title="Zero bubble V",
         meaning="Two stages a rank, placed like a V: the last stage is beside the first, so gradients return at once.",
-        formula="no bubble from 2p - 1 micro-batches on",
+        formula="no bubble from 2p - 1 micro-batches on, where F, B and W take equally long",
         source="Qi et al. 2024, arXiv:2405.15362",
     ),
     "dualpipe-v": ScheduleKind(

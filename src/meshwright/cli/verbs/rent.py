@@ -1,6 +1,8 @@
 """`meshwright rent MODEL --tokens N`: which devices to rent, how many, for how long. Needs no torch, no GPU."""
 
+import sys
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +17,9 @@ from meshwright.cli.inputs.serve_arguments import (
     AskedQuantization,
 )
 from meshwright.spec.errors import ArgumentError
+
+QUIET_S = 2.0
+SEARCHING = "rent: layouts of each device and number of nodes are searched, about ten seconds"
 
 
 def rent(
@@ -120,12 +125,19 @@ def _answer(
     if html is not None:
         check_page(html, "rent.html", option="--html ")
     found: RentAnswer | ServeRentAnswer
-    if serve:
-        found = rent_serving(model, **asked)
-        lines = serve_rent_answer(found, every=every)
-    else:
-        found = money_and_time(model, **asked)
-        lines = rent_answer(found, every=every)
+    # Where nobody may see a spinner, and not before a refusal, which comes at once.
+    waiting = Timer(QUIET_S, print, [SEARCHING], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
+    try:
+        if serve:
+            found = rent_serving(model, **asked)
+            lines = serve_rent_answer(found, every=every)
+        else:
+            found = money_and_time(model, **asked)
+            lines = rent_answer(found, every=every)
+    finally:
+        waiting.cancel()
     document = found.to_dict()
     if html is not None:
         write_page(html, page(document))
