@@ -58,8 +58,8 @@ def narrowed(make: Made) -> float:
 
 def packed(make: Made) -> float:
     """Codes with zeros of half a byte, without, by a table, and of 8 bits: in rows that end inside of a word and of a
-    group, and in whole words; by the kernel of few rows, and by the other with K cut."""
-    return worst_of(_packed_error(make, inputs, rows) for inputs in (299, 1024) for rows in (1, 2, 3))
+    group, and in whole words; by the kernel of few rows, and by the other with K cut and with the matrix second."""
+    return worst_of(_packed_error(make, inputs, rows) for inputs in (299, 1024) for rows in (1, 2, 3, 70))
 
 
 def _packed_error(make: Made, inputs: int, rows: int) -> float:

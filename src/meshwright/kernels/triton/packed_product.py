@@ -25,7 +25,6 @@ from meshwright.kernels.triton.blocks import (
     interpreted,
     power_of_two,
     programs,
-    wide_products,
 )
 from meshwright.kernels.triton.code_words import (
     PackedMatrix,
@@ -63,8 +62,8 @@ def packed_rows(
     x: Arg, x_stride: Arg, codes: Arg, row_bytes: Arg, scales: Arg, scale_stride: Arg, zeros: Arg, zero_stride: Arg,
     table: Arg, bias: Arg, out: Arg, rows: Arg, columns: Arg, inner: Arg, each: Arg, CODES: tl.constexpr,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    EVEN: tl.constexpr, PAIRS: tl.constexpr, SECOND: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr, INNER: tl.constexpr,
+    EVEN: tl.constexpr, PAIRS: tl.constexpr, SECOND: tl.constexpr, INTERPRETED: tl.constexpr, GROUP: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ) -> None:  # fmt: skip
     """One block of out (M, N), or PART: of its sum over one run of `each` inputs, in fp32. GROUP: inputs that share a
     scale, 0 = all. EVEN: inputs are a multiple of INNER; PAIRS: as numbers_of_words; SECOND: the matrix is the second
@@ -93,6 +92,10 @@ def packed_rows(
         if not PAIRS:
             scale = scale.to(tl.float32)
         weight = numbers_of_words(bits, table, zero, scale, CODES, ZEROS, PAIRS, x.dtype.element_ty)
+        if not INTERPRETED:  # Triton 3.6 fails where it moves a reshaped operand into shared memory: this is a border
+            weight = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [weight], dtype=x.dtype.element_ty, is_pure=True, pack=2
+            )
         if WIDE:
             inputs, weight = inputs.to(tl.float32), weight.to(tl.float32)
         if SECOND:
@@ -179,14 +182,14 @@ def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tenso
     tile, parts, each = arranged(rows, columns, inner, programs(x), has_warp_groups(x), even)
     out = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     into = out if parts == 1 else torch.empty((parts, rows, columns), dtype=torch.float32, device=x.device)
-    zeros, table = matrix.zeros, matrix.table
+    zeros, table, by_numpy = matrix.zeros, matrix.table, interpreted(packed_rows)
     packed_rows[(ceil_div(columns, tile.columns), ceil_div(rows, tile.rows), parts)](
         x, x.stride(0), codes, row_bytes, matrix.scales, matrix.scales.stride(0),
         matrix.scales if zeros is None else zeros, 0 if zeros is None else zeros.stride(0),
         matrix.scales if table is None else table, x if bias is None else bias, into, rows, columns, inner, each,
         CODES=matrix.form, ZEROS=matrix.zero_form, BIAS=bias is not None and parts == 1, PART=parts > 1,
-        WIDE=wide_products(packed_rows, x), WHOLE_ROWS=whole_rows, EVEN=even and inner % tile.inner == 0,
-        PAIRS=matrix.in_pairs(x.dtype) and not interpreted(packed_rows), SECOND=rows > FIRST_ROWS,
+        WIDE=by_numpy and x.dtype == torch.bfloat16, WHOLE_ROWS=whole_rows, EVEN=even and inner % tile.inner == 0,
+        PAIRS=not by_numpy and matrix.in_pairs(x.dtype), SECOND=rows > FIRST_ROWS, INTERPRETED=by_numpy,
         GROUP=matrix.group, COLUMNS=tile.columns, ROWS=tile.rows, INNER=tile.inner, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
