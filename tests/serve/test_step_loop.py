@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -188,6 +189,39 @@ def test_logits_that_are_no_numbers_end_one_answer() -> None:
     assert engine.steps_ahead
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("part", ["pass", "draw"])
+@pytest.mark.parametrize("failing", [1, 2, 3, 5])
+def test_a_step_that_fails_is_computed_again(
+    ahead: bool, part: str, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory, or a key pressed by who runs the engine: no token is lost, and no answer waits for ever."""
+    owner, name = (MODEL, "hidden") if part == "pass" else (step_loop, "draw")
+    compute, calls = getattr(owner, name), 0
+
+    def fails_once(*given: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise KeyboardInterrupt
+        return compute(*given, **more)
+
+    def answers(engine: ServingEngine) -> list[Any]:
+        options = [RequestOptions(max_new_tokens=6, n=1 + seed % 2, temperature=0.8, seed=seed) for seed in range(4)]
+        requests = [engine.add(PROMPTS[seed], one) for seed, one in enumerate(options)]
+        for _ in range(30):
+            with suppress(KeyboardInterrupt):
+                engine.step()
+        return whole(requests)
+
+    right = answers(ServingEngine(MODEL, EngineOptions(run_ahead=False, **SIZES), decode=spelled))
+    assert all(ending == "length" for *_, ending in right)
+    engine = ServingEngine(MODEL, EngineOptions(run_ahead=ahead, **SIZES), decode=spelled)
+    monkeypatch.setattr(owner, name, fails_once)
+    assert answers(engine) == right
+    assert calls > failing and engine.idle and engine.tables.pool.free == engine.tables.pool.size
+
+
 class FakeDevice:
     """Notes when steps are given to a device and when their tokens are read."""
 
@@ -238,7 +272,6 @@ def test_tokens_of_rows_are_taken_on_the_device(monkeypatch: pytest.MonkeyPatch)
     requests = [engine.add(prompt[:4], RequestOptions(max_new_tokens=5)) for prompt in PROMPTS[:4]]
     engine.run(requests)
     assert unknown == [0, 4, 4, 4, 4]
-    assert step_loop.StepLoop.step.__doc__
 
 
 @pytest.mark.parametrize("numbers", [[3, -1], array("q", [3, -1, 2**40]), array("q")])

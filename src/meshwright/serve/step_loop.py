@@ -103,8 +103,7 @@ class StepLoop:
         if self._needs_no_host():
             self._stand_in(step)
             if self._scheduler.fits_next:
-                self._next = self._launch(step.drawn)
-                self.ahead += 1
+                self._next = self._launch_ahead(step)
         whole = [] if step.logits is None else self._beams.take(step.owners, step.logits)
         grown = self._read(step)
         if not self._growing:
@@ -116,6 +115,17 @@ class StepLoop:
         if not self.run_ahead or self.guesser is not None or not self._beams.idle:
             return False
         return not any(answer.row.needs_host for _, answer in self._growing.values())
+
+    def _launch_ahead(self, step: _Launched) -> _Launched:
+        """Launch what follows a step whose tokens are not read. If that fails, they are read all the same, so that the
+        engine can go on: nothing may be computed from numbers that stand for them."""
+        try:
+            ahead = self._launch(step.drawn)
+        except BaseException:
+            self._read(step)
+            raise
+        self.ahead += 1
+        return ahead
 
     def _launch(self, before: DrawnTokens | None) -> _Launched:
         """Plan the next step and give it to the device. `before`: tokens of the step before that the host has not
@@ -135,7 +145,7 @@ class StepLoop:
         step.sequences = [owners[row] for row in rows]
         step.grown = [self._growing[one] for one in step.sequences]
         for row, sequence in enumerate(step.sequences.copy()):
-            request = self._waiting.pop(sequence, None)
+            request = self._waiting.get(sequence)
             if request is not None:
                 step.forked.append((sequence, len(step.sequences)))
                 step.grown += [(request, answer) for answer in request.answers[1:]]
@@ -174,6 +184,7 @@ class StepLoop:
         self._scheduler.advance(StepPlan(chunks))
         for sequence, first in step.forked:
             if sequence in growing:
+                del self._waiting[sequence]
                 for row, child in enumerate(self._scheduler.fork(sequence), first):
                     step.sequences[row] = child
                     growing[child] = step.grown[row]
