@@ -296,3 +296,28 @@ def test_an_answer_in_another_form_than_it_is_asked_for_is_refused() -> None:
     )
     (whole,) = rendered(source, turns("u", "a"), Policy(train_on="all"))
     assert whole.trained == ((0, len(whole.text)),)
+
+
+@pytest.mark.parametrize("word", ["search", "get", "run", "u"])
+@pytest.mark.parametrize("source", [DEFAULT, LLAMA3, MISTRAL], ids=["default", "llama3", "mistral"])
+def test_a_tool_whose_name_is_a_word_of_the_text_is_missed(source: str, word: str) -> None:
+    """What the template writes is the same with it and without, as transformers shows."""
+    said = turns("please search, get and run u", "u search, get and run")
+    tool = {"type": "function", "function": {"name": word, "description": "d", "parameters": {}}}
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": word, "arguments": {"q": "please"}}}
+    called = [said[0], {**said[1], "tool_calls": [call]}]
+    for fields, wanted in (
+        ({"messages": said, "tools": [tool]}, f"drops the tool '{word}'"),
+        ({"messages": called}, f"drops a tool call of message 2: '{word}'"),
+    ):
+        messages, tools = fields["messages"], fields.get("tools")
+        assert theirs(unmarked(source), messages, tools=tools)[0] == theirs(unmarked(source), said)[0]
+        with pytest.raises(DataError, match=re.escape(wanted)):
+            rendered(source, fields)
+    assert rendered(CHATML, {"messages": called, "tools": [tool]})[0].text == theirs(CHATML, called, tools=[tool])[0]
+
+
+def test_an_argument_that_is_a_word_of_the_text_is_missed() -> None:
+    call = {"function": {"name": "get", "arguments": json.dumps({"city": "get"})}}
+    with pytest.raises(DataError, match="what a tool call of message 2 is given: 'get' is not in the rendered text"):
+        rendered(NAMES_ALONE, [{"role": "user", "content": "get"}, {"role": "assistant", "tool_calls": [call]}])

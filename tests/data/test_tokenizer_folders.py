@@ -13,6 +13,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.word_encoder import library
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
+from tests.data.chats_for_tests import TOOLS
 from tests.data.tokenizers_for_tests import WRITTEN, written
 
 transformers = pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
@@ -108,3 +109,45 @@ def test_a_declared_id_that_cannot_be_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(written(tmp_path, "Llama-2: added", added_tokens_decoder=decoder))
     with pytest.raises(DataError, match="names tokens in a form that is not known"):
         Tokenizer.load(written(tmp_path, "Llama-2: added", added_tokens_decoder={"286": TOOL}))
+
+
+SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+WITHOUT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+WITH = "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + WITHOUT
+LISTED = [{"name": "default", "template": WITHOUT}, {"name": "tool_use", "template": WITH}]
+SHIPPED: dict[str, tuple[Any, str | None, str | None]] = {
+    "a list": (LISTED, None, None),
+    "a list behind chat_template.jinja": (LISTED, WITH + "!", None),
+    "additional_chat_templates": (None, WITHOUT, WITH),
+    "an additional one beside a list": (LISTED, WITHOUT + "!", WITH + "?"),
+    "one for all": (WITH, None, None),
+}
+"""Name -> (chat_template of tokenizer_config.json, chat_template.jinja, additional_chat_templates/tool_use.jinja)."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_template_for_tools_is_taken_where_there_are_tools(name: str, tmp_path: Path) -> None:
+    """In prompts and in training, and in what is saved."""
+    config, default, additional = SHIPPED[name]
+    folder = written(tmp_path, "Llama-2: added", **({"chat_template": config} if config else {}))
+    for file, source in (("chat_template.jinja", default), ("additional_chat_templates/tool_use.jinja", additional)):
+        if source is not None:
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).write_text(source, encoding="utf-8")
+    theirs, first = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    first.save(copy)
+    again = transformers.AutoTokenizer.from_pretrained(copy)
+    for ours in (first, Tokenizer(**first.parts), Tokenizer.load(copy)):
+        chosen = sample_cache.settings(Data(path="chat.jsonl", form="samples", train_on="all"), ours)
+        encode = row_encoder(library(ours.json), ours.vocab, chosen)
+        for tools in (None, TOOLS):
+            wanted = theirs.apply_chat_template(SAID, tools=tools).input_ids
+            assert again.apply_chat_template(SAID, tools=tools).input_ids == wanted
+            assert chat_prompt(ours, template_of(ours), SAID, tools) == wanted
+            row = {"messages": SAID, "tools": tools}
+            [[sample]] = unpack(encode([json.dumps(["chat.jsonl, line 1", row])], b"\0")[0])
+            assert memoryview(sample.ids).cast("H").tolist() == wanted
+    assert template_of(first).takes_tools
+    assert not template_of(first.with_template(WITHOUT)).takes_tools, "a named one is for all conversations"

@@ -10,7 +10,8 @@ from meshwright.data.tokenizer import Tokenizer
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
     """What writes conversations for a tokenizer, as of today: its own template, or the default one."""
-    return ChatTemplate(template_text(tokenizer), tokenizer.spelled, date.today())
+    with_tools = tokenizer.tool_template or ""
+    return ChatTemplate(template_text(tokenizer), tokenizer.spelled, date.today(), tool_source=with_tools)
 
 
 def template_text(tokenizer: Tokenizer) -> str:

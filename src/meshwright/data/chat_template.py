@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from functools import cached_property
 from typing import Any, Final, NoReturn
@@ -129,6 +129,13 @@ class ChatTemplate:
     """What `strftime_now` says."""
     name: str = "the chat template"
     """What messages call it."""
+    tool_source: str = ""
+    """Of the template for conversations with tools; empty = there is no other."""
+
+    @cached_property
+    def with_tools(self) -> "ChatTemplate":
+        """What writes conversations with tools, as transformers chooses it."""
+        return replace(self, source=self.tool_source, tool_source="") if self.tool_source else self
 
     @property
     def marks(self) -> bool:
@@ -138,6 +145,8 @@ class ChatTemplate:
     @cached_property
     def takes_tools(self) -> bool:
         """Whether it reads the tools that it is given, and does not refuse them. DataError where it is no template."""
+        if self.tool_source:
+            return self.with_tools.takes_tools
         try:
             tree = self._environment.parse(self.source)
         except jinja2.TemplateSyntaxError as error:
@@ -157,6 +166,8 @@ class ChatTemplate:
     ) -> Rendered:
         """The conversation as text; `prompt`: with the words after which the model answers; `settings`: other names
         that the template knows. DataError with the template's line where it fails."""
+        if tools and self.tool_source:
+            return self.with_tools.render(messages, tools, prompt=prompt, settings=settings)
         turns = [_with_thoughts(message) for message in messages]
         given = {
             **(settings or {}),

@@ -3,20 +3,25 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
 
-from meshwright.data.chat_template import THOUGHTS
+from meshwright.data.chat_template import THOUGHTS, ChatTemplate
 from meshwright.data.samples import Message
 from meshwright.spec.errors import DataError
 
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_SIGN: Final = f"mw{secrets.randbits(64):x}"
+"""Begins what stands for names: letters and digits, which no filter of a template changes."""
 
 
-def check_complete(messages: Sequence[Message], tools: Any, answers: Sequence[int], text: str) -> None:
-    """DataError where a text leaves out what a message says, a call of a tool, a tool, or a thought of these `answers`;
-    thoughts of other turns are no part of what a model sees."""
+def check_complete(
+    messages: Sequence[Message], tools: Any, answers: Sequence[int], text: str, template: ChatTemplate
+) -> None:
+    """DataError where a text of a template leaves out what a message says, a call of a tool, a tool, or a thought of
+    these `answers`; thoughts of other turns are no part of what a model sees."""
     squeezed = _squeezed(text)
     said = [without_thoughts(str(message.get("content") or "")) for message in messages]
     missing = None if _stand_in_order(said, squeezed) else _missing(said, squeezed)
@@ -26,7 +31,7 @@ def check_complete(messages: Sequence[Message], tools: Any, answers: Sequence[in
             f"{said[missing].strip()[:60]!r} is not in the rendered text; take another data.template or another role"
         )
     _check_thoughts(messages, answers, squeezed)
-    _check_tools(messages, tools, text)
+    _check_tools(messages, tools, template)
 
 
 def _stand_in_order(said: Sequence[str], text: str) -> bool:
@@ -68,28 +73,81 @@ def _thoughts(message: Message) -> list[str]:
     return [one for one in (named, *inside) if isinstance(one, str) and one.strip()]
 
 
-def _check_tools(messages: Sequence[Message], tools: Any, text: str) -> None:
-    """The same of calls, the texts of their arguments included, and of the tools themselves."""
-    squeezed = _squeezed(text)
-    for number, message in enumerate(messages, start=1):
-        for name in _names(message.get("tool_calls")):
-            if name not in text:
-                raise DataError(
-                    f"the chat template drops a tool call of message {number}: {name!r} is not in the rendered text; "
-                    "take a data.template that writes tool_calls"
-                )
-        for given in _arguments(message.get("tool_calls")):
-            if _place(given, squeezed)[0] < 0:
-                raise DataError(
-                    f"the chat template drops what a tool call of message {number} is given: {given[:60]!r} is not in "
-                    "the rendered text; take a data.template that writes arguments"
-                )
-    for name in _names(tools):
-        if name not in text:
-            raise DataError(
-                f"the chat template drops the tool {name!r}: it is not in the rendered text; take a data.template "
-                "that writes tools, or remove the column 'tools'"
+def _check_tools(messages: Sequence[Message], tools: Any, template: ChatTemplate) -> None:
+    """The same of calls, the texts of their arguments included, and of the tools themselves. A tool may be called
+    `get`, which stands in any text, so the conversation is rendered once more with signs in place of these words."""
+    if not tools and not any(message.get("tool_calls") for message in messages):
+        return
+    signs = _Signs()
+    signed_tools = [signs.tool(tool) for tool in tools or ()]
+    signed = [signs.message(number, message) for number, message in enumerate(messages, start=1)]
+    text = template.render(signed, signed_tools or None).text
+    missing = next((complaint for sign, complaint in signs.complaints.items() if sign not in text), None)
+    if missing is not None:
+        raise DataError(f"the chat template drops {missing}")
+
+
+@final
+class _Signs:
+    """Words that no conversation has, and what it means that a rendered one lacks them."""
+
+    def __init__(self) -> None:
+        self.complaints: dict[str, str] = {}
+
+    def _sign(self, complaint: str) -> str:
+        sign = f"{_SIGN}n{len(self.complaints)}e"
+        self.complaints[sign] = complaint
+        return sign
+
+    def tool(self, tool: Any) -> Any:
+        """A tool whose name is a sign."""
+        complaint = (
+            "the tool {name!r}: it is not in the rendered text; take a data.template that writes tools, or remove the "
+            "column 'tools'"
+        )
+        return self._named(tool, complaint)
+
+    def message(self, number: int, message: Message) -> Message:
+        """A message whose calls have signs as their names, and as the texts of their arguments."""
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list | tuple):
+            return message
+        complaint = (
+            f"a tool call of message {number}: {{name!r}} is not in the rendered text; take a data.template that "
+            "writes tool_calls"
+        )
+        return {**message, "tool_calls": [self._call(self._named(call, complaint), number) for call in calls]}
+
+    def _named(self, entry: Any, complaint: str) -> Any:
+        """{"function": {"name": ...}} or {"name": ...} with a sign as its name."""
+        inner = entry.get("function", entry) if isinstance(entry, Mapping) else None
+        if not isinstance(inner, Mapping) or "name" not in inner:
+            return entry
+        signed = {**inner, "name": self._sign(complaint.format(name=str(inner["name"])))}
+        return {**entry, "function": signed} if "function" in entry else signed
+
+    def _call(self, call: Any, number: int) -> Any:
+        inner = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(inner, Mapping) or "arguments" not in inner:
+            return call
+        arguments, opened = inner["arguments"], None
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                opened = json.loads(arguments)
+        signed = self._texts(arguments if opened is None else opened, number)
+        function = {**inner, "arguments": signed if opened is None else json.dumps(signed)}
+        return {**call, "function": function} if "function" in call else function
+
+    def _texts(self, argument: Any, number: int) -> Any:
+        """An argument with signs as its texts, at any depth."""
+        if isinstance(argument, str):
+            return self._sign(
+                f"what a tool call of message {number} is given: {argument[:60]!r} is not in the rendered text; take a "
+                "data.template that writes arguments"
             )
+        if isinstance(argument, Mapping):
+            return {name: self._texts(part, number) for name, part in argument.items()}
+        return [self._texts(part, number) for part in argument] if isinstance(argument, list | tuple) else argument
 
 
 def _place(content: str, squeezed: str) -> tuple[int, int]:
@@ -98,32 +156,6 @@ def _place(content: str, squeezed: str) -> tuple[int, int]:
         _squeezed(one) for one in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
     ]
     return next(((place, len(one)) for one in spellings if (place := squeezed.find(one)) >= 0), (-1, 0))
-
-
-def _arguments(calls: Any) -> Iterator[str]:
-    """The texts that calls of tools are given, at any depth."""
-    for one in calls or ():
-        inner = one.get("function", one) if isinstance(one, Mapping) else None
-        given = inner.get("arguments") if isinstance(inner, Mapping) else None
-        if isinstance(given, str):
-            with contextlib.suppress(ValueError):
-                given = json.loads(given)
-        yield from _texts(given)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (text for one in value.values() for text in _texts(one))
-    elif isinstance(value, list | tuple):
-        yield from (text for one in value for text in _texts(one))
-
-
-def _names(tools: Any) -> list[str]:
-    """Of tools, or of calls of tools, in the form {"function": {"name": ...}} or {"name": ...}."""
-    inner = [one.get("function", one) for one in tools or () if isinstance(one, Mapping)]
-    return [str(one["name"]) for one in inner if isinstance(one, Mapping) and "name" in one]
 
 
 def without_thoughts(content: str) -> str:

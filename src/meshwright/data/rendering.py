@@ -57,6 +57,7 @@ def continuation(one: Continuation, policy: Policy) -> Marked:
 
 def conversation(one: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """The rendered conversation, or one for each answer. DataError where the template drops what is said."""
+    template = template.with_tools if one.tools else template
     messages = [_thoughtless(message) for message in one.messages] if policy.thinking == "drop" else list(one.messages)
     opened = [_opened(message) for message in messages]
     try:
@@ -75,7 +76,7 @@ def _conversation(
     if trained is None:
         return _by_answer(messages, one, template, policy)
     answers = _wanted(messages, one, policy) or [len(messages) - 1]
-    check_complete(messages, one.tools, answers, full.text)
+    check_complete(messages, one.tools, answers, full.text, template)
     _check_roles(messages, template)
     spans = tuple(span for span, _ in trained)
     return [Marked(text=full.text, trained=spans, said=(*_said(messages, full.text), *_by_role(trained)))]
@@ -207,7 +208,7 @@ def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTem
                 f"the chat template shows turn {turn + 1} in another form than it asks for it, so that what is trained "
                 "is not known: put {% generation %} around the answers in the template, or take data.train_on=all"
             )
-        check_complete(until, one.tools, [turn], full.text)
+        check_complete(until, one.tools, [turn], full.text, template)
         said = (*_said(until, full.text), *((span, role_of(messages[turn])) for span in spans))
         found.append(Marked(text=full.text, trained=tuple(spans), said=said))
     return found

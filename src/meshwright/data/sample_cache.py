@@ -54,6 +54,7 @@ def settings(data: Data, tokenizer: Tokenizer) -> SampleSettings:
     check_format(data.template, tokenizer)
     return SampleSettings(
         template=named_template(data.template) or template_text(tokenizer),
+        tool_template="" if data.template != AUTO else tokenizer.tool_template or "",
         special=tokenizer.spelled,
         begins=tokenizer.begins,
         eos=tokenizer.eos,

@@ -40,6 +40,8 @@ class SampleSettings:
     today: str
     train_on: str = "auto"
     thinking: str = "keep"
+    tool_template: str = ""
+    """Of conversations with tools; empty = as others."""
     template_file: str = ""
     """Where the template comes from, for messages; empty = with the tokenizer."""
 
@@ -110,7 +112,8 @@ class _RowEncoder:
         self._vocab = vocab
         self._bytes = "H" if word_encoder.id_bytes(vocab) == 2 else "I"
         name = f"the chat template {settings.template_file}".rstrip()
-        self._template = ChatTemplate(settings.template, settings.special, date.fromisoformat(settings.today), name)
+        day, with_tools = date.fromisoformat(settings.today), settings.tool_template
+        self._template = ChatTemplate(settings.template, settings.special, day, name, with_tools)
         added, unknown = tokenizer.get_added_tokens_decoder(), getattr(tokenizer.model, "unk_token", None)
         self._special = {id for id, token in added.items() if token.special and token.content != unknown}
         self._blank = {self._encode(blank)[0][0] for blank in ("\n", "\n\n", " ") if len(self._encode(blank)[0]) == 1}

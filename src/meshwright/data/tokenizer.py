@@ -17,6 +17,8 @@ from meshwright.data import added_tokens, pieces, template_files, word_encoder
 from meshwright.data.text_stream import BYTE_TOKEN, UNFINISHED, TextStream, TokenTexts
 from meshwright.spec.errors import DataError
 
+TEMPLATE: Final = "chat_template.jinja"
+TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
 SEPARATOR: Final = "<|endoftext|>"
 
 CODE_PATTERN: Final = (
@@ -61,11 +63,12 @@ class Tokenizer:
         eos: str | None = None,
         config: str | None = None,
         template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         """From the text of a tokenizer.json and the spelling of its marks.
 
         With only one of the two it plays both. `config` is the text of a tokenizer_config.json to keep beside it,
-        `template` that of a chat_template.jinja.
+        `template` that of a chat_template.jinja, `tool_template` that of an additional one for tools.
         """
         self._library = word_encoder.library(text)
         ids = self._library.get_vocab(with_added_tokens=True)
@@ -85,7 +88,7 @@ class Tokenizer:
             raise DataError(f"the tokenizer begins a text with token {max(self.begins)}, which its vocabulary lacks")
         self._marks = (first, last)
         self._config = config
-        self._template = template
+        self._template, self._tool_template = template, tool_template
         self._encoder = word_encoder.encoder(self._library, self.vocab)
 
     @classmethod
@@ -99,8 +102,9 @@ class Tokenizer:
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
         text, config = added_tokens.merged(text, file), file.with_name(added_tokens.CONFIG)
         bos, eos = _marks_beside(file) or _marks_by_name(library)
-        beside = (path.read_text(encoding="utf-8") if path.is_file() else None for path in (config, _template_of(file)))
-        return cls(text, bos=bos, eos=eos, **dict(zip(("config", "template"), beside, strict=True)))
+        beside = {"config": config, "template": file.with_name(TEMPLATE), "tool_template": file.parent / TOOL_TEMPLATE}
+        read = {name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.is_file()}
+        return cls(text, bos=bos, eos=eos, **read)
 
     @classmethod
     def shipped(cls) -> "Tokenizer":
@@ -166,14 +170,20 @@ class Tokenizer:
         return template_files.from_files(self._named, self._template)
 
     @property
+    def tool_template(self) -> str | None:
+        """That of conversations with tools, where it is another one."""
+        return template_files.for_tools(self._named, self._template, self._tool_template)
+
+    @property
     def parts(self) -> dict[str, Any]:
         """What `Tokenizer(**parts)` makes it of again, in another process: texts and None."""
         first, last = self._marks
-        return {"text": self.json, "bos": first, "eos": last, "config": self._config, "template": self._template}
+        texts = {"text": self.json, "config": self._config, "template": self._template}
+        return {**texts, "tool_template": self._tool_template, "bos": first, "eos": last}
 
     def with_template(self, template: str) -> "Tokenizer":
-        """The same with another chat template, which is saved with it."""
-        return Tokenizer(**{**self.parts, "template": template})
+        """The same with another chat template for all conversations, which is saved with it."""
+        return Tokenizer(**{**self.parts, "template": template, "tool_template": None})
 
     @property
     def spelled(self) -> dict[str, str]:
@@ -255,13 +265,19 @@ class Tokenizer:
         return "".join([*map(stream.push, ids), stream.rest()])
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json, and tokenizer_config.json with the names of its marks, into an existing folder."""
+        """Write tokenizer.json, and tokenizer_config.json with the names of its marks, into an existing folder.
+
+        Chat templates are files of their own where one is for tools: who adds a default one would hide a list."""
         folder = Path(folder)
         library = tokenizers.Tokenizer.from_str(self.json)
         (folder / "tokenizer.json").write_text(library.to_str(pretty=True) + "\n", encoding="utf-8")
         (folder / "tokenizer_config.json").write_text(self._config or self._minimal_config(), encoding="utf-8")
-        if self._template is not None:
-            _template_of(folder / "tokenizer.json").write_text(self._template, encoding="utf-8")
+        default, with_tools = self.chat_template, self.tool_template
+        if default is not None and (self._template is not None or with_tools is not None):
+            (folder / TEMPLATE).write_text(default, encoding="utf-8")
+        if with_tools is not None:
+            (folder / TOOL_TEMPLATE).parent.mkdir(exist_ok=True)
+            (folder / TOOL_TEMPLATE).write_text(with_tools, encoding="utf-8")
 
     def _minimal_config(self) -> str:
         bos, eos = self._marks
@@ -290,11 +306,6 @@ def choose(setting: str, folder: Path | None, texts: Iterator[str]) -> Tokenizer
     if setting.startswith("bpe:"):
         return Tokenizer.train(texts, trained_vocab(setting))
     return Tokenizer.load(Path(setting).expanduser())
-
-
-def _template_of(file: Path) -> Path:
-    """Where a chat template lies beside a tokenizer.json."""
-    return file.with_name("chat_template.jinja")
 
 
 def trained_vocab(setting: str) -> int:

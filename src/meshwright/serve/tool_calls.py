@@ -268,7 +268,7 @@ def family_of(template: ChatTemplate) -> ToolFamily:
             "the model's chat template knows no tools: leave tools out, or take a model whose template writes them"
         )
     for family in FAMILIES:
-        if all(sign in template.source for sign in family.signs):
+        if all(sign in template.with_tools.source for sign in family.signs):
             return family
     known = ", ".join(family.name for family in FAMILIES)
     raise ArgumentError(
