@@ -225,3 +225,18 @@ def test_what_never_ends_or_grows_without_end_is_refused_in_any_process(source: 
     """Nothing else bounds a template where a trainer or `generate` runs it."""
     with pytest.raises(DataError, match=r"rounds of loops|characters"):
         ChatTemplate(source, {}, datetime.date(2026, 1, 1)).render([{"role": "user", "content": "a"}])
+
+
+PARTS = (
+    "{% for m in messages %}{% for part in m['content'] %}"
+    "{{ part.text if part.text is defined else part }}{% endfor %}{% endfor %}"
+)
+PIECES = [{"type": "text", "text": "Look at this:"}, {"type": "text", "text": "1 2 3"}]
+
+
+def test_parts_of_a_content_are_joined_as_the_template_takes_them() -> None:
+    """One that goes through parts gives what transformers gives; one that takes a text has lines, as in vLLM."""
+    messages = [{"role": "user", "content": PIECES}]
+    assert ours(PARTS).render(messages).text == theirs(PARTS, messages)[0] == "Look at this:1 2 3"
+    for source in TEMPLATES.values():
+        assert "Look at this:\n1 2 3" in ours(source).render(messages).text

@@ -95,11 +95,34 @@ def test_columns_say_what_a_row_is(fields: Any, found: Sample) -> None:
     assert made(fields) == found
 
 
-def test_an_argument_of_a_call_may_be_null() -> None:
-    call = {"id": None, "function": {"name": "weather", "arguments": {"city": "Oslo", "unit": None}}}
-    found = made({"messages": [USER, {"role": "assistant", "tool_calls": [call], "train": None}]})
-    assert isinstance(found, Conversation)
-    assert found.messages[1] == {"role": "assistant", "tool_calls": [{"function": call["function"]}]}
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)[:1]}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations", "prompt"])
+def test_a_table_pads_tools_and_calls_with_nulls(name: str) -> None:
+    """As pyarrow does, which the datasets library writes by. The schema of `unit` takes null, so it stays."""
+    pyarrow = pytest.importorskip("pyarrow")
+    weather = tool("weather", city={"type": "string"}, unit={"anyOf": [{"type": "string"}, {"type": "null"}]})
+    time = tool("time", zone={"type": "string", "enum": ["UTC", "CET"]}, near={"type": "string"})
+    tools, rows = [weather, time], []
+    for called in (
+        {"name": "weather", "arguments": {"city": "Oslo", "unit": None}},
+        {"name": "time", "arguments": {"zone": "UTC"}},
+        {"name": "time", "arguments": {"near": "Oslo", "zone": "CET"}},
+    ):
+        answer = {"role": "assistant", "content": "", "tool_calls": [{"id": "abc", "function": called}]}
+        turns = {"prompt": [USER], "completion": [answer]} if name == "prompt" else {name: [USER, answer]}
+        rows.append({**turns, "tools": tools})
+    padded = pyarrow.Table.from_pylist(rows).to_pylist()
+    assert "'near': None" in str(padded) and "None" not in str(rows).replace("'unit': None", "")
+    for row, plain in zip(padded, rows, strict=True):
+        found, wanted = made(row), made(plain)
+        assert isinstance(found, Conversation) and isinstance(wanted, Conversation)
+        assert found.tools == wanted.tools == tuple(tools)
+        assert found.messages == wanted.messages
+    assert "'unit': None" in str(made(padded[0])), "a null that the tool takes"
 
 
 COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; instruction + output; input_ids; text"

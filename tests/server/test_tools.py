@@ -1,6 +1,7 @@
 """Tools through the official client: what is offered, what must be called, and what earlier answers called."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,7 @@ def whole(answer: Any) -> tuple[str, list[dict[str, Any]], str]:
     assert message.content or calls
     listed = [{"name": one.function.name, "arguments": json.loads(one.function.arguments)} for one in calls]
     assert len({one.id for one in calls}) == len(calls)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", one.id) for one in calls), "as Mistral's templates want them"
     return message.content or "", listed, answer.choices[0].finish_reason
 
 
@@ -103,6 +105,13 @@ def test_what_the_template_reads(client: openai.OpenAI) -> None:
     sent = json.loads(json.dumps(rows))
     sent[1] |= {"content": None}
     sent[1]["tool_calls"][0]["function"]["arguments"] = '{"zone": "UTC"}'
+    for arguments in ("", " "):  # some clients send that of a call without any
+        empty = json.loads(json.dumps(sent))
+        empty[1]["tool_calls"][0]["function"]["arguments"] = arguments
+        call["function"] = {"name": "time", "arguments": {}}
+        ids = chat_prompt(TOKENIZER, template_of(TOKENIZER), rows, TOOLS)
+        assert asked(client, messages=empty, max_tokens=1).usage.prompt_tokens == len(ids)
+    call["function"] = {"name": "time", "arguments": {"zone": "UTC"}}
     for tools, choice in ((TOOLS, "auto"), (None, "none")):
         ids = chat_prompt(TOKENIZER, template_of(TOKENIZER), rows, tools)
         assert ("weather time" in TOKENIZER.decode(ids)) == (tools is not None)

@@ -147,14 +147,24 @@ class ChatTemplate:
         """Whether it reads the tools that it is given, and does not refuse them. DataError where it is no template."""
         if self.tool_source:
             return self.with_tools.takes_tools
-        try:
-            tree = self._environment.parse(self.source)
-        except jinja2.TemplateSyntaxError as error:
-            raise self._no_template(error) from error
-        uses = sum(one.name == "tools" for one in tree.find_all(nodes.Name))
-        return "tools" in meta.find_undeclared_variables(tree) and uses > sum(
-            map(_refuses_tools, tree.find_all(nodes.If))
+        uses = sum(one.name == "tools" for one in self._tree.find_all(nodes.Name))
+        return "tools" in meta.find_undeclared_variables(self._tree) and uses > sum(
+            map(_refuses_tools, self._tree.find_all(nodes.If))
         )
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether it goes through the parts of a content itself, as templates of models with images do."""
+        iterated = (loop.iter for loop in self._tree.find_all(nodes.For))
+        return any("content" in map(_last_name, (part, *part.find_all(nodes.Node))) for part in iterated)
+
+    def joined(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A message whose content is one text. Parts stand in lines of their own, as vLLM gives them to a template that
+        takes one text; behind each other where it takes parts."""
+        content = message.get("content")
+        if not isinstance(content, list):
+            return message
+        return {**message, "content": ("" if self._takes_parts else "\n").join(part["text"] for part in content)}
 
     def render(
         self,
@@ -168,7 +178,7 @@ class ChatTemplate:
         that the template knows. DataError with the template's line where it fails."""
         if tools and self.tool_source:
             return self.with_tools.render(messages, tools, prompt=prompt, settings=settings)
-        turns = [_with_thoughts(message) for message in messages]
+        turns = [_with_thoughts(self.joined(message)) for message in messages]
         given = {
             **(settings or {}),
             **self.special,
@@ -199,6 +209,14 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = datetime.combine(self.today, time()).strftime
         return environment
+
+    @cached_property
+    def _tree(self) -> nodes.Template:
+        """DataError where the source is no template."""
+        try:
+            return self._environment.parse(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise self._no_template(error) from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -289,6 +307,15 @@ def _json(
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _last_name(node: nodes.Node) -> str:
+    """`content` of `message.content`, `message['content']` and `content`."""
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+        return str(node.arg.value)
+    return node.name if isinstance(node, nodes.Name) else ""
 
 
 def _refuses_tools(one: nodes.If) -> bool:

@@ -58,7 +58,8 @@ def continuation(one: Continuation, policy: Policy) -> Marked:
 def conversation(one: Conversation, template: ChatTemplate, policy: Policy) -> list[Marked]:
     """The rendered conversation, or one for each answer. DataError where the template drops what is said."""
     template = template.with_tools if one.tools else template
-    messages = [_thoughtless(message) for message in one.messages] if policy.thinking == "drop" else list(one.messages)
+    messages = [template.joined(message) for message in one.messages]
+    messages = [_thoughtless(message) for message in messages] if policy.thinking == "drop" else messages
     opened = [_opened(message) for message in messages]
     try:
         return _conversation(opened, one, template, policy)
@@ -271,7 +272,7 @@ def _opened_call(call: Any) -> Any:
     if not isinstance(inner, Mapping) or not isinstance(given, str):
         return call
     with contextlib.suppress(ValueError, RecursionError):
-        read = json.loads(given)
+        read = json.loads(given.strip() or "{}")
         if isinstance(read, Mapping):
             opened = {**inner, "arguments": read}
             return {**call, "function": opened} if "function" in call else opened

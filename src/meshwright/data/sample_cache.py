@@ -28,7 +28,7 @@ from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.user_cache import default_root
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 """Raised whenever the same rows would be stored as other tokens or in another way."""
 _BATCH_CHARACTERS: Final = 2**17
 _LIMIT_S: Final = 60.0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from meshwright.data.padding_nulls import unpadded, without_null
 from meshwright.data.rows import Row, spoken
 from meshwright.spec.errors import DataError
 
@@ -144,7 +145,7 @@ def _answer(
         raise DataError(f"{where}: 'prompt' and {name!r} must both be strings or both be lists of messages")
     if not answer:
         raise DataError(f"{where}: {name!r} has no message, so that nothing of the row can be trained")
-    return Conversation(messages=prompt + answer, prompt=len(prompt), tools=_tools(row, where))
+    return _with_tools(prompt + answer, row, where, len(prompt))
 
 
 def _part(value: Any, name: str, where: str) -> str | tuple[Message, ...]:
@@ -152,7 +153,14 @@ def _part(value: Any, name: str, where: str) -> str | tuple[Message, ...]:
 
 
 def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    return Conversation(messages=_some(_turns(row["messages"], "messages", where), where), tools=_tools(row, where))
+    messages = _some(_turns(row["messages"], "messages", where), where)
+    return _with_tools(messages, row, where)
+
+
+def _with_tools(messages: tuple[Message, ...], row: Mapping[str, Any], where: str, prompt: int = 0) -> Conversation:
+    """A conversation and its tools, both as they were before a table gave each the fields of all."""
+    tools = _tools(row, where)
+    return Conversation(messages=unpadded(messages, tools), prompt=prompt, tools=tools)
 
 
 def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
@@ -162,7 +170,7 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
     named = [_renamed(turn, where, number) for number, turn in enumerate(turns, start=1)]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     messages = _turns(system + named, "conversations", where)
-    return Conversation(messages=_some(messages, where), tools=_tools(row, where))
+    return _with_tools(_some(messages, where), row, where)
 
 
 def _renamed(turn: Any, where: str, number: int) -> Message:
@@ -229,7 +237,9 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 def _tools(row: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], ...] | None:
     """Tools as a list or as the JSON text of one."""
     tools = row.get("tools")
-    if isinstance(tools, str):
+    if not isinstance(tools, str):
+        tools = without_null(tools)
+    else:
         try:
             tools = json.loads(tools) if tools.strip() else None
         except ValueError as error:
@@ -254,16 +264,18 @@ def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
 
 
 def _turn(turn: Any, what: str) -> Message:
-    """A message without fields that are null, its content as text."""
+    """A message without fields that are null; its content is text, or several parts that are."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object")
-    found = {name: _without_null(value) for name, value in turn.items() if value is not None}
+    found = {name: without_null(value) for name, value in turn.items() if value is not None}
     if not isinstance(found.get("role"), str) or not found["role"]:
         raise DataError(f"{what} has no role, it has: {_columns(turn) or 'nothing'}")
     found["role"] = "assistant" if found["role"] == "model" else found["role"]  # as templates are given it
     content = found.get("content")
     if isinstance(content, list):
-        content = found["content"] = "".join(_text_part(part, what) for part in content)
+        texts = [_text_part(part, what) for part in content]
+        found["content"] = [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
+        return found
     if content is None and not found.get("tool_calls"):
         raise DataError(f"{what} ({found['role']}) has neither content nor tool_calls")
     if content is not None and not isinstance(content, str):
@@ -279,14 +291,6 @@ def _text_part(part: Any, what: str) -> str:
         return str(part["text"])
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise DataError(f"{what} has a part of type {kind}: only text can be trained")
-
-
-def _without_null(value: Any) -> Any:
-    """The same within; but an argument of a call may be null."""
-    if isinstance(value, Mapping):
-        kept = {name: one for name, one in value.items() if one is not None}
-        return {name: one if name == "arguments" else _without_null(one) for name, one in kept.items()}
-    return [_without_null(one) for one in value] if isinstance(value, list) else value
 
 
 _FORMS: tuple[tuple[frozenset[str], frozenset[str], Callable[[Mapping[str, Any], str], Sample]], ...] = (

@@ -41,9 +41,9 @@ class EarlierCall(CheckedFields):
 
     @property
     def row(self) -> dict[str, Any]:
-        """As chat templates read it: arguments are an object. ApiError."""
+        """As chat templates read it: arguments are an object, that of a call without any is empty. ApiError."""
         try:
-            arguments = from_json(self.function.arguments)
+            arguments = from_json(self.function.arguments.strip() or "{}")
         except ValueError:
             raise refused(f"the arguments of call {printable(self.id)} are not JSON", "messages") from None
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
@@ -61,14 +61,15 @@ class ChatMessage(CheckedFields):
 
     @property
     def row(self) -> dict[str, Any]:
-        """As chat templates read it: text in one piece; `developer` is the newer name of `system`."""
-        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        """As chat templates read it, which join parts in their own way; `developer` is the newer name of `system`."""
+        content = self.content or ""
+        parts = content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
         role = "system" if self.role == "developer" else self.role
         named = {
             "name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id,
             "tool_calls": [call.row for call in self.tool_calls] or None,
         }  # fmt: skip
-        return {"role": role, "content": "".join(parts)} | {key: one for key, one in named.items() if one is not None}
+        return {"role": role, "content": parts} | {key: one for key, one in named.items() if one is not None}
 
 
 class ChosenFunction(CheckedFields):

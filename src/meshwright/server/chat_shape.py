@@ -3,13 +3,17 @@
 import secrets
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from string import ascii_letters, digits
+from typing import Any, Final
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.serve.tool_calls import ToolCall
 from meshwright.server.answering import AnswerPart
 from meshwright.server.completion_shape import spell
 from meshwright.server.tool_use import ReadSoFar, ToolUse
+
+_LETTERS: Final = ascii_letters + digits
+"""Of the ids of calls, which have nine: Mistral's chat templates refuse a conversation with any others."""
 
 
 class ChatShape:
@@ -81,7 +85,7 @@ class ChatShape:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return {"id": "".join(secrets.choice(_LETTERS) for _ in range(9)), "type": "function", "function": function}
 
 
 def _reason(reason: str | None, calls: int) -> str | None:
