@@ -231,12 +231,12 @@ PARTS = (
     "{% for m in messages %}{% for part in m['content'] %}"
     "{{ part.text if part.text is defined else part }}{% endfor %}{% endfor %}"
 )
-PIECES = [{"type": "text", "text": "Look at this:"}, {"type": "text", "text": "1 2 3"}]
+LOOKED_AT = [{"type": "text", "text": "Look at this:"}, {"type": "text", "text": "1 2 3"}]
 
 
 def test_parts_of_a_content_are_joined_as_the_template_takes_them() -> None:
     """One that goes through parts gives what transformers gives; one that takes a text has lines, as in vLLM."""
-    messages = [{"role": "user", "content": PIECES}]
+    messages = [{"role": "user", "content": LOOKED_AT}]
     assert ours(PARTS).render(messages).text == theirs(PARTS, messages)[0] == "Look at this:1 2 3"
     for source in TEMPLATES.values():
         assert "Look at this:\n1 2 3" in ours(source).render(messages).text
