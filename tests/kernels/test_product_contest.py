@@ -1,5 +1,6 @@
 """Ways of multiplying with codes: the fastest that is right is taken, by times that a clock of the test gives."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,11 @@ from meshwright.kernels import device_products
 from meshwright.kernels.product_contest import CHECKED, CLASSES, ProductContest, ProductWay
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.serve import engine_start
+from meshwright.serve.engine_options import EngineOptions
+from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.quantization_schemes import SCHEMES
+from tests.model.shrunk import model
 
 FP32 = torch.float32
 
@@ -148,8 +153,26 @@ def test_products_go_to_the_open_contest_alone(monkeypatch: pytest.MonkeyPatch) 
     assert device_products.packed(x, coded, None, {}) is None, "a CPU has no kernel for it"
     monkeypatch.setattr(device_products, "_contests", [held])
     assert device_products.packed(x, coded, None, {}) is not None and clock.last == ("rule", 3)
-    device_products.close_contest()
+    device_products.close_contest(held)
     assert device_products.packed(x, coded, None, {}) is None
+
+
+def test_a_contest_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds codes and second layouts, whose memory the next model needs. Another engine's goes on."""
+    monkeypatch.setattr(engine_start, "times_products", lambda *_: True)
+    options = EngineOptions(cache_bytes=2**20, second_layouts=True)
+    engines = [ServingEngine(model("llama-3.1-8b"), options)]
+    codes = torch.zeros(1)
+    held = weakref.ref(codes)
+    device_products._contests[0].layouts["some",] = codes, None
+    del codes
+    assert held() is not None
+    engines.append(ServingEngine(model("llama-3.1-8b"), options))
+    (second,) = device_products._contests
+    engines.pop(0)
+    assert held() is None and device_products._contests == [second]
+    engines.clear()
+    assert not device_products._contests
 
 
 def test_a_contest_opens_for_auto_alone() -> None:
@@ -160,7 +183,7 @@ def test_a_contest_opens_for_auto_alone() -> None:
             assert device_products.packed(torch.randn(3, 64), replace(matrix(), prefer=prefer), None, {}) is None
         assert not opened.results, "nothing is timed on a CPU"
     finally:
-        device_products.close_contest()
+        device_products.close_contest(opened)
 
 
 @pytest.mark.parametrize("name", ["int4-rtn", "int4-sym", "int4-hqq"])

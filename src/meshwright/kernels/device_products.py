@@ -70,9 +70,10 @@ def open_contest(copies: bool, say: Callable[[str], None]) -> ProductContest:
     return _contests[0]
 
 
-def close_contest() -> None:
-    """Take the ways of the rule from now on."""
-    _contests.clear()
+def close_contest(contest: ProductContest) -> None:
+    """Take the ways of the rule from now on, unless another contest was opened meanwhile."""
+    if _contests and _contests[0] is contest:
+        _contests.clear()
 
 
 def _contested(rows: Tensor, matrix: QuantizedMatrix) -> bool:

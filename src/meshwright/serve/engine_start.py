@@ -1,5 +1,6 @@
 """Start of an engine: sizes of its cache, runners of its models, and CUDA graphs of their steps."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +42,11 @@ class StartedEngine:
     """A line for people about the cache."""
 
 
+def times_products(device: torch.device, ranks: ServingRanks | None) -> bool:
+    """Whether ways of multiplying are timed for an engine: not where ranks, or runs, must choose the same ones."""
+    return device.type == "cuda" and ranks is None and not torch.are_deterministic_algorithms_enabled()
+
+
 def start(
     model: Transformer, options: EngineOptions, adapters: RequestAdapters, ranks: ServingRanks | None
 ) -> StartedEngine:
@@ -68,8 +74,7 @@ def start(
         return replace(setup, exact=False, graphs=off if setup.graphs == off else 0).runner(drafting)
 
     say = options.on_progress or (lambda _: None)
-    if device.type == "cuda" and ranks is None and not torch.are_deterministic_algorithms_enabled():
-        device_products.open_contest(options.second_layouts, say)
+    contest = device_products.open_contest(options.second_layouts, say) if times_products(device, ranks) else None
     makers: list[Callable[[RunnerSetup], Runner]] = [of_model, *(partial(of_draft, one) for one in models[1:])]
     cache_bytes, memory = options.cache_bytes, device_memory(device)
     words = f"{gib(cache_bytes)} at most"
@@ -87,6 +92,8 @@ def start(
     if memory is not None:
         say(f"cache: {words}")
     runners = [make(setup) for make in makers]
+    if contest is not None:  # which holds codes and their second layouts
+        weakref.finalize(runners[0], device_products.close_contest, contest)
     for runner in runners if options.warm_start else ():
         runner.capture(say)
     return StartedEngine(runners=runners, blocks=blocks, slots=slots, longest=longest, memory=words)
