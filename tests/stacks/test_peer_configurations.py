@@ -14,7 +14,7 @@ ENTRIES = entries()
 def test_it_is_read_and_predicted_or_refused_with_its_line(entry: dict[str, Any], tmp_path: Path) -> None:
     found = read(entry, tmp_path)
     if "refused" in entry:
-        assert entry["refused"] in found.refusal and ", line " in found.refusal
+        assert entry["refused"] in found.refusal and "line " in found.refusal
         return
     assert found.refusal == "" and found.answer.given.step_seconds > 0
     if "published" in entry:

@@ -80,12 +80,11 @@ class ConfigAnswer(Answer):
     def options(self, plan: Plan) -> str:
         """What makes the file that plan, in the software's own words; in words of a layout where it has no name for the
         model."""
-        try:
-            old, new = self.software.all_facts(self.plan), self.software.all_facts(plan)
+        try:  # adapters are no part of a layout, and of no file that is written
+            old, new = (self.software.all_facts(replace(one, model=one.model.base)) for one in (self.plan, plan))
         except PlanError:
             return differences(self.plan.layout, plan.layout)
-        file = self.software.files[0] if self.config.paths[0].is_dir() else self._file
-        told = [one for one in self.software.files if self.config.paths[0].is_dir() or one is file]
+        told = self.software.files if self.config.paths[0].is_dir() else [self._file, *self.software.named_files]
         words = [said for one in told for said in _changed(one.form == "shell", one.settings(old), one.settings(new))]
         return " ".join(dict.fromkeys(words)) or differences(self.plan.layout, plan.layout)
 
@@ -94,7 +93,8 @@ class ConfigAnswer(Answer):
         ending = self.config.paths[0].suffix.replace(".yml", ".yaml")
         forms = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".json": "json"}
         form = forms.get(ending, "shell")
-        return next((one for one in self.software.files if one.form == form), self.software.files[0])
+        files = (*self.software.files, *self.software.also_read)
+        return next((one for one in files if one.form == form), self.software.files[0])
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright plan --from FILE --json` prints."""
@@ -105,7 +105,7 @@ class ConfigAnswer(Answer):
             "fixes": [_told(self, one.prediction) for one in self.fixes],
             "best": None if best is None else _told(self, best.prediction),
             "ignored": list(self.config.ignored), "not_known": list(self.config.unknown),
-            "not_counted": list(self.config.uncounted),
+            "not_counted": [*self.config.bounds, *self.config.uncounted], "bound": bool(self.config.bounds),
             "known_errors": sentences(self.software),
         }  # fmt: skip
 

@@ -1,24 +1,32 @@
 """Files of options as a plan: whose they are, what they say, what was left aside."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.presets import suggested
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts
 from meshwright.stacks.declaration.plan_facts import plan_of, preset_of_hub, shape_of
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of, option_word
 from meshwright.stacks.text.option_text import Entry
 from meshwright.stacks.trainer_table import SOFTWARE, software
+from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FILE as LAUNCHER_FILE
+from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE
 
 OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", {}, [])
 """Values of an option that matters by which it is off, beside False."""
-PARTS = re.compile(r"(size|parallelism|stages|instances|tiling)$")
+DECIDES = re.compile(
+    r"(^|[._-])(tp|pp|cp|sp|ep|autotp|autoep|((tensor|pipeline|context|sequence|expert|ulysses)_?(model_)?(parallel)?))"
+    r"_?(world_)?(size|degree|stages)$"
+)
+"""Names of options that say how many ranks share the work: one that no table has decides the answer all the same."""
+PARTS = re.compile(r"(size|degree|parallelism|stages|instances|tiling)$")
 """Ends of options that say in how many parts or ranks something is cut: 1 is off, and so is -1."""
 ReadFolder = Callable[[Path], ModelShape]
 
@@ -39,6 +47,8 @@ class ReadConfig:
     """Options that are in no list here: they may matter."""
     uncounted: tuple[str, ...] = ()
     """A sentence for each option that matters, and has another value than is counted."""
+    bounds: tuple[str, ...] = ()
+    """A sentence for each option that saves memory or time and is not counted: the run needs less than is said."""
 
     def nodes(self, devices_per_node: int) -> int:
         """As the files say; 1 where they do not."""
@@ -117,10 +127,10 @@ def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSof
     form = form_of(path)
     keys = {entry.key for entry in entries}
     found = [
-        (sum(file.option(key) is not None for key in keys) + 0.01 * sum(file.knows(key) for key in keys), one, file)
+        (_known(file, keys) + 0.0001 * (file in one.files), one, file)
         for one in SOFTWARE.values()
         if word in ("", one.word)
-        for file in one.files
+        for file in (*one.files, *one.also_read)
         if file.form == form
     ]
     best = max((score for score, *_ in found), default=0.0)
@@ -133,57 +143,143 @@ def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSof
     return next(iter(first.values()))  # of one file that several take, the first
 
 
+def _known(file: ConfigFile, keys: set[str]) -> float:
+    if file.marks and not keys & set(file.marks):
+        return 0.0
+    return sum(file.option(key) is not None for key in keys) + 0.01 * sum(map(file.knows, keys))
+
+
 def _read(
     software: TrainingSoftware, files: Sequence[tuple[ConfigFile, Sequence[Entry]]], path: Path,
     folder_shape: ReadFolder | None, given: ModelShape | None,
 ) -> ReadConfig:  # fmt: skip
     facts: Facts = {"nodes": _nodes_of(path)} if path.is_dir() else {}
-    ignored: list[str] = []
-    unknown: list[str] = []
-    uncounted: list[str] = []
+    told = FileNotes()
     for file, entries in files:
         where = path / file.name if path.is_dir() else path
-        said = _facts(file, entries, where, ignored, unknown)
+        said = _facts(file, entries, where, told)
         facts.update({name: value for name, value in said.items() if value is not None or name not in facts})
-        facts.update(software.noticed(entries))
+        with told.collected(f"{where}, "):
+            facts.update(software.noticed(entries))
         given_values = {entry.key: entry.value for entry in entries}
-        uncounted += filter(None, (one.note(given_values.get(one.key, one.absent)) for one in file.unread))
-    shape = given or _named(software, facts, path, folder_shape)
+        told.uncounted += filter(None, (one.note(given_values.get(one.key, one.absent)) for one in file.unread))
+    _read_named(facts, path, told)
+    shape = given
+    with told.collected():
+        shape = given or _named(software, facts, path, folder_shape)
     if shape is not None:
         facts["layers"] = shape.layers
-    try:
+    told.objections += [f"{path}: {sentence}" for sentence in software.objections(facts)]
+    told.bounds += software.bounds(facts)
+    with told.collected(f"{path}: "):
         facts = software.resolve(facts)
         shape = shape or shape_of(facts)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
+    told.check(path)
+    software = software.variant(software, facts) if software.variant else software
     return ReadConfig(
-        software=software, paths=(path,), facts=facts, shape=shape, ignored=tuple(ignored), unknown=tuple(unknown),
-        uncounted=tuple(uncounted),
+        software=software, paths=(path,), facts=facts, shape=shape,
+        ignored=tuple(told.ignored), unknown=tuple(told.unknown), uncounted=tuple(told.uncounted),
+        bounds=tuple(dict.fromkeys(told.bounds)),
     )  # fmt: skip
 
 
-def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, ignored: list[str], unknown: list[str]) -> Facts:
-    """What one file says; the last word counts. PlanError for a value that is not understood, or not counted."""
+@dataclass(slots=True)
+class FileNotes:
+    """What is to be said of files beside their facts."""
+
+    ignored: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    uncounted: list[str] = field(default_factory=list)
+    bounds: list[str] = field(default_factory=list)
+    objections: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def collected(self, where: str = "") -> Iterator[None]:
+        """Go on after a PlanError: all reasons are told together."""
+        try:
+            yield
+        except PlanError as error:
+            self.objections.append(f"{where}{error}")
+
+    def check(self, path: Path) -> None:
+        """PlanError with every reason, if there is one."""
+        reasons = list(dict.fromkeys(self.objections))
+        if len(reasons) == 1:
+            raise PlanError(reasons[0])
+        if reasons:
+            listed = "; ".join(one.removeprefix(str(path)).lstrip(",: ") for one in reasons)
+            raise PlanError(f"{path}: {len(reasons)} reasons why it is not counted: {listed}")
+
+
+def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, told: FileNotes) -> Facts:
+    """What one file says; the last word counts. Values that are not understood or not counted are told of."""
     facts: Facts = {}
     for option in file.options:
         if option.default is not None:
             facts[option.fact] = option.value(Entry(key=option.key, value=option.default, line=0))
     for entry in entries:
+        said, off = f"{entry.key}={entry.value}", is_off(entry.key, entry.value)
         option_ = file.option(entry.key)
         if option_ is not None:
-            facts[option_.fact] = _value(option_, entry, path)
+            with told.collected(f"{path}, "):
+                facts[option_.fact] = option_.value(entry)
         elif entry.key in {one.key for one in file.unread}:
             continue
-        elif entry.key in file.refused and not is_off(entry.key, entry.value):
-            raise PlanError(
-                f"{path}, line {entry.line}: {entry.key}={entry.value} {file.refused[entry.key]}: not counted here"
+        elif entry.key in file.refused and not off:
+            told.objections.append(f"{path}, line {entry.line}: {said} {file.refused[entry.key]}: not counted here")
+        elif entry.key in file.bounded and not off:
+            told.bounds.append(f"{said.lower()} {file.bounded[entry.key]}: not counted.")
+        elif file.knows(entry.key):
+            with told.collected():
+                _check_fixed(file, entry, path)
+            told.ignored.append(entry.key)
+        elif DECIDES.search(entry.key.lstrip("-").replace("-", "_")) and not off:
+            told.objections.append(
+                f"{path}, line {entry.line}: {said} says how many ranks share the work, and is not counted here"
             )
-        elif file.ignores(entry.key) or entry.key in file.fixed or entry.key in file.refused:
-            _check_fixed(file, entry, path)
-            ignored.append(entry.key)
         elif entry.key not in ("def", "=", "import"):
-            unknown.append(f"{entry.key} (line {entry.line})")
+            told.unknown.append(f"{entry.key} (line {entry.line})")
     return facts
+
+
+def _read_named(facts: Facts, path: Path, told: FileNotes) -> None:
+    """Add what files of accelerate and DeepSpeed say that options name: where they lie, else by their names."""
+    launcher = facts.get("accelerate_file")
+    if isinstance(launcher, str) and launcher:
+        found = _beside(path, launcher)
+        if found is not None:
+            with told.collected():
+                said = _facts(LAUNCHER_FILE, entries_of(found), found, told)
+                facts.update({fact: value for fact, value in said.items() if facts.get(fact) is None})
+        elif kind := re.search(r"(zero)_?[0-3]|fsdp|multi_gpu|single_gpu", Path(launcher).name.lower()):
+            kinds = {"fsdp": "FSDP", "multi_gpu": "MULTI_GPU", "single_gpu": "NO"}
+            facts["distributed"] = kinds.get(kind[0], "DEEPSPEED")
+            facts.setdefault("zero_stage", int(kind[0][-1]) if kind[1] else None)
+            told.uncounted.append(f"{launcher} is not beside the file: taken as {kind[0]} by its name.")
+        else:
+            told.objections.append(f"{path}: it names {launcher}, which is not beside it: put it there")
+    name = facts.get("deepspeed_file")
+    if not isinstance(name, str) or not name:
+        return
+    facts["distributed"] = "DEEPSPEED"
+    found = _beside(path, name)
+    if found is not None:
+        with told.collected():
+            said = _facts(SHARDING_FILE, entries_of(found), found, told)
+            facts["zero_stage"] = said.get("zero")
+            wanted = ("micro_batch", "accumulation", "global_batch", "overlaps", "travels", "optimizer_type")
+            facts.update({fact: said[fact] for fact in wanted if said.get(fact) not in (None, "auto")})
+    elif stage := re.search(r"z(?:ero)?_?(?:stage)?_?([0-3])(?!\d)", Path(name).name):
+        facts["zero_stage"] = int(stage[1])
+        told.uncounted.append(f"{name} is not beside the file: taken as stage {stage[1]} of ZeRO by its name.")
+    else:
+        told.objections.append(f"{path}: it names {name}, which is not beside it: put it there")
+
+
+def _beside(path: Path, name: str) -> Path | None:
+    """A file that options name, from their own folder or one above it."""
+    here = path if path.is_dir() else path.parent
+    return next((folder / name for folder in (here, *here.absolute().parents) if (folder / name).is_file()), None)
 
 
 def is_off(key: str, value: Any) -> bool:
@@ -203,18 +299,11 @@ def _check_fixed(file: ConfigFile, entry: Entry, path: Path) -> None:
         raise PlanError(f"{path}, line {entry.line}: {said} is not counted here: take {known}")
 
 
-def _value(option: Option, entry: Entry, path: Path) -> Any:
-    try:
-        return option.value(entry)
-    except PlanError as error:
-        raise PlanError(f"{path}, {error}") from None
-
-
 def _named(software: TrainingSoftware, facts: Facts, path: Path, folder_shape: ReadFolder | None) -> ModelShape | None:
     """The model by the name that the file gives it; None where it gives none."""
-    preset = software.preset(facts)
-    if preset:
-        return presets.model(preset)
+    shape = software.shape(facts)
+    if shape is not None:
+        return shape
     name = facts.get("hub")
     if not isinstance(name, str):
         return None

@@ -79,7 +79,11 @@ def print_config(answer: "ConfigAnswer", *, details: bool, json: bool) -> None:
         show(_config_lines(answer, details=details))
     if not answer.fits:
         peak, room = answer.prediction.peak_bytes, usable_bytes(answer.plan)
-        raise DoesNotFit(f"does not fit: needs {short_gib(peak)} per device; {short_gib(room)} is usable")
+        bounds = answer.config.bounds
+        said = f"needs {'at most ' * bool(bounds)}{short_gib(peak)} per device; {short_gib(room)} is usable"
+        if bounds:
+            raise DoesNotFit(f"does not fit as counted: {said}; what is not counted needs less, and may make it fit")
+        raise DoesNotFit(f"does not fit: {said}")
 
 
 def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
@@ -98,7 +102,8 @@ def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
     if not answer.fits:
         kind, _ = explain.largest_kind(one)
         need, room = short_gib(one.peak_bytes), short_gib(usable_bytes(answer.plan))
-        yield from wrapped(f"This will need {need} of {room} (most of it {kind}).", columns, "  ")
+        most = "at most " * bool(answer.config.bounds)
+        yield from wrapped(f"This will need {most}{need} of {room} (most of it {kind}).", columns, "  ")
         for change in answer.fixes:
             cost = change.prediction.step_s / one.step_s - 1
             paid = f"costs {cost:.0%}" if cost >= 0.005 else "is as fast" if cost > -0.005 else f"is {-cost:.0%} faster"
@@ -111,7 +116,7 @@ def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
     yield from _better(answer)
     for sentence in sentences(answer.software):
         yield from wrapped(sentence, columns, "  ")
-    for sentence in answer.config.uncounted:
+    for sentence in (*answer.config.bounds, *answer.config.uncounted):
         yield from wrapped(sentence, columns, "  ! ")
     if answer.config.unknown:
         yield from wrapped(f"Not known here, and may matter: {', '.join(answer.config.unknown)}.", columns, "  ! ")
@@ -124,14 +129,19 @@ def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
 def _better(answer: "ConfigAnswer") -> Iterator[str]:
     """The best layout of the same devices."""
     from meshwright.cli.terminal.screen_text import width, wrapped
-    from meshwright.spec.units import short_gib
+    from meshwright.spec.units import short_gib, step_time
 
     best = answer.best
     if best is None:
         yield f"  No layout of {answer.software.word} fits these devices."
         return
     ratio = answer.prediction.step_s / best.step_seconds
-    if best.plan.layout == answer.plan.layout or (answer.fits and ratio < 1.005):
+    if not answer.fits:
+        fastest = f"The fastest layout that fits takes {step_time(best.step_seconds)} per step"
+        said = f"{fastest} ({short_gib(best.peak_bytes)}): "
+        yield from wrapped(f"{said}{answer.options(best.plan)}", width(), "  ")
+        return
+    if best.plan.layout == answer.plan.layout or (ratio < 1.005):
         yield f"  No layout of {answer.software.word} on these devices is predicted to be faster."
         return
     said = f"The best layout on the same devices is {ratio:.2f} times as fast ({short_gib(best.peak_bytes)}): "

@@ -4,7 +4,7 @@ Files are written and read by this one table, so that both cannot disagree.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal
 
@@ -15,11 +15,12 @@ Facts = dict[str, Any]
 """What a plan says, by name: degrees, sizes, batch (declaration/plan_facts.py), and what one software calls its own."""
 COUNTED = frozenset({
     "accumulation", "cp", "cp_size", "devices", "dp", "dp_replicate", "dp_shard", "ep", "expert_tp", "ffn",
-    "global_batch", "head_dim", "heads", "hidden", "key_heads", "kv_heads", "layers", "local_batch", "max_positions",
+    "global_batch", "head_dim", "heads", "hidden", "key_heads", "kv_heads", "layers", "local_batch", "lora_rank",
+    "max_positions",
     "micro_batch", "mla_kv_rank", "mla_nope_dim", "mla_q_rank", "mla_rope_dim", "mla_v_dim", "moe_experts", "moe_ffn",
-    "moe_groups", "moe_shared_width", "moe_top_groups", "moe_top_k", "nodes", "pipeline_micro_batch", "pp",
-    "recompute_number", "replicas", "round", "sequence", "shards", "stage_depth", "stage_layers", "stages_of_rank",
-    "tp", "tp_size", "vocab", "vp", "zero", "zero_stage",
+    "moe_groups", "moe_shared_width", "moe_top_groups", "moe_top_k", "nodes", "pipeline_micro_batch", "pipeline_times",
+    "pp", "recompute_number", "replicas", "round", "sequence", "shards", "stage_depth", "stage_layers",
+    "stages_of_rank", "rank_tokens", "step_tokens", "tp", "tp_size", "vocab", "vp", "zero", "zero_stage",
 })  # fmt: skip
 """Facts that are whole numbers; -1, `auto` and nothing leave one to the software."""
 MEASURED = frozenset({"moe_routed_scale", "norm_eps", "per_device", "rope_theta", "rotary_base", "stretch"})
@@ -117,8 +118,12 @@ class ConfigFile:
     """Keys that change neither memory nor time; a trailing * stands for any rest."""
     refused: Mapping[str, str] = None  # type: ignore[assignment]  # the same
     """Keys that matter and are not counted, with what they do: refused where they are on."""
+    bounded: Mapping[str, str] = None  # type: ignore[assignment]  # the same
+    """Keys that save memory or time, with what they do: named where they are on, and the figures are a bound."""
     unread: tuple[UncountedOption, ...] = ()
     """Named in the answer where they have another value than is counted."""
+    marks: tuple[str, ...] = ()
+    """Keys one of which stands in every such file, beside keys that others have too; none = no such key."""
     title: str = ""
     """What the file is, for its first line."""
     head: Callable[[Facts], str] | None = None
@@ -127,7 +132,7 @@ class ConfigFile:
     """And below them."""
 
     def __post_init__(self) -> None:
-        for field in ("fixed", "refused"):
+        for field in ("fixed", "refused", "bounded"):
             if getattr(self, field) is None:
                 object.__setattr__(self, field, {})
 
@@ -141,10 +146,26 @@ class ConfigFile:
 
     def knows(self, key: str) -> bool:
         """Whether it is in any list."""
-        return self.option(key) is not None or key in self.fixed or key in self.refused or self.ignores(key)
+        named = key in self.fixed or key in self.refused or key in self.bounded
+        return named or self.option(key) is not None or self.ignores(key)
 
     def settings(self, facts: Facts) -> list[Setting]:
         """All that is written for a plan."""
         said = [one.setting(facts) for one in self.options]
         fixed = [Setting(key=key, value=value, meaning=meaning) for key, (value, meaning) in self.fixed.items()]
         return [one for one in said if one] + fixed
+
+
+def as_shell(file: ConfigFile) -> ConfigFile:
+    """The same options as arguments of a command: `key: value` of a YAML is `--key value`."""
+
+    def flags(keys: Mapping[str, Any]) -> dict[str, Any]:
+        return {f"--{key}": value for key, value in keys.items()}
+
+    options = (replace(one, key=f"--{one.key}", also=tuple(f"--{key}" for key in one.also)) for one in file.options)
+    return replace(
+        file, form="shell", options=tuple(options), marks=tuple(f"--{key}" for key in file.marks), fixed={},
+        ignored=tuple(f"--{key}" for key in file.ignored),
+        refused=flags(file.refused), bounded=flags(file.bounded),
+        unread=tuple(replace(one, key=f"--{one.key}") for one in file.unread),
+    )  # fmt: skip

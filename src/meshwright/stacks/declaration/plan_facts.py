@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from math import inf
@@ -9,6 +10,7 @@ from typing import Any
 
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
+from meshwright.spec.lora import LoRAShape
 from meshwright.stacks.declaration.option import Facts
 
 LAYOUT = ("tp", "cp", "pp", "ep", "vp", "sp", "zero", "schedule", "recompute", "recompute_layers")
@@ -47,6 +49,8 @@ def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
     found = degrees(facts, cluster.devices)
     micro, batch = batches(facts, found["dp_replicate"] * found["dp_shard"])
     sharded = found["dp_shard"] * found["cp"] > 1
+    if facts.get("lora"):
+        shape = replace(shape, lora=LoRAShape(**facts["lora"]))
     layout = Layout(
         **found, micro_batch=micro, zero=int(facts.get("zero", 0)) if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
         sp=bool(facts.get("sp", False)) and found["tp"] > 1, schedule=facts.get("schedule", "1f1b"),
@@ -137,15 +141,25 @@ def hub_name(shape: ModelShape) -> str | None:
     return hub_names().get(shape.name)
 
 
+MARKS = re.compile(
+    r"^(meta-)|-(hf|instruct|chat|base|it|pt|thinking|fp16|bf16|\d{4}|v\d(\.\d)?|bnb-4bit|bnb-nf4|unsloth)$"
+)
+"""What is added to a model's name for a tuned or converted copy, whose matrices are the same."""
+
+
 def preset_of_hub(name: str) -> ModelShape | None:
-    """The preset that a hub name means; None where there is none."""
+    """The preset that a hub name means, of a copy that was tuned or converted too; None where there is none."""
     for preset, hub in hub_names().items():
         if hub.lower() == name.lower():
             return presets.model(preset)
-    try:
-        return presets.model(name)
-    except PlanError:
-        return None
+    plain = name.rpartition("/")[2].lower().replace("_", "-")
+    while True:
+        with suppress(PlanError):
+            return presets.model(plain)
+        shorter = MARKS.sub("", plain, count=1)
+        if shorter == plain:
+            return None
+        plain = shorter
 
 
 def shape_of(facts: Facts) -> ModelShape | None:

@@ -1,6 +1,6 @@
 """A training software: which layouts it offers, how it spends memory and time, its files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,9 +33,14 @@ def nothing_noticed(entries: Sequence[Entry]) -> Facts:
     return {}
 
 
-def no_preset(facts: Facts) -> str | None:
+def no_shape(facts: Facts) -> ModelShape | None:
     """It names models as everybody does."""
     return None
+
+
+def no_sentences(facts: Facts) -> Iterable[str]:
+    """None."""
+    return ()
 
 
 def as_read(facts: Facts) -> Facts:
@@ -78,13 +83,24 @@ class TrainingSoftware:
     full_rounds: bool = False
     """Several stages of a pipeline rank want as many micro-batches as there are ranks."""
     files: tuple[ConfigFile, ...]
+    """Those that it writes and reads."""
+    also_read: tuple[ConfigFile, ...] = ()
+    """Files of programs on top of it, which are read and not written."""
+    named_files: tuple[ConfigFile, ...] = ()
+    """Files that an option of its own names: advice speaks of them too."""
     facts: Callable[[Plan], Facts] = nothing_more
     """Facts of its own, for its options; PlanError where it has no such model."""
     resolve: Callable[[Facts], Facts] = as_read
     """The other way: common facts from its own."""
     noticed: Callable[[Sequence[Entry]], Facts] = nothing_noticed
     """Facts that stand in a file without being an option of the table."""
-    preset: Callable[[Facts], str | None] = no_preset
+    objections: Callable[[Facts], Iterable[str]] = no_sentences
+    """Why facts cannot be counted, each by itself, before they are resolved."""
+    bounds: Callable[[Facts], Iterable[str]] = no_sentences
+    """What facts save that is not counted: the figures are a bound, and each is named."""
+    variant: "Callable[[TrainingSoftware, Facts], TrainingSoftware] | None" = None
+    """The same software as resolved facts have it: sharded by another library, with other options to advise."""
+    shape: Callable[[Facts], ModelShape | None] = no_shape
     """The model that facts name, where the software has names of its own."""
     launch: Callable[[Plan], LaunchCommand]
     measured: tuple[str, ...] = ()

@@ -46,34 +46,71 @@ def read(text: str, function: str = "") -> list[Entry]:
         raise PlanError(f"line 1: {len(chosen)} functions: say which, as FILE.py:{chosen[0].name}")
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     named = [Entry(key="def", value=chosen[0].name, line=chosen[0].lineno)]
-    inside = (node for one in ast.walk(chosen[0]) for node in _of(one))
-    return [*named, *(entry for node in imports for entry in _of(node)), *inside]
+    functions = {node.name: node for node in made}
+    return [*named, *(entry for node in imports for entry in _of(node, {}, {})), *_inside(chosen[0], functions)]
 
 
-def _of(node: ast.AST) -> Iterator[Entry]:
+def _inside(function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef]) -> Iterator[Entry]:
+    """All that a function sets, after what another function of the file does that it starts from."""
+    others = {name: node for name, node in functions.items() if name != function.name}
+    assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+    known = {one.targets[0].id: one.value for one in assigned if isinstance(one.targets[0], ast.Name)}
+    answers = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+    returned = {one.id for one in answers if isinstance(one, ast.Name)}
+    for node in ast.walk(function):
+        yield from _of(node, known, others)
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.targets[0]) in returned
+        ):
+            yield from _keywords(node.value, known, others)
+
+
+def _of(node: ast.AST, known: Mapping[str, ast.expr], functions: Mapping[str, ast.FunctionDef]) -> Iterator[Entry]:
+    """`known`: local names with what they were set to. `functions`: of the same file."""
     if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute):
         names = ast.unparse(node.targets[0]).split(".")
-        yield from _value(".".join(names[1:]), node.value)
+        yield from _value(".".join(names[1:]), node.value, known)
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
-        yield Entry(key="=", value=Called(name=ast.unparse(node.value.func)), line=node.lineno)
+        if (name := ast.unparse(node.value.func)) in functions:
+            yield from _inside(functions[name], functions)
+        else:
+            yield Entry(key="=", value=Called(name=_called(node.value)), line=node.lineno)
     elif isinstance(node, ast.Return) and isinstance(node.value, ast.Call):
-        for keyword in node.value.keywords:
-            yield from _value(keyword.arg or "", keyword.value)
+        yield from _keywords(node.value, known, functions)
     elif isinstance(node, ast.ImportFrom):
         yield Entry(key="import", value=f"{node.module}:{','.join(one.name for one in node.names)}", line=node.lineno)
 
 
-def _value(key: str, node: ast.expr) -> Iterator[Entry]:
-    """Of a call each keyword by itself, below the call's name."""
+def _keywords(
+    node: ast.Call, known: Mapping[str, ast.expr], functions: Mapping[str, ast.FunctionDef]
+) -> Iterator[Entry]:
+    """Arguments of the call that makes a configuration; where one calls a function of the file, its defaults first."""
+    for keyword in node.keywords:
+        made = functions.get(ast.unparse(keyword.value.func)) if isinstance(keyword.value, ast.Call) else None
+        if made is not None:
+            names = [one.arg for one in made.args.args]
+            for name, default in zip(names[len(names) - len(made.args.defaults) :], made.args.defaults, strict=True):
+                yield from _value(f"{keyword.arg}.{name}", default, {})
+        yield from _value(keyword.arg or "", keyword.value, known)
+
+
+def _called(node: ast.Call) -> str:
+    """The name of what is called, with its first argument where that is a literal: model_registry('8B')."""
+    first = node.args[0] if node.args else None
+    return ast.unparse(node.func) + (f"({first.value!r})" if isinstance(first, ast.Constant) else "")
+
+
+def _value(key: str, node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[Entry]:
+    """Of a call each keyword by itself, below the call's name; of a local name what it was set to."""
+    if isinstance(node, ast.Name) and isinstance(known.get(node.id), ast.Call):
+        node = known[node.id]
     if isinstance(node, ast.Call):
-        first = [node.args[0]] if node.args and isinstance(node.args[0], ast.Constant) else []
-        name = ast.unparse(node.func) + (
-            f"({first[0].value!r})" if first and isinstance(first[0], ast.Constant) else ""
-        )
-        yield Entry(key=key, value=Called(name=name), line=node.lineno)
+        yield Entry(key=key, value=Called(name=_called(node)), line=node.lineno)
         for keyword in node.keywords:
             if keyword.arg:
-                yield from _value(f"{key}.{keyword.arg}", keyword.value)
+                yield from _value(f"{key}.{keyword.arg}", keyword.value, {})
         return
     yield Entry(key=key, value=folded(node), line=node.lineno)
 

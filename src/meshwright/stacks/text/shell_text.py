@@ -93,7 +93,7 @@ def _computed(text: str, names: dict[str, str]) -> str:
 def _words(line: str, number: int) -> Iterator[str]:
     """Of a line, and of a command that stands in it as a string."""
     for word in _split(line, number):
-        if re.search(r"\s--[A-Za-z]", word) and not re.match(ASSIGNMENT, word):
+        if re.search(r"\s--[A-Za-z]|^--[\w-]+\s", word) and not re.match(ASSIGNMENT, word):
             yield from _words(word, number)
         else:
             yield word

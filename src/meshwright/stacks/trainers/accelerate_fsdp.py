@@ -6,15 +6,9 @@ from meshwright.spec.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
+from meshwright.stacks.trainers.deepspeed import deepspeed_variant, zero_degrees
+from meshwright.stacks.trainers.llama_factory import LLAMA_FACTORY
 
-FP8 = {
-    key: "makes products of 8 bits"
-    for key in ("fp8_config", *(f"fp8_config.{name}" for name in (
-        "backend", "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len",
-        "amax_compute_algo", "override_linear_precision", "opt_level", "enable_fsdp_float8_all_gather", "pad_inner_dim",
-    )))
-}  # fmt: skip
-"""A section that accelerate's questionnaire writes where fp8 is asked for: commands/config/cluster.py."""
 RESHARDED = {3: True, 2: False, 0: None}
 STRATEGIES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2, "NO_SHARD": 0,
               "1": 3, "2": 2, "3": 0, "4": 3, "5": 2}  # fmt: skip
@@ -41,6 +35,7 @@ ACCELERATE = (
            meaning="ranks that share every sequence"),
     Option(key="parallelism_config.parallelism_config_tp_size", fact="tp_size",
            meaning="ranks that share every matrix"),
+    Option(key="deepspeed_config.deepspeed_config_file", fact="deepspeed_file", meaning="the rest of it"),
     Option(key="deepspeed_config.zero_stage", fact="zero_stage", meaning="ZeRO stage of DeepSpeed"),
 )  # fmt: skip
 ACCELERATE_FILE = ConfigFile(
@@ -86,39 +81,18 @@ ACCELERATE_FILE = ConfigFile(
         "parallelism_config.parallelism_config_cp_comm_strategy",
         "parallelism_config.parallelism_config_cp_backend",
         "deepspeed_config.zero3_*",
+        "fp8_config*",
         "deepspeed_config.deepspeed_multinode_launcher",
     ),
     refused={
-        **FP8,
-        "deepspeed_config.offload_optimizer_device": "keeps optimizer states in host memory",
-        "deepspeed_config.offload_param_device": "keeps parameters in host memory",
         "parallelism_config.parallelism_config_sp_size": "shares sequences by Ulysses, which is not counted",
     },
-    title="file for accelerate launch --config_file",
-)
-RUN_CLM = ConfigFile(
-    name="run_clm.json",
-    form="json",
-    options=(
-        Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
-        Option(key="block_size", fact="sequence", meaning="tokens of a sequence"),
-        *hf.TRAINER,
-        Option(
-            key="gradient_checkpointing",
-            fact="checkpointing",
-            default=False,
-            also=("activation_checkpointing",),
-            meaning="the backward pass makes blocks again (with FSDP its own switch does)",
-        ),
-    ),
-    fixed={
-        "output_dir": ("runs/out", "where checkpoints go"),
-        "do_train": (True, ""),
-        "dataset_name": ("DATASET", "yours"),
+    bounded={
+        "fp8_config.backend": "makes products of 8 bits, which takes less time",  # accelerate's questionnaire writes it
+        "deepspeed_config.offload_optimizer_device": f"keeps optimizer states {hf.ON_HOST}",
+        "deepspeed_config.offload_param_device": f"keeps parameters {hf.ON_HOST}",
     },
-    ignored=hf.TRAINER_IGNORED,
-    refused=hf.TRAINER_REFUSED,
-    title="arguments of transformers' examples/pytorch/language-modeling/run_clm.py",
+    title="file for accelerate launch --config_file",
 )
 
 
@@ -141,13 +115,11 @@ def resolve(facts: Facts) -> Facts:
     """Degrees and ZeRO stage that its file means."""
     found = hf.resolved(facts)
     kind = str(found.get("distributed", "MULTI_GPU"))
-    if str(found.get("offload_params", False)).lower() == "true":
-        raise PlanError("fsdp_offload_params keeps parameters in host memory, which is not counted")
     found["cp"], found["tp"] = found.get("cp_size") or 1, found.get("tp_size") or 1
     if kind in ("MULTI_GPU", "NO"):
         return {**found, "zero": 0, "dp_shard": 1}
     if kind == "DEEPSPEED":
-        return {**found, "zero": found.get("zero_stage", 2)}
+        return {**found, **zero_degrees(found.get("zero_stage", 2))}
     if kind != "FSDP":
         raise PlanError(f"distributed_type={kind} is not counted: take FSDP, MULTI_GPU or NO")
     return {**found, **_sharded(found)}
@@ -191,7 +163,6 @@ AXES = {
     "dp_shard": "parallelism_config_dp_shard_size", "dp_replicate": "parallelism_config_dp_replicate_size",
     "cp": "parallelism_config_cp_size", "tp": "parallelism_config_tp_size",
 }  # fmt: skip
-NOT_SCORED = "No published run of transformers' models could be scored: times may be off by tens of percent."
 ACCELERATE_FSDP = TrainingSoftware(
     word="accelerate",
     title="accelerate 1.x with FSDP2, and transformers' Trainer",
@@ -199,10 +170,14 @@ ACCELERATE_FSDP = TrainingSoftware(
     offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 2, 3)},
     reasons={**hf.REASONS, "tp": "run_clm.py loads whole models", "cp": "run_clm.py reads whole sequences"},
     split_refusal=hf.fsdp_refusal,
-    files=(ACCELERATE_FILE, RUN_CLM),
+    files=(ACCELERATE_FILE, hf.RUN_CLM),
+    also_read=LLAMA_FACTORY,
     facts=_facts,
     resolve=resolve,
+    objections=hf.objections,
+    bounds=hf.bounds,
+    variant=deepspeed_variant,
     launch=_launch,
-    unknown=(NOT_SCORED,),
+    unknown=(hf.NOT_SCORED,),
     axes={**AXES, "recompute": "fsdp_activation_checkpointing"},
 )

@@ -1,14 +1,17 @@
 """axolotl: the YAML of `axolotl train`, with FSDP2."""
 
+from collections.abc import Iterator
+
 from meshwright.planner.cost.stack import Stack
-from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
-from meshwright.stacks.trainers.accelerate_fsdp import NOT_SCORED, RESHARDED
+from meshwright.stacks.trainers import peft_adapters as adapters
+from meshwright.stacks.trainers.accelerate_fsdp import RESHARDED
+from meshwright.stacks.trainers.deepspeed import deepspeed_variant, zero_degrees
 
 YAML = ConfigFile(
     name="axolotl.yaml",
@@ -27,6 +30,14 @@ YAML = ConfigFile(
         Option(key="plugins", fact="plugins", meaning="what replaces parts of it"),
         Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
         Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
+        Option(key="adapter", fact="adapter", meaning="low-rank adapters in place of the weights"),
+        Option(key="lora_r", fact="lora_rank", meaning="rank of adapters"),
+        Option(key="lora_target_linear", fact="lora_every", meaning="adapters beside every matrix of a block"),
+        *adapters.FULL_OPTIONS,
+        Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed, which shards in FSDP's place"),
+        Option(key="fsdp", fact="fsdp_words", meaning="words of FSDP 1"),
+        Option(key="fsdp_config.sharding_strategy", fact="strategy", also=("fsdp_config.fsdp_sharding_strategy",),
+                meaning="of FSDP 1"),
         Option(key="fsdp_version", fact="fsdp_version", meaning="fully_shard, by tensors"),
         Option(key="fsdp_config.reshard_after_forward", fact="resharded",
                also=("fsdp_config.fsdp_reshard_after_forward",),
@@ -66,32 +77,38 @@ YAML = ConfigFile(
         "gradient_checkpointing_kwargs*", "fsdp_config.cpu_*", "fsdp_config.fsdp_cpu_*", "fsdp_config.fsdp_version",
         "fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "ring_attn_func",
         "fsdp_config.final_state_dict_type", "fsdp_final_state_dict_type", "fsdp_config.version", "heads_k_stride",
-        "fsdp_config.mixed_precision_policy", "excess_length_strategy", "local_rank", "s2_attention", "lora_*",
+        "fsdp_config.mixed_precision_policy", "excess_length_strategy", "local_rank", "s2_attention",
+        "lora_model_dir", "lora_fan_in_fan_out",
+        "peft_use_rslora", "bnb_*", "peft_*", "reinit_weights", "pretraining_dataset",
+        *(f"fsdp_config.{start}{name}" for start in ("", "fsdp_") for name in (
+            "limit_all_gathers", "sync_module_states", "use_orig_params", "backward_prefetch", "forward_prefetch",
+        )), "flex_attn_compile_kwargs*", "model_config.*",
         "fsdp_config.fsdp_final_state_dict_type", "profiler_*", "include_*", "streaming*", "pretrain_multipack_*",
     ),
     refused={
-        "adapter": "trains adapters instead of all weights: ask plan --tune lora",
-        "load_in_8bit": "holds weights in 8 bits",
-        "load_in_4bit": "holds weights in 4 bits: ask plan --tune qlora",
-        "deepspeed": "shards by DeepSpeed: give that file instead",
-        "fsdp": "shards by FSDP 1, which axolotl no longer has",
         "rl": "compares or rewards answers",
-        "fp8": "makes products of 8 bits",
         "eager_attention": "writes the weights of attention",
-        "torch_compile": "compiles the model, which is faster than is counted",
         "tensor_parallel_size": "cuts matrices by DeepSpeed",
-        "activation_offloading": "keeps activations in host memory",
-        "layer_offloading": "keeps layers in host memory",
         "selective_checkpointing": "keeps some operations of a block",
-        "chunked_cross_entropy": "never holds all logits, which needs less memory than is counted",
-        "cut_cross_entropy": "never holds all logits, which needs less memory than is counted",
-        "tiled_mlp": "cuts the MLP along the sequence",
-        "flash_attn_cross_entropy": "takes another kernel",
-        "flash_attn_fuse_mlp": "takes another kernel",
-        "unfrozen_parameters": "trains some parameters only",
         "qat": "rounds weights in training",
-        "quantize_moe_experts": "holds experts in fewer bits",
-        **{f"liger_{name}": "takes another kernel, which needs less memory than is counted" for name in (
+        **{f"qat.{name}": "rounds weights in training" for name in ("activation_dtype", "weight_dtype", "group_size")},
+        "reward_model": "trains a model that rewards answers",
+        "process_reward_model": "trains a model that rewards answers",
+    },
+    bounded={
+        "fp8": "makes products of 8 bits, which takes less time",
+        "fp8_enable_fsdp_float8_all_gather": "gathers weights in 8 bits, which takes less time",
+        "torch_compile": "compiles the model, which takes less time",
+        "activation_offloading": f"keeps activations {hf.ON_HOST}",
+        "layer_offloading": f"keeps layers {hf.ON_HOST}",
+        "chunked_cross_entropy": hf.NO_LOGITS, "cut_cross_entropy": hf.NO_LOGITS,
+        "tiled_mlp": "cuts the MLP along the sequence, which needs less memory",
+        "flash_attn_cross_entropy": hf.OTHER_KERNEL, "flash_attn_fuse_mlp": hf.OTHER_KERNEL,
+        "fused_attn_kernel": hf.OTHER_KERNEL,
+        "unfrozen_parameters": "trains some parameters only, which needs less memory",
+        "quantize_moe_experts": "holds experts in fewer bits, which needs less memory",
+        **{f"lora_{name}_kernel": hf.OTHER_KERNEL for name in ("mlp", "qkv", "o", "embedding")},
+        **{f"liger_{name}": hf.OTHER_KERNEL for name in (
             "rope", "rms_norm", "layer_norm", "swiglu", "glu_activation", "cross_entropy",
             "fused_linear_cross_entropy",
         )},
@@ -101,7 +118,7 @@ YAML = ConfigFile(
 
 
 def _stack(facts: Facts) -> Stack:
-    return hf.FSDP
+    return hf.DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else hf.FSDP
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:
@@ -120,22 +137,35 @@ def _facts(plan: Plan) -> Facts:
     }  # fmt: skip
 
 
+def objections(facts: Facts) -> Iterator[str]:
+    """What is not counted of its file."""
+    yield from hf.objections(facts)
+    if hf.is_on(facts.get("fp16")) and not hf.is_on(facts.get("bf16")):
+        yield "fp16 is counted in no stack of transformers here: take bf16"
+
+
+def bounds(facts: Facts) -> Iterator[str]:
+    """What saves memory or time and is not counted."""
+    yield from hf.bounds(facts)
+    if "cut_cross_entropy" in str(facts.get("plugins")):
+        yield f"plugins: CutCrossEntropyPlugin {hf.NO_LOGITS}: not counted."
+    if not _is_sharded(facts) and not adapters.is_adapted(facts):
+        yield "without fsdp_config or deepspeed weights and states have 16 bits, which needs less memory: not counted."
+
+
+def _is_sharded(facts: Facts) -> bool:
+    shards = ("fsdp_version", "resharded", "wrap", "fsdp_words", "strategy", "deepspeed_file")
+    return any(facts.get(name) for name in shards) or "resharded" in facts
+
+
 def resolve(facts: Facts) -> Facts:
     """Degrees and ZeRO stage that its file means."""
-    if str(facts.get("offload_params", False)).lower() == "true":
-        raise PlanError("offload_params keeps parameters in host memory, which is not counted")
-    if str(facts.get("checkpointing", False)).startswith("offload"):
-        raise PlanError(f"gradient_checkpointing={facts['checkpointing']} keeps activations elsewhere: not counted")
-    if str(facts.get("fp16", False)).lower() == "true":
-        raise PlanError("fp16 is counted in no stack of transformers here: take bf16")
-    if "cut_cross_entropy" in str(facts.get("plugins")):
-        raise PlanError(
-            "plugins: CutCrossEntropyPlugin never holds all logits, which needs less memory than is counted"
-        )
-    if not {"fsdp_version", "resharded", "wrap"} & facts.keys():
-        raise PlanError("no fsdp_config: without it weights and optimizer states have 16 bits, which is not counted")
     found = hf.resolved(facts)
-    kept = str(found.get("resharded")).lower() == "false"
+    if found.get("distributed") == "DEEPSPEED":
+        return {**found, **zero_degrees(found.get("zero_stage") or 0)}
+    if not _is_sharded(found):
+        return {**found, "zero": 0, "dp_shard": 1}
+    kept = str(found.get("resharded")).lower() == "false" or str(found.get("strategy")) in ("SHARD_GRAD_OP", "2")
     copies = found.get("dp_replicate") or (None if found.get("dp_shard") else 1)
     return {**found, "zero": 2 if kept else 3, "dp_replicate": copies}
 
@@ -149,7 +179,7 @@ def _launch(plan: Plan) -> LaunchCommand:
 
 AXOLOTL = TrainingSoftware(
     word="axolotl",
-    title="axolotl 0.21: fine-tuning of all weights with FSDP2",
+    title="axolotl 0.21 with FSDP2",
     stack=_stack,
     offered={**hf.OFFERED, "tp": (1,), "sp": (False,), "zero": (2, 3)},
     reasons={**hf.REASONS, "tp": "its tensor parallelism is DeepSpeed's", "zero": "it has FSDP2"},
@@ -157,9 +187,12 @@ AXOLOTL = TrainingSoftware(
     files=(YAML,),
     facts=_facts,
     resolve=resolve,
+    objections=objections,
+    bounds=bounds,
+    variant=deepspeed_variant,
     launch=_launch,
     unknown=(
-        NOT_SCORED,
+        hf.NOT_SCORED,
         "Packed documents attend within themselves; attention is counted over whole sequences, which is slower.",
     ),
     axes={"micro_batch": "micro_batch_size", "zero": "fsdp_config.reshard_after_forward", "cp": "context_parallel_size",

@@ -7,10 +7,9 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, as_shell
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
-from meshwright.stacks.trainers.accelerate_fsdp import NOT_SCORED, RUN_CLM
 
 AUTO = "auto"
 """What transformers fills in from its own arguments."""
@@ -46,23 +45,56 @@ JSON = ConfigFile(
         "gradient_predivide_factor", "data_types*", "aio*", "zero_optimization", "activation_checkpointing.*",
         "torch_autocast*",
         "zero_optimization.offload_optimizer.*", "zero_optimization.offload_param.*", "memory_breakdown", "seed",
-        "zero_optimization.legacy_stage1",
+        "zero_optimization.legacy_stage1", "_comment", "seq_parallel_communication_data_type", "fp8*",
+        "compression*", "train_steps", "comms_config*", "monitor_config*",
     ),
     refused={
-        "zero_optimization.offload_optimizer.device": "keeps optimizer states in host memory",
-        "zero_optimization.offload_param.device": "keeps parameters in host memory",
         "data_types.grad_accum_dtype": "keeps gradients in other bits",
         "zero_optimization.zero_hpz_partition_size": "keeps a second copy of the shards in each node (ZeRO++)",
-        "zero_optimization.zero_quantized_weights": "sends weights in fewer bits (ZeRO++)",
-        "zero_optimization.zero_quantized_gradients": "sends gradients in fewer bits (ZeRO++)",
         "zero_optimization.mics_shard_size": "shards within groups of ranks (MiCS)",
-        "zero_optimization.offload_optimizer": "keeps optimizer states in host memory",
-        "zero_optimization.offload_param": "keeps parameters in host memory",
         "tensor_parallel.autotp_size": "cuts matrices, which is not counted",
+        "expert_parallel.autoep_size": "spreads experts over ranks, which is not counted",
         "pipeline.stages": "cuts the model into a pipeline, which is not counted",
+    },
+    bounded={
+        **{f"zero_optimization.offload_{kind}{end}": f"keeps {what} {hf.ON_HOST}" for end in ("", ".device")
+           for kind, what in (("optimizer", "optimizer states"), ("param", "parameters"))},
+        "zero_optimization.zero_quantized_weights": "sends weights in fewer bits (ZeRO++), which takes less time",
+        "zero_optimization.zero_quantized_gradients": "sends gradients in fewer bits (ZeRO++), which takes less time",
     },
     title="configuration of DeepSpeed",
 )  # fmt: skip
+
+
+CHAT = as_shell(ConfigFile(
+    name="train.sh",
+    form="yaml",
+    options=(
+        Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
+        Option(key="max_seq_len", fact="sequence", default=512, meaning="tokens of a sequence"),
+        Option(key="zero_stage", fact="zero", default=0, meaning="stage of ZeRO"),
+        Option(key="dtype", fact="mixed_precision", default="fp16", meaning="of parameters and products"),
+        Option(key="per_device_train_batch_size", fact="micro_batch", default=16, meaning="sequences of a micro-batch"),
+        Option(key="gradient_accumulation_steps", fact="accumulation", default=1, meaning="micro-batches of a step"),
+        Option(key="gradient_checkpointing", fact="checkpointing", default=False, meaning="blocks are made again"),
+    ),
+    ignored=(
+        "data_*", "per_device_eval_batch_size", "learning_rate", "weight_decay", "num_train_epochs", "num_warmup_steps",
+        "lr_scheduler_type", "seed", "deepspeed", "output_dir", "dropout", "enable_tensorboard", "tensorboard_path",
+        "print_loss", "lora_module_name", "lora_learning_rate", "master_port", "num_gpus", "num_nodes",
+        "add_eot_token", "eval_interval", "eval_iters",
+    ),
+    refused={"lora_dim": "trains adapters, and embeddings and norms whole beside them",
+             "compute_fp32_loss": "keeps logits in fp32"},
+    bounded={"offload": f"keeps parameters and optimizer states {hf.ON_HOST}"},
+    marks=("zero_stage",),
+    title="arguments of DeepSpeedExamples' DeepSpeed-Chat, step 1",
+))  # fmt: skip
+FSDP_FACTS = frozenset({
+    "distributed", "resharded", "wrap", "state_dict", "offload_params", "fsdp_version", "fsdp_words", "strategy",
+    "fsdp_checkpointing", "dp_shard", "dp_replicate", "shards", "replicas", "cp", "cp_size", "tp_size",
+})  # fmt: skip
+"""Facts that options of FSDP alone state."""
 
 
 def _stack(facts: Facts) -> Stack:
@@ -91,10 +123,33 @@ def resolve(facts: Facts) -> Facts:
     found = hf.resolved({name: value for name, value in facts.items() if value != AUTO})
     half = str(found.get("fp16", False)).lower() == "true"
     found["precision"] = "fp16" if half else found["precision"]
-    if found.setdefault("zero", 0) not in (0, 1, 2, 3):
-        raise PlanError(f"zero_optimization.stage={found.get('zero')} is not understood: take 0, 1, 2 or 3")
-    copies = {"dp_replicate": 1} if found["zero"] else {"dp_shard": 1}
-    return {**found, **copies}
+    return {**found, **zero_degrees(found.get("zero", 0))}
+
+
+def zero_degrees(stage: object) -> Facts:
+    """The split of data parallelism at a stage of ZeRO; PlanError for a stage that it has not."""
+    if stage not in (0, 1, 2, 3):
+        raise PlanError(f"zero_optimization.stage={stage} is not understood: take 0, 1, 2 or 3")
+    return {"zero": stage, "dp_replicate": 1, "dp_shard": None} if stage else {"zero": 0, "dp_shard": 1}
+
+
+def deepspeed_variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
+    """A trainer that DeepSpeed shards offers DeepSpeed's layouts, and is advised of DeepSpeed's options."""
+    if facts.get("distributed") != "DEEPSPEED":
+        return software
+
+    def own(file: ConfigFile) -> ConfigFile:
+        return replace(file, options=tuple(one for one in file.options if one.fact not in FSDP_FACTS))
+
+    return replace(
+        software,
+        offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 1, 2, 3)},
+        split_refusal=split_refusal,
+        files=tuple(own(file) for file in software.files),
+        also_read=tuple(own(file) for file in software.also_read),
+        named_files=(JSON,) if facts.get("deepspeed_file") else (),
+        facts=lambda plan: {**_facts(plan), "zero_stage": plan.layout.zero},
+    )
 
 
 def _launch(plan: Plan) -> LaunchCommand:
@@ -113,12 +168,15 @@ DEEPSPEED = TrainingSoftware(
     reasons={**hf.REASONS, "tp": "its configuration has data parallelism alone",
              "cp": "its configuration has data parallelism alone"},
     split_refusal=split_refusal,
-    files=(JSON, replace(RUN_CLM, fixed={**RUN_CLM.fixed, "deepspeed": ("deepspeed.json", "the file beside")},
-                         ignored=(*RUN_CLM.ignored, "deepspeed"))),
+    files=(JSON, replace(hf.RUN_CLM, fixed={**hf.RUN_CLM.fixed, "deepspeed": ("deepspeed.json", "the file beside")},
+                         ignored=(*hf.RUN_CLM.ignored, "deepspeed"))),
     facts=_facts,
     resolve=resolve,
+    also_read=(CHAT,),
+    objections=hf.objections,
+    bounds=hf.bounds,
     launch=_launch,
-    unknown=(NOT_SCORED, "Sizes of its buckets are not counted."),
+    unknown=(hf.NOT_SCORED, "Sizes of its buckets are not counted."),
     axes={"micro_batch": "train_micro_batch_size_per_gpu", "zero": "zero_optimization.stage",
           "recompute": "gradient_checkpointing"},
 )  # fmt: skip

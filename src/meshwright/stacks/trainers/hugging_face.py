@@ -1,5 +1,7 @@
 """What trainers over transformers have in common: its models in memory and time, its Trainer's arguments."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.planner.cost.stack import Stack
@@ -7,7 +9,8 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
-from meshwright.stacks.declaration.option import Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.trainers import peft_adapters as adapters
 
 FSDP = Stack(
     name="transformers-fsdp",
@@ -64,19 +67,52 @@ TRAINER_IGNORED = (
     "metric_for_best_model",
     "disable_tqdm", "skip_memory_metrics",
 )  # fmt: skip
+NOT_SCORED = "No published run of transformers' models could be scored: times may be off by tens of percent."
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 """Names of AdamW with two fp32 states: transformers OptimizerNames. Others keep other states."""
+SMALLER = re.compile(
+    r"8bit|4bit|8_bit|fp8|paged|anyprecision|adafactor|adagrad|rmsprop|sgd|lion|lomo|galore|apollo|muon|schedule_free|came|mini"
+)
+"""Of optimizers whose states are fewer, or have fewer bits, or move to host memory."""
 BY_BLOCK = "TRANSFORMER_BASED_WRAP"
 """FSDP's units: a block each."""
 TRAINER_REFUSED = {
-    "use_peft": "trains adapters instead of all weights: ask plan --tune lora",
-    "load_in_4bit": "holds weights in 4 bits: ask plan --tune qlora",
-    "load_in_8bit": "holds weights in 8 bits",
-    "use_liger_kernel": "takes other kernels, which need less memory than is counted",
-    "activation_offloading": "keeps activations in host memory",
     "fsdp": "shards by the Trainer's own argument: give the file of accelerate instead",
-    "torch_compile": "compiles the model, which is faster than is counted",
 }
+ON_HOST = "in host memory, which needs less memory and more time"
+"""Ends of what offloading does."""
+OTHER_KERNEL = "takes another kernel, which needs less memory or time"
+NO_LOGITS = "never holds all logits, which needs less memory"
+TRAINER_BOUNDED = {
+    "use_liger_kernel": OTHER_KERNEL,
+    "activation_offloading": f"keeps activations {ON_HOST}",
+    "torch_compile": "compiles the model, which takes less time",
+}
+RUN_CLM = ConfigFile(
+    name="run_clm.json",
+    form="json",
+    options=(
+        Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
+        Option(key="block_size", fact="sequence", meaning="tokens of a sequence"),
+        *TRAINER,
+        Option(
+            key="gradient_checkpointing",
+            fact="checkpointing",
+            default=False,
+            also=("activation_checkpointing",),
+            meaning="the backward pass makes blocks again (with FSDP its own switch does)",
+        ),
+    ),
+    fixed={
+        "output_dir": ("runs/out", "where checkpoints go"),
+        "do_train": (True, ""),
+        "dataset_name": ("DATASET", "yours"),
+    },
+    ignored=TRAINER_IGNORED,
+    refused=TRAINER_REFUSED,
+    bounded=TRAINER_BOUNDED,
+    title="arguments of transformers' examples/pytorch/language-modeling/run_clm.py",
+)
 OFFERED = {
     "pp": (1,), "vp": (1,), "ep": (1,), "schedule": ("1f1b",), "recompute": ("none", "full"), "offload": ("off",),
     "cuda_graphs": ("off",), "recompute_layers": (0,),
@@ -110,22 +146,42 @@ def trainer_facts(plan: Plan, word: str) -> Facts:
 
 
 def resolved(facts: Facts) -> Facts:
-    """Precision and recomputation from the switches of these trainers; PlanError for what is not counted."""
-    found = dict(facts)
-    if str(found.get("optimizer") or ADAMW[0]) not in ADAMW:
-        raise PlanError(f"optimizer {found['optimizer']} is not counted: take one of {', '.join(ADAMW)}")
-    if found.get("attention_kernel") == "eager":
-        raise PlanError("attn_implementation=eager writes the weights of attention, which is not counted: take sdpa")
-    if str(found.get("wrap") or BY_BLOCK) != BY_BLOCK:
-        raise PlanError(
-            f"auto_wrap_policy={found['wrap']} gathers other units than blocks, not counted: take {BY_BLOCK}"
-        )
-    if found.get("mixed_precision") == "fp8":
-        raise PlanError("mixed_precision=fp8 makes products of 8 bits, which are not counted here: take bf16")
+    """Precision, recomputation and adapters from the switches of these trainers; PlanError for a word that is none."""
+    found = {**facts, **adapters.adapter_facts(facts)}
     found["precision"] = _precision(found)
     checkpoints = found.get("checkpointing") or found.get("fsdp_checkpointing")
     found["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
     return found
+
+
+def objections(facts: Facts) -> Iterator[str]:
+    """What is not counted and needs more than is counted, or is no setting of these trainers."""
+    optimizer = str(facts.get("optimizer") or ADAMW[0])
+    if optimizer not in ADAMW and not SMALLER.search(optimizer.lower()):
+        yield f"optimizer {optimizer} is not counted: take one of {', '.join(ADAMW)}"
+    if facts.get("attention_kernel") == "eager":
+        yield "attn_implementation=eager writes the weights of attention, which is not counted: take sdpa"
+    if str(facts.get("wrap") or BY_BLOCK) != BY_BLOCK:
+        yield f"auto_wrap_policy={facts['wrap']} gathers other units than blocks, not counted: take {BY_BLOCK}"
+    yield from adapters.objections(facts)
+
+
+def bounds(facts: Facts) -> Iterator[str]:
+    """What saves memory or time and is not counted."""
+    optimizer = str(facts.get("optimizer") or ADAMW[0])
+    if optimizer not in ADAMW and SMALLER.search(optimizer.lower()):
+        yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
+    if is_on(facts.get("offload_params")):
+        yield f"offload_params=true keeps parameters, gradients and optimizer states {ON_HOST}: not counted."
+    if str(facts.get("checkpointing")).startswith(("offload", "unsloth")):
+        yield f"gradient_checkpointing={facts['checkpointing']} keeps inputs of blocks {ON_HOST}: not counted."
+    if facts.get("mixed_precision") == "fp8":
+        yield "mixed_precision=fp8 makes products of 8 bits, which takes less time: not counted."
+
+
+def is_on(switch: object) -> bool:
+    """Whether a file has switched it on, as YAML or as a word."""
+    return str(switch or False).lower() not in ("false", "none", "no", "")
 
 
 def _precision(facts: Facts) -> str:
@@ -147,7 +203,7 @@ def _said(word: object) -> str:
     return "no" if word is False else str(word).lower()
 
 
-MIXED = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
+MIXED = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 """mixed_precision of accelerate -> recipe.precision: utils/dataclasses.py, PrecisionType."""
 
 

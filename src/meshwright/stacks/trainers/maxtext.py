@@ -3,6 +3,7 @@
 from math import gcd, prod
 
 from meshwright.planner.cost.stack import Stack
+from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -157,9 +158,9 @@ def _resolve(facts: Facts) -> Facts:
     return {**found, "micro_batch": int(micro), "sp": found["tp"] > 1}
 
 
-def preset_of(facts: Facts) -> str | None:
-    """The preset of a model_name."""
-    return next((preset for preset, known in MODELS.items() if known == facts.get("mt_model")), None)
+def shape_named(facts: Facts) -> ModelShape | None:
+    """The model of a model_name."""
+    return next((presets.model(name) for name, known in MODELS.items() if known == facts.get("mt_model")), None)
 
 
 def _launch(plan: Plan) -> LaunchCommand:
@@ -184,7 +185,7 @@ MAXTEXT = TrainingSoftware(
     files=(YAML,),
     facts=_facts,
     resolve=_resolve,
-    preset=preset_of,
+    shape=shape_named,
     launch=_launch,
     unknown=(
         "No published run of MaxText could be scored: times may be off by tens of percent, and on TPUs no product was "

@@ -11,6 +11,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
+from meshwright.stacks.trainers.hugging_face import ON_HOST
 from meshwright.stacks.trainers.megatron_models import MODEL, model_facts, model_of
 
 LAYOUT = (
@@ -87,18 +88,22 @@ REFUSED = {
     "--use-megatron-fsdp": "shards with Megatron-FSDP",
     "--use-custom-fsdp": "shards with Megatron-FSDP",
     "--use-torch-fsdp2": "shards with FSDP2",
-    "--optimizer-cpu-offload": "keeps optimizer states in host memory",
-    "--cpu-offloading-num-layers": "keeps activations in host memory",
     "--pipeline-model-parallel-layout": "deals layers to stages by hand",
     "--decoder-first-pipeline-num-layers": "deals layers to stages by hand",
     "--decoder-last-pipeline-num-layers": "deals layers to stages by hand",
     "--account-for-embedding-in-pipeline-split": "counts the embedding as a layer of its stage",
     "--account-for-loss-in-pipeline-split": "counts the loss as a layer of its stage",
     "--mtp-num-layers": "adds layers that predict more tokens",
-    "--use-precision-aware-optimizer": "keeps optimizer states in fewer bits",
     "--num-distributed-optimizer-instances": "shares optimizer states in groups of ranks",
-    "--moe-layer-recompute": "makes experts again in the backward pass",
     "--spec": "takes the layers from another module",
+}
+BOUNDED = {
+    "--optimizer-cpu-offload": f"keeps optimizer states {ON_HOST}",
+    "--cpu-offloading-num-layers": f"keeps activations {ON_HOST}",
+    "--use-precision-aware-optimizer": "keeps optimizer states in fewer bits, which needs less memory",
+    "--moe-layer-recompute": "makes experts again in the backward pass, which needs less memory and more time",
+    "--enable-cuda-graph": "replays launches, which takes less time",
+    "--cuda-graph-impl": "replays launches, which takes less time",
 }
 UNREAD = (
     UncountedOption(key="--cross-entropy-loss-fusion", counted=True, absent=False,
@@ -247,6 +252,7 @@ MEGATRON_LM = TrainingSoftware(
             fixed=FIXED,
             ignored=IGNORED,
             refused=REFUSED,
+            bounded=BOUNDED,
             unread=UNREAD,
             title="arguments for pretrain_gpt.py of Megatron-LM",
         ),

@@ -1,14 +1,17 @@
 """NeMo: a Python configuration that starts from a recipe of Megatron-Bridge, and trains on Megatron-Core."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.planner.cost.stack import Stack
+from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.text.option_text import Called, Entry
+from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import megatron_lm as megatron
 
 RECIPES = {
@@ -81,14 +84,40 @@ REFUSED = {
     "model.num_layers_in_last_pipeline_stage": "deals layers to stages by hand",
     "model.account_for_embedding_in_pipeline_split": "counts the embedding as a layer of its stage",
     "model.account_for_loss_in_pipeline_split": "counts the loss as a layer of its stage",
-    "model.fine_grained_activation_offloading": "keeps activations in host memory",
-    "model.cpu_offloading": "keeps activations in host memory",
-    "model.cuda_graph_impl": "replays the launches, which is faster than is counted",
     "model.mtp_num_layers": "adds layers that predict more tokens",
-    "optimizer.use_precision_aware_optimizer": "keeps optimizer states in fewer bits",
-    "optimizer.optimizer_cpu_offload": "keeps optimizer states in host memory",
     "peft": "trains adapters instead of all weights: ask plan --tune lora",
 }
+BOUNDED = {
+    "model.fine_grained_activation_offloading": f"keeps activations {hf.ON_HOST}",
+    "model.cpu_offloading": f"keeps activations {hf.ON_HOST}",
+    "model.cuda_graph_impl": "replays launches, which takes less time",
+    "optimizer.use_precision_aware_optimizer": "keeps optimizer states in fewer bits, which needs less memory",
+    "optimizer.optimizer_cpu_offload": f"keeps optimizer states {hf.ON_HOST}",
+}
+
+
+RECIPE_2 = ConfigFile(
+    name="recipe.py",
+    form="python",
+    options=(
+        Option(key="trainer.tensor_parallelism", fact="tp", meaning="ranks that share every matrix"),
+        Option(key="trainer.sequence_parallelism", fact="sp", meaning="norms share the sequence among them"),
+        Option(key="trainer.pipeline_parallelism", fact="pp", meaning="ranks that share the layers"),
+        Option(key="trainer.virtual_pipeline_parallelism", fact="stages_of_rank", meaning="stages of a rank"),
+        Option(key="trainer.context_parallelism", fact="cp", meaning="ranks that share every sequence"),
+        Option(key="trainer.expert_parallelism", fact="ep", default=1, meaning="ranks that share the experts"),
+        Option(key="data.seq_length", fact="sequence", meaning="tokens of a sequence"),
+        Option(key="data.global_batch_size", fact="global_batch", meaning="sequences of a step, over all ranks"),
+        Option(key="data.micro_batch_size", fact="micro_batch", meaning="sequences of a micro-batch on a rank"),
+        Option(key="ddp.use_distributed_optimizer", fact="sharded", default=True, meaning="ZeRO-1"),
+        Option(key="ddp.overlap_grad_reduce", fact="overlap_reduce", default=True, meaning="beside the backward pass"),
+        Option(key="ddp.grad_reduce_in_fp32", fact="wide_reduction", default=True, meaning="gradients travel in fp32"),
+    ),
+    ignored=("trainer*", "model", "data", "log*", "optim*", "resume*", "data.*"),
+    refused={"peft": "trains adapters instead of all weights: ask plan --tune lora"},
+    title="recipe of NeMo 2: nemo/collections/llm/recipes",
+)  # fmt: skip
+"""Defaults of its DistributedDataParallelConfig; a rank's number of nodes is an argument, and is yours to give."""
 
 
 def _stack(facts: Facts) -> Stack:
@@ -127,12 +156,19 @@ def noticed(entries: Sequence[Entry]) -> Facts:
     """The recipe that the file starts from, by its name."""
     called = [entry.value.name for entry in entries if entry.key == "=" and isinstance(entry.value, Called)]
     found = next((known for known in RECIPES.values() for name in called if name.startswith(f"{known[1]}_")), None)
-    return {"recipe": found} if found else {}
+    imported = ",".join(str(entry.value) for entry in entries if entry.key == "import")
+    sizes = re.search(r"\b(Llama|Qwen|Mixtral|Gemma)(\d?)(\d?)Config(\d\w*)", imported)
+    named = {}
+    if sizes:
+        family, version = sizes[1].lower(), ".".join(filter(None, sizes.group(2, 3)))
+        dash = "-" * (version != "" and family != "qwen")
+        named = {"hub": f"{family}{dash}{version}-{sizes[4].lower()}"}
+    return named | ({"recipe": found} if found else {})
 
 
-def preset_of(facts: Facts) -> str | None:
-    """The preset of a recipe."""
-    return next((preset for preset, known in RECIPES.items() if known == facts.get("recipe")), None)
+def shape_named(facts: Facts) -> ModelShape | None:
+    """The model of a recipe."""
+    return next((presets.model(name) for name, known in RECIPES.items() if known == facts.get("recipe")), None)
 
 
 def head(facts: Facts) -> str:
@@ -176,15 +212,17 @@ NEMO = TrainingSoftware(
     full_rounds=True,
     files=(
         ConfigFile(
-            name="nemo_plan.py", form="python", options=OPTIONS, ignored=IGNORED, refused=REFUSED, head=head,
+            name="nemo_plan.py", form="python", options=OPTIONS, ignored=IGNORED, refused=REFUSED, bounded=BOUNDED,
+            head=head,
             title="configuration for NeMo's Megatron-Bridge 0.6",
             tail='    return config\n\n\nif __name__ == "__main__":\n    pretrain(planned(), forward_step)\n',
         ),
     ),
+    also_read=(RECIPE_2,),
     facts=_facts,
     resolve=_resolve,
     noticed=noticed,
-    preset=preset_of,
+    shape=shape_named,
     launch=_launch,
     measured=("Megatron-Bridge", "MLPerf", "NeMo 24.07", "NeMo long sequence"),
     unknown=("Embedding rows that make_vocab_size_divisible_by adds are not counted, nor are CUDA graphs.",),

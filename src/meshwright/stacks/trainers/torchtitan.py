@@ -1,7 +1,5 @@
 """torchtitan: Python configurations of 0.3, and the TOML files of 0.1 and 0.2, which published rows are of."""
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -14,18 +12,10 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
-from meshwright.stacks.text.option_text import Called, Entry
+from meshwright.stacks.text.option_text import Called
+from meshwright.stacks.trainers.hugging_face import ON_HOST
+from meshwright.stacks.trainers.torchtitan_models import MODELS, STARTED, noticed, shape_named
 
-MODELS = {
-    "llama-3.2-1b": ("llama3", "1B"), "llama-3.2-3b": ("llama3", "3B"), "llama-3.1-8b": ("llama3", "8B"),
-    "llama-3.1-70b": ("llama3", "70B"), "llama-3.1-405b": ("llama3", "405B"), "qwen3-0.6b": ("qwen3", "0.6B"),
-    "qwen3-1.7b": ("qwen3", "1.7B"), "qwen3-4b": ("qwen3", "4B"), "qwen3-8b": ("qwen3", "8B"),
-    "qwen3-14b": ("qwen3", "14B"), "qwen3-32b": ("qwen3", "32B"), "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
-    "qwen3-235b-a22b": ("qwen3", "235B-A22B"), "deepseek-v3": ("deepseek_v3", "671B"),
-}  # fmt: skip
-"""Preset -> (module, flavor): torchtitan/models/*/__init__.py."""
-STARTED = {"llama3": "llama3_8b", "qwen3": "qwen3_0_6b", "deepseek_v3": "deepseek_v3_671b"}
-"""Module -> the function of its registry that the written one starts from."""
 SCHEDULES = {"1f1b": "1F1B", "afab": "GPipe", "interleaved": "Interleaved1F1B"}
 ENDS = 2
 """Layers that both ends count as: pipeline_parallel_first_stage_less_layers and last, 1 each."""
@@ -38,7 +28,12 @@ EAGER: dict[str, Any] = {"passes": 1.75, "norm_passes": 10.0, "rope_passes": 5.0
 """As published rows without compilation are read (planner/accuracy/published_stacks.py)."""
 
 SHARED = (
-    Option(key="training.seq_len", fact="sequence", meaning="tokens of a sequence", default=2048),
+    Option(key="training.seq_len", fact="sequence", meaning="tokens of a sequence", default=2048,
+           also=("training.max_context_length",)),
+    Option(key="training.num_tokens_per_microbatch_per_dp_rank", fact="rank_tokens",
+           meaning="tokens of a data-parallel rank per pass"),
+    Option(key="training.num_tokens_per_train_step", fact="step_tokens", meaning="tokens of a step, over all ranks"),
+    Option(key="parallelism.num_pp_microbatches", fact="pipeline_times", meaning="micro-batches of the pipeline"),
     Option(key="training.local_batch_size", fact="local_batch", meaning="sequences of a data-parallel rank per pass",
            default=8, also=("training.batch_size",)),
     Option(key="training.global_batch_size", fact="global_batch", default=-1,
@@ -90,11 +85,9 @@ PYTHON = (
     Option(key="activation_checkpoint", fact="recompute", words=CHECKPOINTS,
            meaning="what the backward pass makes again"),
 )  # fmt: skip
-STATED = ("training.seq_len", "training.local_batch_size", "activation_checkpoint",
-          *(f"parallelism.{name}_parallel_degree" for name in ("tensor", "context", "pipeline")))  # fmt: skip
-"""What a Python configuration has to say that starts from a function of the registry, whose values are not read."""
 IGNORED = (
-    "model_spec", "job.*", "profiling.*", "profiler*", "metrics*", "optimizer*", "lr_scheduler*", "checkpoint",
+    "model_spec", "model_spec.*",
+    "job.*", "profiling.*", "profiler*", "metrics*", "optimizer*", "lr_scheduler*", "checkpoint",
     "checkpoint.*",
     "validation*", "validator*", "comm.*", "fault_tolerance.*", "dataloader*", "tokenizer*", "hf_assets_path",
     "training.dataset*", "training.steps", "training.max_norm", "training.gc_*", "training.warmup_steps",
@@ -115,11 +108,13 @@ UNREAD = tuple(
     UncountedOption(key=f"{table}.enable_async_tensor_parallel", counted=False, absent=False, effect=BESIDE)
     for table in ("experimental", "parallelism", "compile")
 )
+BOUNDED = {
+    "training.enable_cpu_offload": f"keeps parameters, gradients and optimizer states {ON_HOST}",
+    "optimizer.early_step_in_backward": "frees gradients before the step, which needs less memory",
+}
 REFUSED = {
-    "training.enable_cpu_offload": "keeps parameters and optimizer in host memory",
     "parallelism.module_fqns_per_model_part": "deals layers to stages by hand",
     "parallelism.pipeline_parallel_schedule_csv": "takes the schedule from another file",
-    "optimizer.early_step_in_backward": "frees gradients before the step",
 }
 
 
@@ -183,7 +178,7 @@ def _facts(plan: Plan) -> Facts:
 
 
 def _resolve(facts: Facts) -> Facts:
-    found = dict(facts)
+    found = {**facts, **_by_tokens(facts)}
     if isinstance(found.get("recompute"), str) and found["recompute"] not in CHECKPOINTS:
         raise PlanError(f"activation_checkpoint.mode={found['recompute']} is not counted: take none, selective or full")
     converters(found)
@@ -203,6 +198,20 @@ def _resolve(facts: Facts) -> Facts:
     return {**found, "zero": 3, "pipeline_batch": local, "schedule": schedule, "vp": _virtual(found, schedule)}
 
 
+def _by_tokens(facts: Facts) -> Facts:
+    """The batch as configurations since August 2026 state it: in tokens."""
+    tokens, length = facts.get("rank_tokens"), facts.get("sequence") or 2048
+    if not tokens:
+        return {}
+    micro, rest = divmod(tokens, length)
+    if rest or not micro:
+        raise PlanError(f"{tokens:,} tokens of a micro-batch are no whole sequences of {length:,}")
+    piped = (facts.get("pp") or 1) > 1
+    local = micro * (facts.get("pipeline_times") or 1) if piped else micro
+    step = facts.get("step_tokens") or -1
+    return {"local_batch": local, "pipeline_micro_batch": micro, "global_batch": step // length if step > 0 else -1}
+
+
 def _selective(facts: Facts) -> Facts:
     """`op` is the policy per operation. A number: every so many layers are made again whole, the others keep all."""
     option = str(facts.get("selective", "op"))
@@ -220,53 +229,6 @@ def _virtual(facts: Facts, schedule: str) -> int:
     if each and layers:
         return max(1, ceil((int(layers) + ENDS) / int(each)) // int(facts["pp"]))
     return 2 if schedule == "interleaved" else 1
-
-
-def model_of(facts: Facts) -> str | None:
-    """The preset of a module and flavor, or of the function that a Python configuration starts from."""
-    module, flavor = facts.get("titan_module"), str(facts.get("titan_flavor", ""))
-    return next((preset for preset, known in MODELS.items() if known == (module, flavor)), None)
-
-
-def registry_facts(called: str) -> Facts:
-    """Module and flavor that a name of the registry means: `llama3_8b`, or `model_registry('8B')`."""
-    found = re.match(r"(llama3|qwen3|deepseek_v3)_(\w+?)(_.*)?$", called)
-    if not found:
-        return {}
-    flavor = found[2].replace("_", ".")
-    names = {other.lower(): other for module, other in MODELS.values() if module == found[1]}
-    tried = next((name for name in (f"{found[2]}{found[3] or ''}".replace("_", "."), flavor) if name in names), "")
-    return {"titan_module": found[1], "titan_flavor": names[tried]} if tried else {}
-
-
-def noticed(entries: Sequence[Entry]) -> Facts:
-    """The model of a Python configuration: by the registry's function, or by the flavor that it names; and its
-    products of 8 bits, wherever the converter stands."""
-    found: Facts = {}
-    for entry in entries:
-        if entry.key == "import":
-            module = re.search(r"models\.(\w+)", str(entry.value))
-            found |= {"titan_module": module[1]} if module else {}
-        elif isinstance(entry.value, Called) and (flavor := re.match(r"model_registry\('([^']+)'\)", entry.value.name)):
-            found["titan_flavor"] = flavor[1]
-        if entry.key == "import":
-            continue
-        if "Float8Linear" in str(entry.value):
-            found["converters"] = ("float8",)
-        elif other := re.search(r"(MXFP8|NVFP4|Float8Grouped)\w*", str(entry.value)):
-            raise PlanError(f"line {entry.line}: {other[0]} makes products that are not counted: take bf16 or float8")
-        elif entry.key in ("=", "def"):
-            named = entry.value.name if isinstance(entry.value, Called) else str(entry.value)
-            found = {**registry_facts(named), **found}
-            if entry.key == "=" and registry_facts(named):
-                _check_stated(named, {one.key for one in entries})
-    return found
-
-
-def _check_stated(started: str, keys: set[str]) -> None:
-    for key in STATED:
-        if key not in keys:
-            raise PlanError(f"{key} is not stated, and what {started} has is not read: state it in the file")
 
 
 def head(facts: Facts) -> str:
@@ -321,7 +283,7 @@ TORCHTITAN = TrainingSoftware(
             name="torchtitan_plan.py",
             form="python",
             options=PYTHON,
-            ignored=IGNORED, refused=REFUSED, unread=UNREAD,
+            ignored=IGNORED, refused=REFUSED, bounded=BOUNDED, unread=UNREAD,
             title="configuration for torchtitan 0.3",
             head=head,
             tail="    return config\n",
@@ -330,14 +292,14 @@ TORCHTITAN = TrainingSoftware(
             name="torchtitan.toml",
             form="toml",
             options=TOML,
-            ignored=IGNORED, refused=REFUSED, unread=UNREAD,
+            ignored=IGNORED, refused=REFUSED, bounded=BOUNDED, unread=UNREAD,
             title="configuration for torchtitan 0.1 and 0.2",
         ),
     ),
     facts=_facts,
     resolve=_resolve,
     noticed=noticed,
-    preset=model_of,
+    shape=shape_named,
     launch=_launch,
     measured=("torchtitan",),
     unknown=(

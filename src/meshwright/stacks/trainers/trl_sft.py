@@ -4,10 +4,12 @@ from dataclasses import replace
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.plan import Plan
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption, as_shell
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import accelerate_fsdp as accelerate
 from meshwright.stacks.trainers import hugging_face as hf
+from meshwright.stacks.trainers import peft_adapters as adapters
+from meshwright.stacks.trainers.deepspeed import deepspeed_variant
 
 FUSED_HEAD = replace(
     hf.FSDP,
@@ -29,6 +31,7 @@ FUSED_DEEPSPEED = replace(
     source=f"{FUSED_HEAD.source}; as transformers-deepspeed",
 )
 DEFAULTS = {"bf16": True, "learning_rate": 2e-5}
+ADAPTERS = {"lora_alpha": 32, "lora_dropout": 0.05}
 TRAINER = tuple(replace(one, default=DEFAULTS.get(one.key, one.default)) for one in hf.TRAINER)
 """Its defaults differ from the Trainer's: trl/trainer/sft_config.py."""
 SFT = ConfigFile(
@@ -42,6 +45,13 @@ SFT = ConfigFile(
         Option(key="gradient_checkpointing", fact="checkpointing", default=True, also=("activation_checkpointing",),
                meaning="the backward pass makes blocks again (with FSDP its own switch does)"),
         Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
+        Option(key="use_peft", fact="adapter", meaning="low-rank adapters in place of the weights"),
+        Option(key="lora_r", fact="lora_rank", default=16, meaning="rank of adapters"),
+        Option(key="use_bnb_nested_quant", fact="nested", default=False, meaning="scales of 4 bits are codes too"),
+        *(replace(one, default=ADAPTERS.get(one.key)) for one in adapters.FULL_OPTIONS),
+        Option(key="accelerate_config", fact="accelerate_file", also=("config_file",), meaning="how ranks share"),
+        Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
+        Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed, which shards in FSDP's place"),
     ),
     fixed={
         "packing": (True, "sequences are full: what the prediction is of"),
@@ -52,6 +62,8 @@ SFT = ConfigFile(
     ignored=(
         *hf.TRAINER_IGNORED, "padding_free", "shuffle_dataset", "truncation_mode", "loss_type", "eval_packing",
         "datasets", "env", "router_aux_loss_coef", "resume_from_checkpoint", "log_*", "average_tokens_*", "use_cache",
+        "lora_task_type",
+        "use_rslora", "bnb_4bit_quant_*", "num_machines", "machine_rank", "main_process_*",
     ),
     refused={
         **hf.TRAINER_REFUSED,
@@ -59,6 +71,7 @@ SFT = ConfigFile(
         "model_init_kwargs": "loads the model in another way",
         "gradient_checkpointing_kwargs.selective": "keeps some operations of a block",
     },
+    bounded=hf.TRAINER_BOUNDED,
     unread=(
         UncountedOption(key="packing", counted=True, absent=False,
                effect="pads short texts, so that fewer tokens are trained on"),
@@ -85,17 +98,21 @@ def _launch(plan: Plan) -> LaunchCommand:
 
 TRL_SFT = TrainingSoftware(
     word="trl",
-    title="TRL 1.16: supervised fine-tuning of all weights, with accelerate's FSDP2",
+    title="TRL 1.16: supervised fine-tuning, with accelerate's FSDP2",
     stack=_stack,
     offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 2, 3)},
     reasons={**hf.REASONS, "tp": "trl sft loads whole models", "cp": "its packing does not go with it"},
     split_refusal=hf.fsdp_refusal,
     files=(accelerate.ACCELERATE_FILE, SFT),
     facts=_facts,
+    also_read=(as_shell(SFT),),
     resolve=accelerate.resolve,
+    objections=hf.objections,
+    bounds=hf.bounds,
+    variant=deepspeed_variant,
     launch=_launch,
     unknown=(
-        accelerate.NOT_SCORED,
+        hf.NOT_SCORED,
         "Packed documents attend within themselves; attention is counted over whole sequences, which is slower.",
     ),
     axes=accelerate.ACCELERATE_FSDP.axes,

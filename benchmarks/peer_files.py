@@ -1,0 +1,86 @@
+"""Files of other trainers' repositories, read as they are; writes the table of answers into docs/plan-for.md.
+
+    python -m benchmarks.peer_files FOLDER [--write]
+
+FOLDER holds a clone of each repository, as OWNER/NAME. peer_files.toml names commit and path of each file, and what the
+file leaves to its user.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import meshwright as mw
+from benchmarks.leaderboard import written
+from meshwright.spec.errors import PlanError
+from meshwright.spec.units import short_gib, step_time
+
+TABLE = Path(__file__).parent / "peer_files.toml"
+PAGE = Path(__file__).parents[1] / "docs" / "plan-for.md"
+ASKED = ("cluster", "nodes", "model", "recipe", "layout")
+
+
+def files() -> Iterator[dict[str, Any]]:
+    """Each file of the table, with what its repository leaves to its user."""
+    for repository in tomllib.loads(TABLE.read_text(encoding="utf-8"))["repository"]:
+        shared = {name: repository[name] for name in ("name", "commit")}
+        yield from ({**shared, **file} for file in repository["files"])
+
+
+def text_of(clones: Path, file: dict[str, Any]) -> str:
+    """The file at its commit, from a clone with or without a work tree."""
+    clone = clones / file["name"]
+    command = ["git", "-C", str(clone), "show", f"{file['commit']}:{file['path']}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def answer(file: dict[str, Any], text: str, folder: Path) -> tuple[bool, str]:
+    """(answered, memory, time and what is not counted; else the reason of the refusal)."""
+    path = folder / Path(file["path"]).name
+    path.write_text(text, encoding="utf-8")
+    source = f"{path}:{file['function']}" if "function" in file else str(path)
+    try:
+        found = mw.plan_from(source, **{name: file[name] for name in ASKED if name in file})
+    except PlanError as error:
+        return False, f"refused: {str(error).replace(str(path), '').lstrip(',: ')}"
+    bound = "at most " if found.config.bounds else ""
+    fits = "fits" if found.fits else "does not fit as counted" if bound else "does not fit"
+    words = f"{found.plan.model.name}: {bound}{short_gib(found.given.peak_bytes)}, {fits}, "
+    named = [one.removesuffix(": not counted.").partition(" ")[0] for one in found.config.bounds]
+    return True, f"{words}{step_time(found.given.step_seconds)}" + f"; not counted: {', '.join(named)}" * bool(named)
+
+
+def table(clones: Path) -> tuple[list[str], int, int]:
+    """Lines of the page, files that were answered, and all files."""
+    lines, answered = ["| file | on | answer |", "|---|---|---|"], 0
+    listed = list(files())
+    for file in listed:
+        with tempfile.TemporaryDirectory() as folder:
+            good, said = answer(file, text_of(clones, file), Path(folder))
+        answered += good
+        where = f"{file.get('nodes', 1)} x {file['cluster']}" if file.get("nodes", 1) > 1 else file["cluster"]
+        function = f":{file['function']}" if "function" in file else ""
+        lines.append(f"| {file['name']} ({file['commit'][:8]}) {file['path']}{function} | {where} | {said} |")
+    return [f"{answered} of {len(listed)} files are answered.", "", *lines], answered, len(listed)
+
+
+def main() -> int:
+    """Read, predict, print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    lines, answered, count = table(options.folder)
+    print("\n".join(lines))
+    if options.write:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), {"files of others": lines}), encoding="utf-8")
+    return 0 if answered >= 0.8 * count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
