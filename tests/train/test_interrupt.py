@@ -34,6 +34,14 @@ def test_the_first_signal_asks(number: signal.Signals) -> None:
     assert handlers() == before
 
 
+def test_the_first_signal_is_answered_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with Interrupt(speaks=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested == "SIGTERM"
+    assert capfd.readouterr().err.count("the run ends after this step and saves it") == 1
+
+
 def test_the_second_ctrl_c_ends() -> None:
     before = handlers()
     with pytest.raises(KeyboardInterrupt), Interrupt() as stop:

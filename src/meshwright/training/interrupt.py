@@ -1,10 +1,16 @@
 """Ctrl-C and SIGTERM ask a run to end after the current step; a second Ctrl-C ends it at once."""
 
+import os
 import signal
 import threading
 import time
 from types import FrameType, TracebackType
 from typing import Any
+
+STDERR = 2
+ENDING = b"""
+meshwright: the run ends after this step and saves it; Ctrl-C again ends at once, and only checkpoints stay
+"""
 
 
 class Interrupt:
@@ -16,9 +22,10 @@ class Interrupt:
     nothing.
     """
 
-    def __init__(self, echo_s: float = 0.0) -> None:
+    def __init__(self, echo_s: float = 0.0, speaks: bool = False) -> None:
+        """`speaks`: say at the first signal what follows, since a step and its save may take minutes."""
         self.requested: str | None = None
-        self.echo_s = echo_s
+        self.echo_s, self.speaks = echo_s, speaks
         self._presses: list[float] = []
         self._before: dict[signal.Signals, Any] = {}
 
@@ -36,6 +43,8 @@ class Interrupt:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is None and self.speaks:
+            os.write(STDERR, ENDING)  # print may stand in the middle of another one
         self.requested = self.requested or signal.Signals(number).name
         if number == signal.SIGINT:
             self._presses.append(time.monotonic())

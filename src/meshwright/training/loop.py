@@ -110,7 +110,7 @@ def run(
     plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
     with (
         _folder(plan, corpus, resume, first, new=plan.run != named) as folder,
-        Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0) as stop,
+        Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0, speaks=first.here) as stop,
     ):
         found = _checkpoint_of(folder, resume, first, pulse)
         drawn, frozen = plan.init == RANDOM, plan.model.lora is not None
