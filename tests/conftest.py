@@ -39,10 +39,15 @@ def code_of_this_cpu() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Token caches of a test session never meet those of the user."""
+    """Caches of a test session never meet those of the user. C loops are compiled here, so that no test meets the line
+    that says so."""
+    from meshwright.kernels.compiled import library, training_library
+
     patch = pytest.MonkeyPatch()
     cache = tmp_path_factory.mktemp("cache")
     patch.setenv("XDG_CACHE_HOME", str(cache))
+    library.compiled()
+    training_library.is_compiled()
     yield cache
     patch.undo()
 
