@@ -115,6 +115,7 @@ def _of_run(run: RunFolder, checkpoint: Path, model: Transformer, path: Path) ->
         tokenizer_file=str(run.tokenizer),
         plan=run.plan,
         stop_ids=tuple(dict.fromkeys((*(() if tokenizer.eos is None else (tokenizer.eos,)), *run.end_ids()))),
+        generation=run.generation,
         path=path,
     )
 
@@ -156,6 +157,7 @@ def _with_tokenizer(model: Transformer, folder: HubFolder, path: Path) -> Traine
         tokenizer_file=str(folder.tokenizer or ""),
         plan=None,
         stop_ids=ids_of(folder.generation.get("eos_token_id")),
+        generation=folder.generation,
         path=path,
     )
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -83,6 +83,8 @@ class TrainedModel:
     """Tokens that end a text."""
     path: Path = Path()
     """Where it was read from."""
+    generation: Mapping[str, object] = field(default_factory=dict)
+    """Its generation_config.json."""
     ranks: ServingRanks | None = None
     """Those that have the other parts of the model; None = it is whole."""
 
@@ -174,12 +176,14 @@ class TrainedModel:
         limits: ServerLimits | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         adapter_dir: str | Path | None = None,
+        generation_config: bool = True,
     ) -> None:
         """Answer HTTP requests until SIGTERM or Ctrl-C; what is being answered then is finished first.
 
         `keys`: any of them opens the server; without one it listens on this machine alone, unless `without_key`.
         `name`: what requests call the model; None = the name of its folder. `adapters`: as `engine`, each a model of
-        its own for requests. `adapter_dir`: in which others lie that requests may load. ArgumentError."""
+        its own for requests. `adapter_dir`: in which others lie that requests may load. `generation_config`: requests
+        that say no temperature, top_p or the like have the model's. ArgumentError."""
         from meshwright.api.serving import run, served_name, server_of
 
         called = name or served_name(self.path)
@@ -187,18 +191,22 @@ class TrainedModel:
             host=host, port=port, keys=tuple(keys), without_key=without_key, limits=limits or ServerLimits(),
             adapter_folder=None if adapter_dir is None else Path(adapter_dir),
         )  # fmt: skip
-        hosted = self.hosted(called, adapters=adapters)
+        hosted = self.hosted(called, adapters=adapters, generation_config=generation_config)
         run(server_of(called, lambda: hosted, options, engine or EngineOptions()))
 
     def hosted(
-        self, name: str, *, draft: Transformer | None = None, adapters: Mapping[str, str | Path] | None = None
-    ) -> HostedModel:
+        self, name: str, *, draft: Transformer | None = None, adapters: Mapping[str, str | Path] | None = None,
+        generation_config: bool = True,
+    ) -> HostedModel:  # fmt: skip
         """As a server takes it, under the name that requests say. `draft`: what guesses for it; `adapters`: as
-        `engine`."""
+        `engine`; `generation_config`: as `serve`."""
+        from meshwright.server.sampling_defaults import sampling_defaults
+
         return HostedModel(
             name=name, model=self.model, tokenizer=self.tokenizer, end_ids=self.stop_ids, created=int(time()),
             draft=draft, adapters=opened_adapters(adapters, self.model, self.path), ranks=self.ranks,
             open_adapter=partial(peft_adapter, self.model),
+            sampling=sampling_defaults(self.generation) if generation_config else {},
         )  # fmt: skip
 
     def _generated(self, prompt: str | Sequence[int], ids: Sequence[int], answer: ServedAnswer) -> Generated:

@@ -20,7 +20,7 @@ from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.user_cache import default_root
 
-FORMAT: Final = 2
+FORMAT: Final = 1
 """Raised whenever the same text would be stored as other tokens or in another way."""
 
 STREAMS: Final = ("train", "validation")

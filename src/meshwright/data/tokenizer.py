@@ -161,7 +161,9 @@ class Tokenizer:
         spec = json.loads(self.json)
         for unused in ("version", "truncation", "padding", "post_processor", "decoder"):
             spec.pop(unused, None)
-        content = json.dumps([spec, self.bos, self.eos, *self.begins], sort_keys=True, separators=(",", ":"))
+        usual = () if self.bos in (None, self.eos) else (self.bos,)
+        begins = [] if self.begins == usual else [self.begins]
+        content = json.dumps([spec, self.bos, self.eos, *begins], sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     @property

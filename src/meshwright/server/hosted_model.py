@@ -32,6 +32,8 @@ class HostedModel:
     """By the names that requests say in the model's place, when the server begins."""
     open_adapter: Callable[[Path, int], ServedAdapter] | None = None
     """Reads one from a folder in PEFT's format, of at most a rank, while the server runs; None = none can be had."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What an answer has where its request says nothing: `sampling_defaults`."""
     draft: Transformer | None = None
     """A small model that guesses, where the engine's options have guesses and no such model."""
     ranks: ServingRanks | None = None
@@ -58,6 +60,7 @@ class HostedModel:
         """What the HTTP process needs to know of it."""
         return ModelCard(
             name=self.name, tokenizer=self.tokenizer, end_ids=self.end_ids, created=self.created,
+            sampling=self.sampling,
             longest=engine.longest, most_sequences=engine.options.most_sequences, adapters=engine.adapters.names,
         )  # fmt: skip
 

@@ -1,7 +1,8 @@
 """What the HTTP process knows of the model: its name, its tokenizer, and what it can take. No weights."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.data.tokenizer import Tokenizer
@@ -23,6 +24,8 @@ class ModelCard:
     """Most tokens of prompt and answer but the last."""
     most_sequences: int
     """Answers that are made at once."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What an answer has where its request says nothing: `sampling_defaults`."""
     adapters: tuple[str, ...]
     """By the names that requests say in the model's place, when the server begins."""
 

@@ -10,6 +10,7 @@ from meshwright.server.api_error import refused
 from meshwright.server.engine_task import EngineTask
 from meshwright.server.model_card import ModelCard
 from meshwright.server.request_fields import AnswerFields, CompletionFields
+from meshwright.server.sampling_defaults import LENGTH
 from meshwright.server.server_options import ServerLimits
 from meshwright.spec.errors import MeshwrightError
 
@@ -69,6 +70,7 @@ def _answer_tokens(
         )
     room = longest - prompt + 1
     if fields.wanted is None:
+        room = min(room, int(card.sampling.get(LENGTH, room)))
         return min(room, limits.max_answer_tokens // (fields.made * prompts))
     if fields.wanted > room:
         raise refused(

@@ -28,6 +28,7 @@ from meshwright.server.prompts import tasks_of
 from meshwright.server.request_body import ClientDisconnect, read_body
 from meshwright.server.request_fields import AnswerFields, CompletionFields, DetokenizeFields
 from meshwright.server.request_log import RequestRecord, Write
+from meshwright.server.sampling_defaults import with_defaults
 from meshwright.server.server_metrics import ServerMetrics
 from meshwright.server.server_options import ServerOptions
 from meshwright.server.tool_use import tool_use
@@ -134,6 +135,11 @@ class Call:
         """ApiError, ClientDisconnect."""
         return await read_body(self.request, self.service.limits)
 
+    async def body_with_defaults(self) -> Any:
+        """A body with the model's own sampling values where it says none. ApiError, ClientDisconnect."""
+        body, card = await self.body(), self.service.engine.card
+        return body if card is None else with_defaults(body, card.sampling)
+
 
 Answer = Callable[[Call], Awaitable[Response | None]]
 """Answers one request; None = it has sent the answer itself."""
@@ -141,7 +147,7 @@ Answer = Callable[[Call], Awaitable[Response | None]]
 
 async def completions(call: Call) -> Response | None:
     """`POST /v1/completions`."""
-    fields = checked_fields(CompletionFields, await call.body())
+    fields = checked_fields(CompletionFields, await call.body_with_defaults())
     card = call.service.card(fields.model)
     given = fields.prompts
     if len(given) > call.service.limits.max_prompts:
@@ -163,7 +169,7 @@ async def completions(call: Call) -> Response | None:
 
 async def chat_completions(call: Call) -> Response | None:
     """`POST /v1/chat/completions`."""
-    fields = checked_fields(ChatFields, await call.body())
+    fields = checked_fields(ChatFields, await call.body_with_defaults())
     card = call.service.card(fields.model)
     reader, rows = call.service.text_reader(), [message.row for message in fields.messages]
     use = tool_use(fields, template_of(card.tokenizer)) if card.tokenizer else None

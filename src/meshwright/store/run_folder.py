@@ -129,7 +129,12 @@ class RunFolder:
 
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that end a text, as the model that the run began with says (generation_config.json)."""
-        return ids_of((read_json(self.path / GENERATION) or {}).get("eos_token_id"))
+        return ids_of(self.generation.get("eos_token_id"))
+
+    @property
+    def generation(self) -> dict[str, object]:
+        """Its generation_config.json, which came with the weights that it began with."""
+        return read_json(self.path / GENERATION) or {}
 
     def refuse_taken(self) -> None:
         """RunError where the folder already holds a run. Also for asking early, before hours of encoding."""

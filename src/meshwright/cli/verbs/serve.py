@@ -47,6 +47,13 @@ def serve(
     checkpoint: Annotated[
         str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
     ] = "last",
+    generation_config: Annotated[
+        bool,
+        typer.Option(
+            "--generation-config/--no-generation-config",
+            help="Requests without temperature, top_p or the like have those of generation_config.json.",
+        ),
+    ] = True,
     adapter: asked.Adapters = None,
     adapter_dir: asked.AdapterFolder = None,
     exact: asked.Exact = False,
@@ -121,7 +128,7 @@ def serve(
     called = name or served_name(model)
     adapters = asked.named_adapters(adapter, called)
 
-    loaded = list["TrainedModel"]()
+    loaded, sampling = list["TrainedModel"](), dict[str, float]()
 
     def ready(server: "HttpServer") -> None:
         say_of_template(loaded[0])  # not before: what is refused is one line alone
@@ -131,6 +138,9 @@ def serve(
             print(f"CUDA graphs of steps: {found.cuda_graphs}", flush=True)
             limits = found.options
             print(f"a step: {limits.most_tokens:,} tokens and {limits.most_sequences} answers at most", flush=True)
+        if sampling:
+            values = " ".join(f"{name}={value}" for name, value in sampling.items())
+            print(f"where a request says nothing, as generation_config.json: {values}", flush=True)
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
@@ -152,7 +162,9 @@ def serve(
                 found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
             assert found is not None, "no launcher has started this process"
             loaded.append(found)
-            return found.hosted(called, draft=guesses, adapters=adapters)
+            hosted = found.hosted(called, draft=guesses, adapters=adapters, generation_config=generation_config)
+            sampling.update(hosted.sampling)
+            return hosted
 
         server = server_of(called, opened, options, engine, ready)
         shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
