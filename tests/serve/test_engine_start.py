@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.serve import engine_start, paged_cache, step_graphs
+from meshwright.serve import engine_start, gpu_memory, paged_cache, step_graphs
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.engine_start import StartedEngine, start
 from meshwright.serve.gpu_memory import CacheRoom
 from meshwright.serve.paged_cache import bytes_per_block
 from meshwright.serve.request_adapters import RequestAdapters
+from meshwright.serve.runner import Runner
+from meshwright.serve.sampler import DrawnTokens
+from meshwright.serve.scheduler import StepPlan
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
 from meshwright.serve.step_graphs import StepGraphs, StepMemory
@@ -63,6 +66,32 @@ def test_a_share_of_what_is_free_beside_the_largest_step(monkeypatch: pytest.Mon
     assert half.blocks == 15
     given = started(FakeMemory(0, 0), monkeypatch, cache_bytes=12 * BLOCK)
     assert given.blocks == 12
+
+
+def test_a_step_of_prompts_is_measured_beside_logits_whose_tokens_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a server launches it: they are kept until the tokens are read, beside all that the step makes."""
+    waiting, behind = set[int](), list[tuple[int, int]]()
+    run, made, read = Runner.run, gpu_memory.draw, DrawnTokens.read
+
+    def launched(runner: Runner, step: StepPlan, **more: Any) -> Any:
+        behind.append((max(step.chunks.values()), len(waiting)))
+        return run(runner, step, **more)
+
+    def drawn(*given: Any) -> DrawnTokens:
+        tokens = made(*given)
+        waiting.add(id(tokens))
+        return tokens
+
+    def arrived(tokens: DrawnTokens) -> Any:
+        waiting.remove(id(tokens))
+        return read(tokens)
+
+    monkeypatch.setattr(Runner, "run", launched)
+    monkeypatch.setattr(gpu_memory, "draw", drawn)
+    monkeypatch.setattr(DrawnTokens, "read", arrived)
+    started(FakeMemory(40 * BLOCK, 0), monkeypatch)
+    assert {(24, 1), (1, 1)} <= set(behind), "a chunk of 24 tokens, and a step of decoding"
+    assert max(count for _, count in behind) == 1 and not waiting
 
 
 def test_no_more_than_all_answers_can_fill(monkeypatch: pytest.MonkeyPatch) -> None:

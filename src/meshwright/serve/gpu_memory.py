@@ -2,8 +2,9 @@
 
 A step is as large as its activations and what attention gathers; no formula knows the workspaces of libraries beside
 them. So two steps run on a cache of one block, in which every sequence's table names that block: a chunk of a prompt at
-the end of the longest sequence, and a token of as many sequences as the engine takes, which are sampled from. What is
-free after that, less the peak of such a step and the pool of CUDA graphs, is shared out.
+the end of the longest sequence, and a token of as many sequences as the engine takes, which are sampled from. Both also
+run while tokens of the latter are not read, whose logits are kept until then. What is free after that, less the peak of
+such a step and the pool of CUDA graphs, is shared out.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,14 +116,14 @@ def measured_room(
 
 
 def _largest_steps(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> list[int]:
-    """Peaks of a step of prompts, of a step of decoding, and of the latter with the choice of its tokens."""
+    """Peaks of a step of prompts, of a step of decoding, and of either behind one of decoding whose tokens wait."""
     prompts, decoding = _prompts(setup), _decoding(setup, _decoding_rows(memory, runner, setup))
     peaks = list[int]()
     for _ in range(2):  # the first time kernels are compiled and workspaces made, which stay
         peaks = [
             memory.peak_bytes(lambda: runner.run(prompts)),
             memory.peak_bytes(lambda: runner.run(decoding)),
-            memory.peak_bytes(lambda: _sampled(runner, decoding)),
+            memory.peak_bytes(lambda: _sampled(runner, (decoding, decoding, prompts))),
         ]
     return peaks
 
@@ -181,11 +182,13 @@ def _decoding(setup: RunnerSetup, rows: int) -> StepPlan:
     return StepPlan({_sequence(setup, setup.longest, setup.longest - 1): 1 for _ in range(rows)})
 
 
-def _sampled(runner: Runner, step: StepPlan) -> None:
-    """Run a step twice and draw a token for each of its rows: the second is launched before the first is read."""
+def _sampled(runner: Runner, steps: Sequence[StepPlan]) -> None:
+    """Run steps and draw a token for each of their rows. Each is launched before the tokens of the one before are read,
+    for which logits are kept as long."""
     options, drawn = RequestOptions(temperature=1.0, top_p=0.5), list[DrawnTokens]()
-    for _ in range(2):
+    for step in steps:
         owners, logits = runner.run(step)
         drawn.append(draw(logits, [SampledRow(options, 0, (), ()) for _ in owners]))
-    for tokens in drawn:
-        tokens.read()
+        if len(drawn) > 1:
+            drawn.pop(0).read()
+    drawn.pop().read()
