@@ -86,3 +86,25 @@ def test_conversations_given_as_text_lead_to_tune(capsys: pytest.CaptureFixture[
     Path("chat.jsonl").write_text(json.dumps(GOOD))
     said = refused(capsys, "data=chat.jsonl", "data.form=text")
     assert said == "chat.jsonl, line 1: no field 'text', it has: messages; `meshwright tune` trains on such rows"
+
+
+def test_all_rows_that_are_no_samples_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    bad = turns({"role": "user", "content": 3})
+    Path("chat.jsonl").write_text("\n".join([json.dumps(GOOD), bad, json.dumps(GOOD), turns("a")]))
+    assert refused(capsys, "data=chat.jsonl") == (
+        "2 of 4 rows are no samples: chat.jsonl, line 2: message 1 of 'messages': the content is int, not text; "
+        "chat.jsonl, line 4: message 1 of 'messages' is str, not an object"
+    )
+    Path("many.jsonl").write_text("\n".join([json.dumps(GOOD), *[bad] * 1234]))
+    said = refused(capsys, "data=many.jsonl")
+    assert " rows are no samples: many.jsonl, line 2: " in said
+    assert "many.jsonl, line 21: " in said and "line 22: " not in said and said.endswith(" more")
+
+
+def test_conversations_are_shown_without_being_told_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.jsonl").write_text("\n".join([json.dumps(GOOD)] * 8))
+    shown = []
+    for told in ([], ["data.form=samples"]):
+        assert main(["data", "show", "data=chat.jsonl", "recipe.sequence=64", "--json", *told]) == 0
+        shown.append(json.loads(capsys.readouterr().out))
+    assert shown[0] == shown[1] and shown[0]["samples"] is not None

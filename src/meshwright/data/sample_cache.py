@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -31,6 +31,9 @@ from meshwright.spec.user_cache import default_root
 FORMAT: Final = 6
 """Raised whenever the same rows would be stored as other tokens or in another way."""
 _BATCH_CHARACTERS: Final = 2**17
+_MOST_FAULTS: Final = 1000
+"""Rows that are no samples, after which no more are read."""
+_SHOWN_FAULTS: Final = 20
 _LIMIT_S: Final = 60.0
 """For the rows of a batch; a template needs less than a millisecond for one."""
 
@@ -153,15 +156,22 @@ class _SampleBuild:
             write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta})
 
     def _encode(self, streams: list["_SampleWriter"]) -> None:
-        aside, number = held_out(self.contents, self.data.validation), 0
+        aside, number, faults = held_out(self.contents, self.data.validation), 0, list[str]()
         with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
             for found in pool.map(_batches(self.source.rows())):
                 for row in found:
-                    for group in unpack(row):
-                        streams[number in aside].write(group, number)
+                    try:
+                        for group in unpack(row):
+                            streams[number in aside].write(group, number)
+                    except DataError as error:
+                        faults.append(str(error))
                     number += 1
+                if len(faults) >= _MOST_FAULTS:
+                    break
                 if self.progress is not None:
                     self.progress(number, len(self.contents))
+        if faults:
+            raise DataError(_said(faults, number))
         if number != len(self.contents):
             raise DataError(f"{self.source.title} changed while it was read: run again when nothing writes there")
 
@@ -193,6 +203,14 @@ class _SampleBuild:
                 f"no answer of {about} ends with a special token, so that the model would never learn to stop: put "
                 "eos_token behind an answer in the chat template, inside of what is generated"
             )
+
+
+def _said(faults: Sequence[str], rows: int) -> str:
+    """What is wrong with which rows, on one line."""
+    if len(faults) == 1:
+        return faults[0]
+    more = f"; and {len(faults) - _SHOWN_FAULTS:,} more" if len(faults) > _SHOWN_FAULTS else ""
+    return f"{len(faults):,} of {rows:,} rows are no samples: {'; '.join(faults[:_SHOWN_FAULTS])}{more}"
 
 
 def _batches(found: Iterator[rows.Row]) -> Iterator[Batch]:

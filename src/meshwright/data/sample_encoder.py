@@ -24,6 +24,8 @@ from meshwright.spec.errors import DataError
 TRAINED = 0x80
 """Bit of a mark."""
 
+_FAULT = struct.pack("<I", 2**32 - 1)
+"""Begins, in place of the number of groups, what is said of a row that is no sample."""
 _AS_TRAINED = bytes(mark | TRAINED for mark in range(256))
 _MOST_TOKENS = 2**26
 """Of the rows of one request: a template that writes without end may fill this process and not its parent."""
@@ -51,6 +53,10 @@ class SampleSettings:
         return Policy(train_on=self.train_on, thinking=self.thinking)
 
 
+class MalformedRow(DataError):
+    """A row that is no sample, whatever the template."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
     """Ids as the bytes of the tokenizer's dtype, and a mark a token."""
@@ -66,7 +72,11 @@ def row_encoder(tokenizer: tokenizers.Tokenizer, vocab: int, settings: SampleSet
     def encode(texts: Sequence[str], flags: bytes) -> list[bytes]:
         found, tokens = [], 0
         for text in texts:
-            groups = encoder(*json.loads(text))
+            try:
+                groups = encoder(*json.loads(text))
+            except MalformedRow as error:  # the others are read, so that all are named; a template fails at once
+                found.append(_FAULT + str(error).encode())
+                continue
             tokens += sum(len(one.marks) for group in groups for one in group)
             if tokens > _MOST_TOKENS:
                 raise DataError(
@@ -89,7 +99,9 @@ def pack(groups: Sequence[Sequence[EncodedSample]]) -> bytes:
 
 
 def unpack(data: bytes) -> list[list[EncodedSample]]:
-    """What `pack` made."""
+    """What `pack` made. DataError: what is wrong with the row."""
+    if data.startswith(_FAULT):
+        raise DataError(data.removeprefix(_FAULT).decode())
     place, groups = 4, []
     for _ in range(struct.unpack_from("<I", data)[0]):
         (count,) = struct.unpack_from("<I", data, place)
@@ -123,7 +135,10 @@ class _RowEncoder:
 
     def __call__(self, where: str, row: Mapping[str, Any]) -> list[list[EncodedSample]]:
         """DataError names the place."""
-        sample = samples.sample((where, row))
+        try:
+            sample = samples.sample((where, row))
+        except DataError as error:
+            raise MalformedRow(str(error)) from error
         try:
             if isinstance(sample, Preference):
                 return [[self._answer(part) for part in (sample.chosen, sample.rejected)]]

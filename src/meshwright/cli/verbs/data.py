@@ -1,5 +1,6 @@
 """`meshwright data show [PLAN.yaml] [KEY=VALUE ...]`: what is trained, before anything is."""
 
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from meshwright.api.plan_reading import read_folder
 from meshwright.cli.terminal.output import console, print_json
 from meshwright.data import Corpus, prepare
 from meshwright.data.advice import named_columns
+from meshwright.data.preparation import form_of
 from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, heading, view
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data
+from meshwright.spec.plan import STDLIB
 from meshwright.spec.units import count, many, text_size
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
@@ -29,6 +32,7 @@ def show(plan: Path | None, overrides: list[str], json: bool, html: Path | None 
     if html is not None:
         check_page(html, "data.html", option="--html ")
     settings = planfile.read(plan, overrides, read_folder=read_folder)
+    settings = replace(settings, data=_by_columns(settings.data, plan, overrides))
     rows = 1 if html is None else rows_of(settings.recipe.sequence)
     found = view(settings.data, settings.recipe, encode(settings.data, console(json=True)), rows=rows)
     if html is not None:
@@ -43,6 +47,12 @@ def show(plan: Path | None, overrides: list[str], json: bool, html: Path | None 
     sources = [_sources(found)] if found.sources else []
     for part in (_figures(found), *sources, _legend(found), _sequence(found)):
         out.print(part)
+
+
+def _by_columns(data: Data, plan: Path | None, overrides: list[str]) -> Data:
+    """Rows of samples are read as such where nobody says what they are."""
+    told = plan is not None or any(word.startswith("data.form=") for word in overrides)
+    return data if told or data.mixture or data.path == STDLIB else replace(data, form=form_of(data))
 
 
 def encode(data: Data, console: Console) -> Corpus:
