@@ -205,6 +205,19 @@ def test_a_tokenizer_with_marks_for_spaces_goes_there_and_back(tmp_path: Path) -
         assert again.decode(again.encode(text)) == text
 
 
+def test_a_template_for_tools_goes_there_and_back(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    plain = Tokenizer.shipped()
+    tokenizer = Tokenizer(**{**plain.parts, "template": "{{ 1 }}", "tool_template": "{{ tools }}"})
+    original = replace(model_of(SHAPES["llama"], tokenizer), chat_template="{{ 1 }}")
+    path = written(tmp_path / "a.gguf", original)
+    keys = read_gguf_header(path).keys
+    assert keys[gguf.Keys.Tokenizer.CHAT_TEMPLATE_N.format(name="tool_use")] == "{{ tools }}"
+    assert keys[gguf.Keys.Tokenizer.CHAT_TEMPLATES] == ["tool_use"]
+    again = mw.load(path).tokenizer
+    assert again is not None and (again.chat_template, again.tool_template) == ("{{ 1 }}", "{{ tools }}")
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_text_begins_there_as_in_the_folder(name: str, tmp_path: Path) -> None:
     """The writer of llama.cpp reads the post-processor where no config says otherwise; GLM-4's two tokens have no

@@ -19,7 +19,8 @@ def gguf_tokenizer(found: "GGUFModel") -> Tokenizer | None:
         return None
     one = found.vocabulary
     try:
-        tokenizer = Tokenizer(one.text, bos=one.bos, eos=one.eos, template=found.chat_template)
+        templates = {"template": found.chat_template, "tool_template": found.tool_template}
+        tokenizer = Tokenizer(one.text, bos=one.bos, eos=one.eos, **templates)
     except DataError as error:
         raise HubError(f"{found.path}: {error}") from error
     except Exception as error:  # the library raises bare Exception

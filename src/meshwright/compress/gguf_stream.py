@@ -80,7 +80,8 @@ def plan_gguf(
     words, note = vocabulary_keys(
         tokenizer.json if tokenizer else None, shape.vocab, bos=tokenizer.bos if tokenizer else None,
         eos=tokenizer.eos if tokenizer else None, ends=ids_of((original.generation or {}).get("eos_token_id")),
-        template=original.chat_template, begins=tokenizer.begins if tokenizer else (),
+        template=original.chat_template, tool_template=tokenizer.tool_template if tokenizer else None,
+        begins=tokenizer.begins if tokenizer else (),
     )  # fmt: skip
     keys = general_keys(
         shape, shape.name, FILE_TYPES[float_type] if scheme is None else scheme.file_type, quantized=scheme is not None

@@ -24,13 +24,11 @@ Declared = tuple[int | None, AddedToken]
 """A token, and its id where a file says it."""
 
 
-def merged(text: str, file: Path) -> str:
-    """The content of a tokenizer.json with the tokens of its neighbours. DataError where one has an id that is not the
-    next one, or where a neighbour cannot be read."""
-    library, neighbours = (
-        tokenizers.Tokenizer.from_str(text),
-        {name: _read(file.with_name(name)) for name in (CONFIG, "special_tokens_map.json", "added_tokens.json")},
-    )
+def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
+    """The content of a tokenizer.json with the tokens of its neighbours, which are added to `library`, too: what was
+    made of `text`. DataError where one has an id that is not the next one, or where a neighbour cannot be read."""
+    names = (CONFIG, "special_tokens_map.json", "added_tokens.json")
+    neighbours = {name: _read(file.with_name(name)) for name in names}
     try:
         declared = list(_declared(library, *neighbours.values()))
     except (AttributeError, TypeError, ValueError) as error:

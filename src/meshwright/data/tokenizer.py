@@ -100,7 +100,7 @@ class Tokenizer:
             library = word_encoder.library(text)
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file} is not a readable tokenizer.json: {' '.join(str(error).split())}") from error
-        text, config = added_tokens.merged(text, file), file.with_name(added_tokens.CONFIG)
+        text, config = added_tokens.merged(text, library, file), file.with_name(added_tokens.CONFIG)
         bos, eos = _marks_beside(file) or _marks_by_name(library)
         beside = {"config": config, "template": file.with_name(TEMPLATE), "tool_template": file.parent / TOOL_TEMPLATE}
         read = {name: path.read_text(encoding="utf-8") for name, path in beside.items() if path.is_file()}

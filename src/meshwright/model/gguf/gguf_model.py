@@ -12,7 +12,7 @@ from meshwright.model.gguf.gguf_header import GGUFHeader, Value
 from meshwright.model.gguf.gguf_metadata import frequency_factors, shape_keys, shape_of
 from meshwright.model.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, ROUTERS, architecture_of, gguf_bindings
 from meshwright.model.gguf.gguf_parts import read_gguf_parts
-from meshwright.model.gguf.gguf_vocabulary import TEMPLATE_KEY, GGUFVocabulary, read_vocabulary
+from meshwright.model.gguf.gguf_vocabulary import TEMPLATE_KEY, TOOL_TEMPLATE_KEY, GGUFVocabulary, read_vocabulary
 from meshwright.model.gguf.gguf_writer import PlannedBlocks
 from meshwright.model.hub.weight_names import Binding
 from meshwright.spec.block_types import BLOCK_TYPES, FLOATS, BlockType
@@ -43,7 +43,15 @@ class GGUFModel:
     @property
     def chat_template(self) -> str | None:
         """The Jinja template of conversations, where it has one."""
-        found = self.header.keys.get(TEMPLATE_KEY)
+        return self._text(TEMPLATE_KEY)
+
+    @property
+    def tool_template(self) -> str | None:
+        """That of conversations with tools, where it is another one."""
+        return self._text(TOOL_TEMPLATE_KEY)
+
+    def _text(self, key: str) -> str | None:
+        found = self.header.keys.get(key)
         return found if isinstance(found, str) else None
 
     @property

@@ -16,6 +16,7 @@ from meshwright.spec.errors import HubError, PlanError
 
 WHOLE = "tokenizer.huggingface.json"
 TEMPLATE_KEY = "tokenizer.chat_template"
+TOOL_TEMPLATE_KEY = f"{TEMPLATE_KEY}.tool_use"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
 WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
@@ -48,6 +49,7 @@ def vocabulary_keys(
     eos: int | None,
     ends: tuple[int, ...],
     template: str | None,
+    tool_template: str | None = None,
     begins: tuple[int, ...] = (),
 ) -> tuple[dict[str, Value], str]:
     """Keys of the tokenizer.json `text` for a model with so many rows, and what its user must know; None = there is
@@ -93,6 +95,8 @@ def vocabulary_keys(
     found |= {} if other is None else {"tokenizer.ggml.eot_token_id": other}
     found |= {"tokenizer.ggml.add_bos_token": bool(begins) and begins == (bos,), "tokenizer.ggml.add_eos_token": False}
     found |= {} if template is None else {TEMPLATE_KEY: template}
+    if tool_template is not None:
+        found |= {TOOL_TEMPLATE_KEY: tool_template, "tokenizer.chat_templates": ["tool_use"]}
     return found | {WHOLE: text}, note
 
 
