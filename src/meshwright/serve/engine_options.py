@@ -83,7 +83,7 @@ class EngineOptions:
     run_ahead: bool | None = None
     """Launch a step before the tokens of the one before it are read, so that the device need not wait for the host.
     None = on a GPU. Steps wait all the same beside answers with a schema, regex, penalties or beams, with
-    `speculation`, on several ranks, and where the cache is short of blocks. Answers stay what they are."""
+    `speculation`, on several ranks, and where the cache is short of blocks. Answers differ by rounding at most."""
     warm_start: bool = True
     """Capture all CUDA graphs when the engine starts. Else each is captured when a step first needs it: requests then
     wait for captures, and a short use of the engine does not."""

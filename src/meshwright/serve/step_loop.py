@@ -103,7 +103,12 @@ class StepLoop:
         if self._needs_no_host():
             self._stand_in(step)
             if self._scheduler.fits_next:
-                self._next = self._launch_ahead(step)
+                try:
+                    self._next = self._launch(step.drawn)
+                except BaseException:  # the engine may go on, but never from numbers that stand for tokens
+                    self._read(step)
+                    raise
+                self.ahead += 1
         whole = [] if step.logits is None else self._beams.take(step.owners, step.logits)
         grown = self._read(step)
         if not self._growing:
@@ -115,17 +120,6 @@ class StepLoop:
         if not self.run_ahead or self.guesser is not None or not self._beams.idle:
             return False
         return not any(answer.row.needs_host for _, answer in self._growing.values())
-
-    def _launch_ahead(self, step: _Launched) -> _Launched:
-        """Launch what follows a step whose tokens are not read. If that fails, they are read all the same, so that the
-        engine can go on: nothing may be computed from numbers that stand for them."""
-        try:
-            ahead = self._launch(step.drawn)
-        except BaseException:
-            self._read(step)
-            raise
-        self.ahead += 1
-        return ahead
 
     def _launch(self, before: DrawnTokens | None) -> _Launched:
         """Plan the next step and give it to the device. `before`: tokens of the step before that the host has not
@@ -141,9 +135,9 @@ class StepLoop:
             sequence.drop_guesses()
         beams = not self._beams.idle
         step = _Launched(plan=plan, owners=owners, logits=logits if beams else None, guesses=guesses)
-        rows = [row for row, one in enumerate(owners) if one in self._growing] if beams else list(range(len(owners)))
+        rows = [row for row, each in enumerate(owners) if each in self._growing] if beams else list(range(len(owners)))
         step.sequences = [owners[row] for row in rows]
-        step.grown = [self._growing[one] for one in step.sequences]
+        step.grown = [self._growing[sequence] for sequence in step.sequences]
         for row, sequence in enumerate(step.sequences.copy()):
             request = self._waiting.get(sequence)
             if request is not None:
@@ -161,25 +155,26 @@ class StepLoop:
             return {}
         guessed = self.guesser.trimmed(plan)
         if self.draft is not None:
-            self.draft.fill(plan, guessed, {one: answer.row for one, (_, answer) in self._growing.items()})
-        return {one: one.tokens[-count:] for one, count in guessed.items()}
+            self.draft.fill(plan, guessed, {owner: answer.row for owner, (_, answer) in self._growing.items()})
+        return {sequence: sequence.tokens[-count:] for sequence, count in guessed.items()}
 
     def _drawing(self, step: _Launched) -> list[SampledRow]:
         """What is known of each row that is drawn: rows of guesses are behind those before them."""
         if not step.guesses:
             return [answer.row for _, answer in step.grown]
-        behind, rows = 0, list[SampledRow]()
-        for place, (sequence, (_, answer)) in enumerate(zip(step.sequences, step.grown, strict=True)):
-            behind = behind + 1 if place and step.sequences[place - 1] is sequence and sequence in step.guesses else 0
+        behind, rows, before = 0, list[SampledRow](), None
+        for sequence, (_, answer) in zip(step.sequences, step.grown, strict=True):
+            behind = behind + 1 if sequence is before and sequence in step.guesses else 0
+            before = sequence
             rows.append(following(answer.row, step.guesses[sequence][:behind]) if behind else answer.row)
         return rows
 
     def _commit(self, step: _Launched) -> None:
         """What a step computes is in the cache for all that follows it on the device."""
-        growing, passed = self._growing, step.dropped
+        growing, left_out = self._growing, {*step.dropped, *step.guesses}
         chunks = {
-            one: count for one, count in step.plan.chunks.items()
-            if one not in passed and one not in step.guesses and one.phase is Phase.RUNNING
+            sequence: count for sequence, count in step.plan.chunks.items()
+            if sequence not in left_out and sequence.phase is Phase.RUNNING
         }  # fmt: skip
         self._scheduler.advance(StepPlan(chunks))
         for sequence, first in step.forked:
