@@ -165,7 +165,7 @@ def test_tensor_parallelism_between_nodes_is_explained(capsys: pytest.CaptureFix
     assert "spans nodes" not in capsys.readouterr().out, "it was asked for"
     assert main([*asked, "--layout", "pp=8,schedule=interleaved,recompute=none,cp=1,vp=8,micro_batch=1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "tp=16 spans nodes of 8 devices. With tp=8 or less none leaves 5% of memory free." in said
+    assert "tp=16 spans nodes of 8 devices. With tp=8 or less none fits with 95%." in said
 
 
 def test_top_says_how_many(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_the_recommended_is_explained_where_others_are_faster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    cases = {"h100x4 --nodes 3": "recommended: fastest with 5% free)", "h100x4": "recommended)"}
+    cases = {"h100x4 --nodes 3": "recommended: the fastest that fits with 95%)", "b200x8": "recommended)"}
     for cluster, told in cases.items():
         asked = words(f"llama-3.1-8b {cluster}")
         found = document(asked, capsys)

@@ -9,7 +9,8 @@ import pytest
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 from meshwright.planner.search.fewest_layers import WORTH, cheapest, fewest
 from meshwright.planner.search.ranking import search
-from meshwright.planner.search.recommend import is_tight, recommended
+from meshwright.planner.search.recommend import is_bold, recommended
+from meshwright.planner.step.error_ranges import fit_probability
 from meshwright.planner.step.predict import estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout import RECOMPUTE
@@ -72,14 +73,14 @@ def test_what_is_recommended_recomputes_no_more_than_it_must(gib: int) -> None:
     cluster = replace(presets.cluster("h100x8", 1), device=device)
     asked = Plan(model=presets.model("llama-3.1-8b"), recipe=recipe, cluster=cluster)
     of, fixed = estimator(asked), {"tp": (1, 2), "cp": (1,), "pp": (1,)}
-    alone = next(one for one in search(of, asked, fixed=fixed).best if not is_tight(one))
+    alone = next(one for one in search(of, asked, fixed=fixed).best if not is_bold(one))
     best = recommended(of, asked, search(of, asked, fixed=fixed), fixed).best[0]
     layout = best.plan.layout
-    assert best.step_s <= alone.step_s and not is_tight(best)
+    assert best.step_s <= alone.step_s and not is_bold(best)
     if layout.recompute_layers:
         fewer = layout.recompute_layers - 1
         less = replace(layout, recompute_layers=fewer, recompute=layout.recompute if fewer else "none")
-        assert is_tight(of.predict(replace(asked, layout=less)))
+        assert is_bold(of.predict(replace(asked, layout=less)))
 
 
 def test_a_policy_that_is_given_is_kept() -> None:
@@ -91,3 +92,16 @@ def test_a_policy_that_is_given_is_kept() -> None:
         best = recommended(of, asked, search(of, asked, fixed=fixed), fixed).best
         assert {one.plan.layout.recompute_layers for one in best} == set(fixed.get("recompute_layers", (0,)))
         assert all(one.plan.layout.recompute in fixed["recompute"] for one in best)
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("llama-3.1-8b", 4), ("llama-3.1-8b", 1), ("llama-3.1-70b", 16)])
+def test_the_recommended_layout_is_the_fastest_that_fits_with_95_percent(model: str, nodes: int) -> None:
+    asked = Plan(
+        model=presets.model(model), recipe=Recipe(sequence=8192, global_batch=512, precision="bf16"),
+        cluster=presets.cluster("h100x8", nodes=nodes),
+    )  # fmt: skip
+    of = estimator(asked)
+    best, *others = recommended(of, asked, search(of, asked)).best
+    assert fit_probability(best) >= 0.95
+    assert all(fit_probability(one) < 0.95 for one in others if one.step_s < best.step_s)
+    assert [is_bold(one) for one in others] == [fit_probability(one) < 0.95 for one in others]

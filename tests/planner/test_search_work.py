@@ -78,7 +78,7 @@ WORK: dict[str, tuple[str, Work]] = {
     "a small search": (SEARCH.format(model="llama-3.1-8b", batch=512, nodes=4), Work(447_000, 126)),
     "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(1_334_000, 640)),
     "serving": (SERVING, Work(95_700)),
-    "rent on few clusters": (RENT.format(more=", devices=['h100'], nodes=[1, 4, 16]"), Work(920_000, 91)),
+    "rent on few clusters": (RENT.format(more=", devices=['h100'], nodes=[1, 4, 16]"), Work(920_000, 138)),
     "--help": (HELP, Work(134, modules=29)),
     "import meshwright": ("import meshwright", Work(5, modules=14)),
 }

@@ -9,7 +9,7 @@ from meshwright import planfile
 from meshwright.api.arguments import checked
 from meshwright.api.markup import line, memory_bar, step_length, time_bar, whole
 from meshwright.planner.explain import layout_words, range_words
-from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import Ranges, fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Layout, Plan
@@ -99,7 +99,7 @@ class PlannedLayout:
     @property
     def tight(self) -> bool:
         """Whether hardly any memory is left: the planner errs by several percent."""
-        return is_tight(self.prediction)
+        return is_bold(self.prediction)
 
     @checked
     def save(self, file: str | Path) -> Path:
@@ -141,7 +141,7 @@ def layout_html(one: PlannedLayout) -> str:
     """Verdict, speed, memory and time."""
     room = one.usable_bytes if isfinite(one.usable_bytes) else 0.0
     fits = one.peak_bytes <= one.usable_bytes
-    verdict = "Does not fit" if not fits else "Fits, hardly any memory free" if one.tight else "Fits"
+    verdict = "Does not fit" if not fits else "Fits, with less than 95 %" if one.tight else "Fits"
     of = f"{gib(one.peak_bytes)} of {gib(room)} per device" if room else gib(one.peak_bytes)
     speed = (
         f"{step_length(one.step_seconds)} per step, {count(one.tokens_per_second_per_device)} tokens/s per device, "

@@ -45,7 +45,7 @@ class PlanAnswer(Answer):
 
     @property
     def best(self) -> PlannedLayout:
-        """The recommended one: the fastest that leaves some memory free, where there is one."""
+        """The recommended one: the fastest that fits with a probability of 95 %, where there is one."""
         return PlannedLayout(prediction=self.found.best[0], tokens=self.tokens)
 
     @property

@@ -5,7 +5,7 @@ from math import floor, log10
 
 from meshwright.planner.search.changes import LayoutChange, fixes, longest_sequence, on_half, without
 from meshwright.planner.search.ranking import Found, search
-from meshwright.planner.search.recommend import FREE, is_tight
+from meshwright.planner.search.recommend import LIKELY, is_bold, largest_share
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.budget import budget, critical
 from meshwright.planner.step.error_ranges import ranges, relative_range
@@ -109,18 +109,15 @@ def own_batch(plan: Plan) -> Iterator[str]:
 def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
     """What makes the recommended layout a risk: little memory left, or tensor parallelism between nodes."""
     best, plan = found.best[0], found.best[0].plan
-    if is_tight(best):
+    if is_bold(best):
         room = usable_bytes(plan)
-        none = f", and no layout that was found leaves {FREE:.0%} free" if found.legal > 1 else ""
-        yield (
-            f"Only {short_gib(room - best.peak_bytes)} of {short_gib(room)} are free. The planner errs by several "
-            f"percent{none}."
-        )
+        none = f" No layout that was found fits with {LIKELY:.0%}." if found.legal > 1 else ""
+        yield f"Only {short_gib(room - best.peak_bytes)} of {short_gib(room)} are free.{none}"
     node = plan.cluster.devices_per_node
     if plan.layout.tp <= node or "tp" in fixed:
         return
-    inside = search(of, plan, fixed={**fixed, "tp": divisors(node)}, listed=1, share=1 - FREE).best
-    other = f"With tp={node} or less none leaves {FREE:.0%} of memory free."
+    inside = search(of, plan, fixed={**fixed, "tp": divisors(node)}, listed=1, share=largest_share(of)).best
+    other = f"With tp={node} or less none fits with {LIKELY:.0%}."
     if inside:
         slower = inside[0].step_s / best.step_s - 1
         other = f"The fastest layout with tp={node} or less takes {slower:.1%} longer: {words_of(inside[0].plan)}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.planner.caveats import caveats
 from meshwright.planner.search.ranking import Found
-from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.time.timeline import StepTime
@@ -54,7 +54,7 @@ def ranked(found: Found) -> dict[str, Any]:
                 "mfu_causal": one.mfu(causal=True),
                 "mfu_full": one.mfu(causal=False),
                 "bubble_fraction": one.bubble_fraction,
-                "tight": is_tight(one),
+                "tight": is_bold(one),
                 "fit_probability": fit_probability(one),
             }
             for one in sorted(found.best, key=lambda one: one.step_s)

@@ -12,7 +12,7 @@ from meshwright.planner.rent.run_on import RunOn, run_on
 from meshwright.planner.rent.sweep import WORTH, RentAsked, fastest, front, least_device_s, sweep
 from meshwright.planner.rent.uncertainty import below, digits, normal, rounded, time_error
 from meshwright.planner.search.ranking import search
-from meshwright.planner.search.recommend import is_tight
+from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import fit_probability, relative_range
 from meshwright.planner.step.predict import estimator
 from meshwright.spec import Plan, Recipe, presets
@@ -98,7 +98,7 @@ def test_layouts_below_a_limit_are_those_of_the_whole_search() -> None:
 def test_what_is_recommended_leaves_memory_and_recomputes_no_more_than_it_must() -> None:
     plan = replace(SMALL, model=presets.model("llama-3.1-8b"), cluster=presets.cluster("h100x8", 1))
     best, too_large = fastest(estimator(plan), plan, {}, float("inf"))
-    assert best is not None and not too_large and not is_tight(best)
+    assert best is not None and not too_large and not is_bold(best)
     tiny = replace(plan, model=presets.model("llama-3.1-405b"))
     assert fastest(estimator(tiny), tiny, {}, float("inf")) == (None, True)
 

@@ -7,7 +7,7 @@ from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner import explain
 from meshwright.planner.caveats import caveats
 from meshwright.planner.search.ranking import Found
-from meshwright.planner.search.recommend import FREE, is_tight, merged
+from meshwright.planner.search.recommend import LIKELY, is_bold, merged
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.error_ranges import ranges
 from meshwright.planner.step.predict import Estimator
@@ -93,10 +93,10 @@ def headline(plan: Plan) -> Iterator[str]:
 
 
 def _recommended(listed: list[Prediction]) -> str:
-    """Why the first is, where others are faster: they leave less memory free."""
+    """Why the first is, where others are faster: they are bolder."""
     faster = [one for one in listed if one.step_s < listed[0].step_s]
-    free = faster and not is_tight(listed[0]) and all(map(is_tight, faster))
-    return f"recommended: fastest with {FREE:.0%} free" if free else "recommended"
+    free = faster and not is_bold(listed[0]) and all(map(is_bold, faster))
+    return f"recommended: the fastest that fits with {LIKELY:.0%}" if free else "recommended"
 
 
 def _note(vps: list[int], recommended: str) -> str:
@@ -124,7 +124,7 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     """The verdict, the layout, and its three figures."""
     columns, room = width(), usable_bytes(best.plan)
     fits = best.peak_bytes <= room
-    word, colour = ("TIGHT", "yellow") if is_tight(best) else ("FITS", "green")
+    word, colour = ("TIGHT", "yellow") if is_bold(best) else ("FITS", "green")
     if not fits:
         word, colour = "DOES NOT FIT", "red"
     words = explain.words_of(best.plan) + (f" ({note})" if note else "")
@@ -183,14 +183,13 @@ def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> 
     for one, vps in rows:
         memory = f"{_number(one.peak_bytes, one.peak_bytes)} {_unit(one.peak_bytes)}"
         idle = f"{one.time.bubble_s / one.step_s:7.1%}  " if bubble else ""
-        mark = "!" if is_tight(one) else " "
+        mark = "!" if is_bold(one) else " "
         lead = f"  {step_time(one.step_s):>10} {one.mfu(causal=False):6.1%} {memory:>10} {mark}  {idle}"
         words = explain.words_of(one.plan) + (f" ({_same_speed(vps)})" if vps else "")
         below = " " * min(len(lead), columns - max(map(len, words.split())))
         yield from marked(wrapped(words, columns, lead, below), "!", "yellow")
-    if any(is_tight(one) for one, _ in rows):
-        room = short_gib(usable_bytes(rows[0][0].plan))
-        yield from _marked(f"leaves less than {FREE:.0%} of the {room} free; the planner errs by several percent.")
+    if any(is_bold(one) for one, _ in rows):
+        yield from _marked(f"is bolder: it fits with a probability below {LIKELY:.0%}.")
 
 
 def _marked(sentence: str) -> Iterator[str]:

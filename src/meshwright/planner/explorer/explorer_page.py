@@ -18,7 +18,7 @@ from meshwright.planner.explorer.matrix_tables import matrix_tables
 from meshwright.planner.explorer.option_tables import option_tables
 from meshwright.planner.explorer.time_tables import time_tables
 from meshwright.planner.search.landscape import FIELDS, landscape
-from meshwright.planner.search.recommend import FREE
+from meshwright.planner.search.recommend import largest_share
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
@@ -48,7 +48,7 @@ def data(half: Half) -> dict[str, Any]:
     shown = [dict(zip(FIELDS, fields, strict=True)) for fields, *_ in found["points"]]
     return {
         **facts(half.of, room, shown, software),
-        "landscape": {**found, "start": _start(found, room)},
+        "landscape": {**found, "start": _start(found, largest_share(half.of) * room)},
         "title": half.title,
         "command": half.command,
         "price": {"usd_per_hour": half.usd_per_hour, "words": half.price_words.replace("https://", "")},
@@ -56,9 +56,9 @@ def data(half: Half) -> dict[str, Any]:
 
 
 def _start(found: dict[str, Any], room: float) -> int:
-    """The fastest layout that leaves some memory free; where none does, the map's best."""
+    """The fastest layout within so many bytes; where none is, the map's best."""
     peaks = [peak for *_, peak in found["points"][: found["front"]]]
-    return next((place for place, peak in enumerate(peaks) if peak <= (1 - FREE) * room), found["best"])
+    return next((place for place, peak in enumerate(peaks) if peak <= room), found["best"])
 
 
 def schedules() -> dict[str, Any]:
@@ -94,7 +94,7 @@ def facts(
             "per_node": of.cluster.devices_per_node,
             "memory_bytes": device.memory_bytes,
             "usable_bytes": usable if isfinite(usable) else None,
-            "tight_bytes": (1 - FREE) * usable if isfinite(usable) else None,
+            "tight_bytes": largest_share(of) * usable if isfinite(usable) else None,
             "flop_per_s": device.half_flop_per_s or of.speeds.peak_flop_per_s,
         },
         "stack": {

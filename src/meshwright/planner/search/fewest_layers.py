@@ -3,7 +3,7 @@ the layouts that it lists: a layout's peak falls and its time grows with each la
 
 from collections.abc import Iterable
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 from meshwright.planner.search.ranking import rank, worst
 from meshwright.planner.step.predict import Estimator
@@ -60,7 +60,12 @@ def refined(of: Estimator, best: Iterable[Prediction], room: float) -> list[Pred
     that need more, the same with recomputation."""
     found: dict[Layout, Prediction] = {}
     known: dict[Layout, Layout | None] = {}
+    best = list(best)
+    quickest_s = min((one.step_s for one in best if one.peak_bytes <= room), default=inf)
     for one in best:
+        if one.peak_bytes > room and one.step_s >= quickest_s:  # it only gets slower by recomputation
+            found[one.plan.layout] = one
+            continue
         without = replace(one.plan.layout, recompute="none")
         if without not in known:
             known[without] = cheapest(of, without, room)

@@ -1,7 +1,7 @@
-"""Which of the layouts that fit is recommended: the fastest that leaves some memory free.
+"""Which of the layouts that fit is recommended: the fastest that fits with a probability of 95 % or more.
 
 The planner errs by several percent, and fragmentation takes some. A run that ends out of memory after an hour costs
-more than a few percent of speed. The faster ones stay listed. Layouts that recompute do so on no more layers than that
+more than a few percent of speed. The bolder ones stay listed. Layouts that recompute do so on no more layers than that
 takes, unless the policy is given.
 """
 
@@ -10,29 +10,39 @@ from dataclasses import replace
 from meshwright.planner.search.fewest_layers import refined
 from meshwright.planner.search.ranking import Found, search
 from meshwright.planner.search.regions import Fixed
+from meshwright.planner.step.error_ranges import likely_share
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan
 
-FREE = 0.05
-"""Share of what a program can have that a recommended layout leaves free."""
+LIKELY = 0.95
+"""Probability that a recommended layout fits, of runs that were measured."""
 
 
-def is_tight(found: Prediction) -> bool:
-    """Whether less than that is free."""
-    return found.peak_bytes > (1 - FREE) * usable_bytes(found.plan)
+def is_bold(found: Prediction) -> bool:
+    """Whether it fits with a smaller probability."""
+    plan = found.plan
+    share = likely_share(found.stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes, probability=LIKELY)
+    return found.peak_bytes > share * usable_bytes(plan)
+
+
+def largest_share(of: Estimator) -> float:
+    """Share of a device's room that a layout may take to be recommended."""
+    routed = of.shape.moe is not None
+    return likely_share(of.stack, routed=routed, nodes=of.cluster.nodes, probability=LIKELY)
 
 
 def recommended(of: Estimator, plan: Plan, found: Found, fixed: Fixed | None = None) -> Found:
-    """The same with the fastest layout that is not tight as the first of `best`, also where all that were listed are;
-    unchanged where every layout is tight, or none was to be chosen."""
+    """The same with the fastest layout that is not bold as the first of `best`, also where all that were listed are;
+    unchanged where every layout is bold, or none was to be chosen."""
     if found.legal < 2 or not found.best:
         return found
-    if all(map(is_tight, found.best)):
-        found.best += search(of, plan, fixed=fixed, listed=1, share=1 - FREE).best
+    share = largest_share(of)
+    if all(map(is_bold, found.best)):
+        found.best += search(of, plan, fixed=fixed, listed=1, share=share).best
     if not {"recompute", "recompute_layers"} & (fixed or {}).keys():
-        found.best = refined(of, found.best, (1 - FREE) * usable_bytes(plan))
-    chosen = next((one for one in found.best if not is_tight(one)), found.best[0])
+        found.best = refined(of, found.best, share * usable_bytes(plan))
+    chosen = next((one for one in found.best if not is_bold(one)), found.best[0])
     found.best = [chosen, *(one for one in found.best if one is not chosen)]
     return found
 
@@ -57,6 +67,6 @@ def merged(best: list[Prediction]) -> list[tuple[Prediction, list[int]]]:
 def _alike(first: Prediction, other: Prediction) -> bool:
     return (
         replace(first.plan.layout, vp=other.plan.layout.vp) == other.plan.layout
-        and is_tight(first) == is_tight(other)
+        and is_bold(first) == is_bold(other)
         and abs(other.step_s / first.step_s - 1) < ALIKE
     )

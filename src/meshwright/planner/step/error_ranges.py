@@ -108,6 +108,16 @@ def fit_probability(found: Prediction) -> float:
     return share_below(quantiles, log(room / found.peak_bytes))
 
 
+def likely_share(stack: Stack, *, routed: bool, nodes: int, probability: float) -> float:
+    """Largest predicted peak that fits with this probability, as a share of the room: one over the error's quantile."""
+    known = _table()["memory"]
+    quantiles = known[next(one for one in groups_of(stack.name, routed=routed, nodes=nodes) if one in known)]
+    last = len(quantiles) - 1
+    place = min(probability * last, last - 1e-9)
+    low, high = quantiles[int(place)], quantiles[int(place) + 1]
+    return min(exp(-low - (high - low) * (place - int(place))), 1.0)
+
+
 def share_below(quantiles: tuple[float, ...], value: float) -> float:
     """Of a distribution with these quantiles, evenly spaced from 0 to 1; linear between them. The outermost are the
     worst that was seen, so never wholly sure: half a step short of 0 and 1."""
