@@ -129,6 +129,30 @@ def test_second_layouts_are_asked_for_and_counted() -> None:
     assert held.copied_bytes == 2000, "of each matrix once, and none of a way that lost"
 
 
+def test_layouts_go_with_their_contest_and_another_one_asks_anew() -> None:
+    """A model outlives its engine, and the next engine may have no memory for second layouts."""
+    clock = Clock({"rule": lambda _: 1.0, "other": lambda _: 0.5})
+
+    def made(*_: Any) -> tuple[Tensor, int]:
+        return torch.zeros(1), 4
+
+    def entrants() -> list[ProductWay]:
+        return [clock.way("rule"), clock.way("other", layout=made)]
+
+    first, second = contest(clock, entrants(), copies=True)[0], contest(clock, entrants())[0]
+    coded, rows = matrix(), torch.randn(1, 64)
+    first.product(rows, coded, None)
+    assert clock.last[0] == "other"
+    layouts = [weakref.ref(layout) for _, _, layout in coded.prepared["ways"][2]]
+    second.product(rows, coded, None)
+    assert clock.last[0] == "rule" and second.copied_bytes == 0
+    first.close()
+    second.product(rows, coded, None)
+    assert all(layout() is None for layout in layouts) and len(second._filled) == 1
+    second.close()
+    assert "ways" not in coded.prepared
+
+
 def test_what_is_missing_is_said() -> None:
     clock = Clock({"rule": lambda _: 1.0})
     held, lines = contest(clock, [clock.way("rule"), clock.way("other", missing=lambda *_: "not installed")])

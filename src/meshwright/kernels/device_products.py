@@ -71,7 +71,8 @@ def open_contest(copies: bool, say: Callable[[str], None]) -> ProductContest:
 
 
 def close_contest(contest: ProductContest) -> None:
-    """Take the ways of the rule from now on, unless another contest was opened meanwhile."""
+    """Give its second layouts back, and take the ways of the rule from now on, unless another contest is open."""
+    contest.close()
     if _contests and _contests[0] is contest:
         _contests.clear()
 

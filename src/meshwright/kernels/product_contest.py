@@ -58,7 +58,7 @@ Ready = list[tuple[int, ProductWay, Any]]
 
 @dataclass(slots=True)
 class ProductContest:
-    """Results for the rest of an engine's life."""
+    """Results, and second layouts, for the rest of an engine's life."""
 
     ways: Sequence[ProductWay]
     rule: Callable[[int], str]
@@ -73,15 +73,29 @@ class ProductContest:
     """Codes and their second layout, by way, dtype and place in memory: another matrix of the same codes reads it, too.
     The codes stay as long, so that no others can come to lie there."""
     results: dict[tuple[Any, ...], list[ClassResult]] = field(default_factory=dict)
+    _name: object = field(default_factory=object)
+    """Stands in matrices for this contest, which they must not hold."""
+    _filled: list[dict[str, Any]] = field(default_factory=list)
+    """Where matrices have their ways."""
+
+    def close(self) -> None:
+        """Give all second layouts back, those that matrices have, too."""
+        for prepared in self._filled:
+            if "ways" in prepared and prepared["ways"][0] is self._name:
+                del prepared["ways"]
+        self._filled.clear()
+        self.layouts.clear()
 
     def product(self, rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None) -> Tensor | None:
         """rows (M, K) -> (M, N); None where no way was tried for so many rows."""
         ready = matrix.prepared.get("ways")
-        if ready is None or ready[0] != rows.dtype:
+        if ready is None or ready[0] is not self._name or ready[1] != rows.dtype:
             if rows.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            ready = matrix.prepared["ways"] = rows.dtype, self._ready(matrix, rows.dtype)
-        for most, way, layout in ready[1]:
+            if ready is None or ready[0] is not self._name:
+                self._filled.append(matrix.prepared)
+            ready = matrix.prepared["ways"] = self._name, rows.dtype, self._ready(matrix, rows.dtype)
+        for most, way, layout in ready[2]:
             if len(rows) <= most:
                 return way.multiply(rows, matrix, bias, layout)
         return None
