@@ -14,6 +14,7 @@ from meshwright.cli.terminal.plan_answer import ALTERNATIVES
 from meshwright.planner.search.ranking import LISTED, search
 from meshwright.planner.search.recommend import ALIKE, merged
 from meshwright.planner.step.predict import estimator
+from meshwright.spec.units import short_gib
 
 TWENTY = [
     "gpt2-124m h100x1",
@@ -231,3 +232,15 @@ def test_a_batch_that_no_power_of_2_can_be_is_said(capsys: pytest.CaptureFixture
     for asked, told in (("h100x9", True), ("h100x8", False), ("h100x9 --recipe global_batch=576", False)):
         assert main([*words(f"llama-3.1-8b {asked}"), *layout]) == 0
         assert (sentence in " ".join(capsys.readouterr().out.split())) == told
+
+
+def test_gpus_of_a_node_which_device_and_what_would_fit_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The figure of --tune lora is the one that the plan with it has."""
+    command = ["plan", "llama-2-13b", "--cluster", "a100", "--gpus", "2"]
+    assert main(command) == 3
+    found = capsys.readouterr()
+    assert "2 A100-SXM-80" in found.out and "a100 is taken as A100-SXM-80 (80 GiB)" in " ".join(found.out.split())
+    assert main([*command, "--tune", "lora", "--json"]) == 0
+    peak = json.loads(capsys.readouterr().out)["peak_bytes"]
+    assert f"train adapters alone (--tune lora fits at {short_gib(peak)})" in found.err
+    assert main(["plan", "llama-2-13b", "--cluster", "a100x4", "--gpus", "2"]) == 2

@@ -310,3 +310,17 @@ def test_no_measured_product_beats_its_peak() -> None:
 def test_two_presets_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="defined twice"):
         presets._add({"a": 1}, ["b", "a"], 2)
+
+
+@pytest.mark.parametrize("name", ["a100-40gbx4", "4xA100-40GB", "a100-40x4", "4xa100-40"])
+def test_a_device_is_named_as_shops_and_people_name_it(name: str) -> None:
+    cluster = presets.cluster(name)
+    assert (cluster.device.name, cluster.devices_per_node) == ("A100-SXM-40", 4)
+
+
+def test_an_alias_of_a_gpu_that_is_sold_with_other_memory_says_which_it_is_taken_for() -> None:
+    assert presets.device_note("a100x4") == ("a100 is taken as A100-SXM-80 (80 GiB); there are also a100-40 (40 GiB).")
+    assert "a100-80" not in presets.device_note("a100x4")
+    for plain in ("a100-40gbx4", "a100-80x4", "b200x8", "mi300x"):
+        assert presets.device_note(plain) == ""
+    assert presets.cluster("8xH100").devices_per_node == 8 and presets.cluster("mi300x").devices_per_node == 1

@@ -1,5 +1,6 @@
 """`plan`: the layouts of a model on a cluster, ranked, with what each would cost. Needs no torch, no GPU."""
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from meshwright.planner.search.refused import answered
 from meshwright.planner.step.budget import Budget, budget
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Layout, Plan
-from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.errors import ArgumentError, DoesNotFit, MeshwrightError
 
 if TYPE_CHECKING:
     from meshwright.stacks.declaration.software import TrainingSoftware
@@ -200,7 +201,12 @@ def plan(
     if not found.best:
         every = software.fixed() if software else {}
         free = not (given and search(of, asked, fixed=every, listed=1).best)
-        raise _does_not_fit(of, found, every, free=free)
+        adapted = None
+        if not (tune or teacher or words) and asked.model.lora is None:
+            with suppress(MeshwrightError):  # what a user would ask next, answered with its own figure
+                shared: dict[str, Any] = {"nodes": nodes, "recipe": recipe, "memory": memory, "stack": stack}
+                adapted = plan(model, cluster=cluster, tune="lora", listed=1, **shared).best.peak_bytes
+        raise _does_not_fit(of, found, every, free=free, adapted_bytes=adapted)
     found = recommended(of, asked, found, fixed)
     del found.best[listed or LISTED :]
     return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price, software=software)
@@ -216,14 +222,17 @@ def _offered(stack: str, plan: Plan, given: Fixed) -> "tuple[TrainingSoftware, F
     return software(stack), restricted(software(stack), given)
 
 
-def _does_not_fit(of: Estimator, found: Found, every: Fixed, *, free: bool) -> Exception:
-    """With the nearest layout, and its document. `every`: what any layout is restricted to."""
+def _does_not_fit(
+    of: Estimator, found: Found, every: Fixed, *, free: bool, adapted_bytes: float | None = None
+) -> Exception:
+    """With the nearest layout, and its document. `every`: what any layout is restricted to. `adapted_bytes`: what
+    adapters alone would need, where they fit."""
     one = found.nearest
     assert one is not None
     error = DoesNotFit(
         unfit(of, one)
         if found.legal == 1
-        else failure(found, enough_nodes(of, one.plan, every) if free else 0, free=free)
+        else failure(found, enough_nodes(of, one.plan, every) if free else 0, free=free, adapted_bytes=adapted_bytes)
     )
     error.answer, error.document = PlannedLayout(prediction=one), {**document(one), **ranked(found)}
     return error

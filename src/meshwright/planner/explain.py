@@ -236,7 +236,7 @@ def range_words(found: Prediction) -> str:
     )
 
 
-def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
+def failure(found: Found, nodes: int = 0, *, free: bool = True, adapted_bytes: float | None = None) -> str:
     """Where nothing fits: the nearest layout, the term that overflows, and what would help. `nodes`: so many are
     enough. `free`: no degree that was fixed is to blame."""
     nearest = found.nearest
@@ -248,7 +248,9 @@ def failure(found: Found, nodes: int = 0, *, free: bool = True) -> str:
         cures = ["fix fewer degrees"]
     elif not nodes and worst.total_bytes - sum(worst.kinds.get(kind, 0.0) for kind in PASSING) <= room:
         cures.append("a shorter sequence")
-    if nearest.plan.data.form == SAMPLES and nearest.plan.model.lora is None:
+    if adapted_bytes is not None:
+        cures.append(f"train adapters alone (tune=lora fits at {short_gib(adapted_bytes)})")
+    elif nearest.plan.data.form == SAMPLES and nearest.plan.model.lora is None:
         cures.append("train adapters alone (tune=lora)")
     elif nearest.plan.model.lora is not None and not holds_codes(nearest.plan.model):
         cures.append("hold frozen matrices in 4 bits (tune=qlora)")

@@ -60,6 +60,9 @@ def plan(
     teacher: Annotated[
         str, typer.Option("--teacher", metavar="MODEL", help="Distillation: a preset or a folder.", show_default=False)
     ] = "",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="GPUs of a node, as in --cluster h100x8.")
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")
     ] = None,
@@ -113,6 +116,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
+    cluster = _of_gpus(cluster, gpus)
     if source:
         from meshwright.api.config_planning import plan_from
 
@@ -166,7 +170,7 @@ def plan(
         if json and error.document:
             print_json(error.document)
         elif isinstance(error.answer, PlannedLayout):
-            show(nearest_in_words(error.answer.prediction))
+            show([*nearest_in_words(error.answer.prediction), *_which_device(cluster)])
         raise
     if save:
         answer.save(save)
@@ -184,11 +188,32 @@ def plan(
         own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
     )
-    show(in_words(answer.estimator, answer.found, asked))
+    show([*in_words(answer.estimator, answer.found, asked), *_which_device(cluster)])
     if answer.software:
         show(after_plan(answer, written))
     elif save:
         show(["", *_command(answer.plan, save)])
+
+
+def _of_gpus(cluster: str | None, gpus: int | None) -> str | None:
+    """`--cluster h100 --gpus 8` is `--cluster h100x8`."""
+    from meshwright.spec.presets import split_cluster
+
+    if gpus is None:
+        return cluster
+    if cluster is None or split_cluster(cluster)[1] not in (1, gpus):
+        raise PlanError(f"--gpus {gpus} says how many devices of --cluster a node has: name the device, as h100")
+    return f"{split_cluster(cluster)[0]}x{gpus}"
+
+
+def _which_device(cluster: str | None) -> list[str]:
+    """A caution where a device's name says less than it should."""
+    from meshwright.cli.terminal.screen_text import width, wrapped
+    from meshwright.planner.machine.clusterfile import is_file
+    from meshwright.spec.presets import device_note
+
+    note = "" if cluster is None or is_file(cluster) else device_note(cluster)
+    return list(wrapped(note, width(), "  ! ")) if note else []
 
 
 def _refuse_beside(given: Mapping[str, object]) -> None:

@@ -4,6 +4,7 @@ A model or device is added by adding a table to a file of `models/` or `devices/
 """
 
 import inspect
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ CLOSE = 0.6
 MOST_IN_NODE = 2**16
 LISTED = 12
 """Names that are listed where none is like the one that was given."""
+GIGABYTES = re.compile(r"(?i)(\d+)\s?gb$")
+"""End of a device's name as shops write it: a100-40gb is a100-40."""
 LONGEST = 80
 """Characters of an unknown name that are compared and repeated."""
 UNITS = {"_gib": ("_bytes", 2**30), "_tflop_per_s": ("_flop_per_s", 1e12), "_gb_per_s": ("_bytes_per_s", 1e9)}
@@ -93,7 +96,8 @@ def published(name: str, given: str = "") -> Published:
 def device(name: str, given: str = "") -> Device:
     """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`, about what
     was `given`: cluster='h100x8'."""
-    return _devices()[_find(name, _devices(), "cluster.device", given)]
+    plain = GIGABYTES.sub(r"\1", name)
+    return _devices()[_find(plain if _plain(plain) in _devices() else name, _devices(), "cluster.device", given)]
 
 
 def device_names() -> tuple[str, ...]:
@@ -120,11 +124,28 @@ def devices_in_node(name: str) -> tuple[Device, int]:
 
 
 def split_cluster(name: str) -> tuple[str, int]:
-    """`h100x8` -> (`h100`, 8). Device names may hold an x themselves (mi300x, rtx4090), so a known name wins."""
+    """`h100x8`, `8xH100` -> (`h100`, 8). Device names may hold an x themselves (mi300x, rtx4090): a known one wins."""
+    count, x, kind = name.partition("x")
+    if kind[:1].isalpha() and count.isdecimal() and len(count) <= LONGEST:
+        return kind, int(count)
     head, x, tail = name.rpartition("x")
     if _plain(name) in _devices() or not x or not head or not tail.isdecimal() or len(tail) > LONGEST:
         return name, 1
     return head, int(tail)
+
+
+def device_note(name: str) -> str:
+    """Which device an alias is taken for, where the same GPU is sold with less memory too; empty where it is plain."""
+    kind = _plain(GIGABYTES.sub(r"\1", split_cluster(name)[0]))
+    known = _devices().get(kind)
+    if known is None:
+        return ""
+    sizes = (other for other in device_names() if re.fullmatch(rf"{re.escape(kind)}-\d+", other))
+    others = [other for other in sizes if _devices()[other].memory_bytes < known.memory_bytes]
+    if not others:
+        return ""
+    named = ", ".join(f"{other} ({_devices()[other].memory_bytes / 2**30:.0f} GiB)" for other in others)
+    return f"{kind} is taken as {known.name} ({known.memory_bytes / 2**30:.0f} GiB); there are also {named}."
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:
