@@ -100,6 +100,7 @@ def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
 
 @pytest.mark.parametrize(("change", "kind", "said"), [
     ({"scheme": "int5"}, ArgumentError, "scheme=int5 is not known: take one of int8, llm-int8"),
+    ({"scheme": "int4"}, ArgumentError, "nearest: int4-rtn, int4-sym, int4-hqq, int4-gptq, int4-awq, int4-awq-gptq$"),
     ({"scheme": "int8", "group": 32}, ArgumentError, "group=32: int8 has a scale for each output"),
     ({"scheme": "nf4", "group": 48}, PlanError, "group=48 is not supported"),
     ({"scheme": "nf4", "threshold": 3.0}, ArgumentError, "are for scheme=llm-int8"),

@@ -186,6 +186,21 @@ def test_a_source_that_is_repeated_often_is_warned_of(make: Make) -> None:
     ]
 
 
+@pytest.mark.parametrize(("sequence", "warned"), [(2048, True), (64, False)])
+def test_a_step_of_more_rows_than_the_samples_fill_is_warned_of(sequence: int, warned: bool, tmp_path: Path) -> None:
+    """30 short conversations fill one long row: epochs of them are a single step, and that is said."""
+    turn = '{"messages": [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "word"}]}'
+    (tmp_path / "chat.jsonl").write_text("\n".join([turn] * 30))
+    data = Data(path=str(tmp_path / "chat.jsonl"), form="samples", tokenizer="bytes", validation=0.2)
+    found = running.plan(tmp_path, tmp_path / "run", **{**OPTIONS, "sequence": sequence, "steps": 1})
+    notes = [sentence for label, sentence in said(replace(found, data=data)) if label == "note"]
+    told = (
+        "a step reads 4 rows, and the samples fill 1 row: 1 step may teach little; recipe.global_batch=1 makes more "
+        "steps"
+    )
+    assert notes == ([told] if warned else [])
+
+
 def test_an_epoch_of_a_mixture_is_as_many_rows_as_all_sources_have(make: Make) -> None:
     found = said(make(weights=(1, 1), epochs=2.0))
     assert [sentence.rpartition(", ")[2] for _, sentence in found] == ["read 2.0 times", "read 2.1 times"]

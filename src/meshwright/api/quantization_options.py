@@ -21,8 +21,9 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
     """The scheme of a name, with what else was asked of it; ArgumentError for what it has not."""
     if name not in SCHEMES:
         known = [*SCHEMES, *GGUF_SCHEMES]
-        close = "".join(f"; nearest: {one}" for one in nearest(name, known, 1))
-        raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(known)}{close}")
+        close = [scheme for scheme in known if scheme.startswith(f"{name}-")] or nearest(name, known, 1)
+        hint = f"; nearest: {', '.join(close)}" if close else ""
+        raise ArgumentError(f"scheme={name} is not known: take one of {', '.join(known)}{hint}")
     found = SCHEMES[name]
     if group is not None:
         if not found.group:

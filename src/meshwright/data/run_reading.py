@@ -72,7 +72,7 @@ def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, 
 
 def announced(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) -> tuple[tuple[str, str], ...]:
     """(label, sentence) rows for the first lines of a run: each source of a mixture, the rows of samples, and notes on
-    what does not fit or is repeated often."""
+    what does not fit, is repeated often, or is fewer rows than one step reads."""
     found = readings(data, recipe, stream, rows)
     if isinstance(rows, MixedRows):
         said = [("source", _source(one)) for one in found]
@@ -81,6 +81,11 @@ def announced(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) ->
         said = [("rows", _rows(found[0], rows))] if isinstance(rows, SampleRows) else []
         parts = [(found[0], rows)]
     notes = [note for one, own in parts for note in _notes(one, own, data)]
+    if isinstance(rows, SampleRows) and recipe.global_batch > len(rows):
+        notes.append(
+            f"a step reads {many(recipe.global_batch, 'row')}, and the samples fill {many(len(rows), 'row')}: "
+            f"{many(recipe.steps, 'step')} may teach little; recipe.global_batch={len(rows)} makes more steps"
+        )
     return (*said, *(("note", note) for note in notes))
 
 
