@@ -211,7 +211,7 @@ def _listening(options: ServerOptions) -> socket.socket:
         found.close()
         if error.errno == errno.EADDRINUSE:
             raise ArgumentError(
-                f"port={options.port} of {options.host} is taken: stop who has it, or take another one"
+                f"port={options.port} of {options.host} is taken: stop the program that has it, or take another port"
             ) from None
         raise ArgumentError(f"host={options.host} port={options.port}: {error.strerror or error}") from None
     return found

@@ -53,7 +53,8 @@ def built(*names: str, threads: Sequence[tuple[str, ...]] = THREADS) -> ctypes.C
                     return None
         return _loaded(path) or _from_elsewhere(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
-        log.warning("C loops are compiled at each start: %s; XDG_CACHE_HOME names a folder for them", error)
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        log.warning("C loops are compiled at each start: %s; set XDG_CACHE_HOME to a folder with room", reason)
     return _from_elsewhere(None, compiler, names, threads)
 
 
