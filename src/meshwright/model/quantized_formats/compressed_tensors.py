@@ -28,12 +28,24 @@ from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, plan
 from meshwright.model.quantized_formats.native import check
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization_schemes import GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros
+from meshwright.spec.quantization_schemes import BITS, GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros
 from meshwright.spec.shape import ModelShape
 
 PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 LAYOUTS: Mapping[str, Codes] = {PACKED: "integer", WHOLE: "integer", FLOAT: "e4m3"}
 """Layouts of files that are read -> what codes are."""
+UNREAD = {
+    "nvfp4-pack-quantized": "4-bit floats with scales of 8 bits (NVFP4)",
+    "mxfp4-pack-quantized": "4-bit floats with scales that are powers of two (MXFP4)",
+    "mxfp6-pack-quantized": "6-bit floats with scales that are powers of two (MXFP6)",
+    "mxfp8-quantized": "8-bit floats with scales that are powers of two (MXFP8)",
+    "marlin-24": "matrices with half their numbers left out",
+    "sparse-24-bitmask": "matrices with half left out",
+}
+"""Layouts that no product here multiplies -> what they hold: compressed_tensors/config/base.py, CompressionFormat."""
+REMEDY = "quantize the original with meshwright quantize, or take a folder of W4A16, INT8 or FP8_DYNAMIC"
+SCALES_OF = {"tensor": "one scale for a whole matrix (FP8)", "block": "scales of square blocks (FP8_BLOCK)",
+             "tensor_group": "scales of groups, and one above them (NVFP4)"}  # fmt: skip
 
 
 class CompressedTensors:
@@ -242,30 +254,41 @@ def _scheme(entries: Entries) -> Scheme:
     """Of the one group of a config; HubError where it holds what is not read."""
     layout = entries.text("format")
     groups = entries.raw("config_groups")
-    if layout not in LAYOUTS or not isinstance(groups, dict) or len(groups) != 1:
-        raise entries.fail(f"format={layout!r} with one group of layers is read for {', '.join(LAYOUTS)} alone")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        raise entries.fail(f"config_groups with another number of groups than 1 is not read; {REMEDY}")
     (only,) = groups.values()
     if not isinstance(only, dict):
         raise entries.fail("config_groups must hold a JSON object")
+    layout = only.get("format") or layout  # a group's own: the whole may say mixed-precision
+    if layout not in LAYOUTS:
+        held = f" holds {UNREAD[layout]}, which" if layout in UNREAD else ""
+        raise entries.fail(f"format={layout!r}{held} is not read; {REMEDY}")
     group = Entries(only, f"{entries.where}, config_groups")
     weights, inputs = group.inner("weights"), group.inner("input_activations")
     if weights is None:
         raise group.fail("weights is missing")
     weights.allow("dynamic", (False,))
+    strategy = weights.raw("strategy", "channel")
+    if strategy in SCALES_OF:
+        raise weights.fail(f"strategy={strategy!r}, {SCALES_OF[strategy]}, is not read; {REMEDY}")
     weights.allow("strategy", ("group", "channel"))
     # "weight", or "static", is the order in which columns were rounded; the file is the same. "group" once moved them.
     weights.allow("actorder", (None, False, "weight", "static"))
     bits, kind = weights.integer("num_bits"), LAYOUTS[layout]
+    if inputs is not None and (bits != 8 or strategy == "group"):
+        beside = f"{bits}-bit weights" + " in groups" * (strategy == "group")
+        raise group.fail(f"input_activations in fewer bits beside {beside} are not read; {REMEDY}")
     if inputs is not None:
         inputs.allow("strategy", ("token",))
         inputs.allow("symmetric", (True,))
         inputs.allow("dynamic", (True,))
     activations: Activations = "same" if inputs is None else "fp8" if kind == "e4m3" else "int8"
     like = SCHEMES["fp8" if kind == "e4m3" else "int8" if bits == 8 else "int4-rtn"]
-    grouped = weights.raw("strategy", "channel") == "group"
+    if bits not in BITS:
+        raise weights.fail(f"num_bits={bits} is not read: {', '.join(map(str, BITS))} are; {REMEDY}")
     zeros: Zeros = "fixed" if weights.flag("symmetric", True) else "whole"
     return Scheme(
         name=f"{kind}{bits}", about="as read", bits=bits, codes=kind, zeros=zeros,
-        group=weights.integer("group_size") if grouped else 0, method="absmax",
+        group=weights.integer("group_size") if strategy == "group" else 0, method="absmax",
         activations=activations, expected_kl=like.expected_kl, max_kl=like.max_kl,
     )  # fmt: skip
