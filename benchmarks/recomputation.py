@@ -9,7 +9,7 @@ median of the rounds. Bytes are the peak of torch's own allocator beyond weights
 
 What the literature says (Korthikanti et al. 2022, arXiv:2205.05198): full recomputation costs 30 to 40 % more time;
 selective saves 70 % of the activations for 2.7 %. That is for code that keeps the S x S weights of attention. The
-kernels here never do, so that selective has less to save: `plain_selective_saving` is what the paper's formula gives.
+kernels here never do, and selective saves nothing: `plain_selective_saving` is what the paper's formula gives.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def foreseen(shape: ModelShape, rows: int, sequence: int, layout: Layout) -> dic
     return {
         "dry_bytes": sum(seen.get(kind, 0) for kind in ACTIVATIONS),
         "planned_bytes": sum(said[kind] for kind in ACTIVATIONS),
-        "flop_ratio": flop.hardware(layout.recompute, plan.recomputed_share) / flop.training,
+        "flop_ratio": flop.hardware(layout.acting_recompute, plan.recomputed_share) / flop.training,
     }
 
 

@@ -152,7 +152,7 @@ TABLES = {
     "experts": Table(
         model="mixtral-8x7b",
         cluster="h100x8 --nodes 8",
-        layout="dp_shard=64,zero=3,micro_batch=1,recompute=selective,ep={}",
+        layout="dp_shard=64,zero=3,micro_batch=1,recompute=all-but-attention,ep={}",
         head="`layout.ep`",
         rows={"1": "1", "2": "2", "4": "4", "8": "8"},
         columns=("states, GiB", "peak, GiB", "sent by ep, GB", "sent, GB", "step, s"),

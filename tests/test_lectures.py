@@ -7,8 +7,26 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.model import build
-from meshwright.spec import BatchStage, Layout, MLAShape, ModelShape, MoEShape, Recipe, num_parameters, parameters
+from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.planner.accuracy.flop_conventions import KORTHIKANTI
+from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
+from meshwright.planner.cost.block import layer
+from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.spec import (
+    BatchStage,
+    Layout,
+    MLAShape,
+    ModelShape,
+    MoEShape,
+    Plan,
+    Recipe,
+    num_parameters,
+    parameters,
+    presets,
+)
 from meshwright.spec.flop import token_flop
+from meshwright.spec.layout import Recompute
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES
 
@@ -108,3 +126,38 @@ def test_flop_of_a_token_are_what_torch_counts(parts: dict[str, object]) -> None
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens)
     assert counter.get_total_flops() == tokens.numel() * token_flop(shape, 32, causal=False).forward
+
+
+def test_selective_recomputation_without_flash_attention() -> None:
+    """Korthikanti et al. 2022 (arXiv:2205.05198), section 5, GPT-3: 70 % of the activations for 2.7 % of FLOP."""
+    gpt3 = presets.model("gpt3-175b")
+    of = local(gpt3, MEGATRON_2022, Layout(tp=8, sp=True), 2048, 1, 2)
+    block = layer(of)
+    assert block.kept_bytes("selective") == 34 * 2048 * gpt3.hidden / 8
+    assert 1 - block.kept_bytes("selective") / block.kept_bytes("none") == pytest.approx(0.70, abs=0.005)
+    training, hardware = (flop(gpt3, 2048) for flop in (KORTHIKANTI.training, KORTHIKANTI.hardware))
+    assert hardware / training - 1 == pytest.approx(0.027, abs=0.001)
+
+
+def test_selective_recomputation_of_plain_attention_in_a_dry_run() -> None:
+    """The same of this engine's plain kernels, which weigh in fp32 and here without dropout. A dry run finds in a layer
+    what the planner counts; the forward pass of the core is repeated once, a third of the paper's count."""
+    shape, layout = presets.model("gpt3-175b"), Layout(tp=8, sp=True, kernels="reference", compile="off")
+    recipe = Recipe(sequence=2048, global_batch=16, precision="bf16", document_mask=False)
+
+    def activations(layers: int, policy: Recompute) -> int:
+        plan = Plan(
+            model=replace(shape, layers=layers), recipe=recipe, layout=replace(layout, recompute=policy),
+            cluster=presets.cluster("h100x8"),
+        )  # fmt: skip
+        return dry_run(plan, device="cuda").ranks[0].kinds["activations"]
+
+    policies: tuple[Recompute, ...] = ("none", "selective")
+    none, selective = (activations(3, policy) - activations(2, policy) for policy in policies)
+    block = layer(local(shape, MESHWRIGHT, layout, 2048, 16, 2))
+    scores = 16 * 4 * shape.heads * 2048**2 / 8
+    assert scores < none - selective < 1.25 * scores
+    assert none - selective == pytest.approx(block.kept_bytes("none") - block.kept_bytes("selective"), rel=0.01)
+    assert 1 - selective / none > 0.6
+    flop = token_flop(shape, 2048, causal=False)
+    assert flop.hardware("selective") / flop.hardware("none") - 1 == pytest.approx(0.027 / 3, abs=0.001)

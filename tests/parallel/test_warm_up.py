@@ -11,7 +11,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.feature_matrix import CASE
 from meshwright.observe.verify.one_device import Case
 from meshwright.parallel import apply
-from meshwright.parallel.apply import schedule_notes
+from meshwright.parallel.apply import layout_notes
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.passes import make_pipeline
@@ -115,5 +115,5 @@ def test_both_forms_of_a_batch_are_warm_before_the_first_message(axes: dict[str,
 
 def test_a_run_says_what_a_schedule_does_not_do() -> None:
     for name in ("1f1b", "zb-h1", "zb-v", "dualpipe-v"):
-        assert schedule_notes(Layout(pp=2, vp=1 if name in ("1f1b", "zb-h1") else 2, schedule=name)) == []
-    assert "is 1f1b" in schedule_notes(Layout(pp=2, schedule="interleaved"))[0]
+        assert layout_notes(Layout(pp=2, vp=1 if name in ("1f1b", "zb-h1") else 2, schedule=name)) == []
+    assert "is 1f1b" in layout_notes(Layout(pp=2, schedule="interleaved"))[0]

@@ -88,8 +88,10 @@ def test_llama_keeps_twelve_hidden_states_and_its_mlp() -> None:
     assert block(Layout(), shape, MESHWRIGHT).kept_bytes("none") == S * B * word
     assert block(Layout(tp=8, sp=True), shape, MESHWRIGHT).kept_bytes("none") == S * B * word / 8
     assert block(Layout(cp=4), shape, MESHWRIGHT).kept_bytes("none") == S * B * word / 4
-    products = 2 * 4096 + 2 * 4096 + 4 * 1024 + 2 * 4096 + 4 * 14336 + 2 * 4096
-    assert block(Layout(), shape, MESHWRIGHT).kept_bytes("selective") == S * B * products
+    for layout in (Layout(), Layout(tp=8, sp=True), Layout(cp=4), Layout(tp=8, kernels="reference")):
+        ranks = 8 if layout.sp else layout.cp
+        kept = word / ranks if layout.kernels == "auto" else 4 * 2 * 4096 + (word - 4 * 2 * 4096 - 4 * 32) / 8
+        assert block(layout, shape, MESHWRIGHT).kept_bytes("selective") == S * B * kept
 
 
 def test_head_and_embedding_beyond_the_layers() -> None:

@@ -152,7 +152,8 @@ FOUR = replace(SHAPE, family="mixtral", moe=MoEShape(experts=4, top_k=2, ffn=64)
     [
         (SHAPE, {"micro_batch": 1}, 1 + 2),
         (SHAPE, {"micro_batch": 1, "recompute": "full"}, 1 + 2 + 1),
-        (SHAPE, {"micro_batch": 1, "recompute": "selective"}, 1 + 2 + 4),
+        (SHAPE, {"micro_batch": 1, "recompute": "selective"}, 1 + 2),
+        (SHAPE, {"micro_batch": 1, "recompute": "selective", "kernels": "reference"}, 1 + 2 + 4),
         (replace(SHAPE, mlp="gelu_tanh"), {"micro_batch": 1}, 2 + 3),
         (FOUR, {"micro_batch": 1}, 3 + 5 + 4 * 0.3),
         (FOUR, {"micro_batch": 1, "dp_shard": 2, "ep": 2}, (3 + 5 + 2 * 0.3) / 2),

@@ -31,7 +31,7 @@ def test_the_fewest_layers_are_those_that_trying_all_finds(seed: int) -> None:
     """Each layer more takes less memory and more time; of all that fit, none does with fewer."""
     dice = Random(seed)
     asked = drawn(dice)
-    of, policy = estimator(asked), dice.choice(RECOMPUTE[1:])
+    of, policy = estimator(asked), dice.choice([word for word in RECOMPUTE[1:] if word != "selective"])
     layout = replace(asked.layout, recompute=policy)
     most = max(map(len, of.split(layout)))
     numbers = [*range(1, most), 0]

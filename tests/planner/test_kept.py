@@ -1,17 +1,27 @@
 """What the planner says is kept, beside the tensors that the real model keeps alive after a forward pass."""
 
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from meshwright.model.transformer import build
 from meshwright.parallel import apply_block_call
+from meshwright.parallel.apply import layout_notes
+from meshwright.planner.caveats import caveats
 from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT
+from meshwright.planner.search.bounds import offered_policies
+from meshwright.planner.search.regions import cells
+from meshwright.planner.step.predict import estimator, predict
+from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.lora import LoRAShape
 from meshwright.spec.shape import MLAShape, ModelShape, MoEShape
+from meshwright.spec.units import gib
 from tests.counting import Alive
 
 BATCH, SEQUENCE = 2, 64
@@ -35,10 +45,14 @@ SHAPES = {
 }  # fmt: skip
 
 
-def alive(shape: ModelShape, recompute: str, batch: int = BATCH, *, whole: bool = False) -> int:
+def alive(
+    shape: ModelShape, recompute: str, batch: int = BATCH, *, whole: bool = False, kernels: str = "auto",
+    dropout: float = 0.0,
+) -> int:  # fmt: skip
     """Bytes alive between forward and backward pass beside parameters; `whole`: the most in either."""
-    model = build(shape)
-    apply_block_call(model, Layout(recompute=recompute, compile="off"), torch.device("cpu"))  # type: ignore[arg-type]
+    model = build(shape, kernels=kernels, dropout=dropout)
+    layout = Layout(recompute=recompute, compile="off", kernels=kernels)  # type: ignore[arg-type]
+    apply_block_call(model, layout, torch.device("cpu"))
     tokens, targets = (torch.randint(shape.vocab, (batch, SEQUENCE)) for _ in range(2))
     with Alive([*model.parameters(), *model.buffers(), tokens, targets]) as seen:
         loss, balance = model.loss(tokens, targets)
@@ -63,6 +77,72 @@ def test_a_layer_keeps_what_is_counted(name: str, recompute: str) -> None:
     one, two = (alive(replace(shape, layers=layers), recompute) for layers in (1, 2))
     want = layer(counted(shape, recompute), routed=shape.moe is not None).kept_bytes(recompute)
     assert want == pytest.approx(two - one, rel=0.01)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("name", SHAPES)
+def test_selective_drops_what_plain_attention_stores(name: str, dropout: float) -> None:
+    """Of plain kernels only the attention core is counted as they keep it: what selective drops of a layer."""
+    shape = SHAPES[name]
+    none, selective = (
+        alive(replace(shape, layers=2), policy, kernels="reference", dropout=dropout)
+        - alive(replace(shape, layers=1), policy, kernels="reference", dropout=dropout)
+        for policy in ("none", "selective")
+    )
+    layout = Layout(micro_batch=BATCH, compile="off", kernels="reference")
+    block = layer(local(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4, dropout), routed=shape.moe is not None)
+    assert none > selective
+    assert none - selective == pytest.approx(block.kept_bytes("none") - block.kept_bytes("selective"), rel=0.005)
+
+
+PRESETS = ("llama-3.1-8b", "llama-3.1-70b", "gpt3-175b", "qwen3-30b-a3b", "deepseek-v3")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_policy_takes_more_memory_than_none(seed: int) -> None:
+    """Over models, degrees, kinds of attention, adapters and compilation; selective without stored scores is none."""
+    dice = Random(seed)
+    tp, cp = dice.choice((1, 2, 8)), dice.choice((1, 1, 1, 2))
+    shape = presets.model(dice.choice(PRESETS))
+    shape = replace(shape, lora=LoRAShape(rank=16)) if dice.random() < 0.3 and shape.moe is None else shape
+    layout = Layout(
+        dp_shard=8 // tp, cp=cp, tp=tp, sp=tp > 1 and dice.random() < 0.7, zero=3 if tp < 8 else 0, micro_batch=1,
+        compile=dice.choice(("on", "off")), kernels=dice.choice(("auto", "reference")),
+    )  # fmt: skip
+    recipe = Recipe(
+        sequence=2048, global_batch=64, precision=dice.choice(("bf16", "fp32")), dropout=dice.choice((0.0, 0.1))
+    )
+    asked = Plan(model=shape, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", cp))
+    none, *others = (predict(replace(asked, layout=replace(layout, recompute=policy))) for policy in RECOMPUTE)
+    assert all(other.peak_bytes <= none.peak_bytes for other in others)
+    selective = others[RECOMPUTE.index("selective") - 1]
+    if layout.writes_scores:
+        assert selective.peak_bytes < none.peak_bytes and selective.step_s > none.step_s
+    else:
+        assert (selective.peak_bytes, selective.step_s, selective.hfu) == (none.peak_bytes, none.step_s, none.hfu)
+
+
+@pytest.mark.parametrize(("kernels", "offered"), [("auto", False), ("reference", True)])
+def test_a_search_offers_selective_where_it_saves(kernels: Any, offered: bool) -> None:
+    asked = Plan(
+        model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=64, precision="bf16"),
+        layout=Layout(kernels=kernels), cluster=presets.cluster("h100x8"),
+    )  # fmt: skip
+    cell = next(cells(asked, 8, {}))
+    assert ("selective" in offered_policies(estimator(asked), asked, cell, {})) == offered
+    assert "selective" in offered_policies(estimator(asked), asked, cell, {"recompute": ("selective",)})
+
+
+def test_a_plan_with_selective_says_what_saves_instead() -> None:
+    layout = Layout(dp_shard=8, zero=3, micro_batch=1, recompute="selective")
+    recipe = Recipe(sequence=4096, global_batch=8, precision="bf16")
+    asked = Plan(model=presets.model("llama-3.1-8b"), recipe=recipe, layout=layout, cluster=presets.cluster("h100x8"))
+    full = predict(replace(asked, layout=replace(layout, recompute="full")))
+    first = caveats(predict(asked))[0]
+    assert "selective saves nothing here" in first and f"full {gib(full.peak_bytes)}" in first
+    assert "norms" not in first, "compiled blocks make norms again by themselves"
+    assert not any("saves nothing" in line for line in caveats(full))
+    assert "saves nothing" in layout_notes(layout)[0] and not layout_notes(replace(layout, kernels="reference"))
 
 
 def kept_compiled(shape: ModelShape) -> int:

@@ -82,13 +82,12 @@ class Attention(AttentionBase):
             if self.shape.qk_norm:
                 q, k = self.q_norm(q), self.k_norm(k)
             if metadata.cos is not None:
-                turned = self.shape.rope_interleaved, self.seams.overwrites
-                q, k = self.kernels.rotate_pair(q, k, metadata.cos, metadata.sin, *turned)
+                q, k = self.kernels.rotate_pair(q, k, metadata.cos, metadata.sin, self.shape.rope_interleaved)
         return self.attended(q, k, v, metadata, cache)
 
     def _turned_by(self, cache: Past, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> bool:
         """Whether the cache normed and turned q and k in their place, in one pass with what it keeps."""
-        if metadata.cos is None or metadata.sin is None or not self.seams.overwrites:
+        if metadata.cos is None or metadata.sin is None:
             return False
         norms = None
         if self.shape.qk_norm:

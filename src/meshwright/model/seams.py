@@ -108,8 +108,6 @@ class Seams:
     """Of the shared experts inside of it."""
     attend: Callable[..., Tensor] | None = None
     """As kernels.attend."""
-    overwrites: bool = True
-    """Whether rotation may overwrite queries and keys: not where recomputation keeps the products that made them."""
     dispatch: Dispatch = Dispatch()
     """Of every mixture of experts."""
     counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host

@@ -28,7 +28,7 @@ from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.offload import Offload
 from meshwright.parallel.pass_graphs import pass_graphs
 from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.recompute import block_call, kept_attention, on_some
+from meshwright.parallel.recompute import attended_again, block_call, kept_attention, on_some
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import context_attend
 from meshwright.parallel.sequence import SequenceSlices
@@ -230,11 +230,16 @@ def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> 
     model.seams.whole_sums = partial(whole_sums, group=group)
 
 
-def schedule_notes(layout: Layout) -> list[str]:
-    """What a run should know of a pipeline's schedule that does not do what its name says."""
+def layout_notes(layout: Layout) -> list[str]:
+    """What a run should know of settings that do not do what their names say."""
     found = []
     if layout.pp > 1 and layout.schedule == "interleaved" and layout.vp == 1:
         found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
+    if layout.recompute != layout.acting_recompute:
+        found.append(
+            "layout.recompute=selective saves nothing here: this attention stores no S x S weights to make again. "
+            "layout.recompute=norms, all-but-attention and full save memory; `meshwright plan` says how much."
+        )
     return found
 
 
@@ -245,14 +250,17 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
     compiled = is_compiled(layout, device) and can_be_compiled(model.shape)
     if layout.recompute == "all-but-attention" and not compiled:
         model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
-    model.seams.overwrites = layout.recompute != "selective"
     make: Callable[[str], BlockCall] = block_call
     if compiled:
         prepare()
         make = partial(compiled_call, apart=experts_stay_apart(layout))
     first = model.blocks[: layout.recomputed(len(model.blocks))]
-    rest = kept_by_all(layout, model.shape)
-    call = make(rest if layout.recompute == "none" else layout.recompute)
-    model.seams.call = on_some(first, call, make(rest)) if 0 < len(first) < len(model.blocks) else call
+    if layout.acting_recompute == "selective":
+        for block in first:
+            kernels = block.attention.kernels
+            block.attention.kernels = replace(kernels, attend=attended_again(kernels.attend))
+    rest = make(kept_by_all(layout, model.shape))
+    call = rest if layout.recompute in ("none", "selective") else make(layout.recompute)
+    model.seams.call = on_some(first, call, rest) if 0 < len(first) < len(model.blocks) else call
     if layout.offload == "activations":
         model.seams.call = Offload(model, model.seams.call, device)

@@ -97,12 +97,11 @@ def prepare() -> None:
 def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
     """What calls the blocks of a model that is to be compiled.
 
-    Blocks are compiled together with their recomputation: around compiled code, whose operations nobody sees any more,
-    selective would keep nothing. Routed ones whose experts are left alone (`apart`) cannot be, since the compiler does
-    not recompute a part that it must leave alone: their recomputation is around what is compiled of them, and selective
-    keeps the experts' products only. Of whole blocks norms and all-but-attention keep the results of products and of
-    attention, or those of attention; of those others they are `none` and `full`. With a cache every token has another
-    length and would be compiled anew: generation stays as it is.
+    Blocks are compiled together with their recomputation: around compiled code nobody sees operations any more. Routed
+    ones whose experts are left alone (`apart`) cannot be, since the compiler does not recompute a part that it must
+    leave alone: their recomputation is around what is compiled of them. Of whole blocks norms and all-but-attention
+    keep the results of products and of attention, or those of attention; of those others they are `none` and `full`.
+    With a cache every token has another length and would be compiled anew: generation stays as it is.
     """
     around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
     as_one = _compiled(block_call(recompute, compiled=True))

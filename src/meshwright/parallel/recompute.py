@@ -1,10 +1,10 @@
 """Activation recomputation: keep less in the forward pass, make it again in the backward pass.
 
 full: keep a layer's input only (Chen et al. 2016, arXiv:1604.06174). all-but-attention: also what the attention core
-reads and makes, with its log-sum-exp, so that all else is made again. selective: by operation (Korthikanti et al. 2022,
-arXiv:2205.05198): keep what is costly to make, the results of products with weights; make the attention core, the
-norms, the rotation and the activation again. norms: keep all but what norms make. All repeat the same operations, so
-loss and gradients keep every bit.
+reads and makes, with its log-sum-exp, so that all else is made again. selective: the attention core alone is made again
+(Korthikanti et al. 2022, arXiv:2205.05198, section 5), so that its S x S weights are not kept; kernels that never store
+these have nothing to drop. norms: keep all but what norms make. All repeat the same operations, so loss and gradients
+keep every bit.
 """
 
 from collections.abc import Callable, Collection
@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.compat.fakes import storage_key
+from meshwright.kernels.attention import Mask
 from meshwright.kernels.blockwise import random_state
 from meshwright.kernels.weight_gradients import same_split
 from meshwright.model.attention import AttentionMetadata
@@ -37,7 +38,7 @@ MATRIX_PRODUCTS = frozenset(
     for name in ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
     if hasattr(torch.ops.aten, name)
 ) | {getattr(torch.ops.meshwright, name).default for name in ("columns", "rows", "expert_product", "cpu_product")}
-"""Products with weights. Batched ones (bmm) are those of the attention core: S x S, what is to be made again."""
+"""Products with weights. Batched ones (bmm) are those of the attention core."""
 
 
 ATTENTION_CORES = frozenset(
@@ -236,9 +237,21 @@ def on_some(blocks: Collection[nn.Module], call: BlockCall, others: BlockCall) -
     return run
 
 
+def attended_again(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """As kernels.attend, for the policy selective: of the core its inputs are kept, and nothing inside."""
+
+    def again(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+        core = partial(attend, scale=scale, dropout=dropout)
+        if not torch.is_grad_enabled():
+            return core(q, k, v, mask)
+        out: Tensor = checkpoint(core, q, k, v, mask, use_reentrant=False, preserve_rng_state=dropout > 0)
+        return out
+
+    return again
+
+
 KEPT = {
     "norms": MATRIX_PRODUCTS | ATTENTION_CORES | EXCHANGES,
-    "selective": MATRIX_PRODUCTS,
     "all-but-attention": ATTENTION_CORES,
 }
 """Operators whose results a policy keeps, where it goes by operators."""
@@ -246,8 +259,8 @@ KEPT = {
 
 def block_call(recompute: str, inner: BlockCall = compute, *, compiled: bool = False) -> BlockCall:
     """The function that runs a block under a policy, a word of layout.recompute. `inner` is what is made again; hooks
-    on the block stay outside of it. `compiled`: the function will be."""
-    if recompute == "none":
+    on the block stay outside of it. `compiled`: the function will be. selective acts inside of attention."""
+    if recompute in ("none", "selective"):
         return inner
     if recompute == "norms" and not compiled:
         return partial(_call_without_norms, inner=inner)

@@ -2,12 +2,15 @@
 lengths of documents; and where it is above all that was published."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.planner.cost.engine_speeds import takes_flash_4
 from meshwright.planner.kernels.chips import REACHED
+from meshwright.planner.step.predict import predict
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
+from meshwright.spec.units import gib
 
 BEST_MFU: dict[str, tuple[float, str]] = {
     "A100": (0.706, "Hagemann et al. 2023, arXiv:2311.05610: LLaMA 13B, 2,048 tokens, 64 of 80 GB"),
@@ -16,13 +19,28 @@ BEST_MFU: dict[str, tuple[float, str]] = {
 }
 """Beginning of a device's name -> the best share of its data sheet's peak that anybody published of training in 16 bits
 (FLOP of all keys, none of what recomputation repeats), and where."""
+LEAST_SAVED = 2**20
+"""Bytes of a peak below which a policy is not named as one that saves memory."""
 MEASURED = "H200-SXM"
 """The device on which steps of this engine were measured (cost/engine_speeds.py)."""
 
 
 def caveats(found: Prediction) -> tuple[str, ...]:
     """Sentences, the gravest first."""
-    return tuple((*_caveats(found.plan), *_of_time(found)))
+    return tuple((*_of_recomputation(found), *_caveats(found.plan), *_of_time(found)))
+
+
+def _of_recomputation(found: Prediction) -> Iterator[str]:
+    """Where a policy saves nothing, those that do."""
+    layout = found.plan.layout
+    if not found.stack.drops_scores_alone or layout.recompute == layout.acting_recompute:
+        return
+    sentence = "layout.recompute=selective saves nothing here: this attention stores no S x S weights to make again."
+    policies = [policy for policy in layout.policies if policy not in ("none", layout.recompute)]
+    plans = [replace(found.plan, layout=replace(layout, recompute=policy)) for policy in policies]
+    peaks = [(policy, predict(plan, found.stack).peak_bytes) for policy, plan in zip(policies, plans, strict=True)]
+    less = [f"{policy} {gib(peak)}" for policy, peak in peaks if peak < found.peak_bytes - LEAST_SAVED]
+    yield f"{sentence} Peaks: selective {gib(found.peak_bytes)}, {', '.join(less)}." if less else sentence
 
 
 def _of_time(found: Prediction) -> Iterator[str]:

@@ -2,6 +2,7 @@
 is refused when it is known (parallel/pass_graphs.py)."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.spec.layout import RECOMPUTE, Layout, Recompute
 from meshwright.spec.recipe import Recipe
@@ -14,8 +15,8 @@ CAPTURED: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 """What a layout with graphs may have; a pass of any other sends, or moves memory off its device."""
 ATTENDS_AGAIN = ("selective", "full")
-"""Policies that make the attention core again. In compiled code its random state would be set back, dropout or not:
-torch's compiler takes every call of that operator for a random one."""
+"""Policies that make the attention core again, where they act. In compiled code its random state would be set back,
+dropout or not: torch's compiler takes every call of that operator for a random one."""
 
 
 def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
@@ -44,13 +45,14 @@ def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Ite
 
 def policies(layout: Layout) -> tuple[Recompute, ...]:
     """Those of its words of recompute whose passes can be captured, without dropout."""
-    return tuple(word for word in RECOMPUTE if word not in ATTENDS_AGAIN or layout.compile == "off")
+    acting = {word: replace(layout, recompute=word, offload="off").acting_recompute for word in RECOMPUTE}
+    return tuple(word for word, acts in acting.items() if acts not in ATTENDS_AGAIN or layout.compile == "off")
 
 
 def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
     dropout = {"recipe.dropout": recipe.dropout, "model.lora.dropout": shape.lora.dropout if shape.lora else 0.0}
     for key, rate in dropout.items():
-        if rate and layout.recompute != "none":
+        if rate and layout.acting_recompute != "none":
             yield (
                 f"layout.cuda_graphs=on cannot set a random state back, as layout.recompute={layout.recompute} does "
                 f"for {key}={rate}: take layout.recompute=none or {OFF}"

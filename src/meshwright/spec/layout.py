@@ -75,8 +75,9 @@ class Layout:
     micro_batch: int = 0
     """Sequences of one forward pass on one rank; 0 = the whole global batch of the rank."""
     recompute: Recompute = "none"
-    """What the backward pass makes again. norms: what norms make; selective: all but matrix products (attention,
-    norms, activation); all-but-attention: all but the attention core; full: all but layer borders."""
+    """What the backward pass makes again. norms: what norms make; selective: the attention core, where it stores its
+    S x S weights (kernels=reference), else nothing; all-but-attention: all but the attention core; full: all but layer
+    borders."""
     recompute_layers: int = 0
     """Layers of each pipeline stage that do so, its first ones; the others keep everything. 0 = all."""
     offload: Literal["off", "activations"] = "off"
@@ -125,6 +126,16 @@ class Layout:
     def policies(self) -> tuple[Recompute, ...]:
         """Those that it may have."""
         return RECOMPUTE if self.offload == "off" else OFFLOADED
+
+    @property
+    def writes_scores(self) -> bool:
+        """Whether this package's attention stores its S x S weights: that of the plain kernels, within a rank."""
+        return self.kernels == "reference" and self.cp == 1
+
+    @property
+    def acting_recompute(self) -> Recompute:
+        """What this package's engine does: `selective` has nothing to drop where no S x S weights are stored."""
+        return "none" if self.recompute == "selective" and not self.writes_scores else self.recompute
 
     def recomputed(self, layers: int) -> int:
         """How many of a stage's so many layers recompute: its first ones."""

@@ -78,7 +78,7 @@ def step_metrics(
         reserved_bytes=use.reserved_bytes,
         mfu_causal=rate * causal.training / peak if peak else None,
         mfu_full=rate * full.training / peak if peak else None,
-        hfu=rate * causal.hardware(plan.layout.recompute, plan.recomputed_share) / peak if peak else None,
+        hfu=rate * causal.hardware(plan.layout.acting_recompute, plan.recomputed_share) / peak if peak else None,
         noise_scale_tokens=noise_scale_tokens,
         balance_loss=found["balance"][0] if "balance" in found else None,
         loss_scale=found["loss_scale"][0] if "loss_scale" in found else None,

@@ -3,7 +3,7 @@
 import torch
 
 from meshwright.model.hub import unwritable
-from meshwright.parallel.apply import schedule_notes
+from meshwright.parallel.apply import layout_notes
 from meshwright.parallel.compiling import compile_notes, is_compiled
 from meshwright.spec import Plan
 from meshwright.spec.compiled_blocks import can_be_compiled
@@ -18,7 +18,7 @@ def run_notes(plan: Plan, device: torch.device, *more: str, steps_done: int, len
     if compiled:
         found.append("the first step compiles blocks, which may take a minute; later runs find the code on disk")
     found += [plan.beyond_positions] if plan.beyond_positions else []
-    found += [*schedule_notes(plan.layout), *more]
+    found += [*layout_notes(plan.layout), *more]
     found += kernel_notes(plan, device, compiled)
     found += deterministic_notes(plan, device, compiled)
     if device.type == "cuda" and plan.recipe.precision == "fp32" and not plan.recipe.tf32:

@@ -89,7 +89,7 @@ def tiny(machine: ClusterFile) -> dict[Key, Plan]:
     keys: list[Key] = [("swiglu", FEW, 1, "none")]
     for kind in KINDS:
         keys += [(kind, FEW, MICRO_BATCHES, "none")]
-        keys += [(kind, MANY, MICRO_BATCHES, recompute) for recompute in ("none", "selective", "full")]
+        keys += [(kind, MANY, MICRO_BATCHES, recompute) for recompute in ("none", "full")]
     return {
         (kind, layers, micro, recompute): Plan(
             model=replace(KINDS[kind], layers=layers),
@@ -102,15 +102,13 @@ def tiny(machine: ClusterFile) -> dict[Key, Plan]:
 
 
 def _layer(kind: str, beside: Callable[..., float]) -> Triple:
-    """Full recomputation repeats the forward pass: the difference is that pass, within what a pass can be of both."""
+    """Full recomputation repeats the forward pass: the difference is that pass, within what a pass can be of both.
+    Selective recomputation repeats no more than that."""
     plain = beside(kind, MANY, MICRO_BATCHES, "none")
     both = max(0.0, plain - beside(kind, FEW, MICRO_BATCHES, "none")) / (MANY - FEW) / MICRO_BATCHES
-    selective, again = (
-        (beside(kind, MANY, MICRO_BATCHES, recompute) - plain) / MANY / MICRO_BATCHES
-        for recompute in ("selective", "full")
-    )
+    again = (beside(kind, MANY, MICRO_BATCHES, "full") - plain) / MANY / MICRO_BATCHES
     forward = min(max(again, LEAST_FORWARD * both), MOST_FORWARD * both)
-    return forward, both - forward, max(forward, selective)
+    return forward, both - forward, forward
 
 
 def _line(few: Triple, many: Triple) -> tuple[Triple, Triple]:

@@ -151,7 +151,9 @@ class Profile:
         if not peak:
             return None
         flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=causal)
-        each = flop.hardware(self.plan.layout.recompute, self.plan.recomputed_share) if hardware else flop.training
+        each = (
+            flop.hardware(self.plan.layout.acting_recompute, self.plan.recomputed_share) if hardware else flop.training
+        )
         return each * self.tokens_per_s / self.plan.layout.world / peak
 
 

@@ -48,7 +48,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     **{f"pp {name}": {"pp": 2, "vp": kind.stages, "schedule": name} for name, kind in KINDS.items()},
     "ep": {"ep": 2},
     "norms": {"recompute": "norms"},
-    "selective": {"recompute": "selective"},
+    "selective": {"recompute": "selective", "kernels": "reference"},
     "all-but-attention": {"recompute": "all-but-attention"},
     "full": {"recompute": "full"},
     "micro-batches of 1": {"micro_batch": 1},

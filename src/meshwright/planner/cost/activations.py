@@ -5,7 +5,7 @@ the tests); the model of this package for its own stack (tests count the tensors
 the others, as the fields of `Stack` say.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -186,7 +186,12 @@ def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     if of.linear:
         yield from state_layers.kept(of)
         return
-    yield from _latent_kept(of, widths) if of.shape.mla else _heads_kept(of, widths)
+    read = _latent_kept(of, widths) if of.shape.mla else _heads_kept(of, widths)
+    if of.stack.own and of.stack.attention != "flash":
+        yield from _scores_kept(of, widths, tuple(read))
+        yield KeptBytes("attention output", word * widths.out, word * widths.out, "core")
+        return
+    yield from read
     packed = word * widths.queries * of.stack.core_kept / 2
     if packed:
         yield KeptBytes("packed", packed, 0.0)
@@ -200,6 +205,20 @@ def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
             yield KeptBytes("softmax mask and dropout", scores * (MASK_BYTES + of.width), 0.0)
     made = {"core": widths.out, "products": of.shape.hidden, "alternate": widths.out}[of.stack.selective]
     yield KeptBytes("attention output", word * widths.out, word * made, "core")
+
+
+def _scores_kept(of: "Local", widths: HeadWidths, read: Sequence[KeptBytes]) -> Iterator[KeptBytes]:
+    """Of this package's plain attention (kernels/attention.py, attend_reference), which is in fp32: its weights, whom
+    they hide, and copies of what the core takes (`read`), one for each head of the queries."""
+    taken = sum(kept.none for kept in read if kept.of == "core")
+    yield from (kept for kept in read if kept.of != "core")
+    yield KeptBytes("queries, keys, values in fp32", 4 * of.tokens * (2 * widths.queries + widths.out), taken, "scores")
+    scores = of.tokens * of.sequence * of.shape.heads / of.tp
+    yield KeptBytes("softmax", 4 * scores, 0.0, "scores")
+    hidden = (of.batch if of.documents else 1) * of.sequence**2 * MASK_BYTES
+    yield KeptBytes("hidden pairs", hidden, 0.0, "scores")
+    if of.dropout:
+        yield KeptBytes("softmax mask and dropout", scores * (4 + (MASK_BYTES if of.gpu else 4)), 0.0, "scores")
 
 
 def _heads_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:

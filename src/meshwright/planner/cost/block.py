@@ -51,6 +51,11 @@ class LayerWork:
     """Where nothing is recomputed, what norms make is kept; compiled code makes it again (spec/compiled_blocks.py)."""
 
     @property
+    def stores_scores(self) -> bool:
+        """Whether the attention core keeps its S x S weights, where nothing is made again."""
+        return any(kept.of == "scores" for kept in self.kept)
+
+    @property
     def keeps_core(self) -> bool:
         """Whether the attention core's results can be kept where all else is made again. The compiler does not
         recompute a part that it must leave alone (parallel/compiling.py): experts whose rows travel."""
@@ -59,12 +64,12 @@ class LayerWork:
     def kept_bytes(self, recompute: str) -> float:
         """From the forward to the backward pass of a micro-batch."""
         if recompute == "selective":
-            return sum(kept.selective for kept in self.kept)
+            return sum(kept.selective for kept in self.kept if self.keeps_norms or kept.of != "norm")
         if recompute in ("none", "norms"):
             norms = recompute == "none" and self.keeps_norms
             return sum(kept.none for kept in self.kept if norms or kept.of != "norm")
-        core = sum(kept.none for kept in self.kept if kept.of == "core") if recompute == "all-but-attention" else 0.0
-        return self.boundary_bytes + core
+        core = sum(kept.none for kept in self.kept if kept.of in ("core", "scores"))
+        return self.boundary_bytes + (core if recompute == "all-but-attention" else 0.0)
 
     def made_again_bytes(self, recompute: str) -> float:
         """What recomputation brings back for a layer's backward pass, beside what was kept; norms one at a time."""
@@ -92,14 +97,14 @@ def layer(of: Local, *, window: int = 0, routed: bool = False, state: bool = Fal
     if of.shape.unbuilt is not None and of.shape.unbuilt.block_norms == 4:
         operations += [_norm(of, "attention_norm"), _norm(of, "mlp_norm")]
     sizes, widths = _routed(of) if routed else None, _widths(of)
+    kept = rounded_weights.kept(
+        of, widths, routed, adapters.kept(of, widths, sizes, activations.layer_kept(of, widths, sizes))
+    )
+    if of.stack.drops_scores_alone:
+        kept = tuple(one if one.of == "scores" else one._replace(selective=one.none) for one in kept)
     return LayerWork(
         operations=rounded_weights.rounding(of, operations),
-        kept=tuple(
-            one._replace(of="") if of.compiled and routed and of.ep > 1 else one
-            for one in rounded_weights.kept(
-                of, widths, routed, adapters.kept(of, widths, sizes, activations.layer_kept(of, widths, sizes))
-            )
-        ),
+        kept=tuple(one._replace(of="") if of.compiled and routed and of.ep > 1 else one for one in kept),
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
         backward=backward(of, widths, sizes) if of.stack.own else NOTHING,

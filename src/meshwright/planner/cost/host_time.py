@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from meshwright.spec.shape import ModelShape
 
 Triple = tuple[float, float, float]
-"""Seconds (forward, backward, what selective recomputation adds)."""
+"""Seconds (forward, backward, what selective recomputation adds at most, where it makes anything again)."""
 NOTHING: Triple = (0.0, 0.0, 0.0)
 
 

@@ -1,6 +1,6 @@
 """What one micro-batch is on one rank: all that counting its operations and what they keep needs of a layout."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered, keeps_no_norms
@@ -70,7 +70,7 @@ class Local:
         """Whether keys and values are kept once for each head: on a GPU in fp32, where no strips read them and no
         compiled code repeats them again."""
         apart = self.cp == 1 and not self.masked and not self.lowered
-        return apart and self.stack.own and self.gpu and self.width >= 4
+        return apart and self.stack.own and self.stack.attention == "flash" and self.gpu and self.width >= 4
 
     @property
     def masked(self) -> bool:
@@ -125,6 +125,7 @@ def local(
     """What the counting needs to know of a layout."""
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
     rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
+    stack = replace(stack, attention="unfused") if stack.own and layout.writes_scores else stack
     return Local(
         shape=shape,
         stack=stack,

@@ -19,7 +19,7 @@ from meshwright.spec.shared_scales import rounded_matrices, shared_scales
 if TYPE_CHECKING:
     from meshwright.planner.cost.local_shape import Local
 
-AGAIN = ("full", "all-but-attention", "selective")
+AGAIN = ("full", "all-but-attention")
 """Policies that make rounded copies again."""
 FOUND_BYTES = 4
 """Of a number that scales are made of."""

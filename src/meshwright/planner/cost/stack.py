@@ -172,6 +172,11 @@ class Stack:
     source: str = ""
     """Where the figures stand or how they were found."""
 
+    @property
+    def drops_scores_alone(self) -> bool:
+        """Whether selective recomputation drops S x S weights and nothing else, as this package's engine does."""
+        return self.own and self.selective == "core"
+
 
 def eager(stack: Stack) -> Stack:
     """This package's engine with blocks that are not compiled: activation, residual and rotation are kernels of their
@@ -209,7 +214,6 @@ MESHWRIGHT = Stack(
     name="meshwright",
     own=True,
     activation_kept=0.0,
-    selective="products",
     logit_kept=0.0,
     logit_peak=0.0,
     head_chunk_bytes=CHUNK_BYTES["cuda"],

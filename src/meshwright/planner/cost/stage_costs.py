@@ -62,7 +62,10 @@ class BlockTime(NamedTuple):
 def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
     """Time every operation of a block."""
     passes = PassSeconds(of=of, layout=layout, links=links, took=_took(block, speeds))
-    again = passes.of_pass(tuple(op for op in block.operations if op.again), "forward")
+    repeated = tuple(op for op in block.operations if op.again)
+    if of.stack.drops_scores_alone:
+        repeated = tuple(op for op in repeated if op.name == "attention" and block.stores_scores)
+    again = passes.of_pass(repeated, "forward")
     called = _host(block, of, speeds)
     if of.stack.selective_repeats:
         rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
@@ -72,7 +75,7 @@ def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, link
         forward=(forward[0] + called[0], forward[1]),
         inputs=(inputs[0] + called[1], inputs[1]),
         weights_s=passes.of_pass(block.operations, "weights")[0],
-        again=(again[0] + called[2], again[1]),
+        again=(again[0] + called[2] * bool(repeated), again[1]),
         norms=passes.of_pass(tuple(op for op in block.operations if op.name in NORMS), "forward"),
         tail=passes.of_pass(block.operations[len(block.operations) - block.tail :], "forward"),
         core=passes.of_pass(

@@ -65,12 +65,12 @@ class LayerOperation:
 
 class KeptBytes(NamedTuple):
     """Bytes that live from a layer's forward to its backward pass, under no and under selective recomputation. `of`:
-    what a norm makes; what the attention core reads and makes."""
+    what a norm makes; what the attention core reads and makes; what it stores in between, its S x S weights."""
 
     name: str
     none: float
     selective: float
-    of: Literal["", "norm", "core"] = ""
+    of: Literal["", "norm", "core", "scores"] = ""
 
 
 def in_fp32(op: LayerOperation) -> LayerOperation:

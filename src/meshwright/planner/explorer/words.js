@@ -94,7 +94,7 @@ const EXPLAIN = {
     "see the timelines below", "src/meshwright/spec/schedule_kinds.py"],
   vp: ["Virtual stages", "Stages that one pipeline rank holds. More of them make the bubble smaller and send more often.",
     "bubble of interleaved: (p - 1) / (v m)", "Narayanan et al. 2021, arXiv:2104.04473, section 2.2"],
-  recompute: ["Recomputation", "norms repeats what norms make; selective all but matrix products; all-but-attention all but the attention core; full the whole forward pass. This page recomputes all layers; `meshwright plan` takes as few as fit.",
+  recompute: ["Recomputation", "norms repeats what norms make; selective the attention core, where it stores S x S weights, else nothing; all-but-attention all but the attention core; full the whole forward pass. This page recomputes all layers; `meshwright plan` takes as few as fit.",
     "full: 2 tokens x hidden bytes a layer, a third more work", "Chen et al. 2016, arXiv:1604.06174; arXiv:2205.05198, section 5"],
 
   ...Object.fromEntries(Object.entries((PAGE.halves?.[0] ?? PAGE).schedules).map(

@@ -164,11 +164,15 @@ class Least(LeastMemory):
 
 
 def offered_policies(of: Estimator, plan: Plan, cell: Cell, fixed: Fixed) -> tuple[Recompute, ...]:
-    """Of recomputation; `norms` is no other than `none` where the compiler makes norms again by itself."""
-    layout, kind = replace(plan.layout, ep=cell.ep), "cuda" if plan.cluster.device.is_gpu else "cpu"
-    same = of.stack.own and keeps_no_norms(layout, plan.model, kind, plan.recipe.fake_quantize)
-    asked = "norms" in fixed.get("recompute", ())
-    return keep(fixed, "recompute", tuple(one for one in layout.policies if asked or not same or one != "norms"))
+    """Of recomputation, without those that are no other than `none`: `norms` where the compiler makes norms again by
+    itself, and `selective` where no S x S weights are stored."""
+    layout, kind = replace(plan.layout, cp=cell.cp, ep=cell.ep), "cuda" if plan.cluster.device.is_gpu else "cpu"
+    idle = {
+        "norms": of.stack.own and keeps_no_norms(layout, plan.model, kind, plan.recipe.fake_quantize),
+        "selective": of.stack.drops_scores_alone and not layout.writes_scores,
+    }
+    asked = fixed.get("recompute", ())
+    return keep(fixed, "recompute", tuple(one for one in layout.policies if one in asked or not idle.get(one)))
 
 
 def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, RegionFamily]]:

@@ -87,8 +87,9 @@ class Prediction:
     def hfu(self) -> float:
         """As mfu (causal), with what recomputation repeats."""
         flop = token_flop(self.plan.model, self.plan.recipe.sequence, causal=True)
-        again = self.plan.layout.recompute, self.plan.recomputed_share
-        return flop.hardware(*again) * self.tokens_per_s_per_device / self.peak_flop_per_s
+        layout = self.plan.layout
+        again = layout.acting_recompute if self.stack.drops_scores_alone else layout.recompute
+        return flop.hardware(again, self.plan.recomputed_share) * self.tokens_per_s_per_device / self.peak_flop_per_s
 
     def traffic(self, pp_rank: int = 0) -> tuple[SentCalls, ...]:
         """What a rank of a pipeline rank sends in a step, by axis and collective."""

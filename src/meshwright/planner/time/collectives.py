@@ -167,8 +167,9 @@ def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents, recompute
     """`recomputed`: the layers that are."""
     layers, first, last = held
     frozen = of.shape.lora is not None
+    policy = layout.acting_recompute if of.stack.drops_scores_alone else layout.recompute
     kinds = Counter(
-        (of.shape.is_moe_layer(n), layout.recompute if n in recomputed else "none", frozen and n == 0) for n in layers
+        (of.shape.is_moe_layer(n), policy if n in recomputed else "none", frozen and n == 0) for n in layers
     )
     parts = [
         (_entered(layer(of, routed=routed), entered), again, times) for (routed, again, entered), times in kinds.items()
