@@ -92,7 +92,7 @@ def sequence() -> dict[str, Any]:
     """A 1B and an 8B model on one GPU, one sequence, for several lengths, without and with recomputation."""
     found: dict[str, Sizes] = {}
     for model in ("llama-3.2-1b", "llama-3.1-8b"):
-        for recompute in ("none", "selective", "full"):
+        for recompute in ("none", "all-but-attention", "full"):
             panel: Sizes = {}
             for length in (1024, 2048, 4096, 8192, 16384):
                 plan = one_device(Layout(micro_batch=1, recompute=recompute), model, length, 1)
