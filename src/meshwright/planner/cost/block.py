@@ -51,11 +51,6 @@ class LayerWork:
     """Where nothing is recomputed, what norms make is kept; compiled code makes it again (spec/compiled_blocks.py)."""
 
     @property
-    def stores_scores(self) -> bool:
-        """Whether the attention core keeps its S x S weights, where nothing is made again."""
-        return any(kept.of == "scores" for kept in self.kept)
-
-    @property
     def keeps_core(self) -> bool:
         """Whether the attention core's results can be kept where all else is made again. The compiler does not
         recompute a part that it must leave alone (parallel/compiling.py): experts whose rows travel."""

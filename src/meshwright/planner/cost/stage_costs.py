@@ -62,9 +62,8 @@ class BlockTime(NamedTuple):
 def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
     """Time every operation of a block."""
     passes = PassSeconds(of=of, layout=layout, links=links, took=_took(block, speeds))
-    repeated = tuple(op for op in block.operations if op.again)
-    if of.stack.drops_scores_alone:
-        repeated = tuple(op for op in repeated if op.name == "attention" and block.stores_scores)
+    alone, scores = of.stack.drops_scores_alone, any(kept.of == "scores" for kept in block.kept)
+    repeated = tuple(op for op in block.operations if (scores and op.name == "attention" if alone else op.again))
     again = passes.of_pass(repeated, "forward")
     called = _host(block, of, speeds)
     if of.stack.selective_repeats:
