@@ -256,9 +256,9 @@ def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -
         make = partial(compiled_call, apart=experts_stay_apart(layout))
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     if layout.acting_recompute == "selective":
+        attend = attended_again(model.kernels.attend)  # one for all, so that compiled blocks share their code
         for block in first:
-            kernels = block.attention.kernels
-            block.attention.kernels = replace(kernels, attend=attended_again(kernels.attend))
+            block.attention.kernels = replace(block.attention.kernels, attend=attend)
     rest = make(kept_by_all(layout, model.shape))
     call = rest if layout.recompute in ("none", "selective") else make(layout.recompute)
     model.seams.call = on_some(first, call, rest) if 0 < len(first) < len(model.blocks) else call
