@@ -83,7 +83,7 @@ def _row(columns: dict[str, str], cluster: str) -> MeasuredStep:
     plan = Plan(
         model=replace(shape, **fields),
         cluster=Cluster(device=presets.cluster(cluster).device),
-        layout=Layout(micro_batch=rows, **_settings(columns["layout"].split())),
+        layout=Layout(**{"micro_batch": rows, "cuda_graphs": "off", **_settings(columns["layout"].split())}),
         recipe=Recipe(sequence=sequence, global_batch=rows * times, document_mask=documents > 0, **recipe),
     )
     packed = f", {documents} documents a row" if documents else ""

@@ -33,8 +33,8 @@ from meshwright.training.step import train_step
 
 Step = Callable[[], Any]
 OURS = {
-    "ours": {"compile": "off"},
-    "ours, compiled": {"compile": "on"},
+    "ours": {"compile": "off", "cuda_graphs": "off"},
+    "ours, compiled": {"compile": "on", "cuda_graphs": "off"},
     "ours, compiled, CUDA graphs": {"compile": "on", "cuda_graphs": "on"},
 }
 """Layouts."""

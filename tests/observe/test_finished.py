@@ -37,8 +37,9 @@ def changed(**keys: Any) -> Plan:
         ({}, True, True),
         ({"steps": 7, "learning_rate": 1.0, "seed": 3, "clip": 0.5, "balance_loss": 0.1}, True, True),
         ({"saving": "sync"}, True, True),
-        ({"compile": "off"}, True, False),
-        ({"compile": "on"}, True, True),  # what auto is on a GPU
+        ({"compile": "off"}, True, True),  # what auto may be on a GPU
+        ({"compile": "on"}, True, True),
+        ({"cuda_graphs": "on"}, True, True),
         ({"clip": 0.0}, False, False),
         ({"balance_loss": 0.0}, False, False),
         ({"noise_scale_every": 10}, False, False),
@@ -55,6 +56,8 @@ def test_documents_of_the_same_program(keys: dict[str, Any], dry_too: bool, prof
 def test_what_compile_stands_for_is_told_by_the_device() -> None:
     assert same_program(PLAN, of(changed(compile="off"), device="cpu"))
     assert not same_program(PLAN, of(changed(compile="on"), device="cpu"))
+    on, off = (changed(compile=word, cuda_graphs=word) for word in ("on", "off"))
+    assert not same_program(on, of(off)) and not same_program(on, of(off, "dryrun")) and same_program(on, of(on))
 
 
 def test_a_dry_run_of_another_version_is_made_anew(tmp_path: Path) -> None:
@@ -125,7 +128,8 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
     refuse_other(tmp_path / "empty", PLAN)
     run = write(tmp_path / "run", profile=profiled(PLAN), dryrun=dried(PLAN))
     refuse_other(run, changed(steps=9, learning_rate=1e-5))
-    for other in (ALONE, changed(compile="off"), changed(sequence=256)):
+    refuse_other(run, changed(compile="off"))  # which auto may be
+    for other in (ALONE, changed(kernels="eager"), changed(sequence=256)):
         with pytest.raises(RunError, match=r"holds a plan\.yaml of another model, recipe or layout"):
             refuse_other(run, other)
     (run / "plan.yaml").write_text("name: ci\n")

@@ -62,7 +62,8 @@ def _parts(part: str, asked: Plan) -> list[tuple[str, Any]]:
 
 def _value(part: str, key: str, value: str) -> Any:
     words = {"recompute": RECOMPUTE, "schedule": NAMES, "sp": ("true", "false"),
-             "zero": ("0", "1", "2", "3"), "offload": ("off", "activations"), "cuda_graphs": ("off", "on")}  # fmt: skip
+             "zero": ("0", "1", "2", "3"), "offload": ("off", "activations"),
+             "cuda_graphs": ("auto", "off", "on")}  # fmt: skip
     if key in words and value in words[key]:
         return {"sp": value == "true", "zero": int(value) if value.isdecimal() else 0}.get(key, value)
     if key in words:

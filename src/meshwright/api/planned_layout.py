@@ -82,6 +82,11 @@ class PlannedLayout:
         return {part.name.removesuffix("_s"): getattr(self.prediction.time, part.name) for part in parts}
 
     @property
+    def execution(self) -> tuple[str, ...]:
+        """Sentences: how a GPU runs its passes, and what each other way would take; none of other software."""
+        return () if self.prediction.executions is None else self.prediction.executions.why
+
+    @property
     def usable_bytes(self) -> float:
         """What a program can have of a device; infinite where that is not known."""
         return usable_bytes(self.plan)

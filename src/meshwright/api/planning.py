@@ -1,7 +1,7 @@
 """`plan`: the layouts of a model on a cluster, ranked, with what each would cost. Needs no torch, no GPU."""
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,6 +190,7 @@ def plan(
     if document_tokens < 0:
         raise ArgumentError(f"document_tokens={document_tokens:g} must be 0 (a document fills its row) or more")
     of = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
+    of = replace(of, run_steps=int(budget) // (asked.recipe.global_batch * asked.recipe.sequence))
     with as_typed("layout", words):
         found = search(of, asked, fixed=fixed, listed=listed or LISTED)
         if not found.legal and software is not None:

@@ -56,6 +56,20 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
     return Foreseen(sentences=tuple(said), dry_run=document, with_documents=by_length)
 
 
+def settle(plan: Plan, lacks: str) -> tuple[Plan, str]:
+    """A plan as this GPU runs it, without auto, and why so. `lacks`: what a machine has not that compiling takes."""
+    asked = plan
+    if lacks and plan.layout.compile == "auto":
+        plan = replace(plan, layout=replace(plan.layout, compile="off"))
+    prediction = predict(plan)
+    if prediction.settled == asked:
+        return asked, ""
+    why = [] if prediction.executions is None else list(prediction.executions.why)
+    if plan != asked:
+        why.append(f"No blocks are compiled: {lacks} is missing.")
+    return prediction.settled, " ".join(why or ["Blocks run uncompiled: no plan knows this GPU."])
+
+
 NAMED_FROM = 0.1
 """Share of the speed from which on a default is named as what costs it."""
 

@@ -145,7 +145,7 @@ def run(
 ) -> TrainAnswer:
     """One rank's part of training a plan whose layout has as many ranks as there are processes. `progress` of the
     encoding of the text; `pulse`: for a watchdog; `machines` over which the ranks are spread."""
-    from meshwright.api.preflight import preflight
+    from meshwright.api.preflight import preflight, settle
     from meshwright.training import loop
 
     set_environment(plan)
@@ -157,6 +157,7 @@ def run(
         progress=progress,
         pulse=pulse,
         preflight=partial(preflight, anyway=anyway, machines=machines) if dry_run else None,
+        settle=settle,
         machines=machines,
         sampler=_sampled_answers,
     )

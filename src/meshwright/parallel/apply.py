@@ -70,6 +70,8 @@ def build_engine(
     data-parallel ranks beside it. `masters`: shards of ZeRO are fp32 and gathered in `dtype`
     (spec.held.shards_are_masters). `adapters`: these are given their initial values where all else is left unset.
     Not `trains`: all of it is frozen.
+    layout.compile=auto compiles on a GPU and cuda_graphs=auto captures nothing: which is faster depends on the recipe
+    and the device, that only a plan knows. `planner.step.predict.predict(plan).settled.layout` leaves neither open.
     """
     if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")

@@ -74,6 +74,13 @@ def agreed(layout: Layout, device: torch.device, world: Group) -> Layout:
     return replace(layout, compile="off")
 
 
+def missing_anywhere(device: torch.device, world: Group) -> str:
+    """What compiling lacks on the machine of some rank of `world`, all of which ask; empty where all have it."""
+    missing = torch_compile.compile_tool_missing(device.type)
+    everywhere = gathered(missing, world.process_group) if world.size > 1 else [missing]
+    return next(filter(None, everywhere), "")
+
+
 def compile_notes(layout: Layout, device: torch.device, shape: ModelShape | None = None) -> list[str]:
     """Why blocks (of a shape) are not compiled although they would be by default; empty where nothing is to say."""
     if shape is not None and holds_codes(shape) and is_compiled(layout, device):

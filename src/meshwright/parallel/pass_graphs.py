@@ -89,7 +89,7 @@ def pass_graphs(
     model: Transformer, mesh: Mesh, device: torch.device, replicas: Sequence[Replicas]
 ) -> PassGraphs | None:  # fmt: skip
     """Of a model that is laid out, where its layout has them. PlanError where the device cannot."""
-    if mesh.layout.cuda_graphs == "off":
+    if mesh.layout.cuda_graphs != "on":
         return None
     check_device(model.shape, mesh.layout, device, next(model.parameters()).dtype)
     capture = CudaCapture(device) if device.type == "cuda" else NoCapture()
@@ -99,7 +99,7 @@ def pass_graphs(
 def check_device(shape: ModelShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> None:
     """PlanError where layout.cuda_graphs=on is for a device that has none, or for experts whose products have the host
     wait for the lengths of their runs. What no device can capture is refused before (spec.legal)."""
-    if layout.cuda_graphs == "off":
+    if layout.cuda_graphs != "on":
         return
     kind = acts() or device.type
     if kind != "cuda":

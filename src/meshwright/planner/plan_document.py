@@ -38,6 +38,7 @@ def document(found: Prediction) -> dict[str, Any]:
         "bubble_fraction": found.bubble_fraction,
         "fit_probability": said.fit_probability,
         "range": said.document(),
+        **({} if found.executions is None else {"execution": found.executions.document()}),
         "caveats": list(caveats(found)),
     }
 

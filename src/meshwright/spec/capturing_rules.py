@@ -4,11 +4,11 @@ is refused when it is known (parallel/pass_graphs.py)."""
 from collections.abc import Iterator
 from dataclasses import replace
 
+from meshwright.spec.compiled_blocks import can_be_compiled
 from meshwright.spec.layout import RECOMPUTE, Layout, Recompute
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.shape import ModelShape
 
-STAYS = "layout.cuda_graphs=on captures a pass that stays on its device"
 OFF = "layout.cuda_graphs=off"
 CAPTURED: dict[str, tuple[object, ...]] = {
     "pp": (1,), "tp": (1,), "cp": (1,), "ep": (1,), "zero": (0,), "offload": ("off",),
@@ -20,27 +20,48 @@ dropout or not: torch's compiler takes every call of that operator for a random 
 
 
 def capturing_refusals(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """No collective and no copy to the host inside of a pass, nothing that the host decides in it, and gradients that
-    are added up in one place."""
-    if layout.cuda_graphs == "off":
-        return
+    """Why passes that are to be graphs cannot be, and what to take instead."""
+    if layout.cuda_graphs == "on":
+        for graph_does, take in hindrances(shape, recipe, layout):
+            yield f"layout.cuda_graphs=on {graph_does}: take {take}"
+
+
+def hindrances(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
+    """(what a graph does, and what of a plan clashes with it; what to take). No collective and no copy to the host
+    inside of a pass, nothing that the host decides in it, and gradients that are added up in one place."""
     for key, (legal,) in CAPTURED.items():
-        if (found := getattr(layout, key)) != legal:
+        if (asked := getattr(layout, key)) != legal:
             how = "moves memory off it" if key == "offload" else "sends in it"
-            yield f"{STAYS}, and layout.{key}={found} {how}: take layout.{key}={legal} or {OFF}"
+            yield (
+                f"captures a pass that stays on its device, and layout.{key}={asked} {how}",
+                f"layout.{key}={legal} or {OFF}",
+            )
     yield from _random_state(shape, recipe, layout)
     if recipe.noise_scale_every:
         yield (
-            f"layout.cuda_graphs=on adds gradients up in one place, and recipe.noise_scale_every="
-            f"{recipe.noise_scale_every} keeps each micro-batch's apart: take recipe.noise_scale_every=0 or {OFF}"
+            f"adds gradients up in one place, and recipe.noise_scale_every={recipe.noise_scale_every} keeps each "
+            "micro-batch's apart",
+            f"recipe.noise_scale_every=0 or {OFF}",
         )
     if recipe.traits.pairs:
         yield (
-            f"layout.cuda_graphs=on captures cross-entropy, and recipe.objective={recipe.objective} reads on the host "
-            f"which answers a batch has: take {OFF}"
+            f"captures cross-entropy, and recipe.objective={recipe.objective} reads on the host which answers a batch "
+            "has",
+            OFF,
         )
     if recipe.traits.teacher:
-        yield f"layout.cuda_graphs=on captures one model, and recipe.objective={recipe.objective} has two: take {OFF}"
+        yield f"captures one model, and recipe.objective={recipe.objective} has two", OFF
+
+
+def left_to_auto(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+    """Why layout.cuda_graphs=auto is off, each of what a graph does: what none can hold, and what a device that is not
+    here may refuse."""
+    if not can_be_compiled(shape, recipe.fake_quantize):
+        yield "repeats launches, and matrices are made anew in each pass"
+    if shape.moe is not None:
+        yield "repeats launches, and some devices read on the host how many rows each expert has"
+    for graph_does, _ in hindrances(shape, recipe, layout):
+        yield graph_does
 
 
 def policies(layout: Layout) -> tuple[Recompute, ...]:
@@ -49,23 +70,25 @@ def policies(layout: Layout) -> tuple[Recompute, ...]:
     return tuple(word for word, acts in acting.items() if acts not in ATTENDS_AGAIN or layout.compile == "off")
 
 
-def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[str]:
+def _random_state(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[str, str]]:
     dropout = {"recipe.dropout": recipe.dropout, "model.lora.dropout": shape.lora.dropout if shape.lora else 0.0}
     for key, rate in dropout.items():
         if rate and layout.acting_recompute != "none":
             yield (
-                f"layout.cuda_graphs=on cannot set a random state back, as layout.recompute={layout.recompute} does "
-                f"for {key}={rate}: take layout.recompute=none or {OFF}"
+                f"cannot set a random state back, as layout.recompute={layout.recompute} does for {key}={rate}",
+                f"layout.recompute=none or {OFF}",
             )
             return
     hides = recipe.document_mask or any(shape.window_of(layer) for layer in range(shape.layers))
     if recipe.dropout and recipe.precision == "fp32" and hides:
         yield (
-            f"layout.cuda_graphs=on cannot set a random state back, as fp32 attention over documents or windows "
-            f"does for recipe.dropout={recipe.dropout}: take recipe.dropout=0, recipe.precision=bf16 or {OFF}"
+            "cannot set a random state back, as fp32 attention over documents or windows does for "
+            f"recipe.dropout={recipe.dropout}",
+            f"recipe.dropout=0, recipe.precision=bf16 or {OFF}",
         )
     if layout.recompute not in policies(layout):
         yield (
-            f"layout.cuda_graphs=on cannot set a random state back, as compiled code does that makes attention again "
-            f"(layout.recompute={layout.recompute}): take layout.recompute=none, layout.compile=off or {OFF}"
+            "cannot set a random state back, as compiled code does that makes attention again "
+            f"(layout.recompute={layout.recompute})",
+            f"layout.recompute=none, layout.compile=off or {OFF}",
         )

@@ -2,13 +2,19 @@
 
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.layout import Layout
-from meshwright.spec.recipe import NO_SCHEME
+from meshwright.spec.recipe import NO_SCHEME, Recipe
 from meshwright.spec.shape import ModelShape
 
 
 def can_be_compiled(shape: ModelShape, fake_quantize: str = NO_SCHEME) -> bool:
     """Whether blocks of a shape can be: matrices that are restored from codes or rounded in each product are not."""
     return not holds_codes(shape) and fake_quantize == NO_SCHEME
+
+
+def leaves_compiler_out(recipe: Recipe) -> bool:
+    """Whether a GPU repeats the bits of a recipe fastest without compiled blocks: the compiler tries no kernels then,
+    and loses what it gains. Products in fp8 are the exception: uncompiled, each rounds operands in several passes."""
+    return recipe.deterministic and recipe.products == "same"
 
 
 def compiles_blocks(layout: Layout, shape: ModelShape, device: str, fake_quantize: str = NO_SCHEME) -> bool:
@@ -32,5 +38,5 @@ def keeps_no_norms(layout: Layout, shape: ModelShape, device: str, fake_quantize
 def is_lowered(layout: Layout, shape: ModelShape, fake_quantize: str = NO_SCHEME) -> bool:
     """Whether a plan and a dry run of a GPU count compiled blocks as the compiler lowers them. Where ranks share a
     block or a step, and in passes that are captured, they are counted as uncompiled ones that make norms again."""
-    alone = layout.tp == layout.cp == layout.ep == layout.pp == 1 and layout.cuda_graphs == "off"
+    alone = layout.tp == layout.cp == layout.ep == layout.pp == 1 and layout.cuda_graphs != "on"
     return alone and keeps_no_norms(layout, shape, "cuda", fake_quantize)

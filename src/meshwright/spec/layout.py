@@ -1,7 +1,7 @@
 """Layout: whatever must not change the loss curve: degrees, micro-batch, ZeRO, schedule, recomputation, kernels,
 saving."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from meshwright.spec.errors import IllegalLayout
@@ -84,10 +84,12 @@ class Layout:
     """activations: what a block keeps for its backward pass is held in host memory, except for each stage's last
     block. With recompute none, norms and full."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """torch.compile of each block: auto = on a GPU only."""
-    cuda_graphs: Literal["off", "on"] = "off"
+    """torch.compile of each block: auto = on a GPU, where the planner finds the whole run faster so, or where nothing
+    else fits."""
+    cuda_graphs: Literal["auto", "off", "on"] = "auto"
     """on: a micro-batch's forward and backward pass is captured as a CUDA graph and launched in one call, for models
-    whose kernels are shorter than their launches. On GPUs with data parallelism alone (zero=0)."""
+    whose kernels are shorter than their launches. On GPUs with data parallelism alone (zero=0). auto = where the
+    planner finds steps faster so by a twentieth."""
     kernels: Literal["auto", "eager", "triton", "reference"] = "auto"
     """auto = Triton's where they are better, on a GPU; eager = torch's own operations; triton = Triton's wherever they
     can run; reference = the plain twins, for comparison."""
@@ -144,8 +146,15 @@ class Layout:
         return min(layers, self.recompute_layers or layers)
 
     def compiles(self, device: str) -> bool:
-        """Whether it asks for compiled blocks on a kind of device (cpu, cuda)."""
+        """Whether it has compiled blocks on a kind of device (cpu, cuda). auto is one of a search, which looks at what
+        holds least, or of an engine without a planner (planner/step/execution.py)."""
         return self.compile == "on" or (self.compile == "auto" and device == "cuda")
+
+    @property
+    def plain(self) -> "Layout":
+        """The same with neither compiled blocks nor graphs, where it leaves them open."""
+        compiled = "off" if self.compile == "auto" else self.compile
+        return replace(self, compile=compiled, cuda_graphs="off" if self.cuda_graphs == "auto" else self.cuda_graphs)
 
     def saves_behind(self, device: str) -> bool:
         """Whether a thread writes the checkpoints of a program on a kind of device (cpu, cuda). On a CPU the copy would

@@ -21,6 +21,7 @@ from meshwright.kernels.partial import can_fuse
 from meshwright.spec import Plan
 from meshwright.spec.attention_kernels import LEAST_POSITIONS, attention_call
 from meshwright.spec.cluster import Cluster, Device
+from meshwright.spec.compiled_blocks import leaves_compiler_out
 from meshwright.spec.errors import PlanError
 from meshwright.spec.frozen_code_rules import holds_codes
 from meshwright.spec.presets import device as device_preset
@@ -80,11 +81,9 @@ def deterministic_plan(plan: Plan, device: torch.device) -> Plan:
     """The plan as its bits are repeated fastest here: a deterministic one on a GPU compiles no blocks of itself.
 
     Compiled blocks would repeat their bits, too, since torch then has Inductor choose kernels without trying them. So
-    they lose what they gain, while the kernels of this package add up in one order anyway (kernels/triton). Products in
-    fp8 are the exception: uncompiled, each rounds its operands in several passes.
+    they lose what they gain, while the kernels of this package add up in one order anyway (kernels/triton).
     """
-    recipe = plan.recipe
-    if not recipe.deterministic or recipe.products != SAME or device.type != "cuda" or plan.layout.compile != "auto":
+    if plan.layout.compile != "auto" or device.type != "cuda" or not leaves_compiler_out(plan.recipe):
         return plan
     return replace(plan, layout=replace(plan.layout, compile="off"))
 

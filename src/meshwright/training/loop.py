@@ -16,6 +16,7 @@ from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.run_reading import announced
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.parallel.agree import FirstRank, same_everywhere
+from meshwright.parallel.compiling import missing_anywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pass_graphs import check_device
@@ -59,6 +60,7 @@ def run(
     progress: Callable[[int, int], None] | None = None,
     pulse: Heartbeat | None = None,
     preflight: Callable[[Plan, torch.device], Foreseen] | None = None,
+    settle: Callable[[Plan, str], tuple[Plan, str]] | None = None,
     machines: int = 1,
     sampler: AnswerSampler | None = None,
 ) -> Summary:
@@ -67,6 +69,7 @@ def run(
     A run folder `DIR/auto` is chosen here (store/default_folders.py): watchers are told which. `progress` is told of
     the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
     `preflight` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
+    `settle` says how passes run on a GPU: (plan, what a machine lacks to compile) -> plan without auto, and why.
     Ranks are spread evenly over `machines`. `sampler` makes the answers of recipe.distillation_on_policy.
     Ctrl-C and SIGTERM save and end cleanly.
     """
@@ -80,6 +83,10 @@ def run(
     first.alone(lambda: check_resume(plan, resume))
     target = device.pick_device()
     plan = replace(plan, cluster=first.for_all(lambda: device.cluster_of(plan, device.known_device(target), machines)))
+    execution = ""
+    if settle is not None and target.type == "cuda":
+        lacks = missing_anywhere(target, mesh["world"])
+        plan, execution = first.for_all(lambda: settle(plan, lacks))
     plan = device.deterministic_plan(plan, target)
     first.alone(lambda: check_fits(plan, target, machines=machines))
     if plan.layout.offload != "off" and target.type == "cpu":
@@ -90,6 +97,7 @@ def run(
     check_device(plan.model, plan.layout, target, DTYPES[plan.recipe.precision])
     crowded = first.alone(lambda: check_space(plan))
     foreseen = first.alone(lambda: preflight(plan, target)) if preflight is not None else None
+    foreseen = _also_said(foreseen, ("execution", execution)) if execution else foreseen
     recipe = plan.recipe
     device.prepare(
         target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products

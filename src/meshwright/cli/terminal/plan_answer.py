@@ -152,6 +152,8 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     parts = dot().join(f"{name} {_number(size, peak)}" for name, size in explain.groups(best) if size)
     at = f"pipeline rank {where.pp_rank}, {where.when}" if best.plan.layout.pp > 1 else where.when
     yield from wrapped(f"{parts} {_unit(peak)} ({at})", columns, "    peak is  ")
+    if best.executions is not None and not best.executions.best.plain:
+        yield from wrapped(best.executions.best.name, columns, "    blocks   ")
     if best.host_bytes:
         yield from wrapped(_in_host_memory(best), columns, "    host     ")
 
@@ -232,6 +234,10 @@ def details(of: Estimator, found: Found) -> Iterator[str]:
         if seconds > 0:
             yield f"    {part.name.removesuffix('_s'):<26}{step_time(seconds):>12}  {seconds / best.step_s:6.1%}"
     yield f"    MFU {best.mfu(causal=False):.1%} (attention in full), {best.mfu(causal=True):.1%} (causal by half)"
+    if best.executions is not None:
+        yield "  Blocks"
+        for sentence in best.executions.why:
+            yield from wrapped(sentence, columns, "    ", "      ")
     yield from wrapped(explain.range_words(best), columns, "  ", "    ")
     if found.legal > 1:
         yield "  Rejected"

@@ -94,7 +94,7 @@ def tiny(machine: ClusterFile) -> dict[Key, Plan]:
         (kind, layers, micro, recompute): Plan(
             model=replace(KINDS[kind], layers=layers),
             recipe=Recipe(sequence=SEQUENCE, global_batch=micro, document_mask=False),
-            layout=Layout(micro_batch=1, recompute=recompute, compile="off"),  # type: ignore[arg-type]  # one of the words that Layout allows
+            layout=Layout(micro_batch=1, recompute=recompute, compile="off", cuda_graphs="off"),  # type: ignore[arg-type]  # one of the words that Layout allows
             cluster=machine.cluster(1),
         )
         for kind, layers, micro, recompute in keys

@@ -58,7 +58,7 @@ def jobs(machine: ClusterFile, worlds: Sequence[int], precision: str) -> list[Pl
         plan = Plan(
             model=shape,
             recipe=Recipe(sequence=sequence, global_batch=batch, precision=precision),  # type: ignore[arg-type]  # one of the words of Recipe
-            layout=Layout(compile="off", **layout),
+            layout=Layout(compile="off", cuda_graphs="off", **layout),
         )
         if plan.layout.world in worlds:
             plan = replace(plan, cluster=machine.cluster(plan.layout.world))

@@ -129,7 +129,7 @@ def measured(run: Finished) -> SharedDocument | None:
 
 def same_program(plan: Plan, document: SharedDocument) -> bool:
     """Whether a dry run or profile is of what this plan runs: all that memory, traffic or time depend on, and for a dry
-    run the version of the engine that it ran. A profile's device tells what compile=auto stands for."""
+    run the version of the engine that it ran. What is left to auto is as the other has it, but off on a CPU."""
     ours, theirs = planfile.dump(replace(plan, init=RANDOM)), document.plan
     if not isinstance(theirs.get("recipe"), dict) or not isinstance(theirs.get("layout"), dict):
         return False
@@ -139,16 +139,17 @@ def same_program(plan: Plan, document: SharedDocument) -> bool:
     recipe = all(_same(ours["recipe"][key], theirs["recipe"].get(key)) for key in TELLING)
     switches = all(bool(ours["recipe"][key]) == bool(theirs["recipe"].get(key)) for key in SWITCHES)
     layout = all(_same(ours["layout"][key], theirs["layout"].get(key)) for key in ours["layout"] if key not in FREE)
-    compiled = dry or _compiled(ours, document.device) == _compiled(theirs, document.device)
-    return recipe and switches and layout and compiled and _same(ours["model"], _shape(theirs.get("model")))
+    words = ("cuda_graphs",) if dry else ("compile", "cuda_graphs")
+    executed = all(_executed_alike(ours["layout"][key], theirs["layout"].get(key), document.device) for key in words)
+    return recipe and switches and layout and executed and _same(ours["model"], _shape(theirs.get("model")))
 
 
 TELLING = ("sequence", "global_batch", "precision", "reduce_dtype", "dropout", "document_mask")
 """Keys of a recipe that memory, traffic or time depend on."""
 SWITCHES = ("clip", "balance_loss", "noise_scale_every")
 """Keys of which only that they are 0 or not does: a norm, a loss, a copy of all gradients, or none."""
-FREE = ("compile", "saving")
-"""Keys of a layout that a dry run leaves aside. Neither saves; whether it is compiled counts for a profile."""
+FREE = ("compile", "cuda_graphs", "saving")
+"""Keys of a layout that may be other words. Neither a dry run nor a profile saves."""
 
 
 def _shape(model: Any) -> Any:
@@ -156,9 +157,10 @@ def _shape(model: Any) -> Any:
     return {key: value for key, value in model.items() if key != "init"} if isinstance(model, dict) else model
 
 
-def _compiled(plan: dict[str, Any], device: str) -> Any:
-    asked = plan["layout"].get("compile")
-    return {"cuda": "on", "cpu": "off"}.get(device, asked) if asked == "auto" else asked
+def _executed_alike(ours: Any, theirs: Any, device: str) -> bool:
+    """Whether two words of layout.compile or layout.cuda_graphs can mean the same."""
+    words = {"off" if word == "auto" and device == "cpu" else word for word in (ours, theirs)}
+    return "auto" in words or len(words) == 1
 
 
 def refuse_other(path: Path, plan: Plan) -> None:

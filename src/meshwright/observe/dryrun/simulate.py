@@ -25,11 +25,12 @@ from meshwright.observe.program import TrainingProgram, at_whole, shortened, wit
 from meshwright.observe.subprocesses import in_subprocesses
 from meshwright.parallel import make_mesh
 from meshwright.parallel.traffic import Counts
+from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered
 from meshwright.spec.errors import PlanError
 from meshwright.spec.places import pipeline_ranks
-from meshwright.training.device import deterministic_plan, resident_peak_bytes
+from meshwright.training.device import resident_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +96,13 @@ def dry_run(
     whose sizes depend on values. TooLong after `limit_s`.
     """
     device = device or device_of(plan)
-    plan = deterministic_plan(plan, torch.device(device))
+    plan.check()
+    if device == "cuda":
+        plan = predict(plan).settled
     if not compiles_blocks(plan.layout, plan.model, device, plan.recipe.fake_quantize):
         plan = replace(plan, layout=replace(plan.layout, compile="off"))
     if plan.cluster.device.is_gpu and not plan.cluster.device.runs_triton:
         plan = replace(plan, layout=replace(plan.layout, kernels="eager"))
-    plan.check()
     ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
     for rank in ranks:

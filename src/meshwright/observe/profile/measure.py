@@ -38,6 +38,7 @@ from meshwright.parallel.compiling import is_compiled
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Counts
+from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan
 from meshwright.spec.compiled_blocks import can_be_compiled
 from meshwright.spec.flop import token_flop
@@ -183,6 +184,9 @@ def measure(
     of this process that exist already (parallel.mesh)."""
     pulse, said = pulse or Heartbeat(), said or (lambda line: None)
     target = devices.pick_device()
+    if target.type == "cuda":
+        here = devices.cluster_of(plan, devices.known_device(target), 1)
+        plan = replace(plan, layout=predict(replace(plan, cluster=here)).settled.layout)
     check_fits(plan, target)
     devices.prepare(target, plan.recipe.precision)
     mesh = make_mesh(plan.layout, traffic=pulse.calls, made=made)

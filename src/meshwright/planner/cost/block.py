@@ -163,12 +163,15 @@ def _norm(of: Local, name: str) -> LayerOperation:
 
 
 def _add(of: Local) -> LayerOperation:
-    """Residual addition, and dropout with its mask."""
+    """Residual addition, and dropout with its mask. Uncompiled on a GPU, it is inside of RMSNorm's kernel, and of none
+    of LayerNorm's: that reads the sum once more, and adds to its gradient in a kernel apart."""
     moved = of.between_bytes * of.stack.passes
     mask = of.between * of.shape.hidden if of.dropout else 0.0
+    apart = moved if of.stack.own and of.gpu and not of.compiled and of.shape.norm == "layernorm" else 0.0
     return LayerOperation(
-        name="residual", forward=(MemoryPass(3 * moved + 2 * mask),), inputs=(MemoryPass(2 * moved + mask),), again=True
-    )
+        name="residual", forward=(MemoryPass(3 * moved + 2 * mask + apart),),
+        inputs=(MemoryPass(2 * moved + mask + 2 * apart),), again=True,
+    )  # fmt: skip
 
 
 def _widths(of: Local) -> HeadWidths:

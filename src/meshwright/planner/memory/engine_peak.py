@@ -185,7 +185,7 @@ class PipelineRank:
         ends, early = self.last and place == len(self.costs) - 1, waits and not again
         before = whole * share + self._left(whole * reduced) + (units.last.gradients if ends and early else 0.0)
         parameters = self.state["parameters"] * (1 - reduced * self.lets_go)
-        final = units.summed and what == "sums" and self.layout.cuda_graphs == "off"
+        final = units.summed and what == "sums" and self.layout.cuda_graphs != "on"
 
         def kinds(at: Place) -> Sizes:
             return Sizes(at.gradients, at.logits, at.temporaries, at.buffers, parameters - at.gone, kept)
@@ -204,7 +204,7 @@ class PipelineRank:
         elif what == "split":
             yield kinds(Place(before, logits, cost.split_bytes))
         elif what in ("embedding", "end"):
-            last = what == "end" and units.summed and self.layout.cuda_graphs == "off"
+            last = what == "end" and units.summed and self.layout.cuda_graphs != "on"
             after = before if again else before + (units.first.gradients if early else whole * own)
             yield kinds(self._embedding(after, logits, again, own if last and self.layout.zero else 0.0))
         else:

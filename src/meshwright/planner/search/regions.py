@@ -101,9 +101,9 @@ class RegionFamily(NamedTuple):
 
 def without_own(plan: Plan, fixed: Fixed) -> Plan:
     """The plan, whose layers recompute as many as are fixed, else all of them; what they keep is where it is fixed.
-    Passes are graphs where that is fixed: few layouts can have them."""
+    Passes are graphs where that is fixed; else what is listed may have them (planner/step/execution.py)."""
     layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
-    graphs = fixed.get("cuda_graphs", ("off",))[0]
+    graphs = fixed.get("cuda_graphs", ("off" if plan.layout.cuda_graphs == "off" else "auto",))[0]
     return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload, cuda_graphs=graphs))
 
 

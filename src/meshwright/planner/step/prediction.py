@@ -1,9 +1,10 @@
 """What a plan would cost: memory, traffic and time, and the figures that follow from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, RankMemory
+from meshwright.planner.step.execution import Executions
 from meshwright.planner.time.collectives import SentCalls, traffic
 from meshwright.planner.time.timeline import StepTime
 from meshwright.spec.flop import token_flop
@@ -29,6 +30,15 @@ class Prediction:
     """Of a device, the datasheet's."""
     document_tokens: float = 0.0
     """Of the document that a token is in, on average; 0 = nobody said, and one was taken to fill its row."""
+    executions: Executions | None = None
+    """On a GPU, how this package's engine runs it, and how else it could; time and memory are of the first."""
+
+    @property
+    def settled(self) -> Plan:
+        """The plan as a GPU runs it, with `on` or `off` for auto; plainly, where its device is not described."""
+        if self.executions is not None:
+            return replace(self.plan, layout=self.executions.best.layout)
+        return replace(self.plan, layout=self.plan.layout.plain)
 
     @property
     def worst(self) -> RankMemory:

@@ -43,6 +43,8 @@ class SharedCosts:
     links: Links
     document_tokens: float = 0.0
     """Tokens of the document that a token is in, on average, so that long ones weigh more; 0 = one fills its row."""
+    run_steps: int = 0
+    """Of the run; 0 = as the recipe of a plan says."""
     teacher: "SharedCosts | None" = None
     """Of a teacher that stands beside the model."""
 

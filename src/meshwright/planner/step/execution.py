@@ -1,0 +1,160 @@
+"""How the passes of a step are run on a GPU: kernel by kernel, by compiled blocks, or as a CUDA graph of either. This
+is the rule of layout.compile=auto and layout.cuda_graphs=auto.
+
+Of the ways that a plan leaves open, those that leave memory free are weighed by their step, and by their start, shared
+among the steps of the run. Graphs must gain GRAPHS_GAIN, since the host's time is that of another machine. Where
+nothing is gained, kernels run one by one: nobody waits at the start, and errors name their operation.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.planner.memory.rank_memory import RankMemory
+from meshwright.planner.time.timeline import StepTime
+from meshwright.spec.capturing_rules import hindrances, left_to_auto
+from meshwright.spec.compiled_blocks import can_be_compiled, leaves_compiler_out
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.spec.units import short_gib, step_time
+
+FREE = 0.05
+"""Share of what a program can have of a device that a recommended layout leaves free."""
+COMPILE_S = 40.0
+"""Of a start, for each kind of block: 20 to 60 s of Llama-3.2-1B and GPT-2 124M on one H200 (2026-11-27). A later start
+finds the code on disk, if the disk is still there."""
+GRAPHS_GAIN = 0.05
+"""Share of a step that graphs must gain."""
+
+Measure = Callable[[Layout], tuple[StepTime, tuple[RankMemory, ...]]]
+"""Layout -> time of its step, and memory of each pipeline rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """One way to run the passes of a layout."""
+
+    layout: Layout
+    """With `on` or `off` for compile and cuda_graphs."""
+    time: StepTime
+    memory: tuple[RankMemory, ...]
+    """Of each pipeline rank."""
+    start_s: float = 0.0
+    """Before the first step."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        return max(rank.total_bytes for rank in self.memory)
+
+    @property
+    def captured(self) -> bool:
+        """Whether passes are CUDA graphs."""
+        return self.layout.cuda_graphs == "on"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the host launches each kernel, and nothing is compiled."""
+        return not self.captured and self.layout.compile != "on"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        blocks = "compiled" if self.layout.compile == "on" else "uncompiled"
+        return f"{blocks} in CUDA graphs" if self.captured else blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executions:
+    """The ways to run a plan that its layout leaves open."""
+
+    best: Execution
+    others: tuple[Execution, ...] = ()
+    room_bytes: float = float("inf")
+    """What a program can have of a device."""
+    uncompiled: str = ""
+    """Why compile=auto does not compile, whatever it would gain."""
+    uncaptured: str = ""
+    """What a graph does, and what of the plan clashes with it, so that cuda_graphs=auto is off."""
+
+    def document(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"compile": self.best.layout.compile, "cuda_graphs": self.best.layout.cuda_graphs, "why": list(self.why)}
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """Sentences: what runs, and what each other way would take."""
+        found = [f"Blocks run {self._words(self.best)}."]
+        found += [f"As {self._words(way)}." for way in self.others]
+        found += [f"No blocks are compiled: {self.uncompiled}."] if self.uncompiled else []
+        found += [f"No CUDA graphs: a graph {self.uncaptured}."] if self.uncaptured else []
+        return tuple(found)
+
+    def _words(self, way: Execution) -> str:
+        start = f", and about {way.start_s:.0f} s at the start" if way.start_s else ""
+        over = way.peak_bytes > (1 - FREE) * self.room_bytes
+        memory = f", with {short_gib(way.peak_bytes)} of {short_gib(self.room_bytes)}" if over else ""
+        return f"{way.name}: {step_time(way.time.total_s)} per step{start}{memory}"
+
+
+def executions(plan: Plan, measure: Measure, room_bytes: float, run_steps: int = 0) -> Executions:
+    """The ways that a plan of a GPU leaves open, and the one to take. `room_bytes` of a device. `run_steps`: of the
+    whole run; 0 = as the recipe says, and where it counts epochs no start is weighed."""
+    run_steps = run_steps or (0 if plan.recipe.epochs else plan.recipe.steps)
+    uncompiled = _uncompiled(plan)
+    ways = list(_ways(plan, measure, compiles=not uncompiled))
+    limits = (1 - FREE) * room_bytes, room_bytes, min(way.peak_bytes for way in ways)
+    fitting = next(fit for limit in limits if (fit := [way for way in ways if way.peak_bytes <= limit]))
+    best, *later = fitting
+    for way in later:
+        lost_s = (way.start_s - best.start_s) / run_steps if run_steps else 0.0
+        lost_s += GRAPHS_GAIN * best.time.total_s if way.captured and not best.captured else 0.0
+        if way.time.total_s + lost_s < best.time.total_s:
+            best = way
+    uncaptured = ""
+    if plan.layout.cuda_graphs == "auto" and not best.captured:
+        uncaptured = next(left_to_auto(plan.model, plan.recipe, best.layout), "")
+    return Executions(
+        best=best, others=tuple(way for way in ways if way is not best), room_bytes=room_bytes, uncompiled=uncompiled,
+        uncaptured=uncaptured,
+    )  # fmt: skip
+
+
+def _uncompiled(plan: Plan) -> str:
+    """Why compile=auto compiles nothing; empty where it may."""
+    if plan.layout.compile != "auto":
+        return ""
+    if not can_be_compiled(plan.model, plan.recipe.fake_quantize):
+        return "matrices are restored or rounded in each product"
+    if not plan.cluster.device.runs_triton:
+        return f"{plan.cluster.device.name} is not known to run Triton"
+    return "recipe.deterministic has it try no kernels" if leaves_compiler_out(plan.recipe) else ""
+
+
+def _ways(plan: Plan, measure: Measure, *, compiles: bool) -> Iterator[Execution]:
+    """Each with its time and memory, the plainest first."""
+    asked = plan.layout
+    words = {"auto": ("off", "on") if compiles else ("off",)}
+    for graphs in ("off", "on") if asked.cuda_graphs == "auto" else (asked.cuda_graphs,):
+        for compiled in words.get(asked.compile, (asked.compile,)):
+            layout = replace(asked, compile=compiled, cuda_graphs=graphs)  # type: ignore[arg-type]  # two of its words
+            if graphs == "on" and _refused(plan, layout):
+                continue
+            time, memory = measure(layout)
+            start_s = COMPILE_S * _kinds(plan) if compiled == "on" else 0.0
+            yield Execution(layout=layout, time=time, memory=memory, start_s=start_s)
+
+
+def _refused(plan: Plan, layout: Layout) -> bool:
+    """Whether passes of a layout with graphs are left out. Those that are asked for come with compiled blocks or
+    without, and one of both is legal."""
+    if plan.layout.cuda_graphs == "auto":
+        return any(left_to_auto(plan.model, plan.recipe, layout))
+    return plan.layout.compile == "auto" and layout.compile == "on" and any(
+        hindrances(plan.model, plan.recipe, layout))  # fmt: skip
+
+
+def _kinds(plan: Plan) -> int:
+    """Kinds of blocks that are compiled: dense and routed ones, and those that recompute beside the others."""
+    routed = plan.model.routed_layers
+    return (2 if 0 < routed < plan.model.layers else 1) * (2 if 0 < plan.recomputed_share < 1 else 1)
