@@ -62,5 +62,5 @@ def test_what_is_not_compiled_takes_as_long_as_with_compiling_off(name: str) -> 
     """Without Triton's kernels, which fuse as the compiler does."""
     plain: dict[str, Any] = {"shape": SHAPE, "recipe": Recipe(sequence=2048, global_batch=4)}
     for given, alike in ((plain, False), (plain | UNCOMPILED[name], True)):
-        auto, off = (predict(plan(**given, compile=compile, kernels="eager")).step_s for compile in ("auto", "off"))
-        assert (auto == off) == alike
+        on, off = (predict(plan(**given, compile=compile, kernels="eager")).step_s for compile in ("on", "off"))
+        assert (on == off) == alike

@@ -21,7 +21,9 @@ MODELS = ("llama-3.1-8b", "mixtral-8x7b", "qwen3-14b", "deepseek-v3")
 def drawn(dice: Random) -> Plan:
     shape = presets.model(dice.choice(MODELS))
     pp, schedule, vp = dice.choice([(1, "1f1b", 1), (2, "1f1b", 1), (4, "zb-h1", 1), (4, "interleaved", 2)])
-    layout = Layout(dp_shard=8, zero=1 if pp > 1 else 3, pp=pp, vp=vp, schedule=schedule, micro_batch=1)  # type: ignore[arg-type]
+    layout = Layout(
+        dp_shard=8, zero=1 if pp > 1 else 3, pp=pp, vp=vp, schedule=schedule, micro_batch=1, compile="on",
+    )  # type: ignore[arg-type]  # fmt: skip
     recipe = Recipe(sequence=dice.choice([2048, 8192]), global_batch=64, precision="bf16")
     return Plan(model=shape, layout=layout, recipe=recipe, cluster=presets.cluster("h100x8", pp))
 

@@ -366,6 +366,29 @@ def test_data_parallelism_alone_is_legal() -> None:
     assert not layout_violations(LLAMA, Recipe(global_batch=8, sequence=16), layout)
 
 
+@pytest.mark.usefixtures("as_on_gpus")
+def test_a_capture_that_fails_leaves_the_passes_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    """A driver or an operation may refuse it: the run goes on with the very same steps, and says so once."""
+
+    class Refusing(Recorder):
+        refused = 0
+
+        def record(self, work: Callable[[], None]) -> Callable[[], None]:
+            self.refused += 1
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might ...")
+
+    plain, engine = engine_of(LLAMA, Layout(compile="off")), engine_of(LLAMA, Layout(compile="off"))
+    recorder = Refusing(list)
+    graphs = PassGraphs(model=engine.model, capture=recorder, replicas=engine.replicas)
+    recipe = Recipe(global_batch=4, sequence=24)
+    expected = trained(plain, recipe, 4)
+    found = trained(replace(engine, graphs=graphs), recipe, 4)
+    assert found[0] == expected[0] and all(torch.equal(found[1][key], value) for key, value in expected[1].items())
+    assert (recorder.refused, graphs.captured) == (1, 0)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("without CUDA graphs, which is slower: operation not permitted when stream is capturing")
+
+
 def test_a_cpu_has_no_graphs() -> None:
     with pytest.raises(PlanError, match=r"cuda_graphs=on needs a GPU.* layout.cuda_graphs=off"):
         check_device(LLAMA, ON, CPU, torch.float32)

@@ -190,7 +190,7 @@ class FormGraphs(Generic[Work]):
         form.standing.give(one)
         return True
 
-    def _captured(self, one: Work, work: Callable[[Work], None]) -> tuple[Work, Launch]:
+    def _captured(self, one: Work, work: Callable[[Work], None]) -> tuple[Work | None, Launch | None]:
         standing = one.standing()
         standing.take(one)
         return standing, self.capture.record(lambda: work(standing))

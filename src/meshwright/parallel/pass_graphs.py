@@ -5,7 +5,8 @@ Gradients are added to buffers that stay where they are, and the parameters are 
 `form` are of other sizes, or with documents or without.
 """
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,13 +18,15 @@ from meshwright.kernels.experts import keeps_counts
 from meshwright.kernels.gradient_sums import gradient_dtype, sum_of
 from meshwright.kernels.target import acts
 from meshwright.model import Transformer
-from meshwright.parallel.graph_capture import CudaCapture, FormGraphs, NoCapture, Repeatable
+from meshwright.parallel.graph_capture import CudaCapture, FormGraphs, Launch, NoCapture, Repeatable
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.passes import Pass
 from meshwright.parallel.replicas import Bucket, Replicas
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
+
+_log = logging.getLogger("meshwright")
 
 
 class Capturable(Pass, Repeatable, Protocol):
@@ -79,6 +82,18 @@ class PassGraphs(FormGraphs[Capturable]):
         for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
             self.gradients[parameter] = part.view_as(parameter)
         self._buffers.append(buffer)
+
+    def _captured(
+        self, one: Capturable, work: Callable[[Capturable], None]
+    ) -> tuple[Capturable | None, Launch | None]:  # fmt: skip
+        """Nothing where a device cannot: a capture computes nothing, so that the passes go on without."""
+        try:
+            return FormGraphs._captured(self, one, work)
+        except RuntimeError as error:
+            self.most = 0
+            reason = str(error).partition("\n")[0]
+            _log.warning("meshwright: note: passes run without CUDA graphs, which is slower: %s", reason)
+            return None, None
 
     def _pass(self, one: Pass) -> None:
         _, loss = one(self.model, None)

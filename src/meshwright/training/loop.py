@@ -51,6 +51,9 @@ MEASURED_ROWS = 256
 ECHO_S = 1.0
 """A launcher passes on the Ctrl-C that its processes have already had from the terminal."""
 
+Settle = Callable[[Plan, str], tuple[Plan, str]]
+"""(plan, what a machine lacks to compile) -> the plan without auto in compile and cuda_graphs, and why."""
+
 
 def run(
     plan: Plan,
@@ -60,7 +63,7 @@ def run(
     progress: Callable[[int, int], None] | None = None,
     pulse: Heartbeat | None = None,
     preflight: Callable[[Plan, torch.device], Foreseen] | None = None,
-    settle: Callable[[Plan, str], tuple[Plan, str]] | None = None,
+    settle: Settle | None = None,
     machines: int = 1,
     sampler: AnswerSampler | None = None,
 ) -> Summary:
@@ -69,7 +72,7 @@ def run(
     A run folder `DIR/auto` is chosen here (store/default_folders.py): watchers are told which. `progress` is told of
     the encoding of the text: bytes done, bytes in all; `pulse`, for a watchdog, of each step.
     `preflight` is asked once by the first rank before anything is read or made; what it raises ends all ranks.
-    `settle` says how passes run on a GPU: (plan, what a machine lacks to compile) -> plan without auto, and why.
+    `settle` says how passes run on a GPU.
     Ranks are spread evenly over `machines`. `sampler` makes the answers of recipe.distillation_on_policy.
     Ctrl-C and SIGTERM save and end cleanly.
     """
@@ -83,11 +86,7 @@ def run(
     first.alone(lambda: check_resume(plan, resume))
     target = device.pick_device()
     plan = replace(plan, cluster=first.for_all(lambda: device.cluster_of(plan, device.known_device(target), machines)))
-    execution = ""
-    if settle is not None and target.type == "cuda":
-        lacks = missing_anywhere(target, mesh["world"])
-        plan, execution = first.for_all(lambda: settle(plan, lacks))
-    plan = device.deterministic_plan(plan, target)
+    plan, execution = settled(plan, target, first, settle)
     first.alone(lambda: check_fits(plan, target, machines=machines))
     if plan.layout.offload != "off" and target.type == "cpu":
         raise PlanError(
@@ -207,6 +206,14 @@ def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     if resume in ("no", "auto") and not checkpoint_folder.listing(folder.checkpoints):
         pretrained.keep_beside(plan, path, corpus.tokenizer)
     return folder
+
+
+def settled(plan: Plan, target: torch.device, first: FirstRank, settle: Settle | None) -> tuple[Plan, str]:
+    """The plan as its passes are run here, on every rank, and why; a CPU runs them plainly, whatever is left open."""
+    if settle is None or target.type != "cuda":
+        return device.deterministic_plan(plan, target), ""
+    lacks = missing_anywhere(target, first.world)
+    return first.for_all(lambda: settle(plan, lacks))
 
 
 def _also_said(foreseen: Foreseen | None, *rows: tuple[str, str]) -> Foreseen:

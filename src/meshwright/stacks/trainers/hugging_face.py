@@ -115,7 +115,7 @@ RUN_CLM = ConfigFile(
 )
 OFFERED = {
     "pp": (1,), "vp": (1,), "ep": (1,), "schedule": ("1f1b",), "recompute": ("none", "full"), "offload": ("off",),
-    "cuda_graphs": ("off",), "recompute_layers": (0,),
+    "cuda_graphs": ("auto", "off"), "recompute_layers": (0,),
 }  # fmt: skip
 REASONS = {
     "pp": "its models are not cut into pipeline stages", "ep": "its experts are not spread over ranks",

@@ -178,7 +178,7 @@ MAXTEXT = TrainingSoftware(
     stack=lambda facts: COMPILED,
     offered={
         "pp": (1,), "vp": (1,), "ep": (1,), "zero": (0, 3), "schedule": ("1f1b",), "offload": ("off",),
-        "recompute": ("none", "selective", "full"), "cuda_graphs": ("off",), "recompute_layers": (0,),
+        "recompute": ("none", "selective", "full"), "cuda_graphs": ("auto", "off"), "recompute_layers": (0,),
     },
     reasons={"pp": "its pipeline is not counted", "ep": "its experts are not counted", "zero": "its fsdp axis"},
     split_refusal=split_refusal,

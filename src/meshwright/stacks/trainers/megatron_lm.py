@@ -238,7 +238,7 @@ MEGATRON_LM = TrainingSoftware(
         "schedule": ("1f1b", "interleaved"),
         "recompute": ("none", "selective", "full"),
         "offload": ("off",),
-        "cuda_graphs": ("off",),
+        "cuda_graphs": ("auto", "off"),
     },
     reasons={"zero": "the distributed optimizer is ZeRO-1", "schedule": "megatron/core/pipeline_parallel/schedules.py"},
     split_refusal=split_refusal,

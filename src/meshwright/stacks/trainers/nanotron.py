@@ -162,7 +162,7 @@ NANOTRON = TrainingSoftware(
     stack=_stack,
     offered={
         "cp": (1,), "ep": (1,), "vp": (1,), "zero": (0, 1), "schedule": ("1f1b", "afab"), "recompute": ("none", "full"),
-        "offload": ("off",), "cuda_graphs": ("off",), "recompute_layers": (0,),
+        "offload": ("off",), "cuda_graphs": ("auto", "off"), "recompute_layers": (0,),
     },
     reasons={
         "cp": "no published run had it", "ep": "its Llama model has no experts", "vp": "a rank has one stage",

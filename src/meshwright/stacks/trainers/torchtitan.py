@@ -270,7 +270,7 @@ TORCHTITAN = TrainingSoftware(
     stack=_stack,
     offered={
         "zero": (0, 3), "schedule": tuple(SCHEDULES), "recompute": ("none", "selective", "full"), "offload": ("off",),
-        "cuda_graphs": ("off",), "recompute_layers": (0,),
+        "cuda_graphs": ("auto", "off"), "recompute_layers": (0,),
     },
     reasons={
         "zero": "FSDP2 shards all or nothing", "recompute": "activation_checkpoint.mode",
