@@ -163,8 +163,7 @@ def _norm(of: Local, name: str) -> LayerOperation:
 
 
 def _add(of: Local) -> LayerOperation:
-    """Residual addition, and dropout with its mask. Uncompiled on a GPU, it is inside of RMSNorm's kernel, and of none
-    of LayerNorm's: that reads the sum once more, and adds to its gradient in a kernel apart."""
+    """Residual addition, and dropout with its mask. LayerNorm's own kernel has it not inside, as RMSNorm's has."""
     moved = of.between_bytes * of.stack.passes
     mask = of.between * of.shape.hidden if of.dropout else 0.0
     apart = moved if of.stack.own and of.gpu and not of.compiled and of.shape.norm == "layernorm" else 0.0

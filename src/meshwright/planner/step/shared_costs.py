@@ -64,6 +64,11 @@ class SharedCosts:
         """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
         return self.cluster.device.is_gpu and self.speeds.host is None
 
+    @property
+    def _chooses(self) -> bool:
+        """Whether plans may leave open how their passes are run."""
+        return self._gpu and self.stack.own
+
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
         key = layout.compile, layout.kernels, layout.cuda_graphs
