@@ -20,7 +20,7 @@ LAYOUTS = (
 
 def plan(objective: ObjectiveName, layout: dict[str, object]) -> Plan:
     recipe = Recipe(sequence=512, global_batch=4, precision="bf16", objective=objective)
-    made = Layout(compile="off", **layout)  # type: ignore[arg-type]  # of several types
+    made = Layout(compile="off", cuda_graphs="off", **layout)  # type: ignore[arg-type]  # of several types
     data = Data(path="pairs.jsonl", form="samples")
     return Plan(model=SHAPE, data=data, layout=made, recipe=recipe, cluster=presets.cluster("h100x8", 1))
 
