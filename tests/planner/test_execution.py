@@ -18,7 +18,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.agree import FirstRank
 from meshwright.parallel.mesh import make_mesh
 from meshwright.planner.plan_document import document
-from meshwright.planner.step.execution import COMPILE_S, FREE, GRAPHS_GAIN, Execution
+from meshwright.planner.step.execution import COMPILE_S, GRAPHS_GAIN, Execution
 from meshwright.planner.step.predict import estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
@@ -92,11 +92,12 @@ def test_a_start_must_pay_for_itself() -> None:
 def test_what_fits_comes_first() -> None:
     plan = plan_of()
     ways = {way.layout.compile: way for way in ways_of(replace(plan, layout=replace(plan.layout, cuda_graphs="off")))}
-    small = (ways["on"].peak_bytes + 1) / (1 - FREE)
+    share = estimator(plan).largest_share
+    small = (ways["on"].peak_bytes + 1) / share
     room = small + plan.cluster.device.memory_bytes - usable_bytes(plan)
     tight = replace(plan, cluster=Cluster(device=replace(plan.cluster.device, memory_bytes=int(room))))
     found = predict(tight).executions
-    assert found is not None and found.best.layout.compile == "on" and ways["off"].peak_bytes > (1 - FREE) * small
+    assert found is not None and found.best.layout.compile == "on" and ways["off"].peak_bytes > share * small
     assert any(said.startswith("As uncompiled") and " GiB of " in said for said in found.why)
     none = replace(plan, cluster=Cluster(device=replace(plan.cluster.device, memory_bytes=8 * 2**30)))
     least = predict(none)

@@ -5,10 +5,10 @@ from math import floor, log10
 
 from meshwright.planner.search.changes import LayoutChange, fixes, longest_sequence, on_half, without
 from meshwright.planner.search.ranking import Found, search
-from meshwright.planner.search.recommend import LIKELY, is_bold, largest_share
+from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.budget import budget, critical
-from meshwright.planner.step.error_ranges import ranges, relative_range
+from meshwright.planner.step.error_ranges import LIKELY, ranges, relative_range
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.frozen_code_rules import holds_codes
@@ -116,7 +116,7 @@ def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
     node = plan.cluster.devices_per_node
     if plan.layout.tp <= node or "tp" in fixed:
         return
-    inside = search(of, plan, fixed={**fixed, "tp": divisors(node)}, listed=1, share=largest_share(of)).best
+    inside = search(of, plan, fixed={**fixed, "tp": divisors(node)}, listed=1, share=of.largest_share).best
     other = f"With tp={node} or less none fits with {LIKELY:.0%}."
     if inside:
         slower = inside[0].step_s / best.step_s - 1

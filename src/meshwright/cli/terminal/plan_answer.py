@@ -7,9 +7,9 @@ from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner import explain
 from meshwright.planner.caveats import caveats
 from meshwright.planner.search.ranking import Found
-from meshwright.planner.search.recommend import LIKELY, is_bold, merged
+from meshwright.planner.search.recommend import is_bold, merged
 from meshwright.planner.search.regions import Fixed
-from meshwright.planner.step.error_ranges import ranges
+from meshwright.planner.step.error_ranges import LIKELY, ranges
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan

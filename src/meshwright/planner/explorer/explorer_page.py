@@ -18,7 +18,6 @@ from meshwright.planner.explorer.matrix_tables import matrix_tables
 from meshwright.planner.explorer.option_tables import option_tables
 from meshwright.planner.explorer.time_tables import time_tables
 from meshwright.planner.search.landscape import FIELDS, landscape
-from meshwright.planner.search.recommend import largest_share
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec.flop import token_flop
@@ -48,7 +47,7 @@ def data(half: Half) -> dict[str, Any]:
     shown = [dict(zip(FIELDS, fields, strict=True)) for fields, *_ in found["points"]]
     return {
         **facts(half.of, room, shown, software),
-        "landscape": {**found, "start": _start(found, largest_share(half.of) * room)},
+        "landscape": {**found, "start": _start(found, half.of.largest_share * room)},
         "title": half.title,
         "command": half.command,
         "price": {"usd_per_hour": half.usd_per_hour, "words": half.price_words.replace("https://", "")},
@@ -94,7 +93,7 @@ def facts(
             "per_node": of.cluster.devices_per_node,
             "memory_bytes": device.memory_bytes,
             "usable_bytes": usable if isfinite(usable) else None,
-            "tight_bytes": largest_share(of) * usable if isfinite(usable) else None,
+            "tight_bytes": of.largest_share * usable if isfinite(usable) else None,
             "flop_per_s": device.half_flop_per_s or of.speeds.peak_flop_per_s,
         },
         "stack": {

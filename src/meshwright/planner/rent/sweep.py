@@ -19,7 +19,6 @@ from meshwright.planner.search.bounds import Least
 from meshwright.planner.search.fewest_layers import refined
 from meshwright.planner.search.memory_bounds import CellTerms
 from meshwright.planner.search.ranking import search
-from meshwright.planner.search.recommend import largest_share
 from meshwright.planner.search.regions import Cell, Fixed, RegionFamily
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
@@ -173,7 +172,7 @@ class _Sweep:
 def fastest(of: Estimator, plan: Plan, fixed: Fixed, below_s: float) -> tuple[Prediction | None, bool]:
     """As `plan` recommends it: the fastest layout that fits with 95 %, recomputing no more than that takes.
     None where there is none below so many seconds; True then where all need too much memory, or none is legal."""
-    share = largest_share(of)
+    share = of.largest_share
     found = search(of, plan, fixed=fixed, listed=1, share=share, below_s=below_s)
     if not found.best:
         return None, not found.slower

@@ -15,21 +15,12 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan
 
-LIKELY = 0.95
-"""Probability that a recommended layout fits, of runs that were measured."""
-
 
 def is_bold(found: Prediction) -> bool:
     """Whether it fits with a smaller probability."""
     plan = found.plan
-    share = likely_share(found.stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes, probability=LIKELY)
+    share = likely_share(found.stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
     return found.peak_bytes > share * usable_bytes(plan)
-
-
-def largest_share(of: Estimator) -> float:
-    """Share of a device's room that a layout may take to be recommended."""
-    routed = of.shape.moe is not None
-    return likely_share(of.stack, routed=routed, nodes=of.cluster.nodes, probability=LIKELY)
 
 
 def recommended(of: Estimator, plan: Plan, found: Found, fixed: Fixed | None = None) -> Found:
@@ -37,7 +28,7 @@ def recommended(of: Estimator, plan: Plan, found: Found, fixed: Fixed | None = N
     unchanged where every layout is bold, or none was to be chosen."""
     if found.legal < 2 or not found.best:
         return found
-    share = largest_share(of)
+    share = of.largest_share
     if all(map(is_bold, found.best)):
         found.best += search(of, plan, fixed=fixed, listed=1, share=share).best
     if not {"recompute", "recompute_layers"} & (fixed or {}).keys():

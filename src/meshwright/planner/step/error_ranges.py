@@ -20,6 +20,8 @@ FILE = "data/error_quantiles.json"
 """Beside this module."""
 LEVEL = 0.9
 """Share of the runs that a range is meant to hold."""
+LIKELY = 0.95
+"""Probability that a recommended layout fits, of runs that were measured."""
 POOL = "any"
 """Software that has no rows of its own."""
 FEW = 8
@@ -108,7 +110,7 @@ def fit_probability(found: Prediction) -> float:
     return share_below(quantiles, log(room / found.peak_bytes))
 
 
-def likely_share(stack: Stack, *, routed: bool, nodes: int, probability: float) -> float:
+def likely_share(stack: Stack, *, routed: bool, nodes: int, probability: float = LIKELY) -> float:
     """Largest predicted peak that fits with this probability, as a share of the room: one over the error's quantile."""
     known = _table()["memory"]
     quantiles = known[next(one for one in groups_of(stack.name, routed=routed, nodes=nodes) if one in known)]

@@ -1,7 +1,7 @@
 """How the passes of a step are run on a GPU: kernel by kernel, by compiled blocks, or as a CUDA graph of either. This
 is the rule of layout.compile=auto and layout.cuda_graphs=auto.
 
-Of the ways that a plan leaves open, those that leave memory free are weighed by their step, and by their start, shared
+Of the ways that a plan leaves open, those that are likely to fit are weighed by their step, and by their start, shared
 among the steps of the run. Graphs must gain GRAPHS_GAIN, since the host's time is that of another machine. Where
 nothing is gained, kernels run one by one: nobody waits at the start, and errors name their operation.
 """
@@ -18,8 +18,6 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.units import short_gib, step_time
 
-FREE = 0.05
-"""Share of what a program can have of a device that a recommended layout leaves free."""
 COMPILE_S = 40.0
 """Of a start, for each kind of block: 20 to 60 s of Llama-3.2-1B and GPT-2 124M on one H200 (2026-11-27). A later start
 finds the code on disk, if the disk is still there."""
@@ -72,6 +70,8 @@ class Executions:
     others: tuple[Execution, ...] = ()
     room_bytes: float = float("inf")
     """What a program can have of a device."""
+    likely_bytes: float = float("inf")
+    """What a way may take of it to be likely to fit (planner/step/error_ranges.py)."""
     uncompiled: str = ""
     """Why compile=auto does not compile, whatever it would gain."""
     uncaptured: str = ""
@@ -92,18 +92,21 @@ class Executions:
 
     def _words(self, way: Execution) -> str:
         start = f", and about {way.start_s:.0f} s at the start" if way.start_s else ""
-        over = way.peak_bytes > (1 - FREE) * self.room_bytes
+        over = way.peak_bytes > self.likely_bytes
         memory = f", with {short_gib(way.peak_bytes)} of {short_gib(self.room_bytes)}" if over else ""
         return f"{way.name}: {step_time(way.time.total_s)} per step{start}{memory}"
 
 
-def executions(plan: Plan, measure: Measure, room_bytes: float, run_steps: int = 0) -> Executions:
-    """The ways that a plan of a GPU leaves open, and the one to take. `room_bytes` of a device. `run_steps`: of the
-    whole run; 0 = as the recipe says, and where it counts epochs no start is weighed."""
+def executions(
+    plan: Plan, measure: Measure, room_bytes: float, share: float, run_steps: int = 0
+) -> Executions:  # fmt: skip
+    """The ways that a plan of a GPU leaves open, and the one to take. `room_bytes` of a device, of which a way that
+    takes no more than `share` is likely to fit. `run_steps`: of the whole run; 0 = as the recipe says, and where it
+    counts epochs no start is weighed."""
     run_steps = run_steps or (0 if plan.recipe.epochs else plan.recipe.steps)
     uncompiled = _uncompiled(plan)
     ways = list(_ways(plan, measure, compiles=not uncompiled))
-    limits = (1 - FREE) * room_bytes, room_bytes, min(way.peak_bytes for way in ways)
+    limits = share * room_bytes, room_bytes, min(way.peak_bytes for way in ways)
     fitting = next(fit for limit in limits if (fit := [way for way in ways if way.peak_bytes <= limit]))
     best, *later = fitting
     for way in later:
@@ -115,8 +118,8 @@ def executions(plan: Plan, measure: Measure, room_bytes: float, run_steps: int =
     if plan.layout.cuda_graphs == "auto" and not best.captured:
         uncaptured = next(left_to_auto(plan.model, plan.recipe, best.layout), "")
     return Executions(
-        best=best, others=tuple(way for way in ways if way is not best), room_bytes=room_bytes, uncompiled=uncompiled,
-        uncaptured=uncaptured,
+        best=best, others=tuple(way for way in ways if way is not best), room_bytes=room_bytes,
+        likely_bytes=share * room_bytes, uncompiled=uncompiled, uncaptured=uncaptured,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from meshwright.planner.cost.states import ElementCounts, States, counts, number
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.execution import executions
-from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.planner.step.prediction import Prediction
 from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.planner.step.teacher_costs import (
     before_step,
@@ -85,7 +85,7 @@ class Estimator(SharedCosts):
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
-        ways = executions(plan, self.measure, usable_bytes(plan), self.run_steps) if self._chooses else None
+        ways = executions(plan, self.measure, *self._limits(plan), self.run_steps) if self._chooses else None
         time, memory = (ways.best.time, ways.best.memory) if ways else self.measure(plan.layout)
         peak = max(self.cluster.device.half_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak,

@@ -13,7 +13,9 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
 from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, States, counts, layer_kinds
 from meshwright.planner.memory.engine_peak import GatherUnit
+from meshwright.planner.step.error_ranges import likely_share
 from meshwright.planner.step.memo import Memo
+from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import UNKNOWN, Edges
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.compiled_blocks import can_be_compiled
@@ -22,6 +24,7 @@ from meshwright.spec.head_chunk import CHUNK_BYTES
 from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
+from meshwright.spec.plan import Plan
 from meshwright.spec.recipe import Recipe
 from meshwright.spec.schedule import stages_of_ranks
 from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
@@ -63,6 +66,15 @@ class SharedCosts:
     def _gpu(self) -> bool:
         """Whether the device is one: a described accelerator, or a machine measured as one whose host only launches."""
         return self.cluster.device.is_gpu and self.speeds.host is None
+
+    @cached_property
+    def largest_share(self) -> float:
+        """Of a device's room, what a plan may take to be recommended."""
+        return likely_share(self.stack, routed=self.shape.moe is not None, nodes=self.cluster.nodes)
+
+    def _limits(self, plan: Plan) -> tuple[float, float]:
+        """(bytes that a program can have of a device, the share of them with which a plan is likely to fit)."""
+        return usable_bytes(plan), self.largest_share
 
     @property
     def _chooses(self) -> bool:
