@@ -119,7 +119,8 @@ class _Search:
     def __init__(
         self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float, below_s: float
     ) -> None:
-        self.estimator, self.plan, self.fixed, self.listed = estimator, without_own(plan, fixed), fixed, listed
+        self.estimator, self.asked, self.fixed, self.listed = estimator, plan, fixed, listed
+        self.plan = estimator.looked_at(without_own(plan, fixed))
         self.room, self.below_s = share * usable_bytes(plan), below_s
         self.found = Found()
         self.numbers = count()
@@ -148,7 +149,8 @@ class _Search:
         return self.best[self.listed - 1][0] if len(self.best) >= self.listed else self.below_s
 
     def predict(self, layout: Layout) -> Prediction:
-        return self.estimator.predict(replace(self.plan, layout=layout))
+        compiled = self.asked.layout.compile  # as it was asked for, so that the prediction says why
+        return self.estimator.predict(replace(self.plan, layout=replace(layout, compile=compiled)))
 
     def fitting(self) -> Iterator[Waiting]:
         """The families whose least memory does not exceed the device's, each with the least seconds it takes."""

@@ -104,7 +104,7 @@ def executions(
     takes no more than `share` is likely to fit. `run_steps`: of the whole run; 0 = as the recipe says, and where it
     counts epochs no start is weighed."""
     run_steps = run_steps or (0 if plan.recipe.epochs else plan.recipe.steps)
-    uncompiled = _uncompiled(plan)
+    uncompiled = uncompiled_because(plan)
     ways = list(_ways(plan, measure, compiles=not uncompiled))
     limits = share * room_bytes, room_bytes, min(way.peak_bytes for way in ways)
     fitting = next(fit for limit in limits if (fit := [way for way in ways if way.peak_bytes <= limit]))
@@ -123,7 +123,7 @@ def executions(
     )  # fmt: skip
 
 
-def _uncompiled(plan: Plan) -> str:
+def uncompiled_because(plan: Plan) -> str:
     """Why compile=auto compiles nothing; empty where it may."""
     if plan.layout.compile != "auto":
         return ""

@@ -14,6 +14,7 @@ from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_b
 from meshwright.planner.cost.states import ElementCounts, States, counts, layer_kinds
 from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.error_ranges import likely_share
+from meshwright.planner.step.execution import uncompiled_because
 from meshwright.planner.step.memo import Memo
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import UNKNOWN, Edges
@@ -80,6 +81,12 @@ class SharedCosts:
     def _chooses(self) -> bool:
         """Whether plans may leave open how their passes are run."""
         return self._gpu and self.stack.own
+
+    def looked_at(self, plan: Plan) -> Plan:
+        """As a search looks at it: uncompiled where nothing is compiled, else compiled where that is left open, which
+        holds less."""
+        never = self._chooses and uncompiled_because(plan)
+        return replace(plan, layout=replace(plan.layout, compile="off")) if never else plan
 
     def _stack(self, layout: Layout) -> Stack:
         """As a layout's code is launched."""
