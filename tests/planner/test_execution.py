@@ -141,7 +141,7 @@ def test_what_cannot_be_captured_is_not_and_says_why(name: str) -> None:
 
 def test_what_recomputes_attention_is_captured_uncompiled() -> None:
     """torch's compiler takes attention for random, so that compiled code would set a random state back."""
-    ways = ways_of(plan_of(**SMALL, layout={"recompute": "selective"}))
+    ways = ways_of(plan_of(**SMALL, layout={"recompute": "full"}))
     assert {(way.layout.compile, way.captured) for way in ways} == {("off", False), ("on", False), ("off", True)}
     assert ways[0].captured
 
