@@ -134,7 +134,7 @@ def test_a_search_offers_selective_where_it_saves(kernels: Any, offered: bool) -
 
 
 def test_a_plan_with_selective_says_what_saves_instead() -> None:
-    layout = Layout(dp_shard=8, zero=3, micro_batch=1, recompute="selective")
+    layout = Layout(dp_shard=8, zero=3, micro_batch=1, recompute="selective", compile="on")
     recipe = Recipe(sequence=4096, global_batch=8, precision="bf16")
     asked = Plan(model=presets.model("llama-3.1-8b"), recipe=recipe, layout=layout, cluster=presets.cluster("h100x8"))
     full = predict(replace(asked, layout=replace(layout, recompute="full")))

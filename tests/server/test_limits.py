@@ -93,7 +93,7 @@ def test_a_client_that_leaves_while_it_waits(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_full_queue_is_429_with_a_time_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(engine=SLOW, limits=ServerLimits(max_queue=2, drain_seconds=0.1)) as server:
         own = server.engine.step
-        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.02), own())[1])
+        monkeypatch.setattr(server.engine, "step", lambda: (time.sleep(0.1), own())[1])  # none ends before the others
         open_ones = [raw(server, LONG) for _ in range(2)]
         until(lambda: len(server.engine.scheduler.running) == 2)
         open_ones += [raw(server, LONG) for _ in range(2)]

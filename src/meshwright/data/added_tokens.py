@@ -31,7 +31,7 @@ def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
     neighbours = {name: _read(file.with_name(name)) for name in names}
     try:
         declared = list(_declared(library, *neighbours.values()))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{file.with_name(CONFIG)} names tokens in a form that is not known: {error}") from error
     known = {token.content: token for token in library.get_added_tokens_decoder().values()}
     new = [(id, token) for id, token in declared if not _alike(known.get(token.content), token)]
@@ -85,6 +85,9 @@ def _listed(tokens: Any) -> Iterable[AddedToken]:
 
 def _token(token: Any) -> AddedToken | None:
     """A special token, from its spelling or from an object with `content`."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if content and not isinstance(content, str):
+        raise ValueError(f"{str(content)[:80]!r} is no token")
     if isinstance(token, Mapping):
         flags = {name: flag for name, flag in token.items() if name in _FLAGS}
         return AddedToken(token["content"], **{"normalized": False, **flags, "special": True})

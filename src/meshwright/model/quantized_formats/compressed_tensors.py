@@ -259,16 +259,16 @@ def _scheme(entries: Entries) -> Scheme:
     (only,) = groups.values()
     if not isinstance(only, dict):
         raise entries.fail("config_groups must hold a JSON object")
-    layout = only.get("format") or layout  # a group's own: the whole may say mixed-precision
+    group = Entries(only, f"{entries.where}, config_groups")
+    layout = group.text("format") if only.get("format") else layout  # its own: the whole may say mixed-precision
     if layout not in LAYOUTS:
         held = f" holds {UNREAD[layout]}, which" if layout in UNREAD else ""
         raise entries.fail(f"format={layout!r}{held} is not read; {REMEDY}")
-    group = Entries(only, f"{entries.where}, config_groups")
     weights, inputs = group.inner("weights"), group.inner("input_activations")
     if weights is None:
         raise group.fail("weights is missing")
     weights.allow("dynamic", (False,))
-    strategy = weights.raw("strategy", "channel")
+    strategy = weights.text("strategy", "channel")
     if strategy in SCALES_OF:
         raise weights.fail(f"strategy={strategy!r}, {SCALES_OF[strategy]}, is not read; {REMEDY}")
     weights.allow("strategy", ("group", "channel"))
