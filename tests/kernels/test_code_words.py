@@ -29,7 +29,6 @@ def loop_instructions(text: str) -> int:
     return longest
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
     ("row", "most"),
     [

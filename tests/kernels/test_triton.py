@@ -52,7 +52,6 @@ ROOT = HERE.parent.parent
 SOURCE = ROOT / "src" / "meshwright"
 INTERPRETER_ONLY = {"WIDE", "INTERPRETED"}
 """Constants that a GPU has at one value only."""
-without_fusion_note = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 one_of_three = [90, *(pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100))]
 each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
@@ -141,7 +140,6 @@ def test_grids_are_within_limits() -> None:
         assert all(0 < size <= most for size, most in sizes), launch.name
 
 
-@without_fusion_note
 @pytest.mark.parametrize("capability", one_of_three)
 @each_row
 @pytest.mark.long
@@ -152,7 +150,6 @@ def test_integers_of_every_kind(row: Row, capability: int) -> None:
         assert failures(launch, capability) == {}
 
 
-@without_fusion_note
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @each_row
 @pytest.mark.slow
@@ -168,7 +165,6 @@ def planted(out, rows, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
     tl.store(out + column, column * rows.to(tl.int64), mask=column < width)
 
 
-@without_fusion_note
 def test_a_constant_without_a_type_is_noticed() -> None:
     """Triton makes an integer argument of 1 a constant, which has no `.to`."""
     launch = Launch(planted, {"out": Pointer(torch.int64), "rows": 5, "width": 64, "BLOCK": 64}, {}, (1,))
@@ -177,8 +173,6 @@ def test_a_constant_without_a_type_is_noticed() -> None:
     assert all("'int' object has no attribute 'to'" in message for message in messages.values())
 
 
-@without_fusion_note
-@without_fusion_note
 @pytest.mark.parametrize("row", ["loss", "loss of parts"])
 def test_a_targets_logit_is_read_before_its_gradient_can_lie_there(row: str) -> None:
     """Warps of a program meet in sums alone: what one reads behind the last of them, another may have written."""
@@ -219,7 +213,6 @@ def written(kernel: Any, arguments: dict[str, Any]) -> set[str]:
     return {write.name for write in accesses.read_writes.writes}
 
 
-@without_fusion_note
 @each_row
 def test_the_compiler_knows_what_a_kernel_writes(row: Row) -> None:
     """Where it does not, it copies every tensor that the kernel is given."""
