@@ -195,8 +195,10 @@ def cause(row: dict[str, Any], ways: Sequence[str], precision: str) -> str:
     for way, (name, share) in row.get("off", {}).items():
         if share > bar:
             return f"{way} is {share:.1%} off plain code in {name}"
-    own = row.get("step_norm", run)
-    return "" if abs(own / run - 1) < bar else f"the step read {own:.3f}, and its gradient has {run:.3f}"
+    read_by_step = row.get("step_norm", run)
+    return (
+        "" if abs(read_by_step / run - 1) < bar else f"the step read {read_by_step:.3f}, and its gradient has {run:.3f}"
+    )
 
 
 def verdict(table: Sequence[dict[str, Any]], ways: Sequence[str], precision: str) -> str:

@@ -70,10 +70,10 @@ class Zeros:
 
     def tolist(self) -> list[Any]:
         """As of a tensor; all are 1, which as a flag says yes."""
-        found: list[Any] = [1] * self._sizes[-1]
+        nested: list[Any] = [1] * self._sizes[-1]
         for size in reversed(self._sizes[:-1]):
-            found = [list(found) for _ in range(size)] if isinstance(found, list) else found
-        return found
+            nested = [list(nested) for _ in range(size)]
+        return nested
 
 
 @contextmanager

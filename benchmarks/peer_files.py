@@ -61,11 +61,11 @@ def table(clones: Path) -> tuple[list[str], int, int]:
     listed = list(files())
     for file in listed:
         with tempfile.TemporaryDirectory() as folder:
-            good, said = answer(file, text_of(clones, file), Path(folder))
-        answered += good
+            is_answered, words = answer(file, text_of(clones, file), Path(folder))
+        answered += is_answered
         where = f"{file.get('nodes', 1)} x {file['cluster']}" if file.get("nodes", 1) > 1 else file["cluster"]
         function = f":{file['function']}" if "function" in file else ""
-        lines.append(f"| {file['name']} ({file['commit'][:8]}) {file['path']}{function} | {where} | {said} |")
+        lines.append(f"| {file['name']} ({file['commit'][:8]}) {file['path']}{function} | {where} | {words} |")
     return [f"{answered} of {len(listed)} files are answered.", "", *lines], answered, len(listed)
 
 

@@ -131,12 +131,12 @@ def row(entry: HttpEntry, device: torch.device, timer: Timer, late: Callable[[],
     del engine
     gc.collect()
     timer.release()
-    found = {"model": entry.model, "load": entry.title, "engine": alone, "steps_ahead": ahead}
+    measured = {"model": entry.model, "load": entry.title, "engine": alone, "steps_ahead": ahead}
     if late():
-        return {**found, "left_out": "no time left for HTTP"}
+        return {**measured, "left_out": "no time left for HTTP"}
     hosted = HostedModel(name=entry.model, model=model, tokenizer=tokenizer, end_ids=(), created=0)
     with served(hosted, options, entry.clients) as server:
         asked(server, entry, tokenizer.vocab, 1)
         over_http = asked(server, entry, tokenizer.vocab, 2)
     share = over_http["whole_tokens_per_second"] / alone["tokens_per_s"]
-    return {**found, "http": over_http, "share_of_engine": share}
+    return {**measured, "http": over_http, "share_of_engine": share}

@@ -195,7 +195,7 @@ def test_logits_that_are_no_numbers_end_one_answer() -> None:
 def test_a_step_that_fails_is_computed_again(
     ahead: bool, part: str, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of memory, or a key pressed by who runs the engine: no token is lost, and no answer waits for ever."""
+    """Out of memory, or Ctrl-C: no token is lost, and no answer waits forever."""
     owner, name = (MODEL, "hidden") if part == "pass" else (step_loop, "draw")
     compute, calls = getattr(owner, name), 0
 

@@ -2,8 +2,6 @@
 
 #include "rows.h"
 
-#define INLINE static inline __attribute__((always_inline))
-
 typedef int8_t small_integers __attribute__((vector_size(WIDE), aligned(1)));
 
 /* What keys and values are stored as. */

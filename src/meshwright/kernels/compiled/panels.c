@@ -40,8 +40,6 @@ int64_t has_codes(void) {
 #define PANEL(P) ((P) * WIDE / 16)
 #define START(P) ((P) * WIDE % 16)
 
-#define INLINE static inline __attribute__((always_inline))
-
 /* Pairs of panels, shared by the threads for so many bytes. */
 #define EACH_PAIR(BYTES)                                                                                                \
     const int shared_by = threads_for(BYTES);                                                                           \

@@ -13,6 +13,8 @@
 #include <immintrin.h>
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
+
 #ifdef _OPENMP
 #include <omp.h>
 #define this_thread() omp_get_thread_num()
@@ -49,7 +51,7 @@ static inline float sum_of(lanes x) {
 }
 
 static inline float exponential(float x) {
-    /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal; 0 below -87. */
+    /* 2^n (1 + r)...: relative error below 2e-7 where the result is normal; below -87 that of -87. */
     x = x < -87.0f ? -87.0f : (x > 88.0f ? 88.0f : x);
     float n = rintf(x * 1.44269504088896341f);
     float r = x - n * 0.693145751953125f;
