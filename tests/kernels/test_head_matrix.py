@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.kernels import cross_entropy, fast, head_matrix, logit_rows, reference
 from meshwright.kernels.cross_entropy import IGNORED, Vocabulary
 from meshwright.kernels.divergence_rows import Divergence, TeacherHead
-from meshwright.kernels.head_matrix import HeadMatrix
+from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
+from meshwright.kernels.target import acting_as
 from meshwright.model.transformer import build
 from meshwright.spec import ModelShape
 from meshwright.spec.aligned_products import PADDED_TO, ROW_BYTES, padded_columns
+from tests.counting import Operations
 from tests.kernels.exactness import SINGLE, assert_not_worse, assert_single, outcome, tensors
 
 ROWS, WIDTH = 19, 32
@@ -209,3 +211,15 @@ def test_a_model_learns_the_same_and_keeps_its_shape(tied: bool, monkeypatch: py
     assert found.keys() == right.keys()
     for name, one in found.items():
         torch.testing.assert_close(one, right[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("factor", [1.0, -0.37], ids=str)
+def test_a_gpu_rounds_the_gradient_of_a_head_in_the_pass_that_multiplies_it(factor: float) -> None:
+    """One operation that reads fp32 and writes 16 bits: 6 bytes per element, where two would move 14."""
+    (total,), scale = tensors((97, WIDTH)), torch.tensor(factor)
+    right = (total.double() * float(scale)).float().to(torch.bfloat16)
+    with acting_as("cuda"), Operations() as counted:
+        rounded = scaled_gradient(total, scale, torch.bfloat16)
+    assert torch.equal(rounded, right)
+    assert dict(counted.counts) == {"new_empty": 1, "mul": 1}
+    assert torch.equal(scaled_gradient(total, scale, torch.bfloat16), right)

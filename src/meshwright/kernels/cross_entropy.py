@@ -18,7 +18,7 @@ from torch import Tensor
 from meshwright import compat
 from meshwright.kernels import logit_rows
 from meshwright.kernels.chooser import uses_triton
-from meshwright.kernels.head_matrix import HeadMatrix
+from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import acts, kind
 from meshwright.spec.head_chunk import CHUNK_BYTES
@@ -293,7 +293,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if x_gradient is not None:
             x_gradient.mul_(gradient)
         if weight_gradient is not None:
-            weight_gradient = weight_gradient.mul_(gradient).to(ctx.dtype)
+            weight_gradient = scaled_gradient(weight_gradient, gradient, ctx.dtype)
         ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
         return x_gradient, weight_gradient, *(None,) * 5
 

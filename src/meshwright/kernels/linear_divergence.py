@@ -35,7 +35,7 @@ from meshwright.kernels.divergence_rows import (
     TeacherHead,
     log_of,
 )
-from meshwright.kernels.head_matrix import HeadMatrix
+from meshwright.kernels.head_matrix import HeadMatrix, scaled_gradient
 from meshwright.kernels.linear import product_dtype
 from meshwright.kernels.target import kind
 from meshwright.spec.purpose import takes
@@ -169,7 +169,7 @@ class _LinearDivergence(torch.autograd.Function):
         if x_gradient is not None:
             x_gradient.mul_(gradient)
         if weight_gradient is not None:
-            weight_gradient = weight_gradient.mul_(gradient).to(ctx.dtype)
+            weight_gradient = scaled_gradient(weight_gradient, gradient, ctx.dtype)
         ctx.x_gradient = ctx.weight_gradient = ctx.dtype = None
         return x_gradient, weight_gradient, *(None,) * 5
 
