@@ -20,6 +20,7 @@ def info(run: Path | str = "runs/made-up", steps: int = 40, first_step: int = 0)
         steps=steps,
         batch_equation=EQUATION,
         train_tokens=3_900_000,
+        run_tokens=Recipe(steps=steps, warmup_steps=1).tokens_of_run(),
         bytes_per_token=2.9,
         peak_flop_per_s=None,
         notes=("first note", "second note"),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.data import prepare
-from meshwright.data.advice import advice, tokens_of_run
+from meshwright.data.advice import advice
 from meshwright.planfile import read
 from meshwright.spec import BatchStage, Data, Plan
 
@@ -48,4 +48,4 @@ def test_the_tokens_of_a_ramp_are_those_of_its_steps(tmp_path: Path) -> None:
         seen = 0
         for _ in range(37):
             seen += ramped.recipe.global_batch_at(seen) * 7
-        assert tokens_of_run(ramped.recipe) == seen
+        assert ramped.recipe.tokens_of_run() == seen

@@ -1,17 +1,21 @@
 """A run that was ended and resumed is the run that was not: metrics and every bit of the state."""
 
+import json
 import os
 import random
+import re
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.spec import BatchStage
+from meshwright.spec import BatchStage, Data, Plan
 from meshwright.spec.errors import CheckpointError
 from meshwright.training import loop
+from meshwright.training.batches import Batch, Feed
 from meshwright.training.state import STATE_KEYS
 from tests.store import saving
 from tests.train import running
@@ -102,3 +106,60 @@ def test_killed_at_random_moments_it_is_as_if_it_never_was(texts: Path, tmp_path
     loop.run(running.plan(texts, tmp_path / "broken", **options), resume="auto")
     loop.run(running.plan(texts, tmp_path / "whole", **options))
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+NUMBERED = 57
+"""Conversations, each with its number in the answer."""
+RESUMED: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
+    "smaller steps": ({"epochs": 2, "global_batch": 8}, {"epochs": 3, "global_batch": 4}, 28),
+    "larger steps": ({"epochs": 2, "global_batch": 4}, {"epochs": 3, "global_batch": 16}, 33),
+    "smaller micro-batches": ({"epochs": 1, "global_batch": 8}, {"epochs": 2, "global_batch": 4, "micro_batch": 1}, 21),
+    "ended within": ({"epochs": 2, "global_batch": 8, "stop": 7}, {"epochs": 2, "global_batch": 4}, 22),
+    "more tokens": ({"tokens": 40 * 64, "global_batch": 8}, {"tokens": 99 * 64, "global_batch": 4}, 20),
+    "all was read": ({"epochs": 2, "global_batch": 8}, {"epochs": 2, "global_batch": 4}, 15),
+}
+"""How a run begins, how it is resumed, and its steps, counted by hand: 15 steps of 8 are 120 rows, and 3 x 57 - 120 =
+51 rows are 13 steps of 4."""
+
+
+def numbered(folder: Path, run: Path, **recipe: Any) -> Plan:
+    """A tuning run over conversations that fill a row each."""
+    path = folder / "numbered.jsonl"
+    if not path.exists():
+        turns = [
+            [{"role": "user", "content": "n?"}, {"role": "assistant", "content": f"<{n}>"}] for n in range(NUMBERED)
+        ]
+        path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    options = {"warmup_steps": 0, "sequence": 64, "eval_every": 0, "checkpoint_every": 0, "steps": 500, **recipe}
+    data = Data(path=str(path), tokenizer="bytes", form="samples", packing="off", validation=0.0)
+    asked = running.plan(folder, run, **{key: number for key, number in options.items() if key != "warmup_steps"})
+    return replace(asked, data=data, recipe=replace(asked.recipe, warmup_steps=0))
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_resume_with_another_batch_counts_what_was_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every conversation is read as often as its epochs say, found by the numbers in the text of the batches."""
+    seen: list[int] = []
+    take = Feed.take
+
+    def spied(feed: Feed, cursor: int, count: int, following: int = 0) -> Batch:
+        batch = take(feed, cursor, count, following)
+        for row in batch.tokens.tolist():
+            [number] = re.findall(rb"<(\d+)>", bytes(token for token in row if token < 256))
+            seen.append(int(number))
+        return batch
+
+    monkeypatch.setattr(Feed, "take", spied)
+    first, then, steps = (dict(part) if isinstance(part, dict) else part for part in RESUMED[kind])
+    stop = first.pop("stop", 0)
+    loop.run(numbered(tmp_path, tmp_path / "run", **first), watchers=[Terminated(stop)] if stop else ())
+    before = len(seen)
+    summary = loop.run(numbered(tmp_path, tmp_path / "run", **then), resume="auto")
+    assert summary.step == summary.steps == steps
+    wanted = then["tokens"] // 64 if "tokens" in then else then["epochs"] * NUMBERED
+    assert max(wanted, before) <= len(seen) < max(wanted, before) + max(1, then["global_batch"])
+    times = Counter(seen)
+    assert len(times) == NUMBERED, "none is lost"
+    assert max(times.values()) - min(times.values()) <= 1, "none is read more often than another by more than once"

@@ -21,7 +21,6 @@ from meshwright.spec.errors import RunError
 from meshwright.spec.user_cache import default_root
 from meshwright.training import loop, teacher_targets
 from meshwright.training.teacher_store import DONE, TableSizes, TeacherTables, cached
-from meshwright.training.teacher_targets import samples_of
 from tests.train.distilling import student_plan, taught, trained
 from tests.train.running import SHAPE, Notes
 
@@ -69,7 +68,7 @@ def test_what_is_kept_are_the_teachers_likeliest_tokens(
     assert not asked_about(caplog), "it is not asked again"
     corpus = prepare(asked.data)
     rows = numbered_rows(asked.data, asked.recipe, corpus, corpus.train, shuffle=True)
-    read = samples_of(asked.recipe)
+    read = asked.recipe.tokens_of_run() // asked.recipe.sequence
     done = np.fromfile(kept.folder / DONE, dtype=np.uint8)
     assert 0 < done.sum() <= min(read, len(rows)) and done.sum() < len(done), "rows that no step reads are not asked"
     number = int(np.flatnonzero(done)[0])
@@ -155,7 +154,7 @@ def test_a_signal_ends_the_asking_after_a_batch_and_a_rerun_goes_on(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(teacher_targets, "TOLD_S", 0.0)
     asked = student_plan(teacher, tmp_path / "run", distillation_top_k=TOP, steps=4)
-    rows = samples_of(asked.recipe)
+    rows = asked.recipe.tokens_of_run() // asked.recipe.sequence
     if ranks == 1:
         found = _stopped_while_asking(asked, 0)
     else:

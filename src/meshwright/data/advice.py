@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from meshwright.data.corpus import Corpus
-from meshwright.spec import Plan, Recipe
+from meshwright.spec import Plan
 from meshwright.spec.units import many
 
 FEW_BYTES = 2.0
@@ -43,18 +43,6 @@ def named_columns(unread: Mapping[str, int]) -> str:
     """Columns with the rows that have them: the first few."""
     found = [f"{name} ({many(rows, 'row')})" for name, rows in islice(unread.items(), _COLUMNS_NAMED)]
     return ", ".join(found) + (f" and {len(unread) - _COLUMNS_NAMED} more" if len(unread) > _COLUMNS_NAMED else "")
-
-
-def tokens_of_run(recipe: Recipe) -> int:
-    """Tokens that all steps read, the batch ramp included."""
-    done, seen = 0, 0
-    borders = [stage.tokens for stage in recipe.batch_ramp]
-    while done < recipe.steps:
-        each = recipe.global_batch_at(seen) * recipe.sequence
-        following = next((border for border in borders if border > seen), None)
-        steps = recipe.steps - done if following is None else min(recipe.steps - done, -(-(following - seen) // each))
-        done, seen = done + steps, seen + steps * each
-    return seen
 
 
 def how_often(times: float) -> str:

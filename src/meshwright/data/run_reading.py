@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.data.advice import how_often, tokens_of_run
+from meshwright.data.advice import how_often
 from meshwright.data.chat_template import DEFAULT, DEFAULT_WITHOUT_BOS
 from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
@@ -12,6 +12,7 @@ from meshwright.data.numbered_rows import NumberedRows, numbered_rows
 from meshwright.data.sample_rows import SampleRows, trained_roles
 from meshwright.spec import Data, Recipe
 from meshwright.spec.plan import SAMPLES
+from meshwright.spec.recipe import UNREAD, DataRead
 from meshwright.spec.units import count, many
 
 MOST_TIMES = 4
@@ -43,9 +44,12 @@ class SourceReading:
     """Its rows are preferences."""
 
 
-def readings(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) -> tuple[SourceReading, ...]:
-    """Of each source of a mixture, in its order, or of the one source. `rows` are those of `stream`, shuffled."""
-    number = tokens_of_run(recipe) // recipe.sequence
+def readings(
+    data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows, read: DataRead = UNREAD
+) -> tuple[SourceReading, ...]:
+    """Of each source of a mixture, in its order, or of the one source. `rows` are those of `stream`, shuffled; `read`
+    is how far a run has come that goes on."""
+    number = recipe.tokens_of_run(read) // recipe.sequence
     if not isinstance(stream, MixedStream) or not isinstance(rows, MixedRows):
         assert isinstance(stream, TokenStream), "only a mixture has a mixed stream"
         return (_reading(data, 1.0, stream, rows, number),)
@@ -70,10 +74,12 @@ def _reading(data: Data, share: float, stream: TokenStream, rows: NumberedRows, 
     )
 
 
-def announced(data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows) -> tuple[tuple[str, str], ...]:
+def announced(
+    data: Data, recipe: Recipe, stream: Stream, rows: NumberedRows, read: DataRead = UNREAD
+) -> tuple[tuple[str, str], ...]:
     """(label, sentence) rows for the first lines of a run: each source of a mixture, the rows of samples, and notes on
     what does not fit, is repeated often, or is fewer rows than one step reads."""
-    found = readings(data, recipe, stream, rows)
+    found = readings(data, recipe, stream, rows, read)
     if isinstance(rows, MixedRows):
         said = [("source", _source(one)) for one in found]
         parts = list(zip(found, rows.rows, strict=True))

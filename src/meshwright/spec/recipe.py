@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from meshwright.spec.errors import PlanError
@@ -29,6 +30,21 @@ class BatchStage:
                 else f"global_batch={self.global_batch} is below 1"
             )
             raise PlanError(f"recipe.batch_ramp: {wrong}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRead:
+    """How much a run had read when it was saved, in steps of whatever size."""
+
+    steps: int = 0
+    """Optimizer steps made."""
+    rows: int = 0
+    """Sequences read by all ranks together."""
+    tokens: int = 0
+    """Tokens of these sequences."""
+
+
+UNREAD = DataRead()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,13 +234,16 @@ class Recipe:
         """How optimizer states are stored."""
         return StateStorage(self.optimizer_states, self.master_weights == "fp32", self.optimizer)
 
-    def over(self, rows: int = 0) -> "Recipe":
-        """The same with the steps that `tokens` mean, or `epochs` for so many rows of data; itself without either."""
+    def over(self, rows: int = 0, read: DataRead = UNREAD) -> "Recipe":
+        """The same with the steps that `tokens` mean, or `epochs` for so many rows of data; itself without either.
+        What was `read` before counts as it was read, and only the rest in steps of this recipe."""
         if not self.epochs and not self.tokens:
             return self
-        steps = (
-            self._steps_of(self.tokens) if self.tokens else max(1, math.ceil(self.epochs * rows / self.global_batch))
-        )
+        if self.tokens:
+            more = self._steps_between(read.tokens, self.tokens)
+        else:  # epochs as they were written: 1.1 of 10 rows are 11, and in binary a little more
+            more = math.ceil((Fraction(str(self.epochs)) * rows - read.rows) / self.global_batch)
+        steps = max(1, read.steps + max(0, more))
         follows = self.warmup_steps == min(20, self.steps // 10)
         if self.warmup_steps > steps and not follows:
             length = f"recipe.tokens={self.tokens}" if self.tokens else f"recipe.epochs={self.epochs:g}"
@@ -234,14 +253,24 @@ class Recipe:
             )
         return replace(self, steps=steps, warmup_steps=-1 if follows else self.warmup_steps)
 
-    def _steps_of(self, tokens: int) -> int:
-        """Steps that read so many tokens, or the first more."""
-        steps = seen = 0
+    def _steps_between(self, seen: int, tokens: int) -> int:
+        """Steps from `seen` tokens on until `tokens` are read, or the first more."""
+        steps = 0
         for border in (*(stage.tokens for stage in self.batch_ramp if stage.tokens < tokens), tokens):
             each = self.global_batch_at(seen) * self.sequence
             more = max(0, -(-(border - seen) // each))
             steps, seen = steps + more, seen + more * each
         return steps
+
+    def tokens_of_run(self, read: DataRead = UNREAD) -> int:
+        """Tokens that the run has read after its last step, the batch ramp included."""
+        done, seen = read.steps, read.tokens
+        while done < self.steps:
+            each = self.global_batch_at(seen) * self.sequence
+            following = next((stage.tokens for stage in self.batch_ramp if stage.tokens > seen), math.inf)
+            steps = min(self.steps - done, math.ceil((following - seen) / each) if following < math.inf else self.steps)
+            done, seen = done + steps, seen + steps * each
+        return seen
 
     @property
     def global_batches(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from meshwright.training.on_policy import AnswerSampler, on_policy
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
 from meshwright.training.reference import Reference, holds_weights_only
-from meshwright.training.resume_checks import check_resume, check_resumed
+from meshwright.training.resume_checks import check_resume, check_resumed, data_read
 from meshwright.training.skipping import StepSkipper
 from meshwright.training.state import Progress, TrainState, seed_everything
 from meshwright.training.teacher import check_shared, distillation
@@ -123,13 +123,17 @@ def run(
         drawn, frozen = plan.init == RANDOM, plan.model.lora is not None
         if found is not None:
             check_resumed(plan, corpus, found)
+        read = data_read(found)
+        # Its steps are counted from what was read, perhaps in steps of another size.
+        plan = replace(plan, recipe=plan.recipe.over(len(rows), read))
+        folder = replace(folder, plan=plan)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
         kept = None
         if recipe.distillation_top_k:
             from meshwright.training.teacher_targets import ask
 
-            kept = ask(plan, corpus, mesh, target, first, stop)
+            kept = ask(plan, corpus, read, mesh, target, first, stop)
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)
@@ -153,7 +157,7 @@ def run(
             said = kept.said if kept else "beside the student, in every step"
             foreseen = _also_said(foreseen, ("teacher", f"{plan.teacher_init}, {said}"))
         remarks = (*(said for said in (left, crowded) if said), *rounding_notes(plan), *advice(plan, corpus))
-        reads = announced(plan.data, plan.recipe, corpus.train, rows)
+        reads = announced(plan.data, plan.recipe, corpus.train, rows, read)
         foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
         trainer = Trainer(

@@ -6,6 +6,7 @@ from pathlib import Path
 from meshwright.data import Corpus
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError
+from meshwright.spec.recipe import UNREAD, DataRead
 from meshwright.store import checkpoint, checkpoint_folder
 from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder
@@ -66,6 +67,14 @@ def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
             f"{found} holds an adapter that is multiplied by {scale:g}, and by model.lora.alpha={lora.alpha:g} it "
             f"would be by {lora.scale:g}: keep alpha and rslora of the run, or start a new run from its export"
         )
+
+
+def data_read(found: Path | None) -> DataRead:
+    """What the run of a checkpoint had read; nothing where there is none, or where it holds weights alone."""
+    if found is None or holds_weights_only(found):
+        return UNREAD
+    values = checkpoint.values(found)
+    return DataRead(steps=values["step"], rows=values["cursor"], tokens=values["tokens"])
 
 
 def _listed(weights: Sequence[float]) -> str:

@@ -5,6 +5,7 @@ import torch
 from meshwright.data import Corpus
 from meshwright.data.run_reading import plainly_written, unscored
 from meshwright.spec import Plan, num_parameters
+from meshwright.spec.recipe import DataRead
 from meshwright.spec.units import many
 from meshwright.training import device
 from meshwright.training.watch import Foreseen, RunInfo
@@ -15,7 +16,7 @@ def run_info(
     corpus: Corpus,
     target: torch.device,
     *,
-    first_step: int,
+    read: DataRead,
     losses: tuple[float, ...],
     foreseen: Foreseen,
     notes: tuple[str, ...],
@@ -26,13 +27,14 @@ def run_info(
         plan=plan,
         parameters=num_parameters(plan.model),
         device=device.title(target),
-        first_step=first_step,
+        first_step=read.steps,
         steps=plan.recipe.steps,
         batch_equation=(
             f"global batch {many(batch, 'sequence')} = micro-batch {layout.micro_batch_of(batch)} "
             f"x accumulation {layout.micro_batches(batch)} x dp {layout.dp}"
         ),
         train_tokens=corpus.train.size,
+        run_tokens=plan.recipe.tokens_of_run(read),
         bytes_per_token=validation.bytes_per_token,
         peak_flop_per_s=device.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
         losses=losses,

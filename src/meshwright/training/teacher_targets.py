@@ -27,7 +27,8 @@ from meshwright.kernels.divergence_rows import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
 from meshwright.parallel.agree import FirstRank, gathered
-from meshwright.spec import Plan, Recipe
+from meshwright.spec import Plan
+from meshwright.spec.recipe import DataRead
 from meshwright.spec.units import GB, duration
 from meshwright.store.durable import one_line
 from meshwright.training.batches import Batch, OfRows, Share, to_batch
@@ -53,28 +54,18 @@ class TeacherTargets:
     """A sentence for the first lines of the run."""
 
 
-def samples_of(recipe: Recipe) -> int:
-    """Sequences that all steps of a run read."""
-    if not recipe.batch_ramp:
-        return recipe.steps * recipe.global_batch
-    read = tokens = 0
-    for _ in range(recipe.steps):
-        count = recipe.global_batch_at(tokens)
-        read, tokens = read + count, tokens + count * recipe.sequence
-    return read
-
-
 def ask(
-    plan: Plan, corpus: Corpus, mesh: Mesh, device: torch.device, first: FirstRank, stop: Interrupt
+    plan: Plan, corpus: Corpus, read: DataRead, mesh: Mesh, device: torch.device, first: FirstRank, stop: Interrupt
 ) -> TeacherTargets:  # fmt: skip
-    """What the teacher of a plan says of all rows that its run reads; asked where it is not on disk. All ranks
+    """What the teacher of a plan says of all rows that its run still reads; asked where it is not on disk. All ranks
     together. A signal that any rank has ends the asking after a batch: the run then makes no step, since the signal
     stands, and what was asked stays. RunError where there is no room for it."""
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
     assert isinstance(rows, Sampler | SampleRows), "spec.distillation_rules refuses mixtures"
     assert plan.teacher is not None, "a distillation has one"
     kept = TeacherTables(folder=_place(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
-    needed = np.unique(rows.windows(0, min(samples_of(plan.recipe), len(rows)))) if len(rows) else np.zeros(0, np.int64)
+    left = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
+    needed = np.unique(rows.windows(read.rows, min(left, len(rows)))) if len(rows) else np.zeros(0, np.int64)
     missing = first.for_all(lambda: _prepared(kept, needed).tolist())
     began = time.perf_counter()
     asked = _fill(kept, np.array(missing), plan, rows, mesh, device, first, stop) if missing else 0

@@ -16,6 +16,7 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.replica_check import check_replicas
 from meshwright.spec import Data, Plan
 from meshwright.spec.errors import NonFiniteLoss
+from meshwright.spec.recipe import DataRead
 from meshwright.store import checkpoint
 from meshwright.store.run_folder import MetricsLog, RunFolder, keep
 from meshwright.store.saver import Saver
@@ -276,12 +277,13 @@ class Trainer:
         self.saver.save(progress.step, self.state.tensors(), values, score, last=not goes_on)
 
     def _info(self) -> RunInfo:
-        goes_on = self.watchers and self.state.progress.step
+        progress = self.state.progress
+        goes_on = self.watchers and progress.step
         return run_info(
             self.plan,
             self.corpus,
             self.device,
-            first_step=self.state.progress.step,
+            read=DataRead(steps=progress.step, rows=progress.cursor, tokens=progress.tokens),
             losses=MetricsLog.losses(self.folder.metrics, self.plan.recipe.log_every) if goes_on else (),
             foreseen=self.foreseen,
             notes=tuple(

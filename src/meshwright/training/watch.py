@@ -35,6 +35,8 @@ class RunInfo:
     """`global batch 32 sequences = micro-batch 8 x accumulation 4 x dp 1`."""
     train_tokens: int
     """Tokens of the training text, once through."""
+    run_tokens: int
+    """Tokens that the whole run reads."""
     bytes_per_token: float
     """Of the held-out text: turns nats per token into bits per byte."""
     peak_flop_per_s: float | None
