@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from meshwright.api.plan_reading import sort_words
 from meshwright.cli.main import main
 from meshwright.cli.process.invocation import command
 from meshwright.cli.terminal.streaming import printable
-from meshwright.cli.verbs import quickstart
+from meshwright.cli.verbs import generate, quickstart
 from meshwright.cli.verbs.train import again
 from meshwright.data import Tokenizer
 from meshwright.data.text_stream import TextStream
@@ -100,6 +103,23 @@ def test_generate_gives_ids_logprobs_and_text(run: Path, capsys: pytest.CaptureF
     assert all(value < 0 for value in found["logprobs"])
     assert found["text"] == tokenizer.decode(found["ids"])
     assert json.loads(call(capsys, *words)[1]) == found
+
+
+def test_the_prompt_is_printed_with_the_first_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line that is written while the model starts, as of loops that are compiled, does not join the prompt's."""
+    tokenizer = SimpleNamespace(bos=None, decode=lambda ids: "".join(map(chr, ids)), texts=None)
+    opened: Any = SimpleNamespace(tokenizer=tokenizer, stop_ids={0}, model=SimpleNamespace(max_positions=None))
+
+    def answer(on_token: Any) -> None:
+        print("compiling")
+        for token in (98, 99, 0):
+            on_token(token)
+
+    with patch("meshwright.model.generate.check_prompt"):
+        generate.tell(opened, [97], answer)
+        assert capsys.readouterr().out == "compiling\nabc\n"
+        generate.tell(opened, [97], lambda on_token: None)
+    assert capsys.readouterr().out == "a\n"
 
 
 def test_logprobs_are_those_of_the_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.server.prompt_reader import PromptReader
 from meshwright.server.server_options import ServerLimits
-from tests.server.running import KEYS, Running, answers, letters, lives, running, small
+from tests.server.running import KEYS, NAME, Running, answers, letters, lives, running, small
 
 LONG = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 SLOW = EngineOptions(exact=True, cache_bytes=2**22, most_sequences=2, most_tokens=64)
@@ -316,6 +316,15 @@ def test_tokens_of_a_prompt() -> None:
         for body in ({}, {"prompt": "a", "messages": []}, {"prompt": 1}):
             assert server.ask("/tokenize", body)[0] == 400
         assert server.ask("/detokenize", {"tokens": [96]})[0] == 400
+
+
+def test_a_log_names_the_path_that_was_asked_for() -> None:
+    with running(keys=()) as server:
+        assert server.ask(f"/v1/models/{NAME}", key=None)[0] == 200
+        assert server.ask("/v1/models/" + "x" * 500, key=None)[0] == 404
+        until(lambda: len(server.lines) == 2)
+        first, second = server.lines
+    assert f" GET /v1/models/{NAME}" in first and " GET /v1/models/xxx" in second and len(second) < 300
 
 
 def test_a_log_holds_no_words_of_anybody() -> None:

@@ -33,6 +33,7 @@ from meshwright.parallel import on_one_device
 from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
 from meshwright.spec.units import many
 from meshwright.store.model_weights import LAST
+from meshwright.store.run_folder import no_model
 from meshwright.training.evaluate import row_losses
 
 if TYPE_CHECKING:
@@ -163,10 +164,9 @@ def evaluate(
     the run: last, best, or a step; of `against` it is the last. `adapters`, by name, are held against the model: it is
     loaded once, and each in turn is merged into it.
 
-    `tasks`: YAML files of lm-evaluation-harness, or folders of them, with local data; without them the held-out part of
-    either run, or all of `data`. `limit`: items of each task, `sequences`: rows of text, 0 = all. `shots`: examples
-    before each item, None = as the task says. `chat`: prompts are written by the model's chat template. ArgumentError,
-    PlanError where the extra `eval` is missing, DataError.
+    `tasks`: YAML files of lm-evaluation-harness, or folders of them, with local data; without: the held-out part of
+    either run, or all of `data`. `limit`: items of a task, `sequences`: rows of text, 0 = all. `shots`: examples of an
+    item, None = the task's. `chat`: the model's template. ArgumentError, DataError, PlanError without extra `eval`.
     """
     places = [str(tasks)] if isinstance(tasks, str | Path) else [str(one) for one in tasks]
     path, other = folder_of(model), None if against is None else folder_of(against)
@@ -175,9 +175,9 @@ def evaluate(
     for name, value, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
         if value is not None and value < least:
             raise ArgumentError(f"{name}={value} must be {least} or more")
-    for place, named in ((path, ""), *([(other, "against=")] if other is not None else [])):
-        if not place.exists():  # said before the harness is loaded, which takes seconds
-            raise RunError(f"{named}{place} does not exist: give a run, a Hugging Face directory or a .gguf file")
+    for folder, named in ((path, ""), (other, "against=")):
+        if folder is not None and not folder.exists():  # refused before the harness is loaded, which takes seconds
+            raise RunError(f"{named}{no_model(folder)}")
     models: dict[str, Loader] = {"": lambda: load(path, dtype, checkpoint=checkpoint)}
     before: Loader | None = None if other is None else partial(load, other, dtype)
     if adapters:

@@ -1,22 +1,20 @@
-"""The config.json of a model by its name on the Hugging Face Hub, where the hub can be reached."""
+"""The config.json of a model by its name on the Hugging Face Hub, from the hub's cache or over the network."""
 
-import re
 from pathlib import Path
+from threading import Thread
 
 from meshwright.spec import presets
 from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.hub_names import download_command, looks_like_hub_name
 
 CONFIG = "config.json"
-INSTEAD = f"download its {CONFIG} and give the path, as `plan ./{CONFIG}`"
-SECONDS = 10.0
-"""How long the hub is waited for."""
+SECONDS = 2.0
+"""How long the hub has to answer at all, unless HF_HUB_ETAG_TIMEOUT says otherwise."""
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether this is `OWNER/NAME`, and neither a path that is there nor a preset."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith(".") or Path(model).exists():
-        return False
-    if Path(model).suffix in (".yaml", ".yml", ".json"):
+    """Whether this is `ORG/NAME`, and neither an existing path nor a preset."""
+    if not looks_like_hub_name(model) or Path(model).exists():
         return False
     try:
         presets.published(model)
@@ -26,24 +24,56 @@ def is_hub_name(model: str) -> bool:
 
 
 def config_folder(name: str) -> Path:
-    """A folder with the config.json of a model, fetched or kept from before. ArgumentError where there is none: what to
-    do instead."""
+    """Return a folder with the config.json of a model: the copy in the hub's cache, or else a download.
+
+    ArgumentError, with the command to run instead, where there is no copy and no network.
+    """
+    instead = f"where there is a network, run `{download_command(name, CONFIG)}`, and give {name.rpartition('/')[2]}"
     try:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError:
         raise ArgumentError(
-            f"model={name!r} is no preset and no folder, and huggingface_hub is not installed to fetch its {CONFIG}: "
-            f"pip install huggingface_hub, or {INSTEAD}"
+            f"model={name!r} is no preset and no folder here, and huggingface_hub is not installed: "
+            f"run `pip install huggingface_hub`; or {instead}"
         ) from None
+    cached = try_to_load_from_cache(name, CONFIG)
+    if isinstance(cached, str):
+        return Path(cached).parent
+    absent = f"model={name!r} is no preset, no folder here and not in the Hugging Face cache"
+    if constants.HF_HUB_OFFLINE:
+        raise ArgumentError(f"{absent}, and HF_HUB_OFFLINE forbids downloads: unset it; or {instead}")
+    if not _hub_answers():
+        raise ArgumentError(f"{absent}, and {constants.ENDPOINT} cannot be reached: {instead}")
     try:
-        return Path(hf_hub_download(name, CONFIG, etag_timeout=SECONDS)).parent
+        return Path(hf_hub_download(name, CONFIG)).parent
     except GatedRepoError:
-        raise ArgumentError(f"model={name!r}: its files are given to who accepts its terms; {INSTEAD}") from None
+        raise ArgumentError(
+            f"model={name!r} is gated: accept its terms on {constants.ENDPOINT}/{name} and run `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
         near = presets.suggested(name.rpartition("/")[2].lower(), presets.model_names())
         raise ArgumentError(f"model={name!r} is not on the Hugging Face Hub; presets {near}") from None
     except (LocalEntryNotFoundError, OSError, ValueError):
-        raise ArgumentError(
-            f"model={name!r} is no preset and no folder, and the Hugging Face Hub cannot be reached: {INSTEAD}"
-        ) from None
+        raise ArgumentError(f"{absent}, and {constants.ENDPOINT} did not send it: {instead}") from None
+
+
+def _hub_answers() -> bool:
+    """Whether the hub answers one request in time. `hf_hub_download` would try six times, 23 seconds in all."""
+    from huggingface_hub import constants, get_session
+
+    chosen = constants.HF_HUB_ETAG_TIMEOUT != constants.DEFAULT_ETAG_TIMEOUT
+    seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if chosen else SECONDS
+    answers: list[object] = []
+
+    def ask() -> None:
+        try:
+            answers.append(get_session().head(constants.ENDPOINT, timeout=seconds))
+        except Exception:  # each version of huggingface_hub has another client with errors of its own
+            return
+
+    # No timeout of a client covers the search for an address, which a silent name server holds for up to a minute.
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return bool(answers)

@@ -31,6 +31,7 @@ from meshwright.planfile.paths import located
 from meshwright.planfile.text import OVERRIDE, Given, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
+from meshwright.spec.hub_names import download_hint
 from meshwright.spec.layout import AXES
 from meshwright.spec.plan import RANDOM, Plan
 
@@ -249,7 +250,7 @@ class _Reader:
                 return dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
             except PlanError as error:
                 if not (exists or file):
-                    raise PlanError(f"{error}; no folder of that name is here") from None
+                    raise PlanError(f"{error}; no folder of that name is here{download_hint(name)}") from None
         if not exists:
             if file:
                 raise PlanError(

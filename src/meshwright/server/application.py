@@ -43,10 +43,7 @@ def application(service: Service, options: ServerOptions) -> ASGIApp:
         ("/health", _health(service)), ("/metrics", _metrics(service)), ("/", _page),
     ]  # fmt: skip
     found = [Route(path, answer, methods=["GET"]) for path, answer in plain]
-    found += [
-        Route(path, Endpoint(service, f"{method} {path}", answer), methods=[method])
-        for method, path, answer in ANSWERED
-    ]
+    found += [Route(path, Endpoint(service, answer), methods=[method]) for method, path, answer in ANSWERED]
     inner = Starlette(routes=found, exception_handlers={HTTPException: _refused_path})
     return Gate(inner, options, Keyring(options.keys), service.metrics.refusals.inc)
 

@@ -36,6 +36,8 @@ from meshwright.spec.errors import printable
 
 CLIENT_GONE = 499
 """In the log, for a request whose client left."""
+LONGEST_PATH = 200
+"""Characters of a requested path that the log shows."""
 
 
 class Service:
@@ -90,15 +92,15 @@ class Service:
 class Endpoint:
     """A route that is let in, logged, and answers mistakes in the form of the interface."""
 
-    def __init__(self, service: Service, name: str, answer: "Answer") -> None:
-        """`name`: of the route, in the log."""
-        self._service, self._name, self._answer = service, name, answer
+    def __init__(self, service: Service, answer: "Answer") -> None:
+        self._service, self._answer = service, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         service = self._service
         tenant: Tenant = scope["state"]["tenant"]
-        record = RequestRecord(tenant=tenant.name, route=self._name)
+        path = printable(scope["path"])[:LONGEST_PATH]
+        record = RequestRecord(tenant=tenant.name, route=f"{scope['method']} {path}")
         call = Call(service, Request(scope, receive), send, tenant, record)
         try:
             with service.admission.request_of(tenant):

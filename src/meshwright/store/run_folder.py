@@ -13,6 +13,7 @@ from meshwright.data import Tokenizer
 from meshwright.model.hub.directory import GENERATION, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, RunError
+from meshwright.spec.hub_names import download_hint
 from meshwright.store import checkpoint_folder
 from meshwright.store.durable import one_line, replace_file
 from meshwright.store.lock import RunLock
@@ -26,6 +27,7 @@ def no_model(path: Path) -> RunError:
     what = "has neither plan.yaml nor config.json" if path.is_dir() else exists
     return RunError(
         f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
+        f"{'' if path.exists() else download_hint(str(path))}"
     )
 
 

@@ -1,6 +1,9 @@
 """Configs of published models, as facts: the planner reads their sizes, and refuses a key that it does not know."""
 
 import json
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.api import planning
+from meshwright.api import hub_configs, planning
 from meshwright.api.hub_configs import config_folder, is_hub_name
 from meshwright.cli.main import main
 from meshwright.model.hub.config import canonical, config_from_shape, unwritable
@@ -19,7 +22,7 @@ from meshwright.model.hub.planned_config import is_planned, planned_shape
 from meshwright.model.hub.planned_families import PLANNED
 from meshwright.model.transformer import skeleton
 from meshwright.spec import num_parameters, presets
-from meshwright.spec.errors import ArgumentError, HubError, PlanError
+from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.unbuilt_parts import UnbuiltParts
 
@@ -363,13 +366,52 @@ def test_names_that_the_hub_is_asked_for(name: str, asked: bool) -> None:
     assert is_hub_name(name) == asked
 
 
-def test_a_hub_that_is_not_reached_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+UNREACHABLE = "import socket\ndef lost(*_, **__): raise socket.gaierror(-2, 'no network')\nsocket.getaddrinfo = lost\n"
+SILENT = "import socket, time\nsocket.getaddrinfo = lambda *_, **__: time.sleep(60)\n"
+
+
+@pytest.mark.parametrize(
+    ("network", "offline", "reason"),
+    [(UNREACHABLE, "0", "and https://huggingface.co cannot be reached: "),
+     (SILENT, "0", "and https://huggingface.co cannot be reached: "),
+     ("", "1", "and HF_HUB_OFFLINE forbids downloads: unset it; or ")],
+)  # fmt: skip
+def test_a_hub_that_is_not_reached_is_one_sentence_with_the_command(
+    network: str, offline: str, reason: str, tmp_path: Path
+) -> None:
     pytest.importorskip("transformers", reason="transformers is the oracle here and is not installed")
-    import huggingface_hub as hub
+    call = (
+        "from meshwright.cli.main import main\nraise SystemExit(main(['plan', 'google/gemma-9', '--cluster', 'h100']))"
+    )
+    names = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "https://huggingface.co"}
+    ended = subprocess.run(
+        [sys.executable, "-c", network + call], env={**os.environ, **names}, capture_output=True, text=True, timeout=20
+    )  # fmt: skip
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "meshwright: MODEL 'google/gemma-9' is no preset, no folder here and not in the Hugging Face cache, "
+        f"{reason}where there is a network, run `hf download google/gemma-9 config.json --local-dir gemma-9`, "
+        "and give gemma-9\n"
+    )
 
-    def offline(*_: object, **__: object) -> str:
-        raise hub.errors.LocalEntryNotFoundError("no connection")
 
-    monkeypatch.setattr(hub, "hf_hub_download", offline)
-    with pytest.raises(ArgumentError, match=r"cannot be reached: download its config.json and give the path"):
-        config_folder("google/gemma-9")
+def test_a_config_in_the_hubs_cache_is_read_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.file_download.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub_configs, "_hub_answers", lambda: pytest.fail("the network was asked"))
+    commit = "0" * 40
+    folder = tmp_path / "models--google--gemma-9"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "snapshots" / commit / "config.json").write_text("{}")
+    assert config_folder("google/gemma-9") == folder / "snapshots" / commit
+
+
+@pytest.mark.parametrize("verb", [["tune", "data=README.md"], ["dryrun"]])
+def test_a_hub_name_as_a_model_to_train_says_how_to_download_it(
+    verb: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*verb, "model=acme/tiny-9b"]) == 2
+    assert "run `hf download acme/tiny-9b --local-dir tiny-9b` and give tiny-9b" in capsys.readouterr().err

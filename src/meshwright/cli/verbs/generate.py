@@ -95,14 +95,21 @@ def tell(opened: "TrainedModel", ids: Sequence[int], answer: "Callable[..., Gene
     spoken = [token for token in ids if token != opened.tokenizer.bos]
     people = console()
     safe = printable if people.is_terminal else str
-    people.print(safe(opened.tokenizer.decode(spoken)), style="dim", end="", markup=False, soft_wrap=True)
     stream = TextStream(opened.tokenizer.decode, spoken, opened.tokenizer.texts)
+    prompt = iter([safe(opened.tokenizer.decode(spoken))])
+
+    def show_prompt() -> None:
+        # Not before the first token: until then warnings, as of loops that are compiled, take whole lines of their own.
+        for text in prompt:
+            people.print(text, style="dim", end="", markup=False, soft_wrap=True)
 
     def show(token: int) -> None:
+        show_prompt()
         if token not in opened.stop_ids:
             print(safe(stream.push(token)), end="", flush=True)
 
     answer(on_token=show)
+    show_prompt()
     print(safe(stream.rest()))
 
 

@@ -12,6 +12,7 @@ import typer
 from meshwright.cli.inputs import engine_arguments as asked
 from meshwright.cli.verbs.chat import say_of_template
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.hub_names import download_hint
 from meshwright.spec.serving_defaults import MEMORY_SHARE
 
 if TYPE_CHECKING:
@@ -108,7 +109,10 @@ def serve(
     asked.check_copies(copies_mib, cache_dtype)
     for path, what in ((model, ""), (draft, "draft=")):
         if path is not None and not path.exists():
-            raise ArgumentError(f"{what}{path} does not exist: give a run, a Hugging Face directory or a .gguf file")
+            raise ArgumentError(
+                f"{what}{path} does not exist: give a run, a Hugging Face directory or a .gguf file"
+                f"{download_hint(str(path))}"
+            )
 
     from meshwright.api.serving import configuration, run, served_name, server_of
     from meshwright.kernels.kept_numbers import CacheForm

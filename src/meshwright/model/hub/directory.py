@@ -17,6 +17,7 @@ from meshwright.model.hub.config import CODED, config_from_shape, dtype_from_con
 from meshwright.model.hub.safetensors_files import Stored, read_header
 from meshwright.model.hub.weights import load_weights, save_weights
 from meshwright.spec.errors import HubError
+from meshwright.spec.hub_names import download_hint
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
@@ -117,7 +118,10 @@ def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
     """Read everything but the weights of a directory. HubError where it is none, or not supported. `quantized`: who
     asks reads the config's quantization by himself."""
     if not folder.is_dir():
-        raise HubError(f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors")
+        raise HubError(
+            f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors"
+            f"{'' if folder.exists() else download_hint(str(folder))}"
+        )
     config = read_json(folder / CONFIG)
     if config is None:
         also = f"; it is a run: `meshwright export {folder} OUT` makes one" if (folder / "plan.yaml").is_file() else ""
