@@ -9,6 +9,8 @@ import pytest
 
 import meshwright as mw
 from meshwright.cli.main import main
+from meshwright.cli.terminal import output
+from meshwright.cli.verbs import explore as verb
 
 SMALL = ["explore", "llama-10m", "--cluster", "h100x8", "--recipe", "global_batch=8"]
 
@@ -19,6 +21,14 @@ def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == f"{out}: llama-10m on 8 H100-SXM-80; open it in a browser\n"
     assert out.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_a_wait_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PATIENCE_S", 0.0)
+    assert main([*SMALL, "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().err == f"{verb.COUNTING}\n"
 
 
 def test_a_plan_file_is_explored_with_its_recipe(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import meshwright as mw
 from meshwright.api.amounts import tokens_of, tokens_word
 from meshwright.cli.main import main
+from meshwright.cli.terminal import output
 from meshwright.cli.terminal.rent_answer import ROWS
 from meshwright.cli.verbs import rent as verb
 from meshwright.spec.errors import ArgumentError, DoesNotFit
@@ -274,6 +275,6 @@ def test_clusters_that_are_too_slow_are_not_said_to_be_too_small(capsys: Capture
 
 
 def test_whoever_waits_is_told_why(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "QUIET_S", 0.0)
+    monkeypatch.setattr(output, "PATIENCE_S", 0.0)
     main(ASKED)
     assert capsys.readouterr().err == f"{verb.SEARCHING}\n"

@@ -29,6 +29,8 @@ CUT = """[...document.querySelectorAll("svg")].flatMap((svg) => {
   return all.filter((_, n) => bad(places[n], n)).map((one) => one.textContent);
 })"""
 """Words of pictures that reach out of them, or over others."""
+SIDEWAYS = "[...document.querySelectorAll('.scroll:has(svg)')].filter((e) => e.scrollWidth > e.clientWidth).length"
+"""Pictures that only scrolling shows whole."""
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 
@@ -168,7 +170,7 @@ def test_the_page_is_no_danger_to_the_answer(
 
 
 @in_browser
-@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("width", [400, 500, 1400])
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.long
 def test_nothing_is_cut_or_asked_for(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
@@ -183,5 +185,7 @@ def test_nothing_is_cut_or_asked_for(browser: Browser, tmp_path: Path, width: in
     assert browser.complaints == [] and [one for one in browser.requested if not one.startswith("file:")] == []
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate(CUT) == []
+    if width >= 500:
+        assert browser.evaluate(SIDEWAYS) == 0
     browser.evaluate("document.querySelector('details').open = true")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width

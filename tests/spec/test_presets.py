@@ -324,3 +324,10 @@ def test_an_alias_of_a_gpu_that_is_sold_with_other_memory_says_which_it_is_taken
     for plain in ("a100-40gbx4", "a100-80x4", "b200x8", "mi300x"):
         assert presets.device_note(plain) == ""
     assert presets.cluster("8xH100").devices_per_node == 8 and presets.cluster("mi300x").devices_per_node == 1
+
+
+def test_a_node_larger_than_any_that_is_sold_is_said() -> None:
+    note = "h100x64 is one node of 64 devices. Nodes of 8 are --cluster h100x8 --nodes 8."
+    assert presets.device_note("h100x64") == presets.device_note("64xH100") == note
+    for name in ("h100x8", "v100x16", "gb200x72", "tpu-v5px64"):
+        assert "one node" not in presets.device_note(name)

@@ -52,6 +52,12 @@ def test_it_opens_offline_and_says_nothing_to_the_console(
         browser.look(width, 900, dark=dark)
         browser.open(pages[name])
         assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    browser.look(1300, 900)
+    browser.evaluate(
+        "DATA.front.forEach((row) => { row.layout = 'dp_replicate=32 dp_shard=16 zero=1 tp=8 sp=true ' + row.layout })"
+    )
+    browser.evaluate("document.querySelector('#front').replaceChildren(node('thead', {}), node('tbody', {})); table()")
+    assert browser.evaluate("(e => e.scrollWidth <= e.clientWidth)(document.querySelector('.scroll'))")
     assert browser.complaints == []
     assert [address for address in browser.requested if not address.startswith(("file:", "data:"))] == []
     rows = browser.evaluate("document.querySelectorAll('#front tbody tr').length")

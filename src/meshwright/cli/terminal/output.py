@@ -2,12 +2,18 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 from meshwright.api.documents import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+PATIENCE_S = 2.0
+"""Seconds for which a verb may be silent. A refusal comes sooner, and then no line precedes it."""
 
 
 def console(*, json: bool = False) -> "Console":
@@ -27,3 +33,15 @@ def print_json(document: Any) -> None:
     """One JSON document and a newline on stdout; a dataclass is its fields, a number that is none becomes null."""
     json.dump(plain(document), sys.stdout, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
+
+
+@contextmanager
+def explain_wait(line: str) -> Iterator[None]:
+    """Print `line` on stderr once the block has taken PATIENCE_S seconds, so that nobody takes it for hung."""
+    timer = Timer(PATIENCE_S, print, [line], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -13,6 +13,8 @@ from meshwright.cli.inputs.plan_arguments import (
 )
 from meshwright.cli.verbs.plan_stack import AskedStack
 
+COUNTING = "explore: memory and time of every legal layout are counted, about ten seconds"
+
 
 def explore(
     model: AskedModel,
@@ -43,13 +45,14 @@ def explore(
     """Write a page with sliders for memory, a map of all legal layouts, and the pipeline schedules."""
     from meshwright.api.documents import check_page
     from meshwright.api.exploring import explore as explored
-    from meshwright.cli.terminal.output import print_json
+    from meshwright.cli.terminal.output import explain_wait, print_json
 
     check_page(out, "explorer.html")
-    answer = explored(
-        model, cluster=cluster, nodes=nodes, recipe=recipe, stack=stack, price=price, beside=beside
-    )  # fmt: skip
-    answer.write(out)
+    with explain_wait(COUNTING):
+        answer = explored(
+            model, cluster=cluster, nodes=nodes, recipe=recipe, stack=stack, price=price, beside=beside
+        )  # fmt: skip
+        answer.write(out)
     if json:
         print_json({**answer.to_dict(), "page": str(out)})
         return

@@ -1,8 +1,6 @@
 """`meshwright rent MODEL --tokens N`: which devices to rent, how many, for how long. Needs no torch, no GPU."""
 
-import sys
 from pathlib import Path
-from threading import Timer
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +16,6 @@ from meshwright.cli.inputs.serve_arguments import (
 )
 from meshwright.spec.errors import ArgumentError
 
-QUIET_S = 2.0
 SEARCHING = "rent: layouts of each device and number of nodes are searched, about ten seconds"
 
 
@@ -117,7 +114,7 @@ def _answer(
     from meshwright.api.renting import RentAnswer
     from meshwright.api.renting import rent as money_and_time
     from meshwright.api.renting_serving import ServeRentAnswer, rent_serving
-    from meshwright.cli.terminal.output import print_json
+    from meshwright.cli.terminal.output import explain_wait, print_json
     from meshwright.cli.terminal.rent_answer import rent_answer, serve_rent_answer
     from meshwright.cli.terminal.screen_text import show
     from meshwright.planner.rent.page import page
@@ -125,19 +122,13 @@ def _answer(
     if html is not None:
         check_page(html, "rent.html", option="--html ")
     found: RentAnswer | ServeRentAnswer
-    # Where nobody may see a spinner, and not before a refusal, which comes at once.
-    waiting = Timer(QUIET_S, print, [SEARCHING], {"file": sys.stderr, "flush": True})
-    waiting.daemon = True
-    waiting.start()
-    try:
+    with explain_wait(SEARCHING):
         if serve:
             found = rent_serving(model, **asked)
             lines = serve_rent_answer(found, every=every)
         else:
             found = money_and_time(model, **asked)
             lines = rent_answer(found, every=every)
-    finally:
-        waiting.cancel()
     document = found.to_dict()
     if html is not None:
         write_page(html, page(document))

@@ -18,7 +18,7 @@ from meshwright.spec.units import gib, many
 
 BLAMED = 12
 """Matrices of the picture of the worst."""
-WIDE, LEFT, RIGHT = 760, 150, 110
+WIDE, LEFT, RIGHT = 560, 150, 110
 """Units of a picture: its width, and what words beside it have."""
 LOW, DECADES = -8.0, 10
 """Of the picture of tokens: the least KL as a power of ten, and how many are shown at most."""

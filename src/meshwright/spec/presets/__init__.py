@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
+from math import ceil
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -29,6 +30,8 @@ PARTS: dict[str, type] = {
 CLOSE = 0.6
 """Likeness (difflib's ratio) from which on a name is taken for a slip of another."""
 MOST_IN_NODE = 2**16
+USUAL_NODE, LARGEST_NODE = 8, 16
+"""Devices of a node as most are sold, and of the largest that is no rack (NVL72) or pod of TPUs."""
 LISTED = 12
 """Names that are listed where none is like the one that was given."""
 GIGABYTES = re.compile(r"(?i)(\d+)\s?gb$")
@@ -135,17 +138,26 @@ def split_cluster(name: str) -> tuple[str, int]:
 
 
 def device_note(name: str) -> str:
-    """Which device an alias is taken for, where the same GPU is sold with less memory too; empty where it is plain."""
-    kind = _plain(GIGABYTES.sub(r"\1", split_cluster(name)[0]))
+    """Say what a cluster's name is taken for where people may mean another: an alias of a GPU that is also sold with
+    less memory, and a count that looks like all GPUs of several nodes. Empty where the name is plain."""
+    kind, per_node = split_cluster(name)
+    kind = _plain(GIGABYTES.sub(r"\1", kind))
     known = _devices().get(kind)
     if known is None:
         return ""
+    notes = []
     sizes = (other for other in device_names() if re.fullmatch(rf"{re.escape(kind)}-\d+", other))
     others = [other for other in sizes if _devices()[other].memory_bytes < known.memory_bytes]
-    if not others:
-        return ""
-    named = ", ".join(f"{other} ({_devices()[other].memory_bytes / 2**30:.0f} GiB)" for other in others)
-    return f"{kind} is taken as {known.name} ({known.memory_bytes / 2**30:.0f} GiB); there are also {named}."
+    if others:
+        named = ", ".join(f"{other} ({_devices()[other].memory_bytes / 2**30:.0f} GiB)" for other in others)
+        notes.append(f"{kind} is taken as {known.name} ({known.memory_bytes / 2**30:.0f} GiB); there are also {named}.")
+    if per_node > LARGEST_NODE and not kind.startswith(("gb", "tpu")):
+        nodes = ceil(per_node / USUAL_NODE)
+        notes.append(
+            f"{kind}x{per_node} is one node of {per_node} devices. "
+            f"Nodes of {USUAL_NODE} are --cluster {kind}x{USUAL_NODE} --nodes {nodes}."
+        )
+    return " ".join(notes)
 
 
 def nearest(name: str, known: Iterable[str], most: int = 3) -> list[str]:

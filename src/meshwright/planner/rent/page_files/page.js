@@ -67,13 +67,13 @@ const FACTS = SERVES ? [
 ];
 const COLUMNS = SERVES ? [
   ["$ per hour", (row) => perHour(row.usd_per_hour)], ["$ per M tokens", (row) => dollars(row.usd_per_million_tokens)],
-  ["cluster", where, true], ["layout", (row) => row.layout, true], ["per token", (row) => time(row.per_token_seconds)],
+  ["cluster", where, "words"], ["layout", (row) => row.layout, "words wraps"], ["per token", (row) => time(row.per_token_seconds)],
   ["first token", (row) => time(row.first_token_seconds)], ["tokens/s", (row) => short(row.tokens_per_second, 3)],
 ] : [
-  ["bill", (row) => dollars(row.usd)], ["time", (row) => time(row.wall_seconds)], ["cluster", where, true],
+  ["bill", (row) => dollars(row.usd)], ["time", (row) => time(row.wall_seconds)], ["cluster", where, "words"],
   ["goodput", (row) => percent(row.goodput)], ["energy", (row) => energy(row.kwh)],
-  ["fits", (row) => percent(row.fits_probability)], ["stops going further", (row) => row.limits.join(", "), true],
-  ["layout", (row) => row.layout, true],
+  ["fits", (row) => percent(row.fits_probability)], ["stops going further", (row) => row.limits.join(", "), "words wraps"],
+  ["layout", (row) => row.layout, "words wraps"],
 ];
 
 function head() {
@@ -212,10 +212,10 @@ function choose(number) {
 
 function table() {
   const top = node("tr", {}, "", $("#front thead"));
-  for (const [name, , words] of COLUMNS) node("th", words ? { class: "words" } : {}, name, top);
+  for (const [name, , style] of COLUMNS) node("th", style ? { class: style } : {}, name, top);
   DATA.front.forEach((row, number) => {
     const line = node("tr", { tabindex: 0 }, "", $("#front tbody"));
-    for (const [, cell, words] of COLUMNS) node("td", words ? { class: "words" } : {}, cell(row), line);
+    for (const [, cell, style] of COLUMNS) node("td", style ? { class: style } : {}, cell(row), line);
     line.addEventListener("click", () => choose(number));
     line.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(number); });
   });
