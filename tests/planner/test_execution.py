@@ -18,6 +18,9 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.agree import FirstRank
 from meshwright.parallel.mesh import make_mesh
 from meshwright.planner.plan_document import document
+from meshwright.planner.search.bounds import families
+from meshwright.planner.search.ranking import rank, search
+from meshwright.planner.search.regions import without_own
 from meshwright.planner.step.execution import COMPILE_S, GRAPHS_GAIN, Execution
 from meshwright.planner.step.predict import estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
@@ -233,6 +236,27 @@ def test_a_dry_run_runs_what_the_plan_settles() -> None:
     assert seen.plan.layout == settled.settled.layout and seen.worst.kinds["buffers"] > 0
     held = settled.peak_bytes - settled.worst.kinds["reserve"]
     assert held == pytest.approx(seen.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "batch", "sequence"), [("gpt2-124m", 8, 1024), ("llama-10m", 16, 256)])
+def test_a_search_ranks_layouts_by_how_they_run(name: str, batch: int, sequence: int) -> None:
+    """Against settling every layout that fits, on eight H100. GPT-2 runs fastest with micro-batches of one in graphs,
+    which would be among the slowest without: ranked by compiled blocks alone, it was not listed."""
+    recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16", steps=10**6)  # so many share a start
+    plan = Plan(model=presets.model(name), recipe=recipe, cluster=presets.cluster("h100x8"))
+    costs = estimator(plan)
+    searched = costs.looked_at(without_own(plan, {}))
+    layouts = [
+        region.layout(*split, base=searched.layout)
+        for least, family in families(costs, searched, {}) for region in family.regions() for split in least.splits
+    ]  # fmt: skip
+    settled = [costs.predict(replace(searched, layout=layout)) for layout in layouts]
+    fastest = sorted((way for way in settled if way.peak_bytes <= usable_bytes(plan)), key=rank)
+    listed = search(costs, plan)
+    assert listed.legal == len(layouts) == listed.too_large + listed.slower + len(listed.best)
+    assert [way.step_s for way in listed.best[:10]] == pytest.approx([way.step_s for way in fastest[:10]], rel=1e-9)
+    assert len({way.plan.layout for way in listed.best}) == len(listed.best)
+    assert listed.best[0].settled.layout.cuda_graphs == "on"
 
 
 def test_a_search_lists_layouts_as_they_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,9 @@ every layout would list. Families that may fit wait in the order of the least ti
 waits again with what data parallelism adds; then it is opened into the schedules that may fit, the first of those into
 its splits of data parallelism. The first of these is timed but for its schedule, and waits again; then it is counted
 exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
+
+On a GPU a plan may leave open how its passes are run. All layouts wait compiled and without graphs. Those whose passes
+may be CUDA graphs wait as such, too. What is listed is settled by the rule of planner/step/execution.py.
 """
 
 import gc
@@ -17,11 +20,12 @@ from itertools import count
 from typing import NamedTuple
 
 from meshwright.planner.memory.rank_memory import RankMemory
-from meshwright.planner.search.bounds import Least, families
+from meshwright.planner.search.bounds import Least, families, offered_policies
 from meshwright.planner.search.memory_bounds import Split
-from meshwright.planner.search.regions import Fixed, Region, RegionFamily, samples_under, without_own
+from meshwright.planner.search.regions import Fixed, Region, RegionFamily, in_graphs, samples_under, without_own
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
+from meshwright.spec.capturing_rules import left_to_auto
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -134,11 +138,10 @@ class _Search:
         while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
             _, _, least, first = heappop(waiting)
             if isinstance(first, TimedChoice):
-                self.look(first.choice)
+                self.look(least, first.choice)
                 continue
             for part in self.opened(least, first):
                 heappush(waiting, part)
-        self.found.slower += sum(map(_layouts, waiting))
         self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=rank)
         self.tell()
         return self.found
@@ -153,12 +156,27 @@ class _Search:
         return self.estimator.predict(replace(self.plan, layout=replace(layout, compile=compiled)))
 
     def fitting(self) -> Iterator[Waiting]:
+        """The families that may fit, compiled and without graphs, and in graphs where these may be."""
+        yield from self.fitting_families()
+        for layout, fixed in in_graphs(self.plan, self.fixed) if self.estimator.chooses else ():
+            plan = replace(self.plan, layout=layout)
+            for least, family in families(self.estimator, plan, fixed):
+                if self.runs(least, family) and least.family_bytes(family, self.room) <= self.room:
+                    yield least.family_s(family), next(self.numbers), least, family
+
+    def runs(self, least: Least, family: RegionFamily) -> bool:
+        """Whether layouts of a family are searched, and their passes may be graphs."""
+        if family.recompute not in offered_policies(self.estimator, self.plan, family.cell, self.fixed):
+            return False
+        layout = next(family.regions()).layout(base=least.base)
+        return not any(left_to_auto(self.plan.model, self.plan.recipe, layout))
+
+    def fitting_families(self) -> Iterator[Waiting]:
         """The families whose least memory does not exceed the device's, each with the least seconds it takes."""
         for least, family in families(self.estimator, self.plan, self.fixed):
             number = len(least.splits) * len(family.pipelines)
             self.found.legal += number
             if self.below_s < float("inf") and least.family_s(family) >= self.below_s:
-                self.found.slower += number
                 continue
             peak = least.family_bytes(family, self.room)
             if peak <= self.room:
@@ -177,37 +195,35 @@ class _Search:
             choices = [Choice(first, split) for split in least.splits]
             parts = zip(least.splits_s(first), choices, strict=True)
         else:
-            parts = [(self.estimator.time(first.layout(self.plan.layout), exact=False).total_s, TimedChoice(first))]
+            parts = [(self.estimator.time(first.layout(least.base), exact=False).total_s, TimedChoice(first))]
         for bound_s, part in parts:
-            waiting = bound_s, next(self.numbers), least, part
             if bound_s * (1 - ROUNDING) <= self.limit_s:
-                yield waiting
-            else:
-                self.found.slower += _layouts(waiting)
+                yield bound_s, next(self.numbers), least, part
 
     def fitting_regions(self, least: Least, family: RegionFamily) -> Iterator[Region]:
         """Those of a family that may fit."""
         for region in family.regions():
             peak = least.region_bytes(region)
-            if peak > self.room:
-                self.reject(least.kind(family, peak), peak, region, least.splits[0], len(least.splits))
-            else:
+            if peak <= self.room:
                 yield region
+            elif least.base is self.plan.layout:
+                self.reject(least.kind(family, peak), peak, region, least.splits[0], len(least.splits))
 
-    def look(self, one: Choice) -> None:
+    def look(self, least: Least, choice: Choice) -> None:
         """Count a layout exactly; keep it if it fits and is to be listed so far."""
-        layout = one.layout(self.plan.layout)
+        layout, searched = choice.layout(least.base), choice.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
         if step_s > self.limit_s or step_s >= self.below_s:
-            self.found.slower += 1
             return
         memory = worst(self.estimator, layout, self.room)
         if memory.total_bytes > self.room:
-            self.reject(_largest(memory), memory.total_bytes, one.region, one.split, 1)
+            if least.base is self.plan.layout:
+                self.reject(_largest(memory), memory.total_bytes, choice.region, choice.split, 1)
             return
-        self.best = sorted([*self.best, (step_s, layout.zero, next(self.numbers), layout)])
-        self.found.slower += len(self.best[self.listed :])
-        del self.best[self.listed :]
+        others = [entry for entry in self.best if entry[-1] != searched]
+        same = [entry for entry in self.best if entry[-1] == searched]  # listed already, with or without graphs
+        entry = min([*same, (step_s, layout.zero, next(self.numbers), searched)])
+        self.best = sorted([*others, entry])[: self.listed]
 
     def reject(self, kind: str, peak_bytes: float, region: Region, split: Split, number: int) -> None:
         """Count layouts under their largest term, and keep the one that came nearest."""
@@ -218,6 +234,7 @@ class _Search:
     def tell(self) -> None:
         """What does not fit, and why, each with an example counted exactly."""
         self.found.too_large = sum(self.reasons.values())
+        self.found.slower = max(0, self.found.legal - self.found.too_large - len(self.best))
         for reason, number in self.reasons.most_common():
             layout = self.examples[reason][1]
             peak = worst(self.estimator, layout).total_bytes
@@ -266,19 +283,6 @@ def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     if best is None:
         raise IllegalLayout("no layout is legal")
     return best[1]
-
-
-def _layouts(waiting: Waiting) -> int:
-    """How many these are."""
-    _, _, least, what = waiting
-    if isinstance(what, Choice | TimedChoice):
-        return 1
-    regions = 1
-    if isinstance(what, RegionFamily):
-        regions = len(what.pipelines)
-    elif isinstance(what, WholeFamily):
-        regions = len(what.family.pipelines)
-    return len(least.splits) * regions
 
 
 def rank(found: Prediction) -> tuple[float, int, float, int]:

@@ -11,6 +11,7 @@ from functools import cache
 from math import gcd
 from typing import Any, NamedTuple
 
+from meshwright.spec.capturing_rules import CAPTURED
 from meshwright.spec.distillation_rules import SAMPLES_UNDER
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import divisors, layout_violations
@@ -105,6 +106,18 @@ def without_own(plan: Plan, fixed: Fixed) -> Plan:
     layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
     graphs = fixed.get("cuda_graphs", ("off" if plan.layout.cuda_graphs == "off" else "auto",))[0]
     return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload, cuda_graphs=graphs))
+
+
+def in_graphs(plan: Plan, fixed: Fixed) -> Iterator[tuple[Layout, Fixed]]:
+    """What is fixed of layouts whose passes may be CUDA graphs, where a plan leaves that open, and how they run:
+    compiled and uncompiled, where that is open, too."""
+    if plan.layout.cuda_graphs != "auto" or plan.model.moe is not None:
+        return
+    alone = {key: keep(fixed, key, legal) for key, legal in CAPTURED.items()}
+    asked = replace(plan.layout, cuda_graphs="on")
+    ways = [replace(asked, compile="on"), replace(asked, compile="off")] if asked.compile == "auto" else [asked]
+    for layout in ways:
+        yield layout, {**fixed, **alone}
 
 
 def samples_under(plan: Plan, fixed: Fixed) -> Fixed:

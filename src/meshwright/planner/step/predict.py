@@ -85,7 +85,7 @@ class Estimator(SharedCosts):
 
     def predict(self, plan: Plan) -> Prediction:
         """Memory and time of a legal plan of this shape, recipe and cluster."""
-        ways = executions(plan, self.measure, *self._limits(plan), self.run_steps) if self._chooses else None
+        ways = executions(plan, self.measure, *self._limits(plan), self.run_steps) if self.chooses else None
         time, memory = (ways.best.time, ways.best.memory) if ways else self.measure(plan.layout)
         peak = max(self.cluster.device.half_flop_per_s or self.speeds.peak_flop_per_s, self.speeds.reached_flop_per_s)
         return Prediction(plan=plan, stack=self.stack, time=time, memory=memory, peak_flop_per_s=peak,

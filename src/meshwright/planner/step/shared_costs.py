@@ -78,14 +78,14 @@ class SharedCosts:
         return usable_bytes(plan), self.largest_share
 
     @property
-    def _chooses(self) -> bool:
+    def chooses(self) -> bool:
         """Whether plans may leave open how their passes are run."""
         return self._gpu and self.stack.own
 
     def looked_at(self, plan: Plan) -> Plan:
         """As a search looks at it: uncompiled where nothing is compiled, else compiled where that is left open, which
         holds less."""
-        never = self._chooses and uncompiled_because(plan)
+        never = self.chooses and uncompiled_because(plan)
         return replace(plan, layout=replace(plan.layout, compile="off")) if never else plan
 
     def _stack(self, layout: Layout) -> Stack:
