@@ -37,6 +37,16 @@ def test_the_verdict_comes_first(capsys: Capture) -> None:
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("device", ["MI355X", "B200", "H100", "H200"])
+def test_speeds_that_nobody_measured_are_named_predictions(device: str, capsys: Capture) -> None:
+    """Steps of this engine were measured on one H200 alone."""
+    assert main(["rent", "llama-3.2-1b", "--tokens", "20B", "--nodes", "1", "--quick", "--devices", device]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "CHEAPEST: " in said and device in said
+    predicted = f"measured on one H200-SXM alone: on the {device}" in said and "this is a prediction." in said
+    assert predicted is (device != "H200")
+
+
 def pasted(said: str) -> list[str]:
     """The command below `Again:`, as a shell reads the lines that were printed."""
     return shlex.split(said[said.index("Again:\n") + len("Again:") :].replace("\\\n", ""))

@@ -43,23 +43,34 @@ def _of_recomputation(found: Prediction) -> Iterator[str]:
     yield f"{sentence} Peaks: selective {gib(found.peak_bytes)}, {', '.join(less)}." if less else sentence
 
 
-def _of_time(found: Prediction) -> Iterator[str]:
-    """What the time of a plan of a GPU rests on."""
+def rate_caveats(found: Prediction) -> Iterator[str]:
+    """Where a plan of a GPU is faster than what anybody published, or no step of this engine was measured."""
     device, recipe = found.plan.cluster.device, found.plan.recipe
     full, narrow = found.mfu(causal=False), recipe.precision != "fp32" and recipe.products == "same"
     best, source = next((one for name, one in BEST_MFU.items() if device.name.startswith(name)), (1.0, ""))
     if narrow and full > best:
         yield f"{full:.0%} MFU (full) is above the best published for the {device.name}, {best:.0%} ({source})."
-    if not (found.stack.own and device.is_gpu) or device.certainty.startswith("measured"):
-        return
-    if not device.name.startswith(MEASURED):
+    if _is_preset(found) and not device.name.startswith(MEASURED):
         yield f"Steps of this engine were measured on one {MEASURED} alone: on the {device.name} this is a prediction."
+
+
+def _is_preset(found: Prediction) -> bool:
+    """Whether times rest on a data sheet, and not on what `calibrate` measured."""
+    device = found.plan.cluster.device
+    return found.stack.own and device.is_gpu and not device.certainty.startswith("measured")
+
+
+def _of_time(found: Prediction) -> Iterator[str]:
+    """What the time of a plan of a GPU rests on."""
+    yield from rate_caveats(found)
+    if not _is_preset(found):
+        return
     if takes_flash_4(found.plan):
         yield (
             "Documents and windows are planned with FlashAttention 4, which is installed here; "
             "its rates are published ones, and this engine has not measured it."
         )
-    if recipe.document_mask and not found.document_tokens:
+    if found.plan.recipe.document_mask and not found.document_tokens:
         yield "Documents are taken to fill their rows, the slowest case: --document-tokens says how long yours are."
 
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from meshwright.api.renting import RentAnswer
 from meshwright.api.renting_serving import ServeRentAnswer
 from meshwright.cli.terminal.screen_text import continued, dot, width, wrapped
+from meshwright.planner.caveats import rate_caveats
 from meshwright.planner.explain import probability
 from meshwright.planner.rent.clusters import Offer
 from meshwright.planner.rent.failures import LLAMA_3
@@ -154,6 +155,8 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
         "Stopped by: shares of a step that more nodes do not shrink; batch: each data-parallel rank has one "
         "sequence; memory: layers recompute to fit."
     )
+    named = (run.found for run in (answer.cheapest, answer.fastest) if run is not None)
+    yield from dict.fromkeys(sentence for prediction in named for sentence in rate_caveats(prediction))
     yield from _unpriced(answer.unpriced, every=every)
     yield from _left_out_devices(answer.left_out)
     yield (
