@@ -111,6 +111,25 @@ def test_verbs_of_the_engine_load_what_they_use(tmp_path: Path) -> None:
         check(verb, loads, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [("taken", "taken already holds a run: resume=auto"),
+     ("/proc/x", "run=/proc/x cannot be written: /proc: No such file or directory"),
+     ("file/x", "run=file/x cannot be written: ")],
+)  # fmt: skip
+def test_a_run_folder_that_cannot_be_used_is_refused_before_torch_is_loaded(
+    run: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "taken" / "hf").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    call = (
+        "import sys\nfrom meshwright.cli.main import main\n"
+        f"assert main(['train', {f'run={run}'!r}]) == 2\nassert 'torch' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", call], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0 and reason in ended.stderr, ended.stderr
+
+
 def test_what_is_wrong_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
     """In less than a second: nothing that a path, a file or a checkpoint says has to wait for what computes."""
     (tmp_path / "empty").mkdir()

@@ -75,6 +75,22 @@ def test_train_json_is_one_document_with_the_summary(
     assert Path(summary["checkpoint"]).is_dir()
 
 
+def test_the_rate_of_a_resumed_run_is_that_of_its_own_steps(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = toy.train(texts, tmp_path / "r", "recipe.checkpoint_every=2")
+    assert call(capsys, *words, "recipe.steps=4")[0] == 0
+    code, out, _ = call(capsys, *words, "recipe.steps=6", "resume=auto")
+    assert code == 0 and "trained 6 of 6 steps, steps 5 to 6 now, 256 tokens in" in out
+    code, out, _ = call(capsys, *words, "recipe.steps=9", "resume=auto", "--json")
+    summary = json.loads(out)
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    seconds = {row["step"]: row["step_seconds"] for row in rows if "step_seconds" in row}
+    assert (summary["step"], summary["process_steps"], summary["process_tokens"]) == (9, 3, 3 * 4 * 32)
+    assert summary["process_seconds"] == pytest.approx(sum(seconds[step] for step in (7, 8, 9)))
+    assert summary["tokens_per_second"] == pytest.approx(3 * 4 * 32 / summary["process_seconds"])
+
+
 def test_a_plan_file_with_changes_and_resume_auto_goes_on(
     texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -334,3 +334,18 @@ def test_the_cache_lies_where_the_standard_says(monkeypatch: pytest.MonkeyPatch,
     assert user_cache.default_root() == tmp_path / "meshwright"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert user_cache.default_root() == Path.home() / ".cache" / "meshwright"
+
+
+def test_a_cache_that_cannot_be_written_costs_time_and_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("some words " * 200)
+    data = Data(path=str(tmp_path / "texts"), tokenizer="bytes")
+    expected = prepare(data, cache_root=tmp_path / "elsewhere")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    corpora = [prepare(data) for _ in range(2)]
+    assert all(corpus.fingerprint == expected.fingerprint for corpus in corpora)
+    assert len(caplog.messages) == 1 and "text is encoded at each start" in caplog.text
+    assert f"{tmp_path}/file/meshwright" in caplog.text

@@ -14,14 +14,14 @@ from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.user_cache import default_root
+from meshwright.spec.user_cache import writable_root
 
 _TRAIN_BPE_CHARACTERS = 2**25
 
 
 def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None = None) -> Corpus:
     """All sources, read with one tokenizer; `make` prepares one of them. DataError names the source."""
-    one = replace(data, tokenizer=_tokenizer(data, cache_root or default_root()))
+    one = replace(data, tokenizer=_tokenizer(data, cache_root or writable_root()))
     found = [make(source) for source in one.sources]
     weights = tuple(source.weight for source in data.mixture)
     fingerprint = found[0].fingerprint

@@ -26,7 +26,7 @@ from meshwright.data.token_cache import STREAMS, load
 from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.user_cache import default_root
+from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 6
 """Raised whenever the same rows would be stored as other tokens or in another way."""
@@ -43,7 +43,7 @@ def prepare(
 ) -> Corpus:
     """The samples of `data`, encoded now or found in the cache; DataError for whatever keeps rows from being samples,
     with file and line."""
-    source, root = Source(data), cache_root or default_root()
+    source, root = Source(data), cache_root or writable_root()
     try:
         return _prepare(data, source, root, processes, progress)
     except OSError as error:

@@ -18,7 +18,7 @@ from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
-from meshwright.spec.user_cache import default_root
+from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 1
 """Raised whenever the same text would be stored as other tokens or in another way."""
@@ -38,7 +38,7 @@ def prepare(
     `processes`: encoding processes, by default one per core; memory stays below 1 GiB in all. `progress` is called
     only while text is encoded. Several callers at once do the work once; a damaged cache is made anew.
     """
-    source, root = Source(data), cache_root or default_root()
+    source, root = Source(data), cache_root or writable_root()
     try:
         return _prepare(data, source, root, processes, progress)
     except OSError as error:

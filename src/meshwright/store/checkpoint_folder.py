@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.spec.errors import CheckpointError
+from meshwright.spec.errors import CheckpointError, RunError
 from meshwright.store import commit as commits
 from meshwright.store.durable import sync_folder
 
 _NAME = re.compile(r"step-(\d+)")
+MOST_OF_A_RECORD = 2**16
+"""Bytes in which the first record of metrics ends."""
 _SAVING, _REMOVING = ".saving-", ".removing-"
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,15 @@ def require(resume: str) -> None:
     """Refuse a checkpoint to go on from that is no folder: CheckpointError. `resume`: auto, no, or its path."""
     if resume not in ("no", "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
+
+
+def refuse_taken(run: Path) -> None:
+    """Refuse a folder that already holds a run: RunError. Reads hardly more than names, so that it can come first."""
+    saved = listing(run / "checkpoints")
+    metrics = run / "metrics.jsonl"
+    if saved or (run / "hf").exists() or (metrics.is_file() and b"\n" in metrics.read_bytes()[:MOST_OF_A_RECORD]):
+        last = f" (last checkpoint: step {saved[-1].step})" if saved else ""
+        raise RunError(f"{run} already holds a run{last}: resume=auto continues it, or choose another run=")
 
 
 def listing(folder: Path) -> list[Saved]:

@@ -1,7 +1,9 @@
 """Files that are whole or not there at all, also after a power cut."""
 
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +47,17 @@ def free_bytes(path: Path) -> int | None:
         return shutil.disk_usage(there).free
     except OSError:
         return None
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Refuse a folder that no file can be written to, where it is or will be: RunError. A full disk passes."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise RunError(f"run={path} cannot be written: {there}: {error.strerror}; choose another run=") from None
 
 
 @contextmanager

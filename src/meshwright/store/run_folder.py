@@ -140,10 +140,7 @@ class RunFolder:
 
     def refuse_taken(self) -> None:
         """RunError where the folder already holds a run. Also for asking early, before hours of encoding."""
-        found = checkpoint_folder.listing(self.checkpoints)
-        if found or self.hf.exists() or MetricsLog.read(self.metrics):
-            last = f" (last checkpoint: step {found[-1].step})" if found else ""
-            raise RunError(f"{self.path} already holds a run{last}: resume=auto continues it, or choose another run=")
+        checkpoint_folder.refuse_taken(self.path)
 
     def keep_plan(self) -> None:
         """Write plan.yaml; of a run that goes on only once its checkpoint fits, for a refused plan replaces none."""

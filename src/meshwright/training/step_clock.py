@@ -97,6 +97,8 @@ class StepClock:
         """Begun so far."""
         self.starting_steps, self.starting_s = 0, 0.0
         """The first step, and those for which code was compiled."""
+        self.tokens, self.seconds = 0, 0.0
+        """Of the steps of this process that have been read."""
         self.paused_s = 0.0
         """Between steps."""
         self._steady_tokens, self._steady_s = 0, 0.0
@@ -128,6 +130,7 @@ class StepClock:
     def count(self, span: StepSpan, tokens: int) -> None:
         """Add a step that the device has passed."""
         self.paused_s += span.pause_s
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + span.seconds
         if span.compiled:
             self.starting_steps, self.starting_s = self.starting_steps + 1, self.starting_s + span.seconds
         else:

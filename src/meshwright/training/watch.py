@@ -163,8 +163,12 @@ class Summary:
     tokens: int
     seconds: float
     """Of the steps of the whole run: evaluations and checkpoints are not in it."""
+    process_steps: int = 0
+    """Steps of this process, fewer than `step` in a run that was resumed."""
+    process_tokens: int = 0
+    process_seconds: float = 0.0
     tokens_per_second: float
-    """tokens / seconds; 0 = no step was left for this process."""
+    """process_tokens / process_seconds; 0 = no step was left for this process."""
     starting_steps: int = 0
     """The first step of this process, and those for which code was compiled."""
     starting_seconds: float = 0.0

@@ -142,7 +142,11 @@ def closing(summary: Summary, device: str) -> str:
         return f"nothing was left to train: {done}"
     ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
     parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {many(summary.steps, 'step')}"]
-    parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)} of steps")
+    if 0 < summary.process_steps < summary.step:  # resumed: what was before may be of another machine
+        here = f"steps {summary.step - summary.process_steps + 1} to {summary.step} now"
+        parts.append(f"{here}, {count(summary.process_tokens)} tokens in {duration(summary.process_seconds)}")
+    else:
+        parts.append(f"{count(summary.tokens)} tokens in {duration(summary.seconds)} of steps")
     parts.append(f"{count(summary.tokens_per_second)} tokens/s{_steady(summary)}")
     if summary.paused_seconds:
         parts.append(f"{duration(summary.paused_seconds)} of evaluation, samples and checkpoints beside")

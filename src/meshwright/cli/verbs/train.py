@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,6 +91,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     """Train a plan that was read from `words`, watched; `notes` are said before."""
     from meshwright.data.preparation import check_sources
     from meshwright.store import checkpoint_folder
+    from meshwright.store.durable import refuse_unwritable
 
     hang_after, json, dry_run = options.hang_after, options.json, options.dry_run
     refuse_unnumbered(os.environ)
@@ -99,6 +101,10 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     if hang_after is not None and not 0 <= hang_after < float("inf"):
         raise PlanError(f"--hang-after {hang_after} must be a number of seconds, or 0 for no limit")
     checkpoint_folder.require(resume)
+    if resume == "no":
+        checkpoint_folder.refuse_taken(Path(plan.run))
+    if rank() == 0:
+        refuse_unwritable(Path(plan.run))
     check_sources(plan.data)
     for note in (*notes, *unread(os.environ, plan)) if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
