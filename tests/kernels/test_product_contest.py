@@ -14,6 +14,7 @@ from meshwright.kernels import device_products
 from meshwright.kernels.product_contest import CHECKED, CLASSES, ProductContest, ProductWay
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
+from meshwright.observe.doctor import kernel_checks
 from meshwright.serve import engine_start
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.serving_engine import ServingEngine
@@ -232,3 +233,25 @@ def test_ways_say_what_they_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None
     assert "whole numbers" in ways["gemlite"].missing(matrix(name="nf4"), bf16)
     monkeypatch.setattr(int4_layouts, "gemlite_version", lambda: "")
     assert "pip install" in ways["gemlite"].missing(matrix(), fp16)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_doctor_holds_one_contest_and_names_who_was_there(wrong: bool) -> None:
+    """Elsewhere than on a GPU none, unless ways are given."""
+    clock = Clock({"inside": lambda _: 2.0, "slabs": lambda _: 1.0})
+
+    def right(x: Tensor, coded: QuantizedMatrix, bias: Tensor | None, layout: Any) -> Tensor:
+        return plain(x.float(), coded, bias, layout).to(x.dtype)
+
+    multiply = raises if wrong else right
+    ways = [clock.way("inside", multiply), clock.way("slabs", multiply)]
+    ways.append(clock.way("gemlite", missing=lambda *_: "not installed"))
+
+    def make(say: Callable[[str], None]) -> ProductContest:
+        return ProductContest(ways, lambda _: "inside", copies=True, seconds=clock, say=say)
+
+    finding = kernel_checks.quantized_products(torch.device("cpu"), make, size=128)
+    assert finding.state == ("failure" if wrong else "ok")
+    assert ("slabs up to 2,048 rows" in finding.found and "not gemlite: not installed" in finding.found) is not wrong
+    assert "s for each size of matrix" in finding.found and len(clock.timed) == (0 if wrong else 2 * len(CLASSES))
+    assert kernel_checks.quantized_products(torch.device("cpu")).state == "skipped"

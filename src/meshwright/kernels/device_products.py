@@ -66,8 +66,13 @@ _contests: list[ProductContest] = []
 def open_contest(copies: bool, say: Callable[[str], None]) -> ProductContest:
     """Have products with 4-bit codes timed from now on, each form at its first call. `copies`: with ways that need a
     second layout in memory; `say` is called with a line for each form."""
-    _contests[:] = [ProductContest(WAYS, lambda rows: WAYS[rows > FUSED_ROWS].name, copies=copies, say=say)]
+    _contests[:] = [new_contest(copies, say)]
     return _contests[0]
+
+
+def new_contest(copies: bool, say: Callable[[str], None]) -> ProductContest:
+    """Make a contest of all ways, which products do not ask unless it is opened."""
+    return ProductContest(WAYS, lambda rows: WAYS[rows > FUSED_ROWS].name, copies=copies, say=say)
 
 
 def close_contest(contest: ProductContest) -> None:

@@ -117,6 +117,7 @@ def _local(device: torch.device, quick: bool, say: Say) -> list[Finding]:
             ("schedules", partial(training.schedules, kind, most)),
             ("axes", partial(training.axes, kind, most)),
             ("step", partial(training.step_speed, device)),
+            ("4-bit products", partial(kernel_checks.quantized_products, device)),
         ]
     return _all(checks, say)
 

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.kernels import Kernels, fast, gpu_attention
+from meshwright.kernels import Kernels, device_products, fast, gpu_attention
 from meshwright.kernels.attention import UNKNOWN, DocumentSpans, Mask, attend_reference, causal_mask
 from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.experts import expert_linear_reference, groups_on_device
+from meshwright.kernels.product_contest import ProductContest
+from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.doctor.findings import Finding, failure, ok, skipped, warning
 from meshwright.spec.attention_kernels import LEAST_POSITIONS, MAJORS, AttentionCall, Case
+from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.training.device import known_device
 
 BARS = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -160,6 +163,29 @@ def products(device: torch.device, dtype: torch.dtype, flop_per_s: float = 0.0) 
             flop_per_s=rate,
         )  # fmt: skip
     return ok("products", said, flop_per_s=rate)
+
+
+def quantized_products(
+    device: torch.device, make: Callable[[Callable[[str], None]], ProductContest] | None = None, size: int = 4096
+) -> Finding:
+    """Hold the contest of products with 4-bit codes that `serve` holds at its start, for one matrix of size x size: who
+    takes part, who wins, and how long it takes. `make`: of a function that prints, the contest; None = on a GPU, all
+    ways, with those that need a second layout (serve --second-layouts)."""
+    name = "4-bit products"
+    if device.type != "cuda" and make is None:
+        return skipped(name, "ways of multiplying with 4-bit codes are timed on a GPU alone")
+    lines: list[str] = []
+    contest = make(lines.append) if make else device_products.new_contest(copies=True, say=lines.append)
+    weight = _normal((size, size), device, torch.bfloat16, 0)
+    matrix = quantize_matrix(name, weight, SCHEMES["int4-rtn"], None, torch.bfloat16)
+    began = time.perf_counter()
+    out = contest.product(weight[:2].contiguous(), matrix, None)
+    seconds = time.perf_counter() - began
+    contest.close()
+    sentence = f"{lines[0]}; the contest takes {seconds:.1f} s for each size of matrix at the start of serve"
+    if out is None:
+        return failure(name, sentence, "no way is right: serve models in bf16, and report this line")
+    return ok(name, sentence, contest_seconds=seconds)
 
 
 def product_flop_per_s(device: torch.device, dtype: torch.dtype, rounds: int = 5) -> float:
