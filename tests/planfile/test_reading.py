@@ -258,7 +258,7 @@ def test_mistakes_are_answered(plan_file: Path, text: str, line: str) -> None:
         ("resume=auto", "resume is not known: it belongs to `meshwright train`"),
         ("recipe.steps=" + "9" * 5000, "must be a whole number"),
         ("model.layers=100000000000", "model.layers=100000000000 must be"),
-        ("model=a/b", "model='a/b' is not known; known: "),
+        ("model=a/b", "model='a/b' is no preset, and no folder of that name is here. To use"),
     ],
 )
 def test_mistaken_overrides_are_answered(override: str, line: str) -> None:

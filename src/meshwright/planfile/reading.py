@@ -250,7 +250,11 @@ class _Reader:
                 return dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
             except PlanError as error:
                 if not (exists or file):
-                    raise PlanError(f"{error}; no folder of that name is here{download_hint(name)}") from None
+                    hint = download_hint(name)
+                    near = presets.nearest(name.rpartition("/")[2].lower(), presets.model_names())
+                    # A list of presets helps nobody whose model is on the hub, unless one of them has such a name.
+                    unknown = f"{section}={name!r} is no preset, and" if hint and not near else f"{error};"
+                    raise PlanError(f"{unknown} no folder of that name is here{hint}") from None
         if not exists:
             if file:
                 raise PlanError(

@@ -4,13 +4,15 @@ import re
 from pathlib import Path
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+LONGEST = 96
+"""Characters that the hub allows in `ORG/NAME`."""
 FILES = (".yaml", ".yml", ".json", ".gguf", ".safetensors")
 """Endings of files that people pass where they forget the leading `./`."""
 
 
 def looks_like_hub_name(name: str) -> bool:
     """Whether a name could be `ORG/NAME` of the hub: one slash, and not the path of a file."""
-    return HUB_NAME.fullmatch(name) is not None and Path(name).suffix not in FILES
+    return len(name) <= LONGEST and HUB_NAME.fullmatch(name) is not None and Path(name).suffix not in FILES
 
 
 def download_command(name: str, file: str = "") -> str:
