@@ -380,6 +380,7 @@ def test_what_is_printed_says_how_text_is_cut(folder: Path, capsys: pytest.Captu
     said = " ".join(capsys.readouterr().out.split())
     assert "WRITTEN" in said and "as predicted" in said and "file " in said and "norms, biases, routers" in said
     assert "llama.cpp has no rule for words like this tokenizer's; the nearest, dbrx" in said
+    assert "train with data.tokenizer=bytes or the tokenizer.json of GPT-2, Llama 3 or Qwen2" in said
     kinds = {name: one.kind.name for name, one in read_gguf_header(folder / "q.gguf").tensors.items()}
     assert kinds["blk.0.ffn_up.weight"] == "F32" and kinds["blk.1.ffn_up.weight"] == "Q8_0"
 

@@ -3,8 +3,9 @@ of tensors as its own quantizer; the `gguf` package reads the same weights."""
 
 import ctypes
 import json
+import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +19,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.compress.gguf_stream import plan_gguf
 from meshwright.data import Tokenizer
+from meshwright.data.tokenizer import SEPARATOR
 from meshwright.kernels.block_decoding import decode
 from meshwright.kernels.block_encoding import encode
 from meshwright.model.gguf.gguf_header import read_gguf_header
@@ -52,6 +54,11 @@ def opened(path: Path, **more: Any) -> Iterator[Any]:
         yield found
     finally:
         found.close()
+
+
+def vocabulary_of(path: Path) -> Any:
+    """A file in llama.cpp, of which it reads the tokenizer alone."""
+    return llama_cpp().Llama(str(path), vocab_only=True, verbose=False)
 
 
 def logits(model: Any, ids: list[int]) -> Tensor:
@@ -112,13 +119,38 @@ def test_texts_have_the_same_tokens(name: str, tmp_path: Path) -> None:
     else:
         tokenizer = Tokenizer.bytes() if name == "bytes" else marked_tokenizer()
     path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"], tokenizer))
-    found = llama_cpp().Llama(str(path), vocab_only=True, verbose=False)
+    found = vocabulary_of(path)
     ours = tokenizer.begin(SAMPLE)
     assert found.tokenize(SAMPLE.encode(), add_bos=True, special=False) == ours
     begun = (tokenizer.bos, " ") if name == "marks" else (None, "")  # a space stands before every text there
     assert found.detokenize([id for id in ours if id != begun[0]]) == (begun[1] + SAMPLE).encode()
     assert (found.token_bos(), found.token_eos()) == (tokenizer.bos, tokenizer.eos)
     found.close()
+
+
+SCRIPTS = (
+    "don't", "we'LL", "'session", "'s", "12345", "3.14", "x+=1;", "...append", "__init__", "foo.bar()",
+    "na\u00efve", "\u03a9\u03bc\u03ad\u03b3\u03b1", "\u043f\u0440\u0438\u0432\u0435\u0442",
+    "\u4f60\u597d\u4e16\u754c", "\u3053\u3093", "\uc548\ub155", "\u0645\u0631\u062d\u0628\u0627",
+    "\u0928\u092e\u0938\u094d\u0924\u0947", "\U0001f600\U0001f44d\U0001f3fd", "e\u0301", "\u00a0", "\u2003",
+    "\u200b", "\u2028", "\u00bd", "\u2167", "\u0661\u0662",
+)  # fmt: skip
+GAPS = (" ", "  ", "\n", "\n\n", "\n    ", "\t", "\r\n", "\r\n\t\t", " \n ", "", "   \n\n  ")
+"""What stands between words: where the rules of llama.cpp differ most."""
+
+
+@pytest.mark.parametrize("name", [*(rule for rule in RULES if rule not in ("tekken", "gpt-4o")), "bytes"])
+def test_random_texts_of_many_scripts_have_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """Not those of `tekken` and `gpt-4o`: llama.cpp spells their rules without combining marks."""
+    spec = json.loads(Tokenizer.shipped().json)
+    if name in RULES:
+        spec["pre_tokenizer"], spec["model"]["ignore_merges"] = split_by(RULES[name]), RULES[name].whole_words
+    tokenizer = Tokenizer.bytes() if name == "bytes" else Tokenizer(json.dumps(spec), bos=SEPARATOR, eos=SEPARATOR)
+    draw = random.Random(7)
+    with closing(vocabulary_of(written(tmp_path / "a.gguf", model_of(SHAPES["llama"], tokenizer)))) as theirs:
+        for _ in range(500):
+            text = "".join(draw.choice(SCRIPTS) + draw.choice(GAPS) for _ in range(draw.randrange(1, 20)))
+            assert theirs.tokenize(text.encode(), add_bos=True, special=False) == tokenizer.begin(text), repr(text)
 
 
 WIDE: dict[str, Any] = SIZES | {"layers": 9, "hidden": 256, "ffn": 512, "vocab": 300}

@@ -19,6 +19,10 @@ TEMPLATE_KEY = "tokenizer.chat_template"
 TOOL_TEMPLATE_KEY = f"{TEMPLATE_KEY}.tool_use"
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
+EQUAL_THERE = (
+    "Give llama.cpp token ids, or train with data.tokenizer=bytes or the tokenizer.json of GPT-2, Llama 3 or Qwen2"
+)
+"""Tokenizers whose ids are llama.cpp's for every text."""
 WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
 MANY_BEGIN = "llama.cpp puts no token before a text but its bos, and this tokenizer puts others there"
 SPACE = "\u2581"
@@ -75,7 +79,7 @@ def vocabulary_keys(
         if rule.agreement < 1:
             note = (
                 f"llama.cpp has no rule for words like this tokenizer's; the nearest, {rule.name}, sets "
-                f"{100 * rule.agreement:.0f}% of a sample's token borders alike"
+                f"{100 * rule.agreement:.0f}% of a sample's token borders alike. {EQUAL_THERE}"
             )
         note = note or ("" if eos is not None else WITHOUT_END)
         note = note or (MANY_BEGIN if begins not in ((), (bos,)) else "")
