@@ -49,7 +49,9 @@ def test_launches_and_bytes(form: str, batch: int) -> None:
 def test_what_the_host_does(form: str) -> None:
     """Operations of torch and Triton, and calls of Python, where a step is no graph."""
     counts = counted_step(SHAPE, form, 1, 160)
-    assert (counts.dispatches, counts.calls) == HOST[form]
+    dispatches, calls = HOST[form]
+    # A test that ran before in this process may have left a cache cold or warm: 16 of 6,674 calls were seen.
+    assert counts.dispatches == dispatches and abs(counts.calls - calls) <= calls // 200, counts
 
 
 def test_runs_of_keys_are_added_up_behind_the_first() -> None:
