@@ -119,13 +119,13 @@ def test_texts_have_the_same_tokens(name: str, tmp_path: Path) -> None:
     else:
         tokenizer = Tokenizer.bytes() if name == "bytes" else marked_tokenizer()
     path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"], tokenizer))
-    found = vocabulary_of(path)
+    vocabulary = vocabulary_of(path)
     ours = tokenizer.begin(SAMPLE)
-    assert found.tokenize(SAMPLE.encode(), add_bos=True, special=False) == ours
+    assert vocabulary.tokenize(SAMPLE.encode(), add_bos=True, special=False) == ours
     begun = (tokenizer.bos, " ") if name == "marks" else (None, "")  # a space stands before every text there
-    assert found.detokenize([id for id in ours if id != begun[0]]) == (begun[1] + SAMPLE).encode()
-    assert (found.token_bos(), found.token_eos()) == (tokenizer.bos, tokenizer.eos)
-    found.close()
+    assert vocabulary.detokenize([id for id in ours if id != begun[0]]) == (begun[1] + SAMPLE).encode()
+    assert (vocabulary.token_bos(), vocabulary.token_eos()) == (tokenizer.bos, tokenizer.eos)
+    vocabulary.close()
 
 
 SCRIPTS = (

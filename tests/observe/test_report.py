@@ -131,7 +131,7 @@ def test_runs_are_overlaid_and_chosen(browser: Browser, pages: dict[str, Path]) 
     assert "one process" in text(browser, "#subject")
     assert "it sends nothing" in text(browser, "#sent")
     assert "meshwright profile" in text(browser, "#boxes") and "meshwright compare" in text(browser, "#moments")
-    assert "is not described" in text(browser, "#about")
+    assert "for H100-SXM-80" in text(browser, "#about"), "the plan names no device, and the run was on this one"
     for along in ("tokens", "seconds", "step"):
         browser.evaluate(
             f"(() => {{ const s = document.getElementById('along'); s.value = '{along}';"

@@ -368,7 +368,7 @@ def test_data_parallelism_alone_is_legal() -> None:
 
 @pytest.mark.usefixtures("as_on_gpus")
 def test_a_capture_that_fails_leaves_the_passes_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
-    """A driver or an operation may refuse the capture. The run goes on with the same numbers and warns once."""
+    """If a driver or an operation refuses the capture, the run goes on with the same numbers and warns once."""
 
     class Refusing(Recorder):
         refused = 0

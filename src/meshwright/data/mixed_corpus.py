@@ -21,20 +21,20 @@ _TRAIN_BPE_CHARACTERS = 2**25
 
 def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None = None) -> Corpus:
     """All sources, read with one tokenizer; `make` prepares one of them. DataError names the source."""
-    one = replace(data, tokenizer=_tokenizer(data, cache_root or writable_root()))
-    found = [make(source) for source in one.sources]
+    with_tokenizer = replace(data, tokenizer=_tokenizer(data, cache_root or writable_root()))
+    corpora = [make(source) for source in with_tokenizer.sources]
     weights = tuple(source.weight for source in data.mixture)
-    fingerprint = found[0].fingerprint
-    if len(found) > 1:
-        together = repr([part.fingerprint for part in found])
+    fingerprint = corpora[0].fingerprint
+    if len(corpora) > 1:
+        together = repr([corpus.fingerprint for corpus in corpora])
         fingerprint = hashlib.blake2b(together.encode(), digest_size=20).hexdigest()
     return Corpus(
-        train=MixedStream(parts=_numbered(one.train for one in found), weights=weights),
-        validation=MixedStream(parts=_numbered(one.validation for one in found), weights=weights),
-        tokenizer=found[0].tokenizer,
+        train=MixedStream(parts=_numbered(corpus.train for corpus in corpora), weights=weights),
+        validation=MixedStream(parts=_numbered(corpus.validation for corpus in corpora), weights=weights),
+        tokenizer=corpora[0].tokenizer,
         fingerprint=fingerprint,
         key=fingerprint[:24],
-        unread=sum((Counter(part.unread) for part in found), Counter()),
+        unread=sum((Counter(corpus.unread) for corpus in corpora), Counter()),
     )
 
 

@@ -79,20 +79,20 @@ def announced(
 ) -> tuple[tuple[str, str], ...]:
     """(label, sentence) rows for the first lines of a run: each source of a mixture, the rows of samples, and notes on
     what does not fit, is repeated often, or is fewer rows than one step reads."""
-    found = readings(data, recipe, stream, rows, read)
+    sources = readings(data, recipe, stream, rows, read)
     if isinstance(rows, MixedRows):
-        said = [("source", _source(one)) for one in found]
-        parts = list(zip(found, rows.rows, strict=True))
+        lines = [("source", _source(source)) for source in sources]
+        parts = list(zip(sources, rows.rows, strict=True))
     else:
-        said = [("rows", _rows(found[0], rows))] if isinstance(rows, SampleRows) else []
-        parts = [(found[0], rows)]
-    notes = [note for one, own in parts for note in _notes(one, own, data)]
+        lines = [("rows", _rows(sources[0], rows))] if isinstance(rows, SampleRows) else []
+        parts = [(sources[0], rows)]
+    notes = [note for source, source_rows in parts for note in _notes(source, source_rows, data)]
     if isinstance(rows, SampleRows) and recipe.global_batch > len(rows):
         notes.append(
             f"a step reads {many(recipe.global_batch, 'row')}, and the samples fill {many(len(rows), 'row')}: "
             f"{many(recipe.steps, 'step')} may teach little; recipe.global_batch={len(rows)} makes more steps"
         )
-    return (*said, *(("note", note) for note in notes))
+    return (*lines, *(("note", note) for note in notes))
 
 
 def _source(one: SourceReading) -> str:

@@ -42,10 +42,16 @@ def require(resume: str) -> None:
 def refuse_taken(run: Path) -> None:
     """Refuse a folder that already holds a run: RunError. Reads hardly more than names, so that it can come first."""
     saved = listing(run / "checkpoints")
-    metrics = run / "metrics.jsonl"
-    if saved or (run / "hf").exists() or (metrics.is_file() and b"\n" in metrics.read_bytes()[:MOST_OF_A_RECORD]):
+    if saved or (run / "hf").exists() or _holds_a_record(run / "metrics.jsonl"):
         last = f" (last checkpoint: step {saved[-1].step})" if saved else ""
         raise RunError(f"{run} already holds a run{last}: resume=auto continues it, or choose another run=")
+
+
+def _holds_a_record(metrics: Path) -> bool:
+    if not metrics.is_file():
+        return False
+    with metrics.open("rb") as file:
+        return b"\n" in file.read(MOST_OF_A_RECORD)
 
 
 def listing(folder: Path) -> list[Saved]:

@@ -51,13 +51,14 @@ def free_bytes(path: Path) -> int | None:
 
 def refuse_unwritable(path: Path) -> None:
     """Refuse a folder that no file can be written to, where it is or will be: RunError. A full disk passes."""
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    nearest = path
     try:
-        with tempfile.TemporaryFile(dir=there):
+        nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+        with tempfile.TemporaryFile(dir=nearest):
             return
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(f"run={path} cannot be written: {there}: {error.strerror}; choose another run=") from None
+            raise RunError(f"run={path} cannot be written: {nearest}: {error.strerror}; choose another run=") from None
 
 
 @contextmanager

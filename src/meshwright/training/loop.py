@@ -129,11 +129,11 @@ def run(
         folder = replace(folder, plan=plan)
         reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
-        kept = None
+        answers = None
         if recipe.distillation_top_k:
             from meshwright.training.teacher_targets import ask
 
-            kept = ask(plan, corpus, read, mesh, target, first, stop)
+            answers = ask(plan, corpus, read, mesh, target, first, stop)
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)
@@ -153,8 +153,8 @@ def run(
         if recipe.traits.teacher:
             writes = on_policy(plan, corpus, folder, share, sampler)
             objective = distillation(plan, mesh, target)
-            task = Task(objective=objective, of_rows=kept.of_rows if kept else None, on_policy=writes)
-            said = kept.said if kept else "beside the student, in every step"
+            task = Task(objective=objective, of_rows=answers.of_rows if answers else None, on_policy=writes)
+            said = answers.said if answers else "beside the student, in every step"
             foreseen = _also_said(foreseen, ("teacher", f"{plan.teacher_init}, {said}"))
         remarks = (*(said for said in (left, crowded) if said), *rounding_notes(plan), *advice(plan, corpus))
         reads = announced(plan.data, plan.recipe, corpus.train, rows, read)

@@ -23,8 +23,8 @@ from meshwright.spec.held import WIDTHS
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.legal import divisors
 
-TOKENS = (1 / 16, 1 / 4, 1, 4, 16)
-"""Sizes at which passes are timed, times the recipe's sequence."""
+TOKENS = (1 / 16, 1 / 4, 1 / 2, 1, 4, 16)
+"""Sizes at which passes are timed, times the recipe's sequence; close to each other where the host begins to wait."""
 MANY = 200
 """Cuts of a layer beyond which every other length is left out, for the size of the page."""
 STACK = ("hides_gradients", "hides_weights", "hides_sends", "send_s", "contention", "step_s", "micro_batch_s")
