@@ -169,7 +169,14 @@ def test_version_2_and_orders_that_are_not_read(folder: Path) -> None:
     later = restored(out)(name)
     assert torch.equal(later, by_autogptq(theirs(out, "model.layers.0.mlp.up_proj.weight"), 4, version=2))
     assert not torch.equal(later, before[name])
+    format_alone = {key: entry for key, entry in whole["quantization_config"].items() if key != "checkpoint_format"}
+    path.write_text(json.dumps({**whole, "quantization_config": {**format_alone, "format": "gptq_v2"}}))
+    assert torch.equal(restored(out)(name), later)
     for values, said in (
+        ({"is_marlin_format": True}, "is_marlin_format=true is not read"),
+        ({"lm_head": True}, "lm_head=true is not read"),
+        ({"pack_dtype": "int8"}, "pack_dtype='int8' is not read: int32 is"),
+        ({"dynamic": {"+:.*down_proj": {"bits": 8}}}, "matrices of several bit widths are not read"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin' is not read"),
         ({"bits": 5}, "bits=5 with group_size=32 is not read"), ({"group_size": 48}, "group_size=48 is not read"),
         ({"bits": 8}, "bits=8 with sym=false is not read"), ({"group_size": 16}, "qzeros is"),

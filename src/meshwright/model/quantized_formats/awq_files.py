@@ -67,9 +67,10 @@ class AWQFiles(PackedLinears):
 
     def scheme_of(self, entries: Entries) -> Scheme:
         """As PackedLinears."""
-        (bits, group), version = self.widths(entries), entries.text("version", "gemm")
+        key = "version" if "version" in entries else "format"
+        (bits, group), version = self.widths(entries), entries.text(key, "gemm")
         if version.lower() != "gemm":
-            raise entries.fail(f"version={version!r} is not read: gemm is")
+            raise entries.fail(f"{key}={version!r} is not read: write the model again as gemm")
         if not entries.flag("zero_point", True):
             raise entries.fail("zero_point=false is not read")
         return whole_scheme("int4-awq", bits, group, False)

@@ -88,9 +88,18 @@ class GPTQFiles(PackedLinears):
 
     def scheme_of(self, entries: Entries) -> Scheme:
         """As PackedLinears."""
-        layout = entries.text("checkpoint_format", "gptq")
+        key = "checkpoint_format" if "checkpoint_format" in entries else "format"  # GPTQModel writes both
+        layout = entries.text(key, "gptq")
         if layout not in ("gptq", "gptq_v2"):
-            raise entries.fail(f"checkpoint_format={layout!r} is not read: gptq and gptq_v2 are")
+            raise entries.fail(f"{key}={layout!r} is not read: gptq and gptq_v2 are")
+        for other in ("is_marlin_format", "lm_head"):
+            if entries.raw(other, False):
+                raise entries.fail(f"{other}=true is not read: write the model again without it")
+        if entries.raw("pack_dtype", "int32") not in ("int32", "torch.int32"):
+            raise entries.fail(f"pack_dtype={entries.raw('pack_dtype')!r} is not read: int32 is")
+        rules = entries.inner("dynamic")
+        if rules and (rule := next((rule for rule in rules.values if not rule.startswith("-:")), None)):
+            raise entries.fail(f"dynamic has {rule!r}: matrices of several bit widths are not read, left out ones are")
         bits, group = self.widths(entries)
         name = f"int{bits}-gptq{V2 if layout == 'gptq_v2' else ''}"
         symmetric = entries.flag("sym", True)
