@@ -165,7 +165,7 @@ def test_layouts_have_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["int7-rows-sym-fp16", "int4-g33-sym-fp16", "int8-g32-zeros-fp16", "fp4-rows-sym-fp16"]
+    "name", ["int7-rows-sym-fp16", "int4-g33-sym-fp16", "int8-g32-zeros-fp16", "fp6-rows-sym-fp16"]
 )
 def test_what_names_no_layout(name: str) -> None:
     assert scheme_named(name) is None

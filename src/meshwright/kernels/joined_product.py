@@ -64,6 +64,8 @@ def _joined_codes(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix | None
     for one in matrices:
         if one.scheme != first.scheme or one.before or one.places is not None or one.columns is not None:
             return None
+        if one.order is not None:
+            return None
         if one.codes.dim() != 2 or not one.keeps_copies or (one.zeros is None) != (first.zeros is None):
             return None
     codes = _side_by_side([one.codes for one in matrices])

@@ -62,6 +62,8 @@ def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]
     bias = _joined(biases, [_rows(one) for one in matrices])
     if plain:
         return _of_numbers(plain, biases, bias)
+    if any(one.order is not None for one in coded):
+        return _of_ordered(coded, biases)
     if all(one.scheme.activations == "int8" for one in coded):
         return _of_int8(coded, bias) if _share_columns(coded) else None
     if any(one.scheme.activations == "int8" or not one.keeps_copies for one in coded):
@@ -69,6 +71,15 @@ def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]
     if (loops := library.compiled()) is not None and (panels := code_panels(loops, coded, bias)) is not None:
         return CodeProduct(loops, panels)
     return _of_numbers([one.dequantized() for one in coded], biases, bias, own=True)
+
+
+def _of_ordered(matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]) -> PreparedProduct | None:
+    """Of matrices whose codes stand in an order of inputs; those that read one input were rounded in the same."""
+    order = matrices[0].order
+    if order is None or not all(one.order is not None and torch.equal(one.order, order) for one in matrices):
+        return None
+    product = prepared_product([one.in_order_of_codes for one in matrices], biases)
+    return None if product is None else OrderedProduct(product, order)
 
 
 def reference(matrices: Sequence[Matrix], biases: Sequence[Tensor | None], rows: Tensor) -> Tensor:
@@ -166,6 +177,22 @@ class CodeProduct:
         if own is not None and own.few(rows.shape[0], LOOKED_UP_ROWS):
             return own.multiply(rows.float().contiguous(), self.panels).to(rows.dtype)
         return cpu_product.linear(rows.float(), self._loops.restored(self.panels), self.panels.bias).to(rows.dtype)
+
+
+@final
+class OrderedProduct:
+    """Of inputs that are put in an order first."""
+
+    panels = None
+
+    def __init__(self, product: PreparedProduct, order: Tensor) -> None:
+        """`order` (K,) int32."""
+        self._product, self._order = product, order
+        self.bytes = product.bytes
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """As PreparedProduct."""
+        return self._product(rows.index_select(1, self._order))
 
 
 @final

@@ -11,6 +11,7 @@ or a NaN have S = infinity or NaN, so that what comes back is not finite either 
 fp32.
 """
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -185,8 +186,14 @@ def _per_output(one: Tensor, weight: Quantized) -> Tensor:
 
 def nf4_codes(x: Tensor) -> Tensor:
     """x within -1 .. 1 -> the number of the nearest of NF4's 16, uint8; NaN counts as the last."""
-    table = torch.tensor(NF4, dtype=torch.float32, device=x.device)
-    return torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+    return table_codes(x, NF4)
+
+
+def table_codes(x: Tensor, numbers: Sequence[float]) -> Tensor:
+    """x -> the place of the nearest of some numbers, uint8; NaN counts as the largest."""
+    table, places = torch.tensor(numbers, dtype=torch.float32, device=x.device).sort(stable=True)
+    codes = torch.bucketize(x.float().contiguous(), (table[1:] + table[:-1]) / 2, out_int32=True)
+    return (codes if sorted(numbers) == list(numbers) else places[codes]).to(torch.uint8)
 
 
 def nf4_codes_reference(x: Tensor) -> Tensor:

@@ -115,7 +115,10 @@ def _products(
     found = []
     for matrix, bias in zip(matrices, biases, strict=True):
         multiply = _int8 if matrix.scheme.activations == "int8" else _of_weights
-        y = multiply(rows, matrix, bias, known)
+        if matrix.order is None:
+            y = multiply(rows, matrix, bias, known)
+        else:
+            y = multiply(rows.index_select(1, matrix.order), matrix.in_order_of_codes, bias, {})
         found.append(y.to(x.dtype).view(*x.shape[:-1], matrix.size_out))
     return tuple(found)
 
@@ -218,7 +221,7 @@ def code_panels(loops: Loops, matrices: Sequence[QuantizedMatrix], bias: Tensor 
     first = matrices[0]
     if not loops.has_codes or first.scheme.bits > 4 or any(one.scheme != first.scheme for one in matrices):
         return None
-    if any(one.before or one.columns is not None for one in matrices):
+    if any(one.before or one.columns is not None or one.order is not None for one in matrices):
         return None
     zeros = None if first.zeros is None else torch.cat([one.every_zero() for one in matrices])
     scales = torch.cat([one.every_scale() for one in matrices])

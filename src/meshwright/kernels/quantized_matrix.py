@@ -4,12 +4,13 @@
     scales   (..., N, groups); doubled ones are codes, with outer (..., ceil(N groups / 256)) and offset (..., 1)
     zeros    Z, whole ones as bytes (..., N, ceil(groups bits / 8)), real ones (..., N, groups); None = a fixed one
     columns  (O,) int32 and kept (..., N, O): inputs whose weights are not quantized; their codes are those of zero
+    order    (..., K) int32: which input each column of codes is for; None = the first for the first
 
 What a device multiplies with is made of it at the first product (kernels/quantized_linear.py).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.doubled_scales import doubled, dynamic_table, undoubled
-from meshwright.kernels.quantization import grouped, highest, nf4_codes, pack, unpack
+from meshwright.kernels.quantization import grouped, highest, pack, table_codes, unpack
 from meshwright.spec.code_cuts import ScalePlaces
-from meshwright.spec.quantization_schemes import NF4, PIECE, Scheme
+from meshwright.spec.quantization_schemes import PIECE, TABLES, Codes, Scheme
 
-PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept")
+PARTS = ("codes", "scales", "outer", "offset", "zeros", "columns", "kept", "order")
 """Tensors of a matrix, as QuantizedMatrix has them."""
 
 
@@ -41,6 +42,7 @@ class QuantizedMatrix:
     kept: Tensor | None = None
     outer: Tensor | None = None
     offset: Tensor | None = None
+    order: Tensor | None = None
     before: int = 0
     """Of a part whose first group began with other inputs: so many codes of a row stand for those."""
     places: ScalePlaces | None = None
@@ -69,6 +71,14 @@ class QuantizedMatrix:
         """By name, those that there are."""
         found = {name: getattr(self, name) for name in PARTS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    @property
+    def in_order_of_codes(self) -> "QuantizedMatrix":
+        """The same for inputs that stand in `order`."""
+        if "in order of codes" not in self.prepared:
+            self.prepared["in order of codes"] = replace(self, order=None, prepared={})
+        found: QuantizedMatrix = self.prepared["in order of codes"]
+        return found
 
     def every_zero(self) -> Tensor:
         """Z (..., N, groups), or one number, fp32."""
@@ -105,6 +115,8 @@ class QuantizedMatrix:
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         """(..., N, K), in fp32 rounded once, some rows at a time."""
+        if self.order is not None:
+            return self._by_inputs(self.in_order_of_codes.restored(dtype), self.order)
         *stack, rows, _ = self.scales.shape
         found = torch.empty(*stack, rows, self.size_in, dtype=dtype, device=self.codes.device)
         if not self._in_one_kernel(found):
@@ -125,7 +137,7 @@ class QuantizedMatrix:
             return self.prepared["packed"]
         from meshwright.kernels.triton.code_words import PackedMatrix
 
-        table = self._once("nf4", _nf4_table) if self.scheme.codes == "nf4" else None
+        table = self._once("table of codes", self.numbers_of_codes) if self.scheme.codes in TABLES else None
         scales = self.scales if self.outer is None else self.every_scale()
         made = PackedMatrix(
             self.codes.contiguous(), scales.contiguous(), self.zeros, table, self.size_in, self.scheme.group
@@ -145,8 +157,14 @@ class QuantizedMatrix:
             found = self._rows(self.codes[..., some, :], scales[..., some, :], own)[..., self.before :]
             if self.columns is not None and self.kept is not None:
                 found[..., self.columns.long()] = self.kept[..., some, :].float()
-            yield some, found
+            yield some, found if self.order is None else self._by_inputs(found, self.order)
             del found
+
+    @staticmethod
+    def _by_inputs(sorted_columns: Tensor, order: Tensor) -> Tensor:
+        """Columns (..., R, K) that stand in `order`, where their inputs are."""
+        places = order.long().unsqueeze(-2).expand_as(sorted_columns)
+        return torch.empty_like(sorted_columns).scatter_(-1, places, sorted_columns)
 
     def _in_one_kernel(self, like: Tensor) -> bool:
         plain = self.scheme.bits == 4 and like.dim() == 2 and self.kept is None and self.codes.is_contiguous()
@@ -155,13 +173,13 @@ class QuantizedMatrix:
 
     def numbers_of_codes(self, device: torch.device) -> Tensor:
         """(16,) fp32, less the zero that all of them share."""
-        table = torch.tensor(NF4 if self.scheme.codes == "nf4" else range(16), dtype=torch.float32, device=device)
+        table = torch.tensor(TABLES.get(self.scheme.codes, range(16)), dtype=torch.float32, device=device)
         return table if self.zeros is not None else table - fixed_zero(self.scheme)
 
     def _rows(self, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         """What codes (..., R, ceil(K bits / 8)) stand for, fp32 (..., R, K)."""
         runs = grouped(self._numbers(codes), self.scheme.group)
-        if self.scheme.codes != "nf4" and (zeros.dim() or float(fixed_zero(self.scheme))):
+        if self.scheme.codes not in TABLES and (zeros.dim() or float(fixed_zero(self.scheme))):
             runs.sub_(zeros.unsqueeze(-1) if zeros.dim() else zeros)
         return runs.mul_(scales.unsqueeze(-1)).flatten(-2)[..., : self.width]
 
@@ -193,13 +211,9 @@ class QuantizedMatrix:
         return found
 
 
-def _nf4_table(device: torch.device) -> Tensor:
-    return torch.tensor(NF4, device=device)
-
-
-def pairs_of(codes: str, device: torch.device) -> Tensor:
+def pairs_of(codes: Codes, device: torch.device) -> Tensor:
     """(256, 2) fp32: the two numbers of each byte of 4-bit codes."""
-    numbers = torch.tensor(NF4 if codes == "nf4" else range(16), dtype=torch.float32, device=device)
+    numbers = torch.tensor(TABLES.get(codes, range(16)), dtype=torch.float32, device=device)
     return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), dim=1)
 
 
@@ -217,8 +231,8 @@ def nearest(scheme: Scheme, weight: Tensor, scales: Tensor, zeros: Tensor | None
 
 def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Codes of the size of `numbers`, in whose dtype they are found; scales and zeros broadcast against them."""
-    if scheme.codes == "nf4":
-        return nf4_codes(numbers / torch.where(scales == 0, torch.ones_like(scales), scales))
+    if scheme.codes in TABLES:
+        return table_codes(numbers / torch.where(scales == 0, torch.ones_like(scales), scales), TABLES[scheme.codes])
     if scheme.codes == "e4m3":
         return (numbers / scales).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     if zeros is not None:
@@ -230,8 +244,8 @@ def nearest_codes(scheme: Scheme, numbers: Tensor, scales: Tensor, zeros: Tensor
 
 def numbers_of(scheme: Scheme, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """What codes stand for, in the dtype of scales, against which codes and zeros broadcast."""
-    if scheme.codes == "nf4":
-        return torch.tensor(NF4, dtype=scales.dtype, device=codes.device)[codes.int()] * scales
+    if scheme.codes in TABLES:
+        return torch.tensor(TABLES[scheme.codes], dtype=scales.dtype, device=codes.device)[codes.int()] * scales
     return (codes.to(scales.dtype) - (float(fixed_zero(scheme)) if zeros is None else zeros)) * scales
 
 

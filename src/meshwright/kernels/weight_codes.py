@@ -14,7 +14,7 @@ from meshwright.kernels.doubled_scales import doubled
 from meshwright.kernels.quantization import absmax_scale, e4m3_scale, grouped, zero_point_grid
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, assembled, nearest
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import PIECE, Scheme
+from meshwright.spec.quantization_schemes import PIECE, TABLES, Scheme
 
 
 def quantize_matrix(
@@ -109,7 +109,7 @@ def grid_of(found: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     would coarsen those of others."""
     if scheme.zeros == "fixed":
         (peaks,) = found
-        if scheme.codes == "nf4":
+        if scheme.codes in TABLES:
             return peaks.to(getattr(torch, scheme.scales)), None
         return _stored(e4m3_scale(peaks) if scheme.codes == "e4m3" else absmax_scale(peaks, scheme.bits), scheme), None
     low, high = -found[0], found[1]

@@ -14,7 +14,7 @@ from typing import Literal
 
 from meshwright.spec.errors import PlanError
 
-Codes = Literal["integer", "nf4", "e4m3"]
+Codes = Literal["integer", "nf4", "fp4", "e4m3"]
 Method = Literal["absmax", "zero-point", "hqq", "gptq", "awq", "awq-gptq", "smooth"]
 CALIBRATED = ("gptq", "awq", "awq-gptq", "smooth")
 """Methods that need text: what each matrix reads decides how it is rounded, or how inputs are scaled before."""
@@ -23,7 +23,7 @@ Activations = Literal["same", "int8", "fp8"]
 Outliers = Literal["none", "calibrated", "threshold"]
 Size = tuple[tuple[int, ...], str]
 """Dims of a tensor, and the name of its dtype in torch."""
-WIDTHS = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+WIDTHS = {"uint8": 1, "int8": 1, "float8_e4m3fn": 1, "bfloat16": 2, "float16": 2, "float32": 4, "int32": 4}
 """Bytes of an element, by the name of its dtype."""
 BITS = (2, 3, 4, 5, 6, 8)
 GROUPS = (16, 32, 64, 128, 256)
@@ -55,6 +55,11 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """`normal_float(4)` as it was published, and as every file and kernel has it: other numbers in the seventh digit."""
+FP4 = tuple(sign * number / 12 for sign in (1, -1) for number in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
+"""bitsandbytes' 4-bit floating-point numbers by their codes: a sign, two bits of exponent, one of mantissa; the largest
+is 1 (https://github.com/bitsandbytes-foundation/bitsandbytes, functional.py, get_4bit_type)."""
+TABLES: Mapping[Codes, tuple[float, ...]] = {"nf4": NF4, "fp4": FP4}
+"""Codes that name numbers of a table."""
 PIECE = 2**22
 """Elements of a matrix that are quantized or restored at a time, so that what this takes beside the result stays
 small."""
@@ -73,7 +78,8 @@ class Scheme:
     """One line for people."""
     bits: int
     codes: Codes = "integer"
-    """What codes stand for: whole numbers, quantiles of a normal distribution, or 8-bit floating-point numbers."""
+    """What codes stand for: whole numbers, quantiles of a normal distribution, or floating-point numbers of 4 bits or
+    8."""
     zeros: Zeros = "fixed"
     """Z: the same everywhere, or one for each scale; a whole number, so that zero is exact, or a real one in fp16."""
     group: int = 0
@@ -94,11 +100,13 @@ class Scheme:
     """Nats per token between the model before and after: what is usual."""
     max_kl: float = 0.1
     """Above which the verb fails, unless another limit is given."""
+    ordered: bool = False
+    """Whether codes stand in an order of inputs of the matrix's own, as GPTQ with desc_act leaves them."""
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS or self.bits != {"nf4": 4, "e4m3": 8}.get(self.codes, self.bits):
+        if self.bits not in BITS or self.bits != {"integer": self.bits, "e4m3": 8}.get(self.codes, 4):
             known = ", ".join(map(str, BITS))
-            raise PlanError(f"bits={self.bits} is not supported: take one of {known}; nf4 has 4, and e4m3 8")
+            raise PlanError(f"bits={self.bits} is not supported: take one of {known}; nf4 and fp4 have 4, e4m3 8")
         if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
             raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
         if self.activations != "same" and (self.group or self.bits < 8):
@@ -109,7 +117,7 @@ class Scheme:
             raise PlanError(f"method={self.method} is for whole numbers, and for activations that stay as they are")
         if self.method == "smooth" and self.activations == "same":
             raise PlanError("method=smooth is for activations that are rounded: activations=int8")
-        if self.scales == "double" and self.codes != "nf4":
+        if self.scales == "double" and self.codes not in TABLES:
             raise PlanError("scales=double are for nf4: take scales=bfloat16")
         if self.outliers != "none" and self.threshold <= 0:
             raise PlanError(f"threshold={self.threshold} must be above 0")
@@ -139,7 +147,7 @@ class Scheme:
         """Whether adapters can be trained beside such weights: products take restored weights and inputs as they are,
         so that the gradient of an input is the one of what was computed; or they are LLM.int8()'s, with outliers of the
         batch in 16 bit, whose gradient is that of the restored weights (Dettmers et al. 2022, appendix)."""
-        if self.calibrated:
+        if self.calibrated or self.ordered:
             return False
         plain = self.activations == "same" and self.outliers == "none"
         rounded = self.activations == "int8" and self.outliers == "threshold" and self.scales == "float32"
@@ -168,6 +176,8 @@ class Scheme:
             found["zeros"] = ((*lead, rows, groups), "float16")
         if kept:
             found["columns"] = ((kept,), "int32")
+        if self.ordered:
+            found["order"] = ((*lead, columns), "int32")
         return found
 
     def bits_per_weight(self, rows: int, columns: int) -> float:

@@ -18,9 +18,10 @@ ZEROS: Mapping[str, tuple[Zeros, Method]] = {
     "sym": ("fixed", "absmax"), "zeros": ("whole", "zero-point"), "real": ("real", "hqq"),
 }  # fmt: skip
 """Word -> zeros, and how codes are found where a matrix is rounded to such a layout."""
-BYTE = 8
 SCALES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "double": "double"}
-KINDS: Mapping[str, Codes] = {"int": "integer", "nf": "nf4", "fp": "e4m3"}
+KINDS: Mapping[str, Codes] = {"int": "integer", "nf": "nf4"}
+FLOATS: Mapping[int, Codes] = {4: "fp4", 8: "e4m3"}
+"""Kind -> codes; of `fp` by their bits."""
 FORM = re.compile(r"(?P<kind>int|nf|fp)(?P<bits>\d)-(g(?P<group>\d+)|rows)-(?P<zeros>[a-z]+)-(?P<scales>[a-z]+\d*)")
 
 
@@ -41,14 +42,14 @@ def scheme_named(name: str) -> Scheme | None:
     bits, group = int(found["bits"]), int(found["group"] or 0)
     if (
         bits not in BITS
-        or (found["kind"] == "fp" and bits != BYTE)
+        or (found["kind"] == "fp" and bits not in FLOATS)
         or (found["group"] is not None and group not in GROUPS)
     ):
         return None
     zeros, method = ZEROS[found["zeros"]]
     given: Any = {
         "name": name, "about": "as a folder holds it", "bits": bits, "group": group, "zeros": zeros, "method": method,
-        "scales": SCALES[found["scales"]], "codes": KINDS[found["kind"]],
+        "scales": SCALES[found["scales"]], "codes": KINDS.get(found["kind"]) or FLOATS[bits],
     }  # fmt: skip
     try:
         return Scheme(**given)
@@ -63,7 +64,7 @@ def base_name(scheme: Scheme) -> str:
         return LLM_INT8.name
     word = {zeros: word for word, (zeros, _) in ZEROS.items()}[scheme.zeros]
     scales = {dtype: word for word, dtype in SCALES.items()}[scheme.scales]
-    kind = {codes: kind for kind, codes in KINDS.items()}[scheme.codes]
+    kind = {codes: kind for kind, codes in KINDS.items()}.get(scheme.codes, "fp")
     full = f"{kind}{scheme.bits}-{f'g{scheme.group}' if scheme.group else 'rows'}-{word}-{scales}"
     known = (name for name, one in SCHEMES.items() if one.trains_beside and layout(one) == layout(scheme))
     return next((name for name in known if name == scheme.name), full)

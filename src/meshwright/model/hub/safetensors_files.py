@@ -73,13 +73,16 @@ class Stored:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Every tensor of a directory by name, over all its shards.
 
-    HubError: no safetensors, a missing shard, a truncated or damaged file.
+    HubError: no safetensors, several and no index, a missing shard, a truncated or damaged file.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        raise HubError(_nothing(folder))
-    where = _weight_map(folder / INDEX)
+    index = folder / INDEX
+    if not index.is_file():
+        index = _other_name(folder)
+        if index.suffix == ".safetensors":
+            return read_header(index)
+    where = _weight_map(index)
     files = sorted(set(where.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
@@ -89,8 +92,24 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     headers = {file: read_header(folder / file) for file in files}
     for name, file in where.items():
         if name not in headers[file]:
-            raise HubError(f"{folder / file} lacks {name}, which {INDEX} puts there: the files do not belong together")
+            raise HubError(
+                f"{folder / file} lacks {name}, which {index.name} puts there: the files do not belong together"
+            )
     return {name: headers[file][name] for name, file in where.items()}
+
+
+def _other_name(folder: Path) -> Path:
+    """The one index, or else the one file, of a writer with names of its own: gptq_model-4bit-128g.safetensors."""
+    for pattern in ("*.safetensors.index.json", "*.safetensors"):
+        names = sorted(path for path in folder.glob(pattern) if path.is_file() and not path.name.startswith("adapter_"))
+        if len(names) == 1:
+            return names[0]
+        if names:
+            raise HubError(
+                f"{folder} has neither {SINGLE} nor {INDEX}, and {len(names)} other files, as {names[0].name}: "
+                "download the index, which says which belong together, or leave one file"
+            )
+    raise HubError(_nothing(folder))
 
 
 def _nothing(folder: Path) -> str:

@@ -51,7 +51,7 @@ def stored_weights(
         return tensor if scale is None else dequantize(tensor, scale.read(), block, name)
 
     if shape.tied and HEAD in stored:
-        _check_tied(folder, bound, read)
+        check_tied(folder, bound, read)
     for binding in bound:
         if not any(map(wanted, binding.ours)):
             continue
@@ -169,7 +169,8 @@ def _check(folder: Path, shape: ModelShape, bound: list[Binding], stored: dict[s
             raise HubError(f"{folder}: {name} holds {stored[name].dtype}, and weights must be floating-point numbers")
 
 
-def _check_tied(folder: Path, bound: list[Binding], read: Callable[[str], Tensor]) -> None:
+def check_tied(folder: Path, bound: list[Binding], read: Callable[[str], Tensor]) -> None:
+    """HubError where the head that a folder holds is not the embedding that its config ties it to."""
     embedding = next(name for binding in bound if "embed.weight" in binding.ours for name in binding.theirs)
     if not torch.equal(read(HEAD), read(embedding)):
         raise HubError(f"{folder}: {HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true")

@@ -3,10 +3,12 @@
     nf4    X.weight uint8 (N K / 2, 1): two codes to a byte, the first in the upper half; X.weight.absmax (blocks,),
            X.weight.quant_map (16,); X.weight.quant_state.bitsandbytes__nf4: what else there is, as JSON in bytes.
            Doubled scales: absmax are codes, and X.weight.nested_absmax, X.weight.nested_quant_map (256,) beside them
+    fp4    the same with another map, read alone
     int8   X.weight int8 (N, K); X.SCB fp32 (N,), 127 times our scales; X.weight_format, 0 for rows
 
 Their blocks run through the rows of a matrix one after the other. Ours begin anew with each row, which is the same
 where a block divides the inputs. The JSON is filled up with spaces, so that its size does not depend on what is in it.
+Bytes of codes may stand in a file under another dtype (`bnb_4bit_quant_storage`), which says nothing of what they are.
 """
 
 import json
@@ -18,23 +20,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.doubled_scales import DYNAMIC
+from meshwright.kernels.doubled_scales import DYNAMIC, dynamic_table, undoubled
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
-from meshwright.model.hub.transforms import JOINED, ROTARY
+from meshwright.model.hub.transforms import CONV1D, FUSED, JOINED, ROTARY, STACKED
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
-from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, planned_tensors
+from meshwright.model.quantized_formats.hub_tensors import (
+    encoded_tensors,
+    planned_tensors,
+    restored_parts,
+    tensors_of_model,
+)
 from meshwright.model.quantized_formats.native import check
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization_schemes import DOUBLED, NF4, SCHEMES, Scheme
+from meshwright.spec.quantization_schemes import DOUBLED, SCHEMES, TABLES, Codes, Scheme
 from meshwright.spec.shape import ModelShape
 
 BLOCKS = (32, 64, 128, 256)
 """Of 4-bit weights, as bitsandbytes and we have them."""
-STATE = "quant_state.bitsandbytes__nf4"
+STATE = "quant_state.bitsandbytes__"
+"""Before the word for the codes: nf4 or fp4."""
 LONGEST_STATE = 4096
 """Bytes of a JSON that is read."""
 OFFSET_LENGTH = 25
@@ -49,8 +57,8 @@ class BitsAndBytes:
 
     def refusal(self, model: QuantizedModel) -> str:
         """It holds NF4 and 8-bit weights, in linear layers that are stored as (out, in)."""
-        for name, scheme in model.schemes.items():
-            why = _unwritable(scheme) or _odd(scheme, name, quantizable(model.shape)[name][-1])
+        for scheme in model.schemes.values():
+            why = _unwritable(scheme)
             if why:
                 return f"bitsandbytes cannot hold {why}"
         if any(binding.transform in JOINED for binding in bindings(model.shape)):
@@ -58,10 +66,7 @@ class BitsAndBytes:
             return f"bitsandbytes holds {family}'s matrices in another order than its files: take format=meshwright"
         if model.shape.moe is not None:
             return "bitsandbytes leaves stacks of experts as they are, which transformers makes: take format=meshwright"
-        doubled = any(scheme.scales == "double" for scheme in model.schemes.values())
-        if doubled and model.shape.rope_interleaved and any(one.transform is ROTARY for one in bindings(model.shape)):
-            return "bitsandbytes has rotary pairs in another order, which doubled scales cannot follow: take scheme=nf4"
-        return ""
+        return _unreadable(model)
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
         """As QuantizedFormat."""
@@ -92,17 +97,26 @@ class BitsAndBytes:
         entries = Entries(config, f"{folder}/config.json, quantization_config")
         stored, schemes = stored_tensors(folder), dict[str, Scheme]()
         for binding in bindings(shape):
-            own, (their, *_), sizes = next(iter(binding.ours)), list(binding.theirs), quantizable(shape)
-            if own in sizes and their in stored and not stored[their].dtype.is_floating_point:
-                schemes[own] = _scheme(entries, stored, their, next(iter(binding.theirs.values())), dtype)
+            coded = [their for their in binding.theirs if their in stored and _holds_codes(stored, their)]
+            if next(iter(binding.ours)) not in quantizable(shape) or not coded:
+                continue
+            each = {_scheme(entries, stored, their, binding.theirs[their]) for their in coded}
+            if len(each) > 1 or len(coded) < len(binding.theirs):
+                raise HubError(
+                    f"{folder}: {coded[0]} and its like have codes of several layouts, and are one stack here"
+                )
+            schemes |= dict.fromkeys(binding.ours, each.pop())
         model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: all weights are floating-point numbers")
-        why = self.refusal(model)
+        why = _unreadable(model)
         if why:
             raise HubError(f"{folder}: {why}")
-        check(folder, _as_stored(self.planned(model), stored), stored)
-        return model
+        planned = _as_stored(self.planned(model), stored)
+        check(folder, planned, tensors_of_model(folder, shape, planned, stored))
+        fused = [name for binding in bindings(shape) if binding.transform is FUSED for name in binding.ours]
+        plain = {name: replace(schemes[name], scales="float32") for name in fused if name in schemes}
+        return replace(model, schemes=schemes | plain)
 
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every
@@ -117,16 +131,29 @@ class BitsAndBytes:
                 theirs = [stored[one].read() for one in binding.theirs]
                 yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
                 continue
-            (their, size), *_ = binding.theirs.items()
-            found = _decoded(stored, their, size, model.schemes[name])
-            yield (
-                name,
-                {
-                    part: one if part in ("outer", "offset")
-                    else binding.transform.restore([one], rows, model.shape)[0].contiguous()
-                    for part, one in found.items()
-                },
-            )  # fmt: skip
+            each = [_decoded(stored, their, size, model.schemes[name]) for their, size in binding.theirs.items()]
+            nested = [{part: one.pop(part) for part in ("outer", "offset") if part in one} for one in each]
+            stacked = binding.transform is STACKED
+            whole = {
+                part: torch.stack([one[part] for one in nested]) if stacked else nested[0][part] for part in nested[0]
+            }
+            for own, parts in restored_parts(binding, each, model.shape):
+                yield own, parts | whole
+
+
+def _unreadable(model: QuantizedModel) -> str:
+    """Why its codes are not read either; empty where they are."""
+    for name, scheme in model.schemes.items():
+        why = _odd(scheme, name, quantizable(model.shape)[name][-1])
+        if why:
+            return f"bitsandbytes cannot hold {why}"
+    quantized = [one for one in bindings(model.shape) if next(iter(one.ours)) in model.schemes]
+    if any(binding.transform is CONV1D for binding in quantized):
+        return f"bitsandbytes holds {model.shape.family}'s matrices transposed, whose blocks are not read"
+    doubled = any(scheme.scales == "double" for scheme in model.schemes.values())
+    if doubled and model.shape.rope_interleaved and any(one.transform is ROTARY for one in quantized):
+        return "bitsandbytes has rotary pairs in another order, which doubled scales cannot follow: take scheme=nf4"
+    return ""
 
 
 def _unwritable(scheme: Scheme) -> str:
@@ -138,7 +165,7 @@ def _unwritable(scheme: Scheme) -> str:
 
 
 def _odd(scheme: Scheme, name: str, columns: int) -> str:
-    if scheme.codes != "nf4":
+    if scheme.codes not in TABLES:
         return ""
     if scheme.group not in BLOCKS:
         return f"blocks of {scheme.group}: take group=64 or format=meshwright"
@@ -149,7 +176,7 @@ def _odd(scheme: Scheme, name: str, columns: int) -> str:
 
 def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
     rows, columns = size
-    if scheme.codes != "nf4":
+    if scheme.codes not in TABLES:
         return [
             Planned(name=name, size=size, dtype=torch.int8),
             Planned(name=_beside(name, "SCB"), size=(rows,), dtype=torch.float32),
@@ -160,8 +187,8 @@ def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtyp
     found = [
         Planned(name=name, size=(rows * columns // 2, 1), dtype=torch.uint8),
         Planned(name=f"{name}.absmax", size=(blocks,), dtype=torch.uint8 if doubled else torch.float32),
-        Planned(name=f"{name}.quant_map", size=(len(NF4),), dtype=torch.float32),
-        Planned(name=f"{name}.{STATE}", size=(len(state),), dtype=torch.uint8),
+        Planned(name=f"{name}.quant_map", size=(16,), dtype=torch.float32),
+        Planned(name=f"{name}.{STATE}{scheme.codes}", size=(len(state),), dtype=torch.uint8),
     ]
     if doubled:
         found.append(Planned(name=f"{name}.nested_absmax", size=(-(-blocks // DOUBLED),), dtype=torch.float32))
@@ -177,7 +204,8 @@ def _beside(name: str, leaf: str) -> str:
 def _state(scheme: Scheme, size: Sequence[int], dtype: torch.dtype, offset: float | None) -> bytes:
     """JSON, of one length for each matrix whatever the offset is."""
     found: dict[str, Any] = {
-        "quant_type": "nf4", "blocksize": scheme.group, "dtype": str(dtype).removeprefix("torch."), "shape": list(size),
+        "quant_type": scheme.codes, "blocksize": scheme.group, "dtype": str(dtype).removeprefix("torch."),
+        "shape": list(size),
     }  # fmt: skip
     if offset is None:
         return json.dumps(found).encode()
@@ -187,11 +215,22 @@ def _state(scheme: Scheme, size: Sequence[int], dtype: torch.dtype, offset: floa
 
 
 def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
-    """With the length that each JSON has; `_scheme` has read it."""
-    return [
-        replace(one, size=stored[one.name].size) if one.name.endswith(STATE) and one.name in stored else one
-        for one in planned
-    ]
+    """With the length that each JSON has, which `_scheme` has read, and bytes of codes in the dtype that they have."""
+    found = []
+    for one in planned:
+        there = stored.get(one.name)
+        if there is not None and STATE in one.name:
+            one = replace(one, size=there.size)
+        elif there is not None and one.name.endswith(".weight") and one.dtype == torch.uint8:
+            one = replace(one, size=(one.num_bytes // there.dtype.itemsize, 1), dtype=there.dtype)
+        found.append(one)
+    return found
+
+
+def _holds_codes(stored: Mapping[str, Stored], name: str) -> bool:
+    """Whether a matrix is codes, of 8 bits or with a state of its own; uint8 without one is refused later."""
+    states = (f"{name}.{STATE}{codes}" for codes in TABLES)
+    return not stored[name].dtype.is_floating_point or any(state in stored for state in states)
 
 
 def _turned(packed: Tensor) -> Tensor:
@@ -204,7 +243,7 @@ def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -
     ((name, size),) = binding.theirs.items()
     (codes,) = binding.transform.export([matrix.codes], shape)
     (scales,) = binding.transform.export([matrix.scales], shape)
-    if scheme.codes != "nf4":
+    if scheme.codes not in TABLES:
         yield name, codes
         yield _beside(name, "SCB"), scales.float().flatten() * LARGEST_CODE
         yield _beside(name, "weight_format"), torch.zeros((), dtype=torch.uint8)
@@ -212,8 +251,9 @@ def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -
     offset = None if matrix.offset is None else float(matrix.offset)
     yield name, _turned(codes).reshape(-1, 1)
     yield f"{name}.absmax", (scales if scheme.scales == "double" else scales.float()).flatten()
-    yield f"{name}.quant_map", torch.tensor(NF4, dtype=torch.float32)
-    yield f"{name}.{STATE}", torch.tensor(list(_state(scheme, size, model.dtype, offset)), dtype=torch.uint8)
+    yield f"{name}.quant_map", torch.tensor(TABLES[scheme.codes], dtype=torch.float32)
+    state = list(_state(scheme, size, model.dtype, offset))
+    yield f"{name}.{STATE}{scheme.codes}", torch.tensor(state, dtype=torch.uint8)
     if matrix.outer is not None:
         yield f"{name}.nested_absmax", matrix.outer
         yield f"{name}.nested_quant_map", torch.tensor(DYNAMIC, dtype=torch.float32)
@@ -228,17 +268,15 @@ def _skipped(model: QuantizedModel) -> list[str]:
     return found
 
 
-def _scheme(
-    entries: Entries, stored: Mapping[str, Stored], name: str, size: tuple[int, ...], dtype: torch.dtype
-) -> Scheme:
+def _scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size: tuple[int, ...]) -> Scheme:
     """Of one matrix; HubError where it is none of ours."""
     if stored[name].dtype == torch.int8:
         threshold = entries.number("llm_int8_threshold") if "llm_int8_threshold" in entries else 6.0
         if not threshold:
             return replace(SCHEMES["int8"], scales="float32")
         return replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold", threshold=threshold)
-    found = _read_state(stored, name)
-    known: dict[str, Any] = {"quant_type": "nf4", "shape": list(size)}
+    codes, found = _read_state(stored, name)
+    known: dict[str, Any] = {"quant_type": codes, "shape": list(size)}
     nested = "nested_blocksize" in found
     known |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
     for key, value in known.items():
@@ -246,21 +284,23 @@ def _scheme(
             raise HubError(f"{stored[name].file}: {name} has {key}={found.get(key)!r} where {value!r} is read")
     if found.get("blocksize") not in BLOCKS:
         raise HubError(f"{stored[name].file}: {name} has blocks of {found.get('blocksize')}, and {BLOCKS} are read")
-    return replace(SCHEMES["nf4-double" if nested else "nf4"], group=int(found["blocksize"]))
+    scheme = replace(SCHEMES["nf4-double" if nested else "nf4"], group=int(found["blocksize"]))
+    return scheme if codes == "nf4" else replace(scheme, name=f"{codes}{'-double' * nested}", codes=codes)
 
 
-def _read_state(stored: Mapping[str, Stored], name: str) -> dict[str, Any]:
-    """The JSON of one matrix."""
-    state = stored.get(f"{name}.{STATE}")
-    if state is None:
-        raise HubError(f"{stored[name].file}: {name} has no {STATE}: bitsandbytes' fp4 is not read, or it is damaged")
+def _read_state(stored: Mapping[str, Stored], name: str) -> tuple[Codes, dict[str, Any]]:
+    """What the codes of one matrix are, and its JSON."""
+    codes = next((codes for codes in TABLES if f"{name}.{STATE}{codes}" in stored), None)
+    if codes is None:
+        raise HubError(f"{stored[name].file}: {name} has codes and no {STATE}nf4 or fp4 beside it: it is damaged")
+    state = stored[f"{name}.{STATE}{codes}"]
     if state.dtype != torch.uint8 or len(state.size) != 1 or state.size[0] > LONGEST_STATE:
-        raise HubError(f"{state.file}: {name}.{STATE} is {list(state.size)} {state.dtype}, which is no JSON")
+        raise HubError(f"{state.file}: {name}.{STATE}{codes} is {list(state.size)} {state.dtype}, which is no JSON")
     try:
         found = json.loads(bytes(state.read().tolist()))
-        return {str(key): value for key, value in found.items()}
+        return codes, {str(key): value for key, value in found.items()}
     except (ValueError, AttributeError, RecursionError) as error:
-        raise HubError(f"{state.file}: {name}.{STATE} is damaged ({error})") from error
+        raise HubError(f"{state.file}: {name}.{STATE}{codes} is damaged ({error})") from error
 
 
 def _table(stored: Mapping[str, Stored], name: str, known: Sequence[float]) -> None:
@@ -272,18 +312,22 @@ def _table(stored: Mapping[str, Stored], name: str, known: Sequence[float]) -> N
 def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
     """Parts of one matrix, rows in their order."""
     rows, columns = size
-    if scheme.codes != "nf4":
+    if scheme.codes not in TABLES:
         scales = stored[_beside(name, "SCB")].read() / LARGEST_CODE
         return {"codes": stored[name].read(), "scales": scales.unsqueeze(1)}
-    _table(stored, f"{name}.quant_map", NF4)
+    _table(stored, f"{name}.quant_map", TABLES[scheme.codes])
     found = {
-        "codes": _turned(stored[name].read()).view(rows, columns // 2),
+        "codes": _turned(stored[name].read().view(torch.uint8)).view(rows, columns // 2),
         "scales": stored[f"{name}.absmax"].read().view(rows, -1),
     }
-    if scheme.scales != "double":
+    if f"{name}.nested_absmax" not in stored:
         return found
     _table(stored, f"{name}.nested_quant_map", DYNAMIC)
-    offset = _read_state(stored, name).get("nested_offset")
+    offset = _read_state(stored, name)[1].get("nested_offset")
     if not isinstance(offset, float):
         raise HubError(f"{stored[name].file}: {name} has nested_offset={offset!r}, which is no number")
-    return {**found, "outer": stored[f"{name}.nested_absmax"].read(), "offset": torch.tensor([offset])}
+    nested = {"outer": stored[f"{name}.nested_absmax"].read(), "offset": torch.tensor([offset])}
+    if scheme.scales == "double":
+        return found | nested
+    table = dynamic_table(found["scales"].device)
+    return found | {"scales": undoubled(found["scales"], nested["outer"], nested["offset"], table)}

@@ -24,7 +24,12 @@ from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tenso
 from meshwright.model.hub.transforms import JOINED, TURNED
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
-from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, planned_tensors
+from meshwright.model.quantized_formats.hub_tensors import (
+    encoded_tensors,
+    planned_tensors,
+    restored_parts,
+    tensors_of_model,
+)
 from meshwright.model.quantized_formats.native import check
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
@@ -121,7 +126,8 @@ class CompressedTensors:
         why = self.refusal(model)
         if why:
             raise HubError(f"{folder}: {why}")
-        check(folder, _as_stored(self.planned(model), stored), stored)
+        planned = _as_stored(self.planned(model), stored)
+        check(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
 
     def decoded(
@@ -139,13 +145,7 @@ class CompressedTensors:
                 continue
             scheme, size = model.schemes[name], next(iter(binding.theirs.values()))
             each = [_decoded(stored, one, size, scheme) for one in binding.theirs]
-            yield (
-                name,
-                {
-                    part: binding.transform.restore([one[part] for one in each], rows, model.shape)[0].contiguous()
-                    for part in each[0]
-                },
-            )
+            yield from restored_parts(binding, each, model.shape)
 
 
 def _unwritable(scheme: Scheme) -> str:

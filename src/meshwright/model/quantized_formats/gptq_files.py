@@ -3,21 +3,23 @@
     X.qweight  int32 (K b / 32, N)   codes as one stream of bits along K
     X.qzeros   int32 (groups, N b / 32)   zeros less 1, as one stream along N
     X.scales   fp16 (groups, N)
-    X.g_idx    int32 (K,)            the group of each input: k // group, in whatever order columns were rounded
+    X.g_idx    int32 (K,)            the group of each input: k // group, or any (desc_act); absent = k // group
 
 A zero of 0 has no place there, for it is kept less 1: codes and zero of such a group are both raised by 1. Version 2
-(`checkpoint_format: gptq_v2`), which keeps zeros as they are, is read too.
+(`checkpoint_format: gptq_v2`), which keeps zeros as they are, is read too. Matrices may have several widths, groups and
+orders (GPTQModel's `dynamic`): sizes of tensors say which, so no pattern of a stranger's file is run.
 """
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.model.hub.entries import Entries
-from meshwright.model.hub.safetensors_files import Stored
+from meshwright.model.hub.safetensors_files import Planned, Stored
 from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_formats.packed_linears import (
     Codes,
@@ -29,7 +31,7 @@ from meshwright.model.quantized_formats.packed_linears import (
     words,
 )
 from meshwright.spec.errors import PlanError
-from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.quantization_schemes import GROUPS, Scheme
 
 V2 = "-v2"
 """At the end of the name of a scheme whose zeros are kept as they are."""
@@ -65,15 +67,24 @@ class GPTQFiles(PackedLinears):
         }
 
     def unpacked(self, parts: Mapping[str, Stored], size: tuple[int, int], scheme: Scheme, entries: Entries) -> Codes:
-        """As PackedLinears. HubError for groups of inputs that are not neighbours."""
+        """As PackedLinears. HubError for groups of other sizes than the config's."""
         rows, columns = size
-        if not torch.equal(parts["g_idx"].read().long(), torch.arange(columns) // (scheme.group or columns)):
-            raise entries.fail("groups of inputs that are not neighbours (desc_act without static_groups) are not read")
+        order = None
+        if scheme.ordered:
+            groups, order = parts["g_idx"].read().sort(stable=True)
+            if not torch.equal(groups.long(), torch.arange(columns) // (scheme.group or columns)):
+                raise entries.fail(f"g_idx has groups of other sizes than group_size={scheme.group}: damaged")
         zeros = codes_of(parts["qzeros"].read(), scheme.bits, rows)
         if not scheme.name.endswith(V2):
             zeros = (zeros + 1) & (2**scheme.bits - 1)
         codes = codes_of(parts["qweight"].read().t(), scheme.bits, columns)
-        return Codes(codes, zeros.t().contiguous(), parts["scales"].read().t().to(torch.float16))
+        codes = codes if order is None else codes[:, order]
+        scales = parts["scales"].read().t().to(torch.float16)
+        return Codes(codes, zeros.t().contiguous(), scales, None if order is None else order.int())
+
+    def _as_stored(self, planned: list[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
+        """As PackedLinears."""
+        return [one for one in planned if one.name in stored or not one.name.endswith(".g_idx")]
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
         """As QuantizedFormat."""
@@ -97,15 +108,40 @@ class GPTQFiles(PackedLinears):
                 raise entries.fail(f"{other}=true is not read: write the model again without it")
         if entries.raw("pack_dtype", "int32") not in ("int32", "torch.int32"):
             raise entries.fail(f"pack_dtype={entries.raw('pack_dtype')!r} is not read: int32 is")
-        rules = entries.inner("dynamic")
-        if rules and (rule := next((rule for rule in rules.values if not rule.startswith("-:")), None)):
-            raise entries.fail(f"dynamic has {rule!r}: matrices of several bit widths are not read, left out ones are")
         bits, group = self.widths(entries)
-        name = f"int{bits}-gptq{V2 if layout == 'gptq_v2' else ''}"
-        symmetric = entries.flag("sym", True)
+        others = any(isinstance(rule, dict) and rule.get("sym") is False for rule in _rules(entries))
+        symmetric = entries.flag("sym", True) and not others  # zeros of all are read where some have their own
         if bits == 8 and not symmetric:
             raise entries.fail("bits=8 with sym=false is not read")
-        return whole_scheme(name, bits, group, symmetric)
+        return whole_scheme(_name(bits, layout == "gptq_v2"), bits, group, symmetric)
+
+    def scheme_of_matrix(
+        self, parts: Mapping[str, Stored], size: tuple[int, ...], scheme: Scheme, entries: Entries
+    ) -> Scheme:
+        """As PackedLinears; sizes that the config does not say are those of rules of `dynamic`, or refused later."""
+        if any(part not in parts or len(parts[part].size) != 2 for part in ("qweight", "scales")):
+            return scheme
+        columns, words, groups = size[1], parts["qweight"].size[0], parts["scales"].size[0]
+        bits, left = divmod(words * 32, columns)
+        fitting = [group for group in (scheme.group, 0, *GROUPS) if groups == (-(-columns // group) if group else 1)]
+        if _rules(entries) and not left and bits in self.bits and fitting:
+            symmetric = bits == 8 or scheme.zeros == "fixed"
+            scheme = whole_scheme(_name(bits, scheme.name.endswith(V2)), bits, fitting[0], symmetric)
+        if "g_idx" not in parts:
+            return scheme
+        neighbours = torch.arange(columns) // (scheme.group or columns)
+        return replace(scheme, ordered=not torch.equal(parts["g_idx"].read().long(), neighbours))
+
+
+def _name(bits: int, second: bool) -> str:
+    """Of a scheme; `second`: of version 2."""
+    return f"int{bits}-gptq{V2 if second else ''}"
+
+
+def _rules(entries: Entries) -> list[object]:
+    """What GPTQModel's `dynamic` says of some matrices, but for those that it leaves out."""
+    rules = entries.inner("dynamic")
+    return [] if rules is None else [rule for name, rule in rules.values.items() if not name.startswith("-:")]
 
 
 def _raised(name: str, found: Codes, index: Tensor, bits: int) -> tuple[Tensor, Tensor]:

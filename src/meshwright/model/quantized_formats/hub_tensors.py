@@ -1,16 +1,21 @@
 """What formats under the names of Hugging Face have in common: which tensors a model's files hold, and in which order.
 A format says what becomes of a quantized matrix."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.model.hub.safetensors_files import Planned
-from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.hub.safetensors_files import Planned, Stored
+from meshwright.model.hub.transforms import SAME, STACKED
+from meshwright.model.hub.weight_names import IGNORED, Binding, bindings
+from meshwright.model.hub.weights import HEAD, check_tied
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Weights
+from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import Scheme
+from meshwright.spec.shape import ModelShape
 
 PlanMatrix = Callable[[str, tuple[int, ...], Scheme], list[Planned]]
 """(their name, size, scheme) -> the tensors that stand for a matrix."""
@@ -30,6 +35,44 @@ def planned_tensors(model: QuantizedModel, plan_matrix: PlanMatrix) -> list[Plan
             dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
             found.append(Planned(name=name, size=size, dtype=dtype))
     return found
+
+
+def tensors_of_model(
+    folder: Path, shape: ModelShape, planned: Sequence[Planned], stored: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """Stored tensors but those that say nothing: tables of rotary positions, biases of zeros, which GPTQ's writers put
+    beside every matrix, and a tied head beside its embedding. HubError where a bias or a head says something."""
+    names, told = {one.name for one in planned}, {}
+    for name, one in stored.items():
+        if name in names:
+            told[name] = one
+        elif name == HEAD and shape.tied:
+            check_tied(folder, bindings(shape), lambda part: stored[part].read())
+        elif name.endswith(".bias") and one.dtype.is_floating_point and not IGNORED.fullmatch(name):
+            if bool(one.read().any()):
+                raise HubError(
+                    f"{folder}: {name} is not zero, and by config.json a {shape.family} has no bias there: it is "
+                    "another model's, or attention_bias or mlp_bias is missing in config.json"
+                )
+        elif not IGNORED.fullmatch(name):
+            told[name] = one
+    return told
+
+
+def restored_parts(
+    binding: Binding, each: Sequence[dict[str, Tensor]], shape: ModelShape
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Matrices of ours, by name, from the parts of those of theirs that hold them. Of rows that are cut apart, what
+    belongs to columns goes to each."""
+    rows = [size[0] for size in binding.ours.values()]
+    matrices: list[dict[str, Tensor]] = [{} for _ in binding.ours]
+    for part in each[0]:
+        theirs = [one[part] for one in each]
+        cut = part == "order" and binding.transform not in (SAME, STACKED)
+        ours = [theirs[0]] * len(rows) if cut else binding.transform.restore(theirs, rows, shape)
+        for matrix, tensor in zip(matrices, ours, strict=True):
+            matrix[part] = tensor.contiguous()
+    yield from zip(binding.ours, matrices, strict=True)
 
 
 def encoded_tensors(

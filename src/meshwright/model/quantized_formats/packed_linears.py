@@ -17,10 +17,15 @@ from meshwright.kernels.quantization import pack, unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix, fixed_zero
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
-from meshwright.model.hub.transforms import JOINED, TURNED
+from meshwright.model.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
-from meshwright.model.quantized_formats.hub_tensors import encoded_tensors, planned_tensors
+from meshwright.model.quantized_formats.hub_tensors import (
+    encoded_tensors,
+    planned_tensors,
+    restored_parts,
+    tensors_of_model,
+)
 from meshwright.model.quantized_formats.native import check
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
@@ -37,6 +42,8 @@ class Codes(NamedTuple):
     codes: Tensor
     zeros: Tensor
     scales: Tensor
+    order: Tensor | None = None
+    """(K,) int32: the input of each column, where they do not stand as they are numbered."""
 
 
 class PackedLinears(ABC):
@@ -67,6 +74,12 @@ class PackedLinears(ABC):
     @abstractmethod
     def scheme_of(self, entries: Entries) -> Scheme:
         """Of a config; HubError where it holds what is not read."""
+
+    def scheme_of_matrix(
+        self, parts: Mapping[str, Stored], size: tuple[int, ...], scheme: Scheme, entries: Entries
+    ) -> Scheme:
+        """Of one matrix, by its tensors; `scheme`: of the config, whose entries may say that there are others."""
+        return scheme
 
     def widths(self, entries: Entries) -> tuple[int, int]:
         """Bits and group (0 = a row) of a config; HubError where they are not read."""
@@ -126,21 +139,37 @@ class PackedLinears(ABC):
     ) -> QuantizedModel:
         """As QuantizedFormat."""
         entries = Entries(config, f"{folder}/config.json, quantization_config")
-        scheme, stored = self.scheme_of(entries), stored_tensors(folder)
-        names = quantizable(shape)
-        schemes = {
-            own: scheme
-            for binding in bindings(shape)
-            if (own := next(iter(binding.ours))) in names and _start(next(iter(binding.theirs))) + "qweight" in stored
-        }
+        whole, stored = self.scheme_of(entries), stored_tensors(folder)
+        names, schemes = quantizable(shape), dict[str, Scheme]()
+        for binding in bindings(shape):
+            if next(iter(binding.ours)) not in names or _start(next(iter(binding.theirs))) + "qweight" not in stored:
+                continue
+            if binding.transform is CONV1D:
+                raise HubError(f"{folder}: codes of {shape.family}, whose matrices are stored transposed, are not read")
+            each = {
+                self.scheme_of_matrix(_parts(stored, their), self._checked(folder, their, size), whole, entries)
+                for their, size in binding.theirs.items()
+            }
+            if len(each) > 1:
+                first, *_, last = binding.theirs
+                raise HubError(f"{folder}: {first} to {last} have codes of several layouts, and are one stack here")
+            schemes |= dict.fromkeys(binding.ours, each.pop())
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no qweight")
         model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
-        why = self.refusal(model)
-        if why:
-            raise HubError(f"{folder}: {why}")
-        check(folder, self.planned(model), stored)
+        planned = self._as_stored(self.planned(model), stored)
+        check(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
+
+    def _checked(self, folder: Path, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
+        """HubError for a matrix whose codes are no whole words."""
+        if size[1] % 32 or size[0] % self.outputs:
+            raise HubError(f"{folder}: {name} is {list(size)}, of which {self.name} makes no whole words of 32 bits")
+        return size
+
+    def _as_stored(self, planned: list[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
+        """Without what a writer may leave out."""
+        return planned
 
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every
@@ -158,27 +187,21 @@ class PackedLinears(ABC):
             each = [
                 self._matrix(folder, stored, their, size, model.schemes[name]) for their, size in binding.theirs.items()
             ]
-            yield (
-                name,
-                {
-                    part: binding.transform.restore([one[part] for one in each], rows, model.shape)[0].contiguous()
-                    for part in each[0]
-                },
-            )
+            yield from restored_parts(binding, each, model.shape)
 
     def _matrix(
         self, folder: Path, stored: Mapping[str, Stored], their: str, size: tuple[int, ...], scheme: Scheme
     ) -> Parts:
         """One matrix of theirs, packed as ours are."""
-        parts = {part: stored[_start(their) + part] for part in self.sizes(size[0], size[1], scheme)}
+        parts = _parts(stored, their)
         where = Entries({}, f"{folder}: {_start(their)}qweight")
         found = self.unpacked(parts, (size[0], size[1]), scheme, where)
-        own = {"scales": found.scales.contiguous()}
+        own = {"scales": found.scales.contiguous()} | ({} if found.order is None else {"order": found.order})
         middle = fixed_zero(scheme) if scheme.packed else 128
         if scheme.zeros == "whole":
             own["zeros"] = pack(found.zeros, scheme.bits)
         elif bool((found.zeros != middle).any()):
-            raise where.fail("config.json says sym=true, and some zeros are not the middle code")
+            raise where.fail("some zeros are not the middle code, where config.json says sym=true or codes have 8 bits")
         own["codes"] = pack(found.codes, scheme.bits) if scheme.packed else (found.codes.int() - 128).to(torch.int8)
         return own
 
@@ -222,6 +245,12 @@ def names_kept(model: QuantizedModel) -> Sequence[str]:
         if next(iter(binding.ours)) in model.skipped
         for their in binding.theirs
     ]
+
+
+def _parts(stored: Mapping[str, Stored], their: str) -> dict[str, Stored]:
+    """The tensors that stand where a matrix of theirs was, by what their names end with."""
+    names = {part: _start(their) + part for part in ("qweight", "qzeros", "scales", "g_idx")}
+    return {part: stored[name] for part, name in names.items() if name in stored}
 
 
 def _start(name: str) -> str:

@@ -16,15 +16,43 @@ from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.scheme_names import base_name, layout
 
+BESIDE: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files by which AutoGPTQ and GPTQModel, and AutoAWQ, say what their own config.json may not -> quant_method."""
+OLDER_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+"""AutoAWQ's own names."""
+AUTO_ROUND: Mapping[str, dict[str, str]] = {
+    "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+    "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
+    "auto_round:auto_awq": {"quant_method": "awq", "version": "gemm"},
+}
+"""AutoRound's packing_format -> the layout that it is, in that layout's words
+(https://github.com/intel/auto-round, auto_round_extension/humming/qlinear_humming.py)."""
+NUMBERS = "fp8"
+"""The quant_method of blocks of 8-bit numbers, which are read as numbers (hub/weights.py)."""
 CODES_OF_A_BYTE = 4
 """At most: none has fewer than 2 bits."""
 WHOLE = "take the folder that it was quantized from, with model.lora.base=nf4"
 
 
+def quantization(path: Path) -> dict[str, Any]:
+    """What a folder says about its codes: an entry of config.json, or a file that its writer put beside that. Empty
+    where it says nothing."""
+    config = (read_json(path / CONFIG) or {}).get(QUANTIZATION)
+    if isinstance(config, dict) and config:
+        same = AUTO_ROUND.get(str(config.get("packing_format")))
+        return config if same is None else {**config, **same, "dynamic": config.get("extra_config")}
+    if config:
+        return {}
+    for name, method in BESIDE.items():
+        if alone := read_json(path / name):
+            return {"quant_method": method} | {OLDER_NAMES.get(key, key): entry for key, entry in alone.items()}
+    return {}
+
+
 def quant_method(path: Path) -> str:
-    """The word of a folder's config for its format; empty where it has none."""
-    found = (read_json(path / CONFIG) or {}).get(QUANTIZATION)
-    return str(found.get("quant_method", "")) if isinstance(found, dict) else ""
+    """The word of a folder for its format; empty where it has none."""
+    return str(quantization(path).get("quant_method", ""))
 
 
 def is_quantized(path: Path) -> bool:
@@ -42,13 +70,19 @@ def _formats() -> Mapping[str, QuantizedFormat]:
 
 def open_folder(path: Path) -> HubFolder:
     """A Hugging Face directory, quantized or not. HubError."""
+    method = quant_method(path)
+    if method not in ("", NUMBERS, *_formats()):
+        raise HubError(
+            f"{path} is quantized by {method!r}, whose codes are not read (read: {', '.join(_formats())}): take the "
+            "original folder, which it was made from"
+        )
     return import_folder(path, quantized=is_quantized(path))
 
 
 def open_quantized(folder: HubFolder) -> QuantizedModel:
     """What it holds; HubError where config and files do not fit."""
-    config: Any = (read_json(folder.path / CONFIG) or {}).get(QUANTIZATION)
-    form = _formats().get(quant_method(folder.path))
+    config = quantization(folder.path)
+    form = _formats().get(str(config.get("quant_method")))
     if form is None:
         raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(_formats())})")
     files = filter(Path.is_file, folder.path.glob("*.safetensors"))  # a link may lead nowhere
@@ -95,6 +129,11 @@ def base_of(folder: HubFolder, model: QuantizedModel) -> str:
     held: dict[Scheme, str] = {}
     for name, scheme in model.schemes.items():
         held.setdefault(layout(scheme), name)
+        if scheme.ordered:
+            raise HubError(
+                f"{folder.path} holds {name} with inputs in another order (GPTQ's desc_act), beside which no adapter "
+                f"is trained: {WHOLE}"
+            )
         if not replace(layout(scheme), threshold=scheme.threshold).trains_beside:
             raise HubError(
                 f"{folder.path} is quantized with activations that products round, too ({scheme.name}), and adapters "
