@@ -106,7 +106,7 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.bits != {"integer": self.bits, "e4m3": 8}.get(self.codes, 4):
             known = ", ".join(map(str, BITS))
-            raise PlanError(f"bits={self.bits} is not supported: take one of {known}; nf4 and fp4 have 4, e4m3 8")
+            raise PlanError(f"bits={self.bits} is not supported: take one of {known}; nf4 has 4, as fp4, and e4m3 8")
         if self.zeros != "fixed" and (self.bits == 8 or self.codes != "integer"):
             raise PlanError(f"zeros={self.zeros} are for whole numbers of fewer than 8 bits: zeros=fixed")
         if self.activations != "same" and (self.group or self.bits < 8):
