@@ -5,11 +5,16 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.planner.cost import engine_speeds
+from meshwright.planner.serving.cached_layers import served
 from meshwright.planner.serving.closed_loop import Load, serve
 from meshwright.planner.serving.deployment import Deployment, EngineDegrees
 from meshwright.planner.serving.disaggregated import serve_apart
-from meshwright.planner.serving.frameworks import SGLANG, VLLM, Framework
+from meshwright.planner.serving.frameworks import MESHWRIGHT, SGLANG, VLLM, Framework
 from meshwright.planner.serving.step_times import StepTimes
+from meshwright.spec import presets
+from meshwright.spec.attention_kernels import FLASH_4_GAIN
+from meshwright.spec.attention_kernels import HOPPER as HOPPER_RATES
 from tests.planner.test_serving_memory import deployment
 
 PLAIN = Load(input_tokens=100, output_tokens=10, concurrency=4)
@@ -120,3 +125,24 @@ def test_experts_that_are_spread_over_more_ranks_are_sooner() -> None:
     wide = replace(deployment("deepseek-v3", "fp8", "h200", tp=8, expert_ep=8), degrees=degrees)
     assert StepTimes(wide).decode_s(32, 1024) > 0
     assert StepTimes(wide).decode_s(8, 1024) < StepTimes(wide).decode_s(128, 1024)
+
+
+def test_prompts_of_this_engine_take_the_kernel_that_attends_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-4 where it is installed. Other frameworks, and other devices, keep published rates."""
+
+    def chunk_s(framework: Framework = MESHWRIGHT, device: str = "h200", head_dim: int = 128) -> float:
+        of = deployment("llama-3.1-8b", device=device)
+        model = served(replace(of.model.shape, head_dim=head_dim))
+        return StepTimes(replace(of, framework=framework, model=model)).chunk_s(8192.0, 8192.0)
+
+    def chunks_s() -> list[float]:
+        return [chunk_s(), chunk_s(VLLM), chunk_s(device="a100"), chunk_s(head_dim=256)]
+
+    before = chunks_s()
+    rate, peak = HOPPER_RATES["flash"], presets.device("h200").half_flop_per_s
+    pairs = (16384.0**2 - 8192.0**2) / 2 + rate.half * 8192.0 / 2
+    assert before[0] == pytest.approx(32 * 4 * 32 * 128 * pairs / (peak * rate.forward), rel=1e-3)
+    monkeypatch.setattr(engine_speeds, "has_flash_4", lambda: True)
+    after = chunks_s()
+    assert before[0] / after[0] == pytest.approx(FLASH_4_GAIN, rel=1e-3)
+    assert after[1:] == before[1:], "heads of 256 are too wide for it"

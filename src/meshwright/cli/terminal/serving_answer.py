@@ -8,6 +8,7 @@ from meshwright.cli.terminal.screen_text import dot, marked, width, wrapped
 from meshwright.planner.serving.engine_kernels import EngineKernels
 from meshwright.planner.serving.serving_memory import quantized
 from meshwright.planner.serving.serving_plan import CurvePoint, ServingLayout
+from meshwright.planner.serving.step_times import prompt_kernel_of
 from meshwright.spec.units import GIB, short_gib
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
     yield from wrapped(cache, width(), "    cache    ")
     if isinstance(answer.timed(best.deployment).kernels, EngineKernels) and quantized(best.deployment):
         yield "    times    those of fp32 products: calibrate measures none with codes"
+    attending = prompt_kernel_of(best.deployment)
+    if attending:
+        kernel = "FlashAttention 4" if attending[0].kernel == "flash-4" else "FlashAttention 2"
+        yield from wrapped(f"{kernel} ({attending[0].reason})", width(), "    prompts  ")
     if best.waits:
         yield (
             f"    {answer.asked.concurrency:,} requests in flight are more than fit; the rest waits: lower "

@@ -14,7 +14,16 @@ from typing import Literal
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.attention_kernels import HOPPER as ATTENTION
-from meshwright.spec.attention_kernels import LEAST_CUDNN, GpuLibraries, attention_call, attention_kernel, has_flash_4
+from meshwright.spec.attention_kernels import (
+    LEAST_CUDNN,
+    AttentionCall,
+    AttentionRates,
+    GpuLibraries,
+    KernelChoice,
+    attention_call,
+    attention_kernel,
+    has_flash_4,
+)
 from meshwright.spec.cluster import Device
 from meshwright.spec.plan import Plan
 
@@ -39,6 +48,8 @@ UPDATE_SHARES = {"adamw": 0.605, "widen": 0.408, "add": 0.6, "copy": 0.748, "nor
 package's kernel for moments of 8 bits and for those of 16; that for fp32 states is taken to be as fast as the last."""
 
 
+WIDEST_FLASH = 256
+"""Heads that FlashAttention 2 takes at most."""
 BLACKWELL = ("B200", "B300", "GB200", "GB300")
 
 
@@ -53,22 +64,40 @@ def attention_of(stack: Stack, plan: Plan) -> Literal[1, 2, 3]:
     if not stack.own or stack.flash < 3:
         return stack.flash
     call = attention_call(plan)._replace(case="rows")
-    return 3 if attention_kernel(call, GpuLibraries(_major(plan), LEAST_CUDNN)).kernel == "cudnn" else 2
+    return 3 if _planned_kernel(call, plan.cluster.device).kernel == "cudnn" else 2
 
 
 def takes_flash_4(plan: Plan) -> bool:
-    """Whether documents and windows of a plan go through FlashAttention 4: where it is installed, it is taken to be
-    installed on the plan's devices, too."""
+    """Whether documents and windows of a plan go through FlashAttention 4."""
     call = attention_call(plan)
-    if call.case == "rows" or not _major(plan) or not has_flash_4():
-        return False
-    return attention_kernel(call, GpuLibraries(_major(plan), flash_4=True)).kernel == "flash-4"
+    return call.case != "rows" and _planned_kernel(call, plan.cluster.device).kernel == "flash-4"
 
 
-def _major(plan: Plan) -> int:
-    """Compute capability of a plan's devices, its first number, from Hopper on; 0 = older, or another maker's."""
-    name = plan.cluster.device.name.upper()
+def prompt_kernel(device: Device, width: int, value_width: int) -> tuple[KernelChoice, AttentionRates] | None:
+    """Kernel that attends to prompts in this package's serving engine, for heads of two widths, and its rates. None
+    where only published rates are known: on other devices than Hopper, and for heads wider than FlashAttention's."""
+    if not device.name.upper().startswith(HOPPER) or max(width, value_width) > WIDEST_FLASH:
+        return None
+    choice = _planned_kernel(AttentionCall("cache", 0, width, value_width, gradients=False), device)
+    return choice, _reached(device, choice.kernel)
+
+
+def _planned_kernel(call: AttentionCall, device: Device) -> KernelChoice:
+    """Kernel that attends on a plan's device. FlashAttention 4 is taken to be installed there where it is here."""
+    return attention_kernel(call, GpuLibraries(_major(device), LEAST_CUDNN, has_flash_4()))
+
+
+def _major(device: Device) -> int:
+    """Compute capability of a device, its first number, from Hopper on; 0 = older, or another maker's."""
+    name = device.name.upper()
     return 9 if name.startswith(HOPPER) else 10 if name.startswith(BLACKWELL) else 0
+
+
+def _reached(device: Device, kernel: str) -> AttentionRates:
+    """Of a kernel on a Hopper device; one of less power multiplies more slowly than its data sheet says."""
+    slow = min(1.0, device.half_matmul_flop_per_s / device.half_flop_per_s / 0.803)
+    rates = ATTENTION[kernel]
+    return rates._replace(forward=rates.forward * slow, backward=rates.backward * slow)
 
 
 @lru_cache(maxsize=16)
@@ -90,11 +119,7 @@ def engine_speeds(device: Device, flash: int = 2, flash_4: bool = False) -> Spee
         update_shares=UPDATE_SHARES,
         packed_half=PACKED_HALF,
     )
-    slow = min(1.0, device.half_matmul_flop_per_s / device.half_flop_per_s / 0.803)
-    reached = {
-        kernel: rates._replace(forward=rates.forward * slow, backward=rates.backward * slow)
-        for kernel, rates in ATTENTION.items()
-    }
+    reached = {kernel: _reached(device, kernel) for kernel in ATTENTION}
     rows = reached["flash" if flash == 2 else "cudnn"]
     return replace(
         found, attention=None, parted=reached["flash"], bordered=reached["flash-4"] if flash_4 else None,

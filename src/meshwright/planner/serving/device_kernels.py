@@ -9,12 +9,15 @@ from meshwright.planner.kernels.fitted_kernel import kernel_of
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.kernels.one_kernel import decode_place, experts_place, product_us
 from meshwright.planner.serving.number_formats import NumberFormat
+from meshwright.spec.attention_kernels import AttentionRates
 from meshwright.spec.cluster import Device
 from meshwright.spec.shape import MLAShape
 
 LATENT_MEMORY, LATENT_RATE = 0.75, 0.45
 """Of bandwidth and bf16 peak that decoding with latents reaches (deepseek-ai/FlashMLA: 3,000 of 3,350 GB/s and 580 of
 989 TFLOP/s at best)."""
+NARROW = 96
+"""Heads below it reach less of a rate."""
 SWITCHED_US, SWITCHED_LINK = 4.5, 0.4
 """Of an all-reduce by the frameworks' own kernels, which write into their neighbours' memory: microseconds, and share
 of the link for twice the bytes (AIConfigurator's custom_allreduce tables: 4.5 to 7 us up to 32 KiB, 28 us at 2 MiB)."""
@@ -26,6 +29,8 @@ class DeviceKernels:
 
     device: Device
     per_node: int = 8
+    prompts: AttentionRates | None = None
+    """Of the kernel that attends to prompts; None = one as fast as the published ones that the tables hold."""
     _known: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def product(self, m: float, k: float, n: float, of: NumberFormat, batch: float = 1.0) -> float:
@@ -51,8 +56,18 @@ class DeviceKernels:
 
     def prefill(self, sequence: float, start: float, heads: float, kv_heads: float, dim: float) -> float:
         """Of causal attention of one sequence's tokens `start` to `sequence`."""
-        whole = kernel_seconds(self.device, Prefill(1, sequence, heads, kv_heads, dim))
-        return whole - (kernel_seconds(self.device, Prefill(1, start, heads, kv_heads, dim)) if start > 0 else 0.0)
+        begin = self._attended_s(start, heads, kv_heads, dim) if start > 0 else 0.0
+        return self._attended_s(sequence, heads, kv_heads, dim) - begin
+
+    def _attended_s(self, sequence: float, heads: float, kv_heads: float, dim: float) -> float:
+        """Of a whole sequence. Rates lose as much of every position as half a row of `half` more would take."""
+        rates = self.prompts
+        if rates is None:
+            return kernel_seconds(self.device, Prefill(1, sequence, heads, kv_heads, dim))
+        flop = 2.0 * heads * dim * sequence * (sequence + rates.half)
+        peak = self.device.half_flop_per_s * rates.forward * (rates.narrow if dim < NARROW else 1.0)
+        launch = kernel_of(self.device, "prefill").figures["launch_us"] / 1e6
+        return launch + flop / peak
 
     def decode(
         self, batch: float, context: float, heads: float, kv_heads: float, dim: float, cache_width: float

@@ -4,12 +4,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import log2
 
+from meshwright.planner.cost.engine_speeds import prompt_kernel
 from meshwright.planner.serving.deployment import Deployment
 from meshwright.planner.serving.device_kernels import DeviceKernels
-from meshwright.planner.serving.frameworks import LATENT
+from meshwright.planner.serving.frameworks import LATENT, MESHWRIGHT
 from meshwright.planner.serving.kernel_times import KernelTimes
 from meshwright.planner.serving.layer_times import head_s, layers_s
 from meshwright.planner.serving.number_formats import BF16
+from meshwright.spec.attention_kernels import AttentionRates, KernelChoice
 
 GRID = tuple(float(round(2 ** (n / 2))) for n in range(33))
 """Tokens at which times are counted: between them they follow straight lines of logarithms."""
@@ -20,7 +22,8 @@ class StepTimes:
 
     def __init__(self, of: Deployment, kernels: KernelTimes | None = None) -> None:
         self.of = of
-        self.kernels: KernelTimes = kernels or DeviceKernels(of.device, of.per_node)
+        chosen = prompt_kernel_of(of)
+        self.kernels: KernelTimes = kernels or DeviceKernels(of.device, of.per_node, chosen[1] if chosen else None)
         self._layers: dict[float, float] = {}
         self._heads: dict[float, float] = {}
         self._cores: dict[float, dict[float, float]] = {}
@@ -135,3 +138,12 @@ class StepTimes:
             return known[low]
         share = (tokens - low) / (high - low)
         return known[low] + share * (known[high] - known[low])
+
+
+def prompt_kernel_of(of: Deployment) -> tuple[KernelChoice, AttentionRates] | None:
+    """Kernel of prompts in this package's own engine, and its rates. None for other frameworks, whose kernels the
+    published tables hold, and where no rate of ours is known."""
+    if of.framework.name != MESHWRIGHT.name:
+        return None
+    shape = of.model.shape
+    return prompt_kernel(of.device, shape.head_dim, shape.mla.v_dim if shape.mla else shape.head_dim)
