@@ -3,10 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from meshwright.data import prepare
 from meshwright.data.advice import advice
 from meshwright.planfile import read
 from meshwright.spec import BatchStage, Data, Plan
+from tests.data.chats_for_tests import tokenizer_json
 
 
 def plan(tmp_path: Path, text: str, tokenizer: str = "auto", vocab: int = 2048) -> Plan:
@@ -49,3 +52,17 @@ def test_the_tokens_of_a_ramp_are_those_of_its_steps(tmp_path: Path) -> None:
         for _ in range(37):
             seen += ramped.recipe.global_batch_at(seen) * 7
         assert ramped.recipe.tokens_of_run() == seen
+
+
+def test_special_tokens_that_a_text_spells_are_named(tmp_path: Path) -> None:
+    """Text is encoded as letters, which is right for pages about models and wrong for rendered conversations."""
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "tokenizer.json"
+    file.write_text(tokenizer_json("qwen2"), encoding="utf-8")
+    chat = plan(tmp_path, "<|im_start|>user\nq<|im_end|>\n" * 20, str(file), vocab=400)
+    library = pytest.importorskip("transformers").PreTrainedTokenizerFast(tokenizer_file=str(file))
+    corpus, name = prepare(chat.data), "<|im_start|>"
+    theirs = library(name)["input_ids"]
+    assert len(theirs) == 1 and theirs[0] not in corpus.train.parts[0].read(0, corpus.train.size)
+    assert "the text spells <|im_start|> and <|im_end|> of the tokenizer" in said(chat)
+    assert said(plan(tmp_path, "a <s>struck</s> word\n" * 20, str(file), vocab=400)) == ""

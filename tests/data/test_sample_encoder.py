@@ -154,6 +154,15 @@ def test_begin_and_end_are_put_once() -> None:
         assert (ids.count(begin), ids[0], ids.count(end), ids[-1]) == (1, begin, 1, end) and marks[-1]
 
 
+@pytest.mark.parametrize("tokenizer", (*BYTE_LEVEL, *SPACED))
+@pytest.mark.parametrize("behind", ["", "\n", " \n\n"])
+def test_a_rendered_conversation_as_text_gets_no_second_end(tokenizer: str, behind: str) -> None:
+    """Files for TRL hold `apply_chat_template(..., tokenize=False)` as `text`, with what a template writes behind."""
+    text = f"<s>[INST] u [/INST] a</s>[INST] v [/INST] b</s>{behind}"
+    ids, marks = only(tokenizer, "", {"text": text})
+    assert ids == hugging_face(tokenizer)(text, add_special_tokens=False)["input_ids"] and all(marks)
+
+
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [

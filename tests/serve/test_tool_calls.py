@@ -39,6 +39,9 @@ TOOLS = [
 ]  # fmt: skip
 
 
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {}, date(2026, 1, 1))
 
@@ -155,6 +158,32 @@ def test_letter_by_letter_nothing_is_taken_back(name: str) -> None:
     ]
     for _ in range(60):
         grown(family, "".join(chance.choice(marks) for _ in range(chance.randint(1, 14))))
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("<think>a <tool_call> or not?</think>" + CALL, "<think>a <tool_call> or not?</think>", ["f"]),
+        ("<tool_call>{oops}</tool_call>\n" + CALL, "<tool_call>{oops}</tool_call>", ["f"]),
+        (f"Before {CALL} after", "Before after", ["f"]),
+        (f"Before\n\n{CALL}\n{CALL}\n", "Before", ["f", "f"]),
+        ('<tool_call>{"name": "f"}</tool_call>', "", ["f"]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', "", ["f"]),
+    ],
+)
+def test_a_call_is_found_whatever_is_said_before(text: str, content: str, calls: list[str]) -> None:
+    """As in vllm#19513, vllm#39056 and vllm#28806: calls behind a thought that names the tag, and of tools without
+    parameters, were lost."""
+    family = BY_NAME["hermes"]
+    found = read_answer(family, text)
+    assert (found.content, [one.name for one in found.calls]) == (content, calls)
+    assert all(json.loads(one.arguments) == {} for one in found.calls)
+    grown(family, text)
+
+
+def test_json_without_arguments_is_no_bare_call() -> None:
+    text = '{"name": "f"}'
+    assert read_answer(BY_NAME["llama-json"], text).content == text
 
 
 def test_a_call_is_held_back_until_it_is_whole() -> None:

@@ -326,10 +326,11 @@ def test_a_priority_goes_first() -> None:
     [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
-        {"role": "assistant", "content": "Earlier.", "refusal": None, "tool_calls": None, "audio": None},
+        {"role": "assistant", "content": "Earlier.", "refusal": None, "tool_calls": None, "audio": None,
+         "annotations": []},
     ],
     ids=["developer", "parts", "assistant"],
-)
+)  # fmt: skip
 def test_messages(client: openai.OpenAI, message: dict[str, Any]) -> None:
     rows = {"developer": ("system", "Be kind."), "user": ("user", "Hello"), "assistant": ("assistant", "Earlier.")}
     role, content = rows[message["role"]]

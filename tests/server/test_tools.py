@@ -105,6 +105,7 @@ def test_what_the_template_reads(client: openai.OpenAI) -> None:
     sent = json.loads(json.dumps(rows))
     sent[1] |= {"content": None}
     sent[1]["tool_calls"][0]["function"]["arguments"] = '{"zone": "UTC"}'
+    sent[1]["tool_calls"][0]["index"] = 0  # put together from the pieces of a stream
     for arguments in ("", " "):  # some clients send that of a call without any
         empty = json.loads(json.dumps(sent))
         empty[1]["tool_calls"][0]["function"]["arguments"] = arguments

@@ -1,10 +1,12 @@
 """Whether a tokenizer suits a text and a model, said before training and not after."""
 
 from collections.abc import Mapping
-from itertools import islice
+from itertools import groupby, islice
 
-from meshwright.data.corpus import Corpus
+from meshwright.data.corpus import Corpus, TokenStream
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec import Plan
+from meshwright.spec.plan import TEXT
 from meshwright.spec.units import many
 
 FEW_BYTES = 2.0
@@ -15,6 +17,10 @@ IDLE = 4
 """A model may have so many times the rows of its tokenizer before it is said."""
 UNITS = "bytes"
 _COLUMNS_NAMED = 4
+LOOKED_AT = 2**14
+"""Tokens at the beginning of each source in which spelled special tokens are looked for."""
+LONGEST_OF_HTML = 4
+"""Letters of `</s>`, which is a token of Llama 2 and a tag of HTML."""
 
 
 def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
@@ -34,9 +40,31 @@ def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
             f"model.vocab={plan.model.vocab} has {plan.model.vocab - tokenizer.vocab:,} rows that the "
             f"{tokenizer.vocab:,} tokens of the tokenizer never use: model.vocab={tokenizer.vocab} saves them"
         )
+    if spelled := spelled_tokens(plan, corpus):
+        found.append(
+            f"the text spells {' and '.join(spelled)} of the tokenizer, and data.form=text reads them as letters: "
+            "data.form=samples reads them as tokens, as transformers does"
+        )
     if corpus.unread:
         found.append(f"columns that are not read: {named_columns(corpus.unread)}")
     return tuple(found)
+
+
+def spelled_tokens(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
+    """Special tokens that the beginning of a text spells, which is encoded as letters: at most two."""
+    if plan.data.form != TEXT:
+        return ()
+    special = (corpus.tokenizer.decode([token]) for token in sorted(corpus.tokenizer.special_ids))
+    names = [name for name in special if len(name) > LONGEST_OF_HTML]
+    beginnings = "\n".join(_letters(corpus.tokenizer, part) for part in corpus.train.parts)
+    return tuple(name for name in names if name in beginnings)[:2]
+
+
+def _letters(tokenizer: Tokenizer, stream: TokenStream) -> str:
+    """The text of the first tokens, a line for each piece between special ones."""
+    ids = stream.read(0, min(stream.size, LOOKED_AT)).tolist()
+    pieces = groupby(ids, key=tokenizer.special_ids.__contains__)
+    return "\n".join(tokenizer.decode(list(piece)) for special, piece in pieces if not special)
 
 
 def named_columns(unread: Mapping[str, int]) -> str:

@@ -179,17 +179,18 @@ class _RowEncoder:
             ids += found
             marks += bytes(by_character[begin + place] for place in places)
         if not marked.ends:
-            self._put_marks(ids, marks)
+            self._put_marks(marked.text, ids, marks)
         self._check_ends(ids, marks)
         return self._made(ids, bytes(marks))
 
-    def _put_marks(self, ids: list[int], marks: bytearray) -> None:
-        """The tokens that begin and end a text, unless they stand there already."""
+    def _put_marks(self, text: str, ids: list[int], marks: bytearray) -> None:
+        """The tokens that begin and end a text, unless they stand there already: a rendered conversation may have a
+        line end behind its last one."""
         before, eos = list(self._settings.begins), self._settings.eos
         if ids[: len(before)] != before:
             ids[:0] = before
             marks[:0] = bytes(len(before))
-        if eos is not None and ids[-1:] != [eos]:
+        if eos is not None and not text.rstrip().endswith(self._tokenizer.id_to_token(eos) or "\0"):
             ids.append(eos)
             marks.append(TRAINED)
 

@@ -31,7 +31,7 @@ class ToolReading:
     """An answer, taken apart."""
 
     content: str
-    """What is no call; blanks around calls are left out."""
+    """What is no call; of the blanks around one only those that part two texts are left."""
     calls: tuple[ToolCall, ...]
 
 
@@ -106,6 +106,7 @@ def _call(value: Any, name: str | None = None) -> ToolCall | None:
         return None
     if name is None:
         name, value = value.get("name"), value.get("arguments", value.get("parameters"))
+        value = {} if value is None else value  # a function without parameters
         if isinstance(value, str):  # as some models write them
             try:
                 value = json.loads(value)
@@ -132,9 +133,8 @@ def _tagged(closer: str) -> Callable[[str, int, bool], Found]:
             value, place = _json(text, begin)
         except _Unfinished:
             return None
-        except ValueError:
-            place = text.find(closer, begin)
-            return None if place < 0 else ([], place + len(closer))
+        except ValueError:  # the tag was only said, as in a thought: a call may follow
+            return [], begin
         call, place = _call(value), _behind_blanks(text, place)
         calls = [call] if call else []
         if text.startswith(closer, place):
@@ -158,7 +158,8 @@ def _bare(text: str, begin: int, ended: bool) -> Found:
             return None
         except ValueError:
             return [], len(text)
-        call, place = _call(value), _behind_blanks(text, place)
+        whole = isinstance(value, dict) and ("parameters" in value or "arguments" in value)
+        call, place = _call(value) if whole else None, _behind_blanks(text, place)
         if call is None:
             return [], len(text)
         calls.append(call)
@@ -284,7 +285,7 @@ def read_answer(family: ToolFamily, text: str, *, ended: bool = True) -> ToolRea
         if begin < place:
             continue
         piece = text[place:begin]
-        content, place = content + (piece.lstrip() if after_call else piece), begin
+        content, place = content + (_behind_call(content, piece) if after_call else piece), begin
         after_call = after_call and not piece.strip()
         found = family.at(text, behind, ended)
         if found is None and not ended:
@@ -296,8 +297,13 @@ def read_answer(family: ToolFamily, text: str, *, ended: bool = True) -> ToolRea
             content += text[begin:place]
         calls += good
     piece = text[place:]
-    content += piece.lstrip() if after_call else piece
+    content += _behind_call(content, piece) if after_call else piece
     return ToolReading(content if ended else _certain(family, content, text), tuple(calls))
+
+
+def _behind_call(content: str, piece: str) -> str:
+    """Text behind a call, whose blanks part it from the text before."""
+    return piece if content and piece.strip() else piece.lstrip()
 
 
 def _openings(family: ToolFamily, text: str) -> Iterator[tuple[int, int]]:

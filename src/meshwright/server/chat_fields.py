@@ -38,6 +38,8 @@ class EarlierCall(CheckedFields):
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
+    """As in a piece of a stream, from which clients put a call together."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -58,6 +60,8 @@ class ChatMessage(CheckedFields):
     reasoning_content: str | None = None
     tool_calls: list[EarlierCall] = Field(default_factory=list, max_length=128)
     tool_call_id: str | None = Field(None, max_length=256)
+    annotations: list[Any] = Field(default_factory=list, max_length=0)
+    """As in answers of OpenAI, which clients send back; citations are not supported."""
 
     @property
     def row(self) -> dict[str, Any]:
