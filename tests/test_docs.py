@@ -160,6 +160,17 @@ def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_plans_of_the_lectures_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    from meshwright.cli.main import main
+
+    plans = {
+        tuple(words) for page, words in commands("meshwright") if page == "docs/lectures.md" and words[0] == "plan"
+    }
+    assert plans
+    codes = {shlex.join(words): main(list(words)) for words in sorted(plans)}
+    assert set(codes.values()) == {0}, (codes, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("page", generate.pages(), ids=shown)
 @pytest.mark.long
 def test_generated_parts_are_what_the_program_says(page: Path) -> None:

@@ -29,8 +29,12 @@ EIGHT = {"cluster": "h100x8"}
         ({**EIGHT, "nodes": 0}, "nodes=0 must be at least 1"),
         ({**EIGHT, "layout": "tpp=2"}, "layout='tpp=2': 'tpp' is no field of a layout"),
         (
-            {**EIGHT, "layout": "context=ring"},
-            "layout='context=ring': plan does not search context; write layout.context",
+            {**EIGHT, "layout": "saving=async"},
+            "layout='saving=async': plan does not search saving; write layout.saving",
+        ),
+        (
+            {**EIGHT, "layout": "kernels=fast"},
+            "layout='kernels=fast': kernels='fast' is unknown: take one of auto, eager",
         ),
         ({**EIGHT, "tokens": "many"}, "tokens=many must be a number"),
         (

@@ -21,6 +21,7 @@ from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, presets
 from meshwright.spec.recipe import BatchStage
 from meshwright.spec.worlds import world_violation
+from tests.cli.toy import call
 
 SMALL = ["plan", "llama-3.2-1b", "--cluster", "h100x8", "--recipe", "global_batch=64", "--recipe", "sequence=4096"]
 ONE = [*SMALL, "--layout", "dp=8,dp_shard=8,zero=3,tp=1,cp=1,pp=1,micro_batch=1,recompute=full"]
@@ -42,6 +43,19 @@ def test_the_document_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     times = [one["step_seconds"] for one in found["layouts"]]
     assert times[0] == found["step_seconds"] and times == pytest.approx(sorted(times), rel=1e-2)
     assert found["rejected"] and all(one["reason"] and one["count"] for one in found["rejected"])
+
+
+def test_a_field_that_no_search_varies_is_set_by_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain attention stores a x s x s weights: 34 sbh of 34 sbh + 5 a s^2 b stay (Korthikanti et al. 2022), 30 %."""
+    gpt3 = ["plan", "gpt3-175b", "--cluster", "h100x8", "--nodes", "16", "--json", "--layout"]
+    layout = "tp=8 sp pp=8 interleaved vp=12 dp_shard=2 zero=1 micro_batch=1 kernels=reference"
+    stored = {}
+    for recompute in ("none", "selective"):
+        code, out, _ = call(capsys, *gpt3, f"{layout} recompute={recompute}")
+        document = json.loads(out)
+        assert code == 0 and document["plan"]["layout"]["kernels"] == "reference"
+        stored[recompute] = next(row["bytes"] for row in document["memory"] if row["kind"] == "activations")
+    assert stored["selective"] / stored["none"] == pytest.approx(34 / (34 + 5 * 96 * 2048 / 12288), abs=0.02)
 
 
 def test_one_layout_has_one_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.spec import Layout, Plan
 from meshwright.spec.capturing_rules import CAPTURED, policies
 from meshwright.spec.errors import ArgumentError
-from meshwright.spec.layout import RECOMPUTE
+from meshwright.spec.layout import RECOMPUTE, known_word
 from meshwright.spec.presets import suggested
 from meshwright.spec.schedule_kinds import NAMES
 from meshwright.spec.units import many
@@ -16,8 +16,24 @@ from meshwright.spec.units import many
 DEGREES = ("dp", "dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "vp", "zero", "micro_batch", "recompute_layers")
 WORDS = ("recompute", "schedule", "sp", "offload", "cuda_graphs")
 SEARCHED = (*DEGREES[1:], *WORDS)
+CARRIED = ("kernels", "compile", "context", "context_split")
+"""Fields that no search varies: every layout has the value of the plan, or the one that is given here."""
 
 Fixed = dict[str, tuple[Any, ...]]
+
+
+def carried_layout(asked: Plan, texts: Sequence[str]) -> tuple[Plan, list[str]]:
+    """Return the plan with the fields that no search varies (`kernels=reference`), and the words that are left."""
+    changes: dict[str, Any] = {}
+    searched: list[str] = []
+    for word in re.sub(r"\([^)]*\)", " ", " ".join(texts)).replace(",", " ").split():
+        key, equals, text = word.removeprefix("layout.").partition("=")
+        if key in CARRIED and equals:
+            known_word(key, text)
+            changes[key] = text
+        else:
+            searched.append(word)
+    return replace(asked, layout=replace(asked.layout, **changes)), searched
 
 
 def fixed_layout(asked: Plan, texts: Sequence[str]) -> Fixed:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.api.amounts import tokens_of
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import HasPlan, checked
-from meshwright.api.layout_argument import SEARCHED, Fixed, fixed_layout
+from meshwright.api.layout_argument import SEARCHED, Fixed, carried_layout, fixed_layout
 from meshwright.api.markup import LISTED, line, table, whole
 from meshwright.api.plan_reading import Section, section_words
 from meshwright.api.plan_request import as_typed, asked_estimator, asked_plan, within
@@ -185,7 +185,9 @@ def plan(
     if isinstance(layout, Layout):
         layout = {name: getattr(layout, name) for name in SEARCHED}
     words = section_words(layout)
-    given = fixed_layout(asked, words)
+    with as_typed("layout", words):
+        asked, searched = carried_layout(asked, words)
+    given = fixed_layout(asked, searched)
     software, fixed = (None, given) if stack in ("", MESHWRIGHT.name) else _offered(stack, asked, given)
     if document_tokens < 0:
         raise ArgumentError(f"document_tokens={document_tokens:g} must be 0 (a document fills its row) or more")
