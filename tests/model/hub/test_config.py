@@ -136,7 +136,7 @@ def test_what_a_family_cannot_hold_is_refused_with_the_field_and_a_family(
         ({**LLAMA_31, "model_type": "bert"}, ["'bert'", "llama, mistral, mixtral"]),
         ({**LLAMA_31, "architectures": ["LlamaForSequenceClassification"]}, ["not a causal language model"]),
         ({**LLAMA_31, "architectures": "LlamaForCausalLM"}, ["expected LlamaForCausalLM"]),
-        ({**LLAMA_31, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "linear, llama3, yarn"]),
+        ({**LLAMA_31, "rope_scaling": {"type": "ntk", "factor": 2.0}}, ["'ntk'", "linear, llama3, yarn"]),
         ({**LLAMA_31, "rope_scaling": {**SCALING, "rope_type": "longrope"}}, ["'longrope'"]),
         ({**LLAMA_31, "rope_scaling": {**SCALING, "factor": float("nan")}}, ["factor=nan"]),
         (

@@ -92,6 +92,19 @@ def test_positions_of_training_beside_the_rotary_settings(
     assert relative_error(loaded(found)(tokens()), theirs(tokens()).logits) <= LARGEST_ERROR
 
 
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@torch.no_grad()
+def test_dynamic_scaling_changes_nothing_up_to_the_positions_of_training(spelling: str, tmp_path: Path) -> None:
+    """Nor does the engine take more positions. InternLM 2 and older Llamas have it."""
+    peer("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = {**config.pop("rope_parameters"), "rope_type": "dynamic", "factor": 4.0}
+    config |= {spelling: rope, "rope_theta": rope["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert relative_error(loaded(import_folder(tmp_path))(tokens()), theirs(tokens()).logits) <= LARGEST_ERROR
+
+
 @torch.no_grad()
 def test_neighbouring_rotary_pairs_become_halves_there(tmp_path: Path) -> None:
     peer("qwen3-biases-window").save_pretrained(tmp_path / "theirs")

@@ -224,15 +224,19 @@ def test_what_is_exported_is_planned(name: str) -> None:
 PUBLISHED_BESIDE: dict[str, dict[str, Any]] = {
     "llama": {
         "is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"},
-        "pretraining_tp": 1, "_name_or_path": "/raid/model",
+        "pretraining_tp": 1, "_name_or_path": "/raid/model", "max_sequence_length": 2048, "neftune_noise_alpha": 5.0,
+        "model_max_length": 4096,
     },
-    "qwen2": {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False},
+    "mistral": {"max_sequence_length": 131072, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28, "use_mrope": False,
+              "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}},
     "qwen3": {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 36},
-    "qwen3_moe": {"use_sliding_window": False, "max_window_layers": 48, "mlp_only_layers": []},
+    "qwen3_moe": {"use_sliding_window": False, "max_window_layers": 48, "mlp_only_layers": [], "use_qk_norm": True,
+                  "qkv_bias": False, "shared_expert_intermediate_size": 0},
     "gpt2": {
         "n_ctx": 1024, "summary_type": "cls_index", "summary_use_proj": True, "summary_first_dropout": 0.1,
         "summary_proj_to_labels": True, "summary_activation": None, "task_specific_params": {"text-generation": {}},
-        "_num_labels": 1, "prefix": None, "num_labels": 1,
+        "_num_labels": 1, "prefix": None, "num_labels": 1, "output_past": True,
     },
     "deepseek_v3": {
         "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "ep_size": 1, "moe_layer_freq": 1,
@@ -253,7 +257,8 @@ def test_keys_of_published_files_change_no_shape(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
-    [("gpt2", "n_ctx", 512), ("deepseek_v3", "qk_head_dim", 128), ("llama", "rope_interleaved", True)],
+    [("gpt2", "n_ctx", 512), ("deepseek_v3", "qk_head_dim", 128), ("llama", "rope_interleaved", True),
+     ("qwen3_moe", "use_qk_norm", False), ("smollm3", "no_rope_layers", [0] * 36)],
 )  # fmt: skip
 def test_a_key_that_contradicts_another_is_refused(kind: str, key: str, value: object) -> None:
     transformers = pytest.importorskip("transformers")

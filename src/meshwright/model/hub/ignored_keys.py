@@ -7,19 +7,22 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
     "names and versions": (
         "architectures", "model_type", "auto_map", "transformers_version", "dtype", "torch_dtype", "name_or_path",
         "unsloth_fixed", "unsloth_version", "model_name", "tokenizer_class", "bos_token", "eos_token",
-        "is_llama_config", "transformers.js_config", "license", "language",
+        "is_llama_config", "transformers.js_config", "license", "language", "output_past",
     ),
     "where and how a program runs it": (
         "use_cache", "cache_implementation", "tie_word_embeddings", "attn_implementation", "gradient_checkpointing",
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "pretraining_tp",
         "chunk_size_feed_forward", "for_llm_compressor", "use_return_dict", "ep_size", "torchscript", "use_flash_attn",
-        "hybrid_cache", "quantization_config", "compression_config",
+        "hybrid_cache", "quantization_config", "compression_config", "dual_chunk_attention_config",
     ),
     "first weights and training": (
         "initializer_range", "initializer_factor", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
         "router_jitter_noise", "router_z_loss_coef", "initial_context_length", "mtp_loss_weight", "attention_dropout",
         "hidden_dropout", "hidden_dropout_prob", "resid_pdrop", "embd_pdrop", "attn_pdrop", "embedding_dropout",
-        "residual_dropout", "mlp_dropout",
+        "residual_dropout", "mlp_dropout", "neftune_noise_alpha",
+    ),
+    "a length of text that the family's class reads under max_position_embeddings": (
+        "max_sequence_length", "model_max_length", "seq_length",
     ),
     "layers that predict further tokens, which stand beside the model": (
         "num_nextn_predict_layers", "num_mtp_modules", "mtp_transformer_layers", "use_mtp", "mtp_num_hidden_layers",

@@ -148,6 +148,8 @@ def _first_dense(entries: Entries) -> int:
 
 
 def _read_qwen_moe(entries: Entries) -> Fields:
+    entries.allow("use_qk_norm", (True, None))  # Qwen3-Coder says so, and the family's class always has it
+    entries.allow("shared_expert_intermediate_size", (0, None))
     first = _first_dense(entries)
     if first >= entries.integer("num_hidden_layers"):
         return {}

@@ -71,8 +71,43 @@ def _gemma3(entries: Entries) -> Fields:
     return {**_gemma(entries, 6), "qk_norm": True}
 
 
+def _gemma1(entries: Entries) -> Fields:
+    unbuilt = UnbuiltParts(activation="gelu", scaled_embedding=True, centred_norm=True)
+    return {"unbuilt": unbuilt, **_bias(entries)}
+
+
+def _olmo3(entries: Entries) -> Fields:
+    unbuilt = replace(_OLMO, full_every=_full_every(entries, "sliding_window_pattern", 4))
+    return {"unbuilt": unbuilt, "window": entries.maybe_integer("sliding_window", 4096) or 0, **_bias(entries)}
+
+
+def _smollm3(entries: Entries) -> Fields:
+    entries.allow("layer_types", (["full_attention"] * entries.integer("num_hidden_layers"), None))
+    unbuilt = UnbuiltParts(unrotated_every=_unrotated_every(entries))
+    return {"unbuilt": unbuilt, "mlp_bias": entries.flag("mlp_bias", False), **_bias(entries)}
+
+
+def _unrotated_every(entries: Entries) -> int:
+    layers, every = entries.integer("num_hidden_layers"), entries.integer("no_rope_layer_interval", 4)
+    rotated = entries.raw("no_rope_layers", None)
+    if rotated and rotated != [int((layer + 1) % every != 0) for layer in range(layers)]:
+        raise entries.fail(f"no_rope_layers={rotated!r}: only every {every}th layer without positions")
+    return every
+
+
+def _granite(entries: Entries) -> Fields:
+    unbuilt = UnbuiltParts(scaled_embedding=True)
+    return {"unbuilt": unbuilt, "mlp_bias": entries.flag("mlp_bias", False), **_bias(entries)}
+
+
+def _qwen2_moe(entries: Entries) -> Fields:
+    entries.allow("use_sliding_window", (False, None))
+    moe = _experts_beside_a_gate(entries, 60, 4, ffn=1408, shared=5632, normalize=False)
+    return {"moe": moe, "unbuilt": UnbuiltParts(shared_gate=True), "qkv_bias": entries.flag("qkv_bias", True)}
+
+
 def _olmo2(entries: Entries) -> Fields:
-    return {"unbuilt": UnbuiltParts(norms="after", qk_norm="width"), **_bias(entries)}
+    return {"unbuilt": _OLMO, **_bias(entries)}
 
 
 def _phi3(entries: Entries) -> Fields:
@@ -109,10 +144,7 @@ def _llama4(entries: Entries) -> Fields:
     routed = entries.raw("moe_layers", None)
     if routed is not None and routed != list(range(step - 1, layers, step)):
         raise entries.fail(f"moe_layers={routed!r}: only every {step}th layer, as interleave_moe_layer_step says")
-    rotated = entries.raw("no_rope_layers", None)
-    every = entries.integer("no_rope_layer_interval", 4)
-    if rotated and rotated != [int((layer + 1) % every != 0) for layer in range(layers)]:
-        raise entries.fail(f"no_rope_layers={rotated!r}: only every {every}th layer without positions")
+    every = _unrotated_every(entries)
     kinds = ["chunked_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)]
     if entries.raw("layer_types", None) not in (None, kinds):
         raise entries.fail(f"layer_types: only every {every}th layer full_attention, the others chunked_attention")
@@ -130,8 +162,8 @@ def _llama4(entries: Entries) -> Fields:
 def _nemotron(entries: Entries) -> Fields:
     share = entries.number("partial_rotary_factor", 0.5)
     unbuilt = UnbuiltParts(activation="relu2", centred_norm=True, rotary_share=share)
-    mlp = entries.flag("mlp_bias", False)
-    return {"unbuilt": unbuilt, "norm": "layernorm", "mlp": "gelu", "mlp_bias": mlp, **_bias(entries)}
+    shape = {"norm": "layernorm", "mlp": "gelu", "mlp_bias": entries.flag("mlp_bias", False)}
+    return {"unbuilt": unbuilt, **shape, **_bias(entries)}
 
 
 def _glm4_moe(entries: Entries) -> Fields:
@@ -189,19 +221,29 @@ def _gated_delta(entries: Entries) -> Fields:
 
 
 def _gated_delta_moe(entries: Entries) -> Fields:
-    """The same with experts in every layer, one of which all tokens visit through a gate."""
+    """The same with experts."""
+    found = _gated_delta(entries)
+    moe = _experts_beside_a_gate(entries, 512, 10, ffn=512, shared=512, normalize=True)
+    parts = replace(found["unbuilt"], shared_gate=bool(moe.shared_experts))
+    return {**found, "moe": moe, "ffn": entries.integer("intermediate_size", moe.ffn), "unbuilt": parts}
+
+
+def _experts_beside_a_gate(
+    entries: Entries, experts: int, top_k: int, *, ffn: int, shared: int, normalize: bool
+) -> MoEShape:
+    """In every layer, one of which all tokens visit through a gate; numbers are those of absent keys."""
     entries.allow("decoder_sparse_step", (1,))
     entries.allow("mlp_only_layers", ([], None))
-    found, ffn = _gated_delta(entries), entries.integer("moe_intermediate_size", 512)
-    shared = entries.integer("shared_expert_intermediate_size", 512)
+    ffn, shared = (
+        entries.integer("moe_intermediate_size", ffn),
+        entries.integer("shared_expert_intermediate_size", shared),
+    )
     if shared % ffn:
         raise entries.fail(f"shared_expert_intermediate_size={shared} is not a multiple of moe_intermediate_size={ffn}")
-    moe = MoEShape(
-        experts=entries.integer("num_experts", 512), top_k=entries.integer("num_experts_per_tok", 10), ffn=ffn,
-        shared_experts=shared // ffn, normalize_top_k=entries.flag("norm_topk_prob", True),
+    return MoEShape(
+        experts=entries.integer("num_experts", experts), top_k=entries.integer("num_experts_per_tok", top_k), ffn=ffn,
+        shared_experts=shared // ffn, normalize_top_k=entries.flag("norm_topk_prob", normalize),
     )  # fmt: skip
-    parts = replace(found["unbuilt"], shared_gate=bool(shared))
-    return {**found, "moe": moe, "ffn": entries.integer("intermediate_size", ffn), "unbuilt": parts}
 
 
 def _minimax_01(entries: Entries) -> Fields:
@@ -227,16 +269,13 @@ def _minimax_01(entries: Entries) -> Fields:
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 _GELU = ("gelu_pytorch_tanh",)
+_UNUSED = ("sliding_window", "max_window_layers")
+_OLMO = UnbuiltParts(norms="after", qk_norm="width")
 _QWEN_NEXT = {"rms_norm_eps": 1e-6, "head_dim": 256, "max_position_embeddings": 32768}
 _QWEN_35 = ("mamba_ssm_dtype",)
 _FACTORS = (
-    "full_attn",
-    "linear_attn",
-    "mlp",
-    "layernorm_full_attention",
-    "layernorm_linear_attention",
-    "layernorm_mlp",
-)
+    "full_attn", "linear_attn", "mlp", "layernorm_full_attention", "layernorm_linear_attention", "layernorm_mlp",
+)  # fmt: skip
 _MINIMAX_01 = PlannedFamily(
     parts=_minimax_01, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
     read=("attn_type_list", "rotary_dim", "partial_rotary_factor", "shared_moe_mode", "layer_types",
@@ -256,6 +295,19 @@ PLANNED: Mapping[str, PlannedFamily] = {
         },
         read=("query_pre_attn_scalar", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
+    "gemma": PlannedFamily(
+        parts=_gemma1, activations=(*_GELU, "gelu"),  # whose class computes the tanh form for both
+        defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 256},
+    ),
+    "smollm3": PlannedFamily(
+        parts=_smollm3, defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6}, read=_UNUSED
+    ),
+    "granite": PlannedFamily(
+        parts=_granite, defaults={"rms_norm_eps": 1e-6},
+        read=("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier"),
+    ),
+    "qwen2_moe": PlannedFamily(parts=_qwen2_moe, defaults={"rms_norm_eps": 1e-6}, read=(*_UNUSED, "layer_types")),
+    "olmo3": PlannedFamily(parts=_olmo3, defaults={"rms_norm_eps": 1e-5}),
     "olmo2": PlannedFamily(parts=_olmo2, defaults={"rms_norm_eps": 1e-5}),
     "phi3": PlannedFamily(
         parts=_phi3, defaults={"rms_norm_eps": 1e-5},

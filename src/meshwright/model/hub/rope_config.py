@@ -24,6 +24,8 @@ def _read_scaling(entries: Entries, inner: Entries) -> RopeScaling | None:
     if kind == "default":
         inner.allow("mrope_section", (None,))
         return None
+    if kind == "dynamic":  # which changes positions beyond max_position_embeddings alone, where this engine has none
+        return None
     if kind not in KINDS:
         raise inner.fail(f"rope scaling {kind!r} is not supported (supported: {', '.join(KINDS)})")
     positions = entries.integer("max_position_embeddings")
