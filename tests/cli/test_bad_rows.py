@@ -92,13 +92,14 @@ def test_all_rows_that_are_no_samples_are_named(capsys: pytest.CaptureFixture[st
     bad = turns({"role": "user", "content": 3})
     Path("chat.jsonl").write_text("\n".join([json.dumps(GOOD), bad, json.dumps(GOOD), turns("a")]))
     assert refused(capsys, "data=chat.jsonl") == (
-        "2 of 4 rows are no samples: chat.jsonl, line 2: message 1 of 'messages': the content is int, not text; "
-        "chat.jsonl, line 4: message 1 of 'messages' is str, not an object"
+        "2 of 4 rows are no samples (data.malformed=skip leaves them out): chat.jsonl, line 2: message 1 of "
+        "'messages': the content is int, not text; chat.jsonl, line 4: message 1 of 'messages' is str, not an object"
     )
     Path("many.jsonl").write_text("\n".join([json.dumps(GOOD), *[bad] * 1234]))
     said = refused(capsys, "data=many.jsonl")
-    assert " rows are no samples: many.jsonl, line 2: " in said
-    assert "many.jsonl, line 21: " in said and "line 22: " not in said and said.endswith(" more")
+    remedy = " (data.malformed=skip leaves them out)"
+    assert said.startswith(f"1,234 of 1,235 rows are no samples{remedy}: many.jsonl, line 2: ")
+    assert "many.jsonl, line 21: " in said and "line 22: " not in said and said.endswith("; and 1,214 more")
 
 
 def test_conversations_are_shown_without_being_told_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,6 +135,9 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "junk.bin").write_bytes(b"\1\0\2" * 100)
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    chat = '{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}'
+    (tmp_path / "chat.jsonl").write_text(f"{chat}\n{{\n{chat}\n[1]\n")
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n{\n{"text": "b"}\n')
     for words in (
         ("train", *TINY, "data=./nowhere"),
         ("train", *TINY, "data=empty"),
@@ -145,6 +148,8 @@ def test_what_is_wrong_is_said_before_torch_is_loaded(tmp_path: Path) -> None:
         ("train", "model=./nowhere"),
         ("tune", "model=llama-tiny", "model.init=random", "data=nowhere.jsonl"),
         ("tune", "model=llama-tiny", "model.init=random", "data=rows.jsonl"),
+        ("tune", "model=llama-tiny", "model.init=random", "data=chat.jsonl"),
+        ("train", *TINY, "data=text.jsonl"),
     ):
         code, modules = loaded(words, tmp_path)
         assert code == 2 and not [name for name in modules if name.split(".")[1:2] == ["training"]], words

@@ -25,7 +25,12 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), max_si
 def read(data: bytes, block: int) -> list[Any]:
     """With blocks of so many bytes, which end inside of words, numbers, escapes and characters."""
     blocks = iter([data[begin : begin + block] for begin in range(0, len(data), block)])
-    return [row for _, row in _ArrayReader(Path("x.json"), blocks).objects()]
+    rows = []
+    for number, row, complaint in _ArrayReader(Path("x.json"), blocks).objects():
+        if complaint:
+            raise DataError(f"x.json, row {number}: {complaint}")
+        rows.append(row)
+    return rows
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +83,9 @@ def test_a_broken_array_is_refused_where_json_refuses_it(rows: list[Any], block:
         (b'{"a": []}', "x.json holds dict, not an array of objects: give one object a line in a .jsonl file"),
         (b"", "x.json, line 1, column 1: broken JSON, Expecting value"),
         (b"[{'a': 1}]", None),
-        (b'[{"a": "\xff"}]', "x.json: not UTF-8 text"),
-        (b'[{"a": "\xc3', "x.json: not UTF-8 text"),
+        (b'[{"a": "\xff"}]', "x.json, row 1: not UTF-8 text"),
+        (b'[{"a": "\xc3', "x.json, line 1, column 8: broken JSON, Unterminated string starting at"),
+        (b'[{"a": \xff}]', "x.json, line 1, column 8: broken JSON, not UTF-8 text"),
         (b'[{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", None),
         (b'[{"a": ' + b"1" * 5000 + b"}]", None),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.data import Tokenizer
 from meshwright.data.chat_template import ChatTemplate
-from meshwright.data.rows import Row, json_array, jsonl, parquet, spoken
+from meshwright.data.rows import Malformed, Row, json_array, jsonl, parquet, spoken
 from meshwright.data.samples import Continuation, Conversation, Preference, sample
 from meshwright.model.generate import Generation
 from meshwright.spec.errors import DataError
@@ -147,7 +147,7 @@ def questions(path: Path) -> Iterator[Question]:
 
 def _question(row: Row) -> Question:
     where, fields = row
-    if set(fields) == {"prompt"}:
+    if not isinstance(fields, Malformed) and set(fields) == {"prompt"}:
         fields = {**fields, "completion": "" if isinstance(fields["prompt"], str) else []}
         asked = fields["prompt"]
         found = Question(text=asked) if isinstance(asked, str) else Question(messages=tuple(asked))

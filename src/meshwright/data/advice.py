@@ -47,6 +47,8 @@ def advice(plan: Plan, corpus: Corpus) -> tuple[str, ...]:
         )
     if corpus.unread:
         found.append(f"columns that are not read: {named_columns(corpus.unread)}")
+    if corpus.malformed.malformed:
+        found.append(corpus.malformed.note)
     return tuple(found)
 
 

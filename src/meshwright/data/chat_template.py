@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
 
 _BEGIN, _END = (f"\ufdd0{secrets.randbits(64)}{side}\ufdd0" for side in "<>")
 """Stand around what is generated until they are taken out: no row can spell them."""
@@ -191,6 +191,8 @@ class ChatTemplate:
             text = _bounded(self._compiled.generate(**given, add_generation_prompt=prompt))
         except DataError:
             raise
+        except _Refusal as error:
+            raise MalformedRowError(f"{self.name} fails{_line(error)}: {error.message}") from error
         except jinja2.TemplateError as error:
             raise DataError(f"{self.name} fails{_line(error)}: {error.message}") from error
         except MemoryError as error:
@@ -305,8 +307,12 @@ def _json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Refusal(jinja2.TemplateError):
+    """A template's own refusal of a conversation."""
+
+
 def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    raise _Refusal(message)
 
 
 def _last_name(node: nodes.Node) -> str:

@@ -9,7 +9,8 @@ from typing import Any, Final, final
 
 from meshwright.data.chat_template import THOUGHTS, ChatTemplate
 from meshwright.data.samples import Message
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
+from meshwright.spec.plan import ROLES
 
 _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
@@ -26,7 +27,8 @@ def check_complete(
     said = [without_thoughts(str(message.get("content") or "")) for message in messages]
     missing = None if _stand_in_order(said, squeezed) else _missing(said, squeezed)
     if missing is not None:
-        raise DataError(
+        known = messages[missing]["role"] in ROLES
+        raise (DataError if known else MalformedRowError)(
             f"the chat template drops what message {missing + 1} ({messages[missing]['role']}) says: "
             f"{said[missing].strip()[:60]!r} is not in the rendered text; take another data.template or another role"
         )

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.data.rows import MalformedRows
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec.errors import DataError
 
@@ -159,3 +160,5 @@ class Corpus:
     """Name of its folder in the cache; of a mixture that of its fingerprint."""
     unread: Mapping[str, int] = field(default_factory=dict)
     """Of rows that are samples: columns that none is made of, and how many rows have each."""
+    malformed: MalformedRows = field(default_factory=MalformedRows)
+    """Rows that data.malformed=skip left out; they are in no stream."""

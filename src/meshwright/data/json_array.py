@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn, final
@@ -17,11 +18,14 @@ _SPACES: Final = " \t\n\r"
 _KINDS: Final[dict[str, str]] = {"{": "dict", "[": "list", '"': "str", "t": "bool", "f": "bool", "n": "null"}
 _KINDS.update(dict.fromkeys("-0123456789", "a number"))
 """What a value is, by its first character."""
+_UNDECODED: Final = re.compile("[\udc80-\udcff]")
+"""Bytes that are no UTF-8, as `surrogateescape` has them."""
 
 
-def objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number from 1, object) of every element, streamed. DataError names file, line and column of what is no JSON,
-    and the row that is no object; a row larger than MOST_CHARACTERS is refused."""
+def objects(path: Path) -> Iterator[tuple[int, Any, str]]:
+    """(number from 1, object, what is wrong with it or nothing) of every element, streamed: an element may be no object
+    or no UTF-8. DataError names file, line and column of what is no JSON; a row larger than MOST_CHARACTERS is
+    refused."""
     try:
         with path.open("rb") as file:
             yield from _ArrayReader(path, iter(lambda: file.read(_BLOCK), b"")).objects()
@@ -35,12 +39,13 @@ class _ArrayReader:
 
     def __init__(self, path: Path, blocks: Iterator[bytes]) -> None:
         self._path, self._blocks = path, blocks
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")()
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+        self._undecoded = False
         self._buffer, self._place, self._ended = "", 0, False
         self._line, self._column = 1, 1
         """Of the beginning of the buffer."""
 
-    def objects(self) -> Iterator[tuple[int, Any]]:
+    def objects(self) -> Iterator[tuple[int, Any, str]]:
         if self._mark() != "[":
             raise DataError(
                 f"{self._path} holds {self._kind()}, not an array of objects: give one object a line in a .jsonl file"
@@ -50,7 +55,7 @@ class _ArrayReader:
         if self._mark() != "]":
             while True:
                 number += 1
-                yield number, self._object(number)
+                yield number, *self._element(number)
                 if self._mark() != ",":
                     break
                 self._place += 1
@@ -60,13 +65,18 @@ class _ArrayReader:
         if self._mark():
             self._broken("Extra data", self._place)
 
-    def _object(self, number: int) -> Any:
-        if self._mark() != "{":
-            raise DataError(f"{self._path}, row {number}: a row is an object with fields, not {self._kind()}")
+    def _element(self, number: int) -> tuple[Any, str]:
+        kind = self._kind()
+        complaint = "" if kind == "dict" else f"a row is an object with fields, not {kind}"
         while True:
             try:
-                found, self._place = _DECODER.raw_decode(self._buffer, self._place)
-                return found
+                element, end = _DECODER.raw_decode(self._buffer, self._place)
+                if complaint and end > len(self._buffer) - _NEAR and not self._ended:  # more digits may follow
+                    self._read(_BLOCK)
+                    continue
+                undecoded = self._undecoded and _UNDECODED.search(self._buffer, self._place, end)
+                self._place = end
+                return element, "not UTF-8 text" if undecoded else complaint
             except json.JSONDecodeError as error:
                 if self._ended or not self._may_go_on(error):
                     self._broken(error.msg, error.pos)
@@ -99,10 +109,8 @@ class _ArrayReader:
         while size < max(characters, _BLOCK) and not self._ended:
             block = next(self._blocks, b"")
             self._ended = not block
-            try:
-                parts.append(self._decode.decode(block, final=self._ended))
-            except UnicodeDecodeError:
-                raise DataError(f"{self._path}: not UTF-8 text") from None
+            parts.append(self._decode.decode(block, final=self._ended))
+            self._undecoded = self._undecoded or not _is_utf8(parts[-1])
             size += len(parts[-1])
         self._buffer = "".join(parts)
 
@@ -114,12 +122,21 @@ class _ArrayReader:
 
     def _broken(self, why: str, place: int) -> NoReturn:
         line, column = self._at(place)
+        if self._undecoded and _UNDECODED.match(self._buffer, place):
+            why = "not UTF-8 text"
         raise DataError(f"{self._path}, line {line}, column {column}: broken JSON, {why}")
 
     def _kind(self) -> str:
         """What stands at the next mark."""
         kind = _KINDS.get(self._mark())
         return kind if kind else self._broken("Expecting value", self._place)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 _DECODER: Final = json.JSONDecoder()

@@ -10,19 +10,28 @@ from pathlib import Path
 
 from meshwright.data.cache_folder import new_folder
 from meshwright.data.corpus import Corpus, MixedStream, Stream, TokenStream
+from meshwright.data.rows import all_malformed
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
 from meshwright.spec.user_cache import writable_root
 
 _TRAIN_BPE_CHARACTERS = 2**25
 
 
 def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None = None) -> Corpus:
-    """All sources, read with one tokenizer; `make` prepares one of them. DataError names the source."""
+    """All sources, read with one tokenizer; `make` prepares one of them. DataError names the source; malformed rows
+    of all sources are named together."""
     with_tokenizer = replace(data, tokenizer=_tokenizer(data, cache_root or writable_root()))
-    corpora = [make(source) for source in with_tokenizer.sources]
+    corpora, refusals = list[Corpus](), list[str]()
+    for source in with_tokenizer.sources:
+        try:
+            corpora.append(make(source))
+        except MalformedRowError as error:
+            refusals.append(str(error))
+    if refusals:
+        raise MalformedRowError("; ".join(refusals))
     weights = tuple(source.weight for source in data.mixture)
     fingerprint = corpora[0].fingerprint
     if len(corpora) > 1:
@@ -35,6 +44,7 @@ def prepare(data: Data, make: Callable[[Data], Corpus], cache_root: Path | None 
         fingerprint=fingerprint,
         key=fingerprint[:24],
         unread=sum((Counter(corpus.unread) for corpus in corpora), Counter()),
+        malformed=all_malformed(corpus.malformed for corpus in corpora),
     )
 
 

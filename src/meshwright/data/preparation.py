@@ -1,6 +1,7 @@
 """The tokens of a plan's data: of text, of samples, or of a mixture, encoded now or found in the cache."""
 
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -9,12 +10,16 @@ from meshwright.data.cache_folder import Progress
 from meshwright.data.corpus import Corpus
 from meshwright.data.named_templates import named_template
 from meshwright.data.numbered_rows import check_alike
-from meshwright.data.samples import Preference, Sample, sample
+from meshwright.data.rows import Malformed, MalformedRows
+from meshwright.data.samples import Preference, Sample, is_sample, sample
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import tokenizer_file
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.plan import SAMPLES, STDLIB, TEXT
+
+_LOOKED_AT = 256
+"""Rows at the beginning of a source that are looked at before anything slow."""
 
 
 def prepare(
@@ -30,7 +35,8 @@ def prepare(
 
 def check_sources(data: Data) -> None:
     """Refuse, before anything slow, a path that does not exist or holds no text, a tokenizer or template that is not
-    there: DataError. Reads the first document or row of each source; hub datasets wait for their turn."""
+    there: DataError. Looks at the first rows, or the first document, of each source. Where a row is malformed and
+    data.malformed=refuse, all are read, so that all are named. Hub datasets wait for their turn."""
     if data.tokenizer not in ("auto", "bytes") and not data.tokenizer.startswith("bpe:"):
         tokenizer_file(data.tokenizer)
     if data.form == SAMPLES:
@@ -38,11 +44,21 @@ def check_sources(data: Data) -> None:
     for each in data.sources or (data,):
         if each.path == STDLIB or each.path.startswith("hub:"):
             continue
-        source = Source(each)
-        if data.form == SAMPLES:
-            next(source.rows(), None)
-        elif document := next(source.documents(), None):
-            next(document.pieces, None)
+        if _begins_malformed(each):
+            prepare(data)
+
+
+def _begins_malformed(data: Data) -> bool:
+    """Whether a row at the beginning of a source must be refused."""
+    source, malformed = Source(data), MalformedRows()
+    if data.form == SAMPLES:
+        all_are_samples = all(map(is_sample, islice(source.rows(), _LOOKED_AT)))
+        return data.malformed == "refuse" and not all_are_samples
+    for number, document in enumerate(source.documents(malformed)):
+        next(document.pieces, None)
+        if malformed.malformed or number >= _LOOKED_AT or not malformed.rows:  # plain text has no rows
+            break
+    return data.malformed == "refuse" and malformed.malformed > 0
 
 
 def holds_pairs(data: Data) -> bool:
@@ -54,15 +70,17 @@ def holds_pairs(data: Data) -> bool:
 
 
 def form_of(data: Data) -> Literal["text", "samples"]:
-    """As the columns of the first row say: samples, where they are those of one and no text is among them."""
+    """As the columns of the first row that can be read say: samples, where they are those of one and no text is among
+    them."""
     try:
-        row = next(iter(Source(data).rows()), None)
-        if row is None or data.text_field in row[1]:
-            return TEXT
-        sample(row)
+        for row in islice(Source(data).rows(), _LOOKED_AT):
+            if not isinstance(row[1], Malformed) and data.text_field in row[1]:
+                return TEXT
+            if is_sample(row):
+                return SAMPLES
     except DataError:  # what is wrong is said by whoever reads it
-        return TEXT
-    return SAMPLES
+        pass
+    return TEXT
 
 
 def _first_sample(data: Data) -> Sample | None:
@@ -72,5 +90,7 @@ def _first_sample(data: Data) -> Sample | None:
             "conversations"
         )
     named_template(data.template)
-    row = next(iter(Source(data).rows()), None)
-    return None if row is None else sample(row)
+    rows = list(islice(Source(data).rows(), 1))
+    if rows and not is_sample(rows[0]):  # malformed rows are named together, by whoever reads them all
+        rows = [row for row in islice(Source(data).rows(), _LOOKED_AT) if is_sample(row)] or rows
+    return sample(rows[0]) if rows else None

@@ -19,7 +19,7 @@ from meshwright.data.chat_template import THOUGHTS, ChatTemplate, Rendered, Span
 from meshwright.data.completeness import check_complete, without_thoughts
 from meshwright.data.samples import Continuation, Conversation, Message
 from meshwright.spec import plan
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
 
 ROLES = ("other", *plan.ROLES)
 """Who says a token; its place here is its number on disk."""
@@ -136,7 +136,9 @@ def _trains(message: Message) -> bool:
     """What a message says itself. DataError: neither yes nor no."""
     for key in ("train", "weight"):
         if message.get(key, 1) not in (None, False, True, 0, 1):
-            raise DataError(f"a message has {key}={message[key]!r}: a turn is trained (1, true) or not (0, false)")
+            raise MalformedRowError(
+                f"a message has {key}={message[key]!r}: a turn is trained (1, true) or not (0, false)"
+            )
     return all(message.get(key, 1) in (None, True, 1) for key in ("train", "weight"))
 
 
@@ -243,7 +245,7 @@ def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:
     for number, message in enumerate(messages, start=1):
         role = str(message["role"])
         if role_of(message) == "other" and role not in template.source:
-            raise DataError(
+            raise MalformedRowError(
                 f"message {number} has the role {role!r}, which the chat template does not name: take system, user, "
                 "assistant or tool, or a data.template that knows it"
             )

@@ -1,13 +1,15 @@
 """Rows: records with fields, in .jsonl, .json and .parquet files and in hub datasets; streamed, each with its place."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.data.json_array import MOST_CHARACTERS
 from meshwright.data.json_array import objects as json_array_objects
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
+from meshwright.spec.units import many
 
 _BUFFER_BYTES = 2**20
 """Read of a column at a time; without it Arrow reads whole row groups."""
@@ -17,14 +19,75 @@ _BATCH_ROWS = 64
 _OF_SAMPLES = frozenset({"messages", "conversations", "completion", "output", "chosen", "input_ids"})
 """Columns of rows for fine-tuning (data/samples.py)."""
 
-Row = tuple[str, Mapping[str, Any]]
+_NAMED = 20
+"""Malformed rows that are named; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stands in place of the fields of a row that cannot be read, so that the rows behind it are."""
+
+    complaint: str
+    """With file and line."""
+
+
+Row = tuple[str, Mapping[str, Any] | Malformed]
 """(`FILE:LINE`, fields)."""
 
 
-def texts(found: Iterator[Row], field: str) -> Iterator[tuple[str, str]]:
-    """(place, text) of one field of every row; DataError names the place."""
+@dataclass(slots=True, kw_only=True)
+class MalformedRows:
+    """Count of malformed rows among those that were read, and what is wrong with the first of them."""
+
+    rows: int = 0
+    """All that were read."""
+    malformed: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, complaint: str) -> None:
+        """Count a row, and keep the complaint of one of the first."""
+        self.malformed += 1
+        if len(self.first) < _NAMED:
+            self.first.append(complaint)
+
+    @property
+    def named(self) -> str:
+        """The first rows with their complaints, and how many more there are, on one line."""
+        more = self.malformed - len(self.first)
+        return "; ".join(self.first) + (f"; and {more:,} more" if more else "")
+
+    def refusal(self, kind: str) -> MalformedRowError:
+        """An error for rows that are no `kind` (samples, texts)."""
+        if self.malformed == 1:
+            return MalformedRowError(self.named)
+        all_are = self.malformed == self.rows
+        remedy = "" if all_are else " (data.malformed=skip leaves them out)"
+        return MalformedRowError(f"{self.malformed:,} of {self.rows:,} rows are no {kind}{remedy}: {self.named}")
+
+    @property
+    def note(self) -> str:
+        """A sentence for the log, where rows were left out."""
+        be = "is" if self.malformed == 1 else "are"
+        return f"{self.malformed:,} of {many(self.rows, 'row')} {be} left out as malformed: {self.named}"
+
+
+def all_malformed(counts: Iterable[MalformedRows]) -> MalformedRows:
+    """The counts of several sources together."""
+    counts = list(counts)
+    return MalformedRows(
+        rows=sum(one.rows for one in counts),
+        malformed=sum(one.malformed for one in counts),
+        first=[complaint for one in counts for complaint in one.first][:_NAMED],
+    )
+
+
+def texts(found: Iterator[Row], field: str) -> Iterator[tuple[str, str | Malformed]]:
+    """(place, text) of one field of every row."""
     for where, row in found:
-        yield where, text_of(row, field, spoken(where))
+        try:
+            yield where, row if isinstance(row, Malformed) else text_of(row, field, spoken(where))
+        except MalformedRowError as error:
+            yield where, Malformed(str(error))
 
 
 def spoken(where: str) -> str:
@@ -34,21 +97,27 @@ def spoken(where: str) -> str:
 
 
 def jsonl(path: Path) -> Iterator[Row]:
-    """Every line, blank lines passed over; DataError names file and line."""
+    """Every line, blank lines passed over."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), b""), start=1):
+                where = f"{path}, line {number}"
                 if len(line) > MOST_CHARACTERS:
-                    raise DataError(f"{path}, line {number} has more than {MOST_CHARACTERS:,} bytes: one row a line")
-                if line.strip():
-                    yield f"{path}:{number}", _line(line, f"{path}, line {number}")
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MOST_CHARACTERS)
+                    complaint = f"{where} has more than {MOST_CHARACTERS:,} bytes: one row a line"
+                    yield f"{path}:{number}", Malformed(complaint)
+                elif line.strip():
+                    yield f"{path}:{number}", _line(line, where)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def json_array(path: Path) -> Iterator[Row]:
-    """Every object of a .json file that is one array, streamed."""
-    return ((f"{path}:{number}", row) for number, row in json_array_objects(path))
+    """Every object of a .json file that is one array, streamed. DataError where the array itself is broken: nothing
+    says where the next row begins."""
+    for number, row, complaint in json_array_objects(path):
+        yield f"{path}:{number}", Malformed(f"{path}, row {number}: {complaint}") if complaint else row
 
 
 def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
@@ -105,41 +174,39 @@ def _without_null(value: Any) -> Any:
 
 
 def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
-    """One field as text; DataError where it is missing or no text."""
+    """One field as text; MalformedRowError where it is missing or no text."""
     _require_field(field, list(row), where)
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} is {_kind(text)}, not text; set data.text_field or correct the row")
+        raise MalformedRowError(
+            f"{where}: field {field!r} is {_kind(text)}, not text; set data.text_field or correct the row"
+        )
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise DataError(f"{where}: field {field!r} holds half a surrogate pair, which is no Unicode text") from None
+        raise MalformedRowError(
+            f"{where}: field {field!r} holds half a surrogate pair, which is no Unicode text"
+        ) from None
     return text
 
 
-def _line(line: bytes, where: str) -> Mapping[str, Any]:
+def _line(line: bytes, where: str) -> Mapping[str, Any] | Malformed:
     try:
         row = json.loads(line.rstrip())
     except UnicodeDecodeError:
-        raise DataError(f"{where}: not UTF-8 text") from None
+        return Malformed(f"{where}: not UTF-8 text")
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}, column {error.colno}: broken JSON, {error.msg}") from None
+        return Malformed(f"{where}, column {error.colno}: broken JSON, {error.msg}")
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: broken JSON, {error}") from None
-    return _object(row, where)
-
-
-def _object(row: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where}: a row is an object with fields, not {_kind(row)}")
-    return row
+        return Malformed(f"{where}: broken JSON, {error}")
+    return row if isinstance(row, dict) else Malformed(f"{where}: a row is an object with fields, not {_kind(row)}")
 
 
 def _require_field(field: str, found: list[str], where: str) -> None:
     if field not in found:
         has = ", ".join(map(str, found)) or "no fields"
         hint = "set data.text_field" if _OF_SAMPLES.isdisjoint(found) else "`meshwright tune` trains on such rows"
-        raise DataError(f"{where}: no field {field!r}, it has: {has}; {hint}")
+        raise MalformedRowError(f"{where}: no field {field!r}, it has: {has}; {hint}")
 
 
 def _kind(value: object) -> str:

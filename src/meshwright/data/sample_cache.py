@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -20,20 +20,20 @@ from meshwright.data.chat_prompt import template_text
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.named_templates import AUTO, check_format, named_template
 from meshwright.data.pool import Batch, Pool
+from meshwright.data.rows import Malformed, MalformedRows
 from meshwright.data.sample_encoder import TRAINED, EncodedSample, SampleSettings, unpack
 from meshwright.data.sources import Source
-from meshwright.data.token_cache import STREAMS, load
+from meshwright.data.token_cache import STREAMS, load, malformed_entry
 from meshwright.data.tokenizer import Tokenizer, choose
 from meshwright.spec import Data
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
 from meshwright.spec.user_cache import writable_root
 
 FORMAT: Final = 6
 """Raised whenever the same rows would be stored as other tokens or in another way."""
 _BATCH_CHARACTERS: Final = 2**17
-_MOST_FAULTS: Final = 1000
-"""Rows that are no samples, after which no more are read."""
-_SHOWN_FAULTS: Final = 20
+_MALFORMED: Final = 0
+"""In place of the hash of a row's content: hashes have 64 bits, and none was ever seen to be 0."""
 _LIMIT_S: Final = 60.0
 """For the rows of a batch; a template needs less than a millisecond for one."""
 
@@ -73,9 +73,10 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     chosen = settings(data, tokenizer)
     if tokenizer.chat_template != chosen.template:  # a model goes with the template that it was trained by
         tokenizer = tokenizer.with_template(chosen.template)
-    known, contents = _known(root / "index" / f"samples-{source.signature()}.json", source)
+    skips = () if data.malformed == "refuse" else (data.malformed,)
+    known, contents = _known(root / "index" / f"samples-{source.signature()}.json", source, skips=bool(skips))
     decides = {name: value for name, value in asdict(chosen).items() if name not in ("today", "template_file")}
-    content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides))
+    content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides, *skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     folder = root / "samples" / fingerprint[:24]
     with lock(folder):
@@ -88,24 +89,28 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     return replace(found, unread=known["unread"])
 
 
-def _known(index: Path, source: Source) -> tuple[dict[str, Any], NDArray[np.uint64]]:
+def _known(index: Path, source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.uint64]]:
     """What a file holds, and a hash of each row; read once, and kept beside the cache."""
     known, rows_file = read_json(index), index.with_suffix(".rows")
     whole = known.get("content") and "unread" in known and rows_file.is_file()
     if whole and rows_file.stat().st_size == 8 * known["rows"]:
         return known, np.fromfile(rows_file, np.uint64)
-    known, contents = _count(source)
+    known, contents = _count(source, skips=skips)
     index.parent.mkdir(parents=True, exist_ok=True)
     contents.tofile(rows_file)
     write_json(index, known)
     return known, contents
 
 
-def _count(source: Source) -> tuple[dict[str, Any], NDArray[np.uint64]]:
+def _count(source: Source, *, skips: bool) -> tuple[dict[str, Any], NDArray[np.uint64]]:
     """Read all rows once: their number, a hash of what they hold and of each, and how many have a column that no sample
-    has."""
+    has. skips: malformed rows have no hash, so that they take no place among those that are held out."""
     seen, contents, unread = hashlib.blake2b(digest_size=20), bytearray(), Counter[str]()
-    for _, row in source.rows():
+    for where, row in source.rows():
+        if isinstance(row, Malformed) or (skips and not samples.is_sample((where, row))):
+            seen.update(b"malformed")
+            contents += np.uint64(_MALFORMED).tobytes()
+            continue
         content = _as_json(row)
         seen.update(content)
         contents += hashlib.blake2b(content, digest_size=8).digest()
@@ -123,8 +128,9 @@ def _as_json(row: Any) -> bytes:
 def held_out(contents: NDArray[np.uint64], share: float) -> frozenset[int]:
     """Numbers of the rows that are held out, by the hash of their content: equal ones together, whatever their order.
     At least one where a share is asked for, but never all of them."""
-    distinct, times = np.unique(contents, return_counts=True)
-    wanted = max(1, round(len(contents) * share)) if share else 0
+    well_formed = contents[contents != _MALFORMED]
+    distinct, times = np.unique(well_formed, return_counts=True)
+    wanted = max(1, round(len(well_formed) * share)) if share else 0
     number = int(np.searchsorted(np.cumsum(times), wanted)) + 1 if wanted else 0
     aside = np.isin(contents, distinct[: min(number, len(distinct) - 1)])
     return frozenset(np.flatnonzero(aside).tolist())
@@ -148,32 +154,33 @@ class _SampleBuild:
         """Make the folder whole, or leave nothing."""
         with new_folder(folder) as new, contextlib.ExitStack() as open_files:
             streams = [open_files.enter_context(_SampleWriter(new / name, self.tokenizer)) for name in STREAMS]
-            self._encode(streams)
+            malformed = self._encode(streams)
             self._check(streams)
             meta = {name: stream.counts for name, stream in zip(STREAMS, streams, strict=True)}
             open_files.close()
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
-            write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta})
+            content = {"fingerprint": fingerprint, "files": files, "streams": meta}
+            write_json(new / "meta.json", content | malformed_entry(malformed))
 
-    def _encode(self, streams: list["_SampleWriter"]) -> None:
-        aside, number, faults = held_out(self.contents, self.data.validation), 0, list[str]()
+    def _encode(self, streams: list["_SampleWriter"]) -> MalformedRows:
+        """Write the streams; return the rows that were left out."""
+        aside, malformed = held_out(self.contents, self.data.validation), MalformedRows()
         with Pool(self.tokenizer, self.processes, samples=json.dumps(asdict(self.settings)), limit_s=_LIMIT_S) as pool:
             for found in pool.map(_batches(self.source.rows())):
                 for row in found:
                     try:
                         for group in unpack(row):
-                            streams[number in aside].write(group, number)
-                    except DataError as error:
-                        faults.append(str(error))
-                    number += 1
-                if len(faults) >= _MOST_FAULTS:
-                    break
+                            streams[malformed.rows in aside].write(group, malformed.rows)
+                    except MalformedRowError as error:
+                        malformed.add(str(error))
+                    malformed.rows += 1
                 if self.progress is not None:
-                    self.progress(number, len(self.contents))
-        if faults:
-            raise DataError(_said(faults, number))
-        if number != len(self.contents):
+                    self.progress(malformed.rows, len(self.contents))
+        if malformed.malformed and (self.data.malformed == "refuse" or malformed.malformed == malformed.rows):
+            raise malformed.refusal("samples")
+        if malformed.rows != len(self.contents):
             raise DataError(f"{self.source.title} changed while it was read: run again when nothing writes there")
+        return malformed
 
     def _check(self, streams: list["_SampleWriter"]) -> None:
         """What a wrong mask looks like: nothing is trained, everything is, or no answer ever ends."""
@@ -205,19 +212,12 @@ class _SampleBuild:
             )
 
 
-def _said(faults: Sequence[str], rows: int) -> str:
-    """What is wrong with which rows, on one line."""
-    if len(faults) == 1:
-        return faults[0]
-    more = f"; and {len(faults) - _SHOWN_FAULTS:,} more" if len(faults) > _SHOWN_FAULTS else ""
-    return f"{len(faults):,} of {rows:,} rows are no samples: {'; '.join(faults[:_SHOWN_FAULTS])}{more}"
-
-
 def _batches(found: Iterator[rows.Row]) -> Iterator[Batch]:
     batch: list[str] = []
     size = 0
     for place, row in found:
-        batch.append(json.dumps([place, row], default=str))
+        content = row.complaint if isinstance(row, Malformed) else row
+        batch.append(json.dumps([place, content], default=str))
         size += len(batch[-1])
         if size >= _BATCH_CHARACTERS:
             yield bytes(len(batch)), batch

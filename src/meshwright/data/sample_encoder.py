@@ -17,9 +17,9 @@ import tokenizers
 from meshwright.data import rendering, samples, word_encoder
 from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.rendering import ROLES, Marked, Policy
-from meshwright.data.rows import spoken
+from meshwright.data.rows import Malformed, spoken
 from meshwright.data.samples import Continuation, Conversation, Preference, TokenIds
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
 
 TRAINED = 0x80
 """Bit of a mark."""
@@ -53,10 +53,6 @@ class SampleSettings:
         return Policy(train_on=self.train_on, thinking=self.thinking)
 
 
-class MalformedRow(DataError):
-    """A row that is no sample, whatever the template."""
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
     """Ids as the bytes of the tokenizer's dtype, and a mark a token."""
@@ -66,15 +62,17 @@ class EncodedSample:
 
 
 def row_encoder(tokenizer: tokenizers.Tokenizer, vocab: int, settings: SampleSettings) -> word_encoder.Encode:
-    """(JSON of [place, row] each, flags that are not read) -> each row's samples, packed."""
+    """(JSON of [place, row] each, flags that are not read) -> each row's samples, packed. In place of a row that cannot
+    be read stands what is wrong with it."""
     encoder = _RowEncoder(tokenizer, vocab, settings)
 
     def encode(texts: Sequence[str], flags: bytes) -> list[bytes]:
         found, tokens = [], 0
         for text in texts:
             try:
-                groups = encoder(*json.loads(text))
-            except MalformedRow as error:  # the others are read, so that all are named; a template fails at once
+                where, row = json.loads(text)
+                groups = encoder(where, Malformed(row) if isinstance(row, str) else row)
+            except MalformedRowError as error:  # the others are read, so that all are named; a template fails at once
                 found.append(_FAULT + str(error).encode())
                 continue
             tokens += sum(len(one.marks) for group in groups for one in group)
@@ -99,9 +97,9 @@ def pack(groups: Sequence[Sequence[EncodedSample]]) -> bytes:
 
 
 def unpack(data: bytes) -> list[list[EncodedSample]]:
-    """What `pack` made. DataError: what is wrong with the row."""
+    """What `pack` made. MalformedRowError: what is wrong with the row."""
     if data.startswith(_FAULT):
-        raise DataError(data.removeprefix(_FAULT).decode())
+        raise MalformedRowError(data.removeprefix(_FAULT).decode())
     place, groups = 4, []
     for _ in range(struct.unpack_from("<I", data)[0]):
         (count,) = struct.unpack_from("<I", data, place)
@@ -133,18 +131,18 @@ class _RowEncoder:
         self._cuts = whole == [*parts[0], *parts[1]]
         """Whether a text may be encoded in parts: a tokenizer may put a space before each."""
 
-    def __call__(self, where: str, row: Mapping[str, Any]) -> list[list[EncodedSample]]:
-        """DataError names the place."""
+    def __call__(self, where: str, row: Mapping[str, Any] | Malformed) -> list[list[EncodedSample]]:
+        """DataError names the place; MalformedRowError where the row alone is at fault."""
         try:
             sample = samples.sample((where, row))
         except DataError as error:
-            raise MalformedRow(str(error)) from error
+            raise MalformedRowError(str(error)) from error
         try:
             if isinstance(sample, Preference):
                 return [[self._answer(part) for part in (sample.chosen, sample.rejected)]]
             return [[one] for one in self._one(sample)]
         except DataError as error:
-            raise DataError(f"{spoken(where)}: {error}") from error
+            raise type(error)(f"{spoken(where)}: {error}") from error
 
     def _answer(self, sample: Conversation | Continuation) -> EncodedSample:
         """One answer of a preference."""
@@ -166,7 +164,7 @@ class _RowEncoder:
     def _given(self, sample: TokenIds) -> EncodedSample:
         outside = [token for token in sample.ids if not 0 <= token < self._vocab]
         if outside:
-            raise DataError(f"token {outside[0]} is outside the tokenizer's vocabulary of {self._vocab:,}")
+            raise MalformedRowError(f"token {outside[0]} is outside the tokenizer's vocabulary of {self._vocab:,}")
         labels = sample.labels or sample.ids
         return self._made(sample.ids, bytes(TRAINED if label >= 0 else 0 for label in labels))
 
@@ -202,7 +200,7 @@ class _RowEncoder:
             if token in self._special and mark & TRAINED:
                 if token == before:
                     spelled = self._tokenizer.id_to_token(token)
-                    raise DataError(
+                    raise MalformedRowError(
                         f"{spelled} ends a turn twice: the file spells it and the template adds it; remove it from the "
                         "file"
                     )
@@ -215,7 +213,7 @@ class _RowEncoder:
         try:
             found = self._tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):  # which one depends on the version of tokenizers
-            raise DataError("the text holds half a surrogate pair, which is no Unicode text") from None
+            raise MalformedRowError("the text holds half a surrogate pair, which is no Unicode text") from None
         return found.ids, [begin for begin, _ in found.offsets]
 
     def _made(self, ids: Sequence[int], marks: bytes) -> EncodedSample:

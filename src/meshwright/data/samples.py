@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from meshwright.data.padding_nulls import unpadded, without_null
-from meshwright.data.rows import Row, spoken
+from meshwright.data.rows import Malformed, Row, spoken
 from meshwright.spec.errors import DataError
 
 Message = Mapping[str, Any]
@@ -70,12 +70,23 @@ _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 def sample(row: Row) -> Sample:
     """What a row is; DataError names the place and what is wrong there."""
     where, fields = row
+    if isinstance(fields, Malformed):
+        raise DataError(fields.complaint)
     present = {name: value for name, value in fields.items() if value is not None}
     for needed, _, make in _FORMS:
         if needed <= present.keys():
             return make(present, spoken(where))
     known = "; ".join(" + ".join(sorted(needed)) for needed, _, _ in _FORMS)
     raise DataError(f"{spoken(where)}: the columns ({_columns(fields) or 'no fields'}) are none of: {known}")
+
+
+def is_sample(row: Row) -> bool:
+    """Whether a row can be read as a sample."""
+    try:
+        sample(row)
+    except DataError:
+        return False
+    return True
 
 
 def _columns(fields: Mapping[str, Any]) -> str:

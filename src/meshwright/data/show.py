@@ -10,6 +10,7 @@ from meshwright.data.corpus import Corpus, Stream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import NumberedRows, numbered_rows
 from meshwright.data.rendering import ROLES
+from meshwright.data.rows import MalformedRows
 from meshwright.data.run_reading import SourceReading, readings
 from meshwright.data.sample_encoder import TRAINED
 from meshwright.data.sample_rows import SampleRows
@@ -142,6 +143,8 @@ class DataView:
     """The rows of the run after the one shown."""
     unread: Mapping[str, int] = field(default_factory=dict)
     """Of samples: columns that none is made of, and how many rows have each."""
+    malformed: MalformedRows = field(default_factory=MalformedRows)
+    """Rows that data.malformed=skip left out."""
     sources: tuple[SourceReading, ...] = ()
     """Of a mixture: each source, and what the run reads of it."""
 
@@ -185,6 +188,7 @@ def view(data: Data, recipe: Recipe, corpus: Corpus, *, rows: int = 1) -> DataVi
         more=tuple(more),
         samples=_sample_figures(corpus.train, sampler, data) if data.form == "samples" else None,
         unread=corpus.unread,
+        malformed=corpus.malformed,
         sources=readings(data, run, corpus.train, sampler) if data.mixture else (),
     )
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from meshwright.data import pieces, rows
-from meshwright.data.rows import Row
+from meshwright.data.rows import Malformed, MalformedRows, Row
 from meshwright.spec import Data
-from meshwright.spec.errors import DataError
+from meshwright.spec.errors import DataError, MalformedRowError
 from meshwright.spec.plan import STDLIB
 
 _BINARY_SNIFF_BYTES = 2**13
@@ -79,14 +79,18 @@ class Source:
             return f"Python {platform.python_version()} standard library"
         return self._data.path
 
-    def documents(self) -> Iterator[Document]:
+    def documents(self, malformed: MalformedRows | None = None) -> Iterator[Document]:
         """Every document that is not empty, in a fixed order and streamed: no file is in memory whole. At most
-        `data.limit_bytes` in all (the last one cut at a line end)."""
-        found = self._all()
+        `data.limit_bytes` in all (the last one cut at a line end). Rows that hold no text are counted in `malformed`
+        and passed over; without it the first of them raises MalformedRowError, unless data.malformed says otherwise."""
+        if malformed is None and self._data.malformed == "skip":
+            malformed = MalformedRows()
+        found = self._all(malformed)
         return _limited(found, self._data.limit_bytes) if self._data.limit_bytes else found
 
     def rows(self) -> Iterator[Row]:
-        """Every row of .jsonl, .json and .parquet files and hub datasets, streamed; DataError for other files."""
+        """Every row of .jsonl, .json and .parquet files and hub datasets, streamed, Malformed in place of one that
+        cannot be read; DataError for other files."""
         if self._dataset is not None:
             yield from rows.hub(self._dataset, self._data.path)
         for path in self.files:
@@ -100,7 +104,8 @@ class Source:
         """Hash of what tells, without reading, whether the documents are as before: names, sizes, times, inodes."""
         names = self.files if self._dataset is None else [Path(f["filename"]) for f in self._dataset.cache_files]
         seen = hashlib.blake2b(b"" if names else os.urandom(16), digest_size=16)  # held in memory: nothing tells
-        seen.update(repr((self._data.path, self._data.text_field, self._data.limit_bytes)).encode())
+        skips = () if self._data.malformed == "refuse" else (self._data.malformed,)
+        seen.update(repr((self._data.path, self._data.text_field, self._data.limit_bytes, *skips)).encode())
         for path in names:
             try:
                 stat = path.stat()
@@ -109,29 +114,37 @@ class Source:
             seen.update(repr((os.fspath(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ino)).encode())
         return seen.hexdigest()
 
-    def _all(self) -> Iterator[Document]:
+    def _all(self, malformed: MalformedRows | None) -> Iterator[Document]:
         if self._dataset is not None:
-            yield from self._texts(rows.hub(self._dataset, self._data.path, [self._data.text_field]))
+            yield from self._texts(rows.hub(self._dataset, self._data.path, [self._data.text_field]), malformed)
         for path in self.files:
             if path.suffix == ".jsonl":
-                yield from self._texts(rows.jsonl(path))
+                yield from self._texts(rows.jsonl(path), malformed)
             elif path.suffix == ".parquet":
-                yield from self._texts(rows.parquet(path, [self._data.text_field]))
+                yield from self._texts(rows.parquet(path, [self._data.text_field]), malformed)
             elif path.stat().st_size:
                 yield Document(name=os.fspath(path), pieces=pieces.read(path))
 
-    def _texts(self, found: Iterator[Row]) -> Iterator[Document]:
-        named = rows.texts(found, self._data.text_field)
-        return (Document(name=name, pieces=pieces.cut(text)) for name, text in named if text)
+    def _texts(self, found: Iterator[Row], malformed: MalformedRows | None) -> Iterator[Document]:
+        for name, text in rows.texts(found, self._data.text_field):
+            if malformed is not None:
+                malformed.rows += 1
+            if not isinstance(text, Malformed):
+                if text:
+                    yield Document(name=name, pieces=pieces.cut(text))
+            elif malformed is None:
+                raise MalformedRowError(text.complaint)
+            else:
+                malformed.add(text.complaint)
 
 
 def _limited(found: Iterator[Document], limit: int) -> Iterator[Document]:
     """Documents until `limit` bytes have been read from them; each must be read before the next is asked for."""
     left = [limit]
     for document in found:
+        yield Document(name=document.name, pieces=_spend(document.pieces, left))
         if left[0] <= 0:
             return
-        yield Document(name=document.name, pieces=_spend(document.pieces, left))
 
 
 def _spend(found: Iterator[str], left: list[int]) -> Iterator[str]:

@@ -4,9 +4,9 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from meshwright.data import split
 from meshwright.data.cache_folder import Progress, lock, mapped, new_folder, read_json, sync, write_json
 from meshwright.data.corpus import Corpus, TokenFile, TokenStream
 from meshwright.data.pool import Batch, Pool
+from meshwright.data.rows import MalformedRows
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import Tokenizer, choose, trained_vocab
 from meshwright.spec import Data
@@ -72,7 +73,10 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
 
 def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, str]:
     """Read all documents once; remember the digest for as long as the files look the same."""
-    counted = split.survey(source.documents())
+    malformed = MalformedRows()
+    counted = split.survey(source.documents(malformed))
+    if malformed.malformed and (data.malformed == "refuse" or not counted.num_bytes):
+        raise malformed.refusal("texts")
     if not counted.num_bytes:
         raise DataError(f"data.path={data.path} holds no text: every document is empty")
     index.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +89,8 @@ def _changed(data: Data) -> str:
 
 
 def _fingerprint(data: Data, digest: str, tokenizer: Tokenizer) -> str:
-    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation))
+    skips = () if data.malformed == "refuse" else (data.malformed,)
+    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *skips))
     return hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
 
 
@@ -129,18 +134,21 @@ class _Build:
         """Make the folder whole, or leave nothing."""
         with new_folder(folder) as new, contextlib.ExitStack() as open_files:
             streams = [open_files.enter_context(_Writer(new / name, self.tokenizer)) for name in STREAMS]
-            self._encode(streams)
+            malformed = self._encode(streams)
             meta = {name: stream.counts() for name, stream in zip(STREAMS, streams, strict=True)}
             open_files.close()
             files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
             origin = {"source": self.source.title, "tokenizer": self.tokenizer.fingerprint}
-            write_json(new / "meta.json", {"fingerprint": fingerprint, "files": files, "streams": meta, **origin})
+            content = {"fingerprint": fingerprint, "files": files, "streams": meta, **origin}
+            write_json(new / "meta.json", content | malformed_entry(malformed))
 
-    def _encode(self, streams: list["_Writer"]) -> None:
+    def _encode(self, streams: list["_Writer"]) -> MalformedRows:
+        """Write the streams; return the rows that were left out."""
         reading, done, total = split.Reading(), 0, self.counted.num_bytes
         chosen = split.choose(self.counted, self.data.validation)
         waiting: list[list[split.SplitPart]] = []
-        parts = split.parts(self.source.documents(), chosen, reading)
+        malformed = MalformedRows()
+        parts = split.parts(self.source.documents(malformed), chosen, reading)
         processes = 1 if total <= _ALONE_BYTES else self.processes
         with Pool(self.tokenizer, processes) as pool:
             for ids in pool.map(_remember(_batches(parts), waiting)):
@@ -151,6 +159,7 @@ class _Build:
                     self.progress(done, total)
         if reading.survey().digest != self.counted.digest:
             raise DataError(_changed(self.data))
+        return malformed
 
 
 def _batches(parts: Iterator[split.SplitPart]) -> Iterator[list[split.SplitPart]]:
@@ -212,6 +221,11 @@ class _Writer:
         return {"num_tokens": tokens, "num_bytes": self._text, "num_documents": self._documents}
 
 
+def malformed_entry(malformed: MalformedRows) -> dict[str, Any]:
+    """The entry of meta.json for rows that were left out, where there are any."""
+    return {"malformed": asdict(malformed)} if malformed.malformed else {}
+
+
 def load(
     folder: Path,
     tokenizer: Tokenizer,
@@ -228,9 +242,13 @@ def load(
         if not whole:
             return None
         train, validation = (stream(folder / name, meta["streams"][name], tokenizer) for name in STREAMS)
+        malformed = MalformedRows(**meta.get("malformed", {}))
     except (KeyError, TypeError, ValueError, AttributeError, FileNotFoundError):
         return None
-    return Corpus(train=train, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, key=folder.name)
+    return Corpus(
+        train=train, validation=validation, tokenizer=tokenizer, fingerprint=fingerprint, key=folder.name,
+        malformed=malformed,
+    )  # fmt: skip
 
 
 def _stream(path: Path, counts: dict[str, int], tokenizer: Tokenizer) -> TokenStream:

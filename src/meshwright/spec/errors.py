@@ -5,6 +5,7 @@ MeshwrightError                 2
 │   ├── ArgumentError           an argument of a Python function, which it names; the command line says its option
 │   └── IllegalLayout           a layout that breaks a rule: rule, clashing numbers, nearest legal change
 ├── DataError                   text, tokenizer or token cache
+│   └── MalformedRowError       a row that is at fault by itself, whatever the tokenizer and its template
 ├── CheckpointError             missing, foreign or newer checkpoint
 │   └── DamagedCheckpoint       not whole: passed over where the choice is ours, refused where it was named
 ├── HubError                    a Hugging Face directory that cannot be read or written
@@ -40,6 +41,10 @@ class IllegalLayout(PlanError):
 
 class DataError(MeshwrightError):
     """Text, tokenizer or token cache that cannot be used."""
+
+
+class MalformedRowError(DataError):
+    """A row that is at fault by itself: data.malformed says what becomes of it."""
 
 
 class CheckpointError(MeshwrightError):

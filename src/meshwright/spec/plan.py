@@ -67,6 +67,9 @@ class Data:
     """Share of the text held out for evaluation."""
     limit_bytes: int = 0
     """Read at most so much text; 0 = all."""
+    malformed: Literal["refuse", "skip"] = "refuse"
+    """Of rows that cannot be read, as broken JSON or a missing field: `refuse` names them and stops, `skip` leaves them
+    out and counts them."""
     form: Literal["text", "samples"] = TEXT
     """`text`: trained on whole, in windows; `samples`: rows with messages or prompts, of which answers are trained."""
     template: str = "auto"

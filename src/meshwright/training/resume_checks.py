@@ -12,7 +12,7 @@ from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import RunFolder
 from meshwright.training import pretrained
 from meshwright.training.reference import holds_weights_only
-from meshwright.training.state import DATA_KEYS, STATE_KEYS, mixture_weights
+from meshwright.training.state import DATA_KEYS, STATE_KEYS, TEXT, mixture_weights
 from meshwright.training.teacher import check_teacher
 
 
@@ -53,6 +53,8 @@ def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
         there, here = values.get(what), getattr(plan.data, what)
         if there != here:
             raise _other_place(found, f"data.{what}={there}", f"data.{what}={here}")
+    if (there := values.get("malformed", TEXT.malformed)) != (here := plan.data.malformed):
+        raise _other_place(found, f"data.malformed={there}", f"data.malformed={here}")
     if values["data"] != corpus.fingerprint:
         samples = ", another template, train_on or thinking" if plan.data.form == "samples" else ""
         raise _other_place(found, f"other text or another split or tokenizer{samples}", f"data={plan.data.title}")

@@ -110,6 +110,7 @@ class TrainState:
             "seed": recipe.seed,
             **{key: getattr(recipe, key) for key in STATE_KEYS},
             **{key: getattr(settings, key) for key in DATA_KEYS if settings.form == "samples"},
+            **({"malformed": settings.malformed} if settings.malformed != TEXT.malformed else {}),
             **({"weights": mixture_weights(settings)} if len(settings.mixture) > 1 else {}),
             "data": data,
             "tokenizer": tokenizer,

@@ -331,6 +331,7 @@ class Trainer:
             steady_tokens_per_second=clock.steady_tokens_per_second,
             paused_seconds=clock.paused_s,
             saving_seconds=self.saver.blocked_s,
+            malformed_rows=self.corpus.malformed.malformed,
             peak_allocated_bytes=device.peak_bytes(self.device),
             checkpoint=checkpoint.latest(self.folder.checkpoints),
             stopped={"SIGINT": "interrupted", "SIGTERM": "terminated"}.get(self._stop.agreed or "", "done"),

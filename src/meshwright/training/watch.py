@@ -179,6 +179,8 @@ class Summary:
     """Evaluations, samples and checkpoints of this process, which are not in seconds."""
     saving_seconds: float = 0.0
     """What steps and the end waited for checkpoints."""
+    malformed_rows: int = 0
+    """Of the data, which data.malformed=skip left out."""
     peak_allocated_bytes: int
     checkpoint: Path | None
     """The last one; None = none was written."""

@@ -150,6 +150,8 @@ def closing(summary: Summary, device: str) -> str:
     parts.append(f"{count(summary.tokens_per_second)} tokens/s{_steady(summary)}")
     if summary.paused_seconds:
         parts.append(f"{duration(summary.paused_seconds)} of evaluation, samples and checkpoints beside")
+    if summary.malformed_rows:
+        parts.append(f"{many(summary.malformed_rows, 'malformed row')} left out")
     of = "process" if device.startswith("CPU") else "tensors"
     parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB ({of})")
     if summary.bits_per_byte is not None:

@@ -113,6 +113,8 @@ def _legend(found: DataView) -> Text:
         lines.append(f"passed over as binary: {len(found.passed_over)} ({names}{more})")
     if found.unread:
         lines.append(f"columns that are not read: {named_columns(found.unread)}")
+    if found.malformed.malformed:
+        lines.append(found.malformed.note)
     if found.samples is not None:
         lines += _sample_lines(found, found.samples)
         return Text("\n".join([*lines, ""]))

@@ -56,6 +56,7 @@ def page(found: DataView) -> str:
             "".join(_legend(found)) + shown + _HELP,
         ),
         "</main>",
+        *([f"<p class='small'>{escape(found.malformed.note)}</p>"] if found.malformed.malformed else ()),
         f"<footer class='small'>tokenizer {escape(found.tokenizer)}, {found.vocab:,} ids; fingerprint "
         f"{escape(found.fingerprint[:16])}</footer>",
     ]
