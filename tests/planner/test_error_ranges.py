@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.accuracy.error_table import EDGE, STEPS, MalformedRowError, distributions, quantiles
+from meshwright.planner.accuracy.error_table import EDGE, STEPS, RowError, distributions, quantiles
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.step.error_ranges import (
     POOL,
@@ -85,14 +85,14 @@ def test_share_below_is_that_of_the_quantiles(value: float) -> None:
     assert share_below(even, inf) < 1 and share_below(even, -inf) > 0
 
 
-def drawn(seed: int, models: int, each: int) -> list[MalformedRowError]:
+def drawn(seed: int, models: int, each: int) -> list[RowError]:
     """Errors of models that are each off by something of their own, and rows by something of theirs."""
     dice = random.Random(seed)
     groups = groups_of("drawn", routed=False, nodes=2)
     found = []
     for model in range(models):
         bias = dice.gauss(0, 0.1)
-        found += [MalformedRowError(groups, (model,), dice.gauss(bias, 0.02)) for _ in range(each)]
+        found += [RowError(groups, (model,), dice.gauss(bias, 0.02)) for _ in range(each)]
     return found
 
 
@@ -109,14 +109,14 @@ def test_models_nobody_has_run_lie_within_the_ranges_of_others() -> None:
 
 def test_a_model_with_many_rows_counts_as_one_with_few() -> None:
     groups = groups_of(POOL, routed=False, nodes=1)
-    rows = [MalformedRowError(groups, ("many",), log(2))] * 1000 + [MalformedRowError(groups, ("few",), log(0.5))] * 2
+    rows = [RowError(groups, ("many",), log(2))] * 1000 + [RowError(groups, ("few",), log(0.5))] * 2
     spread = distributions(rows)[POOL]
     assert sum(weight for error, weight in spread if exp(error) > 1) == pytest.approx(0.5)
     assert sum(weight for _, weight in spread) == pytest.approx(1)
 
 
-def of_software(name: str, model: str, errors: list[float], nodes: int = 2) -> list[MalformedRowError]:
-    return [MalformedRowError(groups_of(name, routed=False, nodes=nodes), (model,), error) for error in errors]
+def of_software(name: str, model: str, errors: list[float], nodes: int = 2) -> list[RowError]:
+    return [RowError(groups_of(name, routed=False, nodes=nodes), (model,), error) for error in errors]
 
 
 def test_software_with_many_models_counts_as_one_with_few_for_software_without_rows() -> None:
