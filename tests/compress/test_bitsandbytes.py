@@ -94,20 +94,22 @@ def test_bitsandbytes_restores_ours_to_the_bit(scheme: str, tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
 @pytest.mark.parametrize("double", [False, True])
-def test_their_own_folders_are_read_to_the_bit(double: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_their_own_folders_are_read_to_the_bit(kind: str, double: bool, storage: torch.dtype, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     before = directory(tmp_path / "hf", SHAPE)
     config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
-        bnb_4bit_compute_dtype=torch.float32,
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float32, bnb_4bit_quant_storage=storage,
     )  # fmt: skip
     model = opened(tmp_path / "hf", quantization_config=config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs")
     of = restored(tmp_path / "theirs")
     assert compared(model, of) == 14
-    scheme = SCHEMES["nf4-double" if double else "nf4"]
-    for name in quantizable(SHAPE):  # and what they make of a matrix is what we make of it
+    scheme = replace(SCHEMES["nf4-double" if double else "nf4"], codes=kind)
+    for name in () if kind == "fp4" else quantizable(SHAPE):  # and what they make of a matrix is what we do
         assert torch.equal(of(name), quantize_matrix(name, before[name], scheme).dequantized()), name
 
 

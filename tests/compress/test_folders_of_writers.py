@@ -296,6 +296,91 @@ def test_files_that_nothing_joins_and_codes_of_others_are_refused(tmp_path: Path
         mw.model.hub.safetensors_files.stored_tensors(tmp_path / "theirs")
 
 
+def fp8_parts(weight: Tensor, block: int = 0) -> Parts:
+    """As llm-compressor's FP8 (one scale for all, and one for inputs) and FP8_BLOCK."""
+    rows, columns = weight.shape
+    if block:
+        padded = torch.zeros(-(-rows // block) * block, -(-columns // block) * block)
+        padded[:rows, :columns] = weight
+        peaks = padded.view(padded.shape[0] // block, block, -1, block).abs().amax((1, 3))
+    else:
+        peaks = weight.abs().max().view(1, 1)
+    scales = (peaks / 448).bfloat16()
+    wide = _wide(scales, block, rows, columns)
+    parts = {"weight": (weight / wide).to(torch.float8_e4m3fn), "weight_scale": scales if block else scales.view(1)}
+    return parts if block else {**parts, "input_scale": torch.tensor([0.01]).bfloat16()}
+
+
+def _wide(scales: Tensor, block: int, rows: int, columns: int) -> Tensor:
+    spread = scales.float().view(-1, scales.shape[-1])
+    if block:
+        spread = spread.repeat_interleave(block, 0).repeat_interleave(block, 1)
+    return spread.expand(rows, columns) if not block else spread[:rows, :columns]
+
+
+def packed_parts(weight: Tensor, group: int = 32) -> Parts:
+    """As llm-compressor's W4A16: codes 8 more than they stand for, each row one stream of bits."""
+    runs = weight.view(len(weight), -1, group)
+    scales = (runs.abs().amax(-1) / 7.5).bfloat16()
+    codes = (runs / scales.float().unsqueeze(-1)).round().clamp(-8, 7).long() + 8
+    return {
+        "weight_packed": _words(codes.flatten(1), 4),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def by_compressed_tensors(parts: Parts, block: int, size: tuple[int, int]) -> Tensor:
+    if "weight_packed" not in parts:
+        return parts["weight"].float() * _wide(parts["weight_scale"], block, *size)
+    words = [[word & 0xFFFFFFFF for word in row] for row in parts["weight_packed"].tolist()]
+    codes = torch.tensor([[word >> place & 15 for word in row for place in range(0, 32, 4)] for row in words])
+    runs = (codes - 8).view(size[0], parts["weight_scale"].shape[1], -1)
+    return (runs * parts["weight_scale"].float().unsqueeze(-1)).flatten(1)
+
+
+EIGHT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "group_size": None}
+PRESETS: dict[str, dict[str, Any]] = {
+    "FP8": {"format": "float-quantized", "weights": {**EIGHT, "strategy": "tensor"},
+            "input_activations": {**EIGHT, "strategy": "tensor"}},
+    "FP8_BLOCK": {"format": "float-quantized", "weights": {**EIGHT, "strategy": "block", "block_structure": [32, 32]},
+                  "input_activations": {**EIGHT, "strategy": "group", "group_size": 32, "dynamic": True}},
+    "W4A16": {"format": "pack-quantized", "input_activations": None,
+              "weights": {**EIGHT, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [("FP8",), ("FP8_BLOCK",), ("W4A16", "FP8")])
+def test_llm_compressors_scales_of_all_of_blocks_and_of_several_groups(names: tuple[str, ...], tmp_path: Path) -> None:
+    groups = {f"group_{place}": {**PRESETS[name], "targets": ["re:.*"]} for place, name in enumerate(names)}
+    config = {
+        "quant_method": "compressed-tensors", "format": PRESETS[names[0]]["format"], "config_groups": groups,
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+    block, sizes = 32 if "FP8_BLOCK" in names else 0, dict[str, tuple[int, int]]()
+
+    def quantize(name: str, weight: Tensor) -> Parts:
+        sizes[name] = weight.shape[0], weight.shape[1]
+        return packed_parts(weight) if len(names) > 1 and "mlp" in name else fp8_parts(weight, block)
+
+    coded = written(tmp_path, SHAPES["llama"], quantize, config)
+    of = restored(tmp_path / "theirs")
+    for binding in bindings(SHAPES["llama"]):
+        (own,), (their,) = binding.ours, binding.theirs
+        if their in coded:
+            (found,) = binding.transform.export([of(own)], SHAPES["llama"])
+            assert torch.equal(found, by_compressed_tensors(coded[their], block, sizes[their])), their
+    assert mw.load(tmp_path / "theirs").generate("def", max_new_tokens=2, temperature=0).ids
+
+
+def test_a_matrix_that_is_of_no_group_is_refused(tmp_path: Path) -> None:
+    groups = {name: {**PRESETS[name], "targets": ["Linear"]} for name in ("W4A16", "FP8")}
+    config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+    written(tmp_path, SHAPES["llama"], lambda name, weight: packed_parts(weight, 16), config)
+    with pytest.raises(HubError, match=r"q_proj\.weight has the tensors of none of 2 config_groups, which must be one"):
+        mw.load(tmp_path / "theirs")
+
+
 def fp4_parts(weight: Tensor, block: int = 64) -> dict[str, Tensor]:
     """As bitsandbytes' quantize_fp4: two codes to a byte, the first in the upper half."""
     table = torch.tensor(FOUR_BITS_OF_FP4) / 12

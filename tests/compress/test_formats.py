@@ -173,7 +173,7 @@ DAMAGE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "matrix": ("meshwright", lambda config: config["matrices"].update({"layers.9.o": "int4-rtn"}), "no matrix of this"),
     "missing": ("meshwright", lambda config: config["matrices"].pop("layers.0.mlp.up.weight"), "lacks layers.0.mlp.up"),
     "layout": (CT, lambda config: config.update(format="marlin-24"), "format='marlin-24'"),
-    "groups": (CT, lambda config: config["config_groups"].update(other={}), "another number of groups than 1"),
+    "groups": (CT, lambda config: config["config_groups"].update(other={}), "weights is missing"),
     "width": (CT, lambda config: config["config_groups"]["group_0"]["weights"].update(num_bits=3), "torch.int32 where"),
     "order": (CT, lambda config: config["config_groups"]["group_0"]["weights"].update(actorder="group"), "actorder"),
 }

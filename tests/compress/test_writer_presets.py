@@ -6,28 +6,27 @@ from typing import Any
 import pytest
 
 from meshwright.model.hub.entries import Entries
-from meshwright.model.quantized_formats.compressed_tensors import _scheme
+from meshwright.model.quantized_formats.compressed_groups import group_schemes
 from meshwright.spec.errors import HubError
 
 DENSE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, "dynamic": False}
 GROUP = {**DENSE, "num_bits": 4, "strategy": "group", "group_size": 128, "actorder": "static"}
 TOKEN = {**DENSE, "strategy": "token", "dynamic": True}
 FLOAT = {**DENSE, "type": "float"}
+TENSOR = {**FLOAT, "strategy": "tensor"}
 READ: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, tuple[Any, ...]]] = {
     "W4A16": ("pack-quantized", GROUP, None, (4, "integer", "fixed", 128, "same")),
     "W4A16_ASYM": ("pack-quantized", {**GROUP, "symmetric": False}, None, (4, "integer", "whole", 128, "same")),
     "W8A16": ("pack-quantized", {**GROUP, "num_bits": 8}, None, (8, "integer", "fixed", 128, "same")),
     "INT8": ("int-quantized", DENSE, TOKEN, (8, "integer", "fixed", 0, "int8")),
     "FP8_DYNAMIC": ("float-quantized", FLOAT, {**TOKEN, "type": "float"}, (8, "e4m3", "fixed", 0, "fp8")),
-}
-REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
-    "FP8": (
-        "float-quantized",
-        {**FLOAT, "strategy": "tensor"},
-        {**FLOAT, "strategy": "tensor"},
-        "one scale for a whole",
+    "FP8": ("float-quantized", TENSOR, TENSOR, (8, "e4m3", "fixed", 0, "fp8")),
+    "FP8_BLOCK": (
+        "float-quantized", {**FLOAT, "strategy": "block", "block_structure": [128, 128]},
+        {**FLOAT, "strategy": "group", "group_size": 128, "dynamic": True}, (8, "e4m3", "fixed", 128, "same"),
     ),
-    "FP8_BLOCK": ("float-quantized", {**FLOAT, "strategy": "block"}, {**TOKEN, "type": "float"}, "scales of square"),
+}  # fmt: skip
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
     "W4A8": ("pack-quantized", GROUP, TOKEN, "beside 4-bit weights in groups"),
     "W7A16": ("pack-quantized", {**GROUP, "num_bits": 7}, None, "num_bits=7 is not read"),
     "NVFP4": ("nvfp4-pack-quantized", {**FLOAT, "strategy": "tensor_group"}, None, "NVFP4"),
@@ -47,7 +46,7 @@ def entries(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None,
 @pytest.mark.parametrize("whole", ["", "mixed-precision"])
 def test_presets_that_are_multiplied_here_are_read(name: str, whole: str) -> None:
     layout, weights, inputs, expected = READ[name]
-    scheme = _scheme(entries(layout, weights, inputs, whole))
+    (scheme,) = group_schemes(entries(layout, weights, inputs, whole))
     assert (scheme.bits, scheme.codes, scheme.zeros, scheme.group, scheme.activations) == expected
 
 
@@ -55,7 +54,7 @@ def test_presets_that_are_multiplied_here_are_read(name: str, whole: str) -> Non
 def test_other_presets_are_refused_by_name_with_a_remedy(name: str) -> None:
     layout, weights, inputs, reason = REFUSED[name]
     with pytest.raises(HubError, match=reason) as raised:
-        _scheme(entries(layout, weights, inputs))
+        group_schemes(entries(layout, weights, inputs))
     assert "quantize the original with meshwright quantize" in str(raised.value)
 
 

@@ -3,7 +3,7 @@
     pack-quantized    X.weight_packed int32 (N, ceil(K b / 32)): codes as one stream of bits along K; X.weight_scale
                       (N, groups); X.weight_zero_point int32 (ceil(N b / 32), groups): the same along N; X.weight_shape
     int-quantized     X.weight int8 (N, K), X.weight_scale (N, 1); activations with a scale for each token
-    float-quantized   the same with e4m3
+    float-quantized   the same with e4m3; read also with one scale (1,) for all, or one for each square block
 
 Codes are written without a sign, 2^(b-1) more than they stand for, as ours are. Scales have the dtype of the other
 weights, which is that of what their reader restores.
@@ -12,7 +12,7 @@ weights, which is that of what their reader restores.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +21,16 @@ from meshwright.kernels.quantization import pack, unpack
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
-from meshwright.model.hub.transforms import JOINED, TURNED
+from meshwright.model.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.model.hub.weight_names import Binding, bindings
+from meshwright.model.quantized_formats.compressed_groups import (
+    FLOAT,
+    PACKED,
+    REMEDY,
+    WHOLE,
+    group_schemes,
+    scale_dtype,
+)
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_formats.hub_tensors import (
     encoded_tensors,
@@ -33,24 +41,11 @@ from meshwright.model.quantized_formats.hub_tensors import (
 from meshwright.model.quantized_formats.native import check
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization_schemes import BITS, GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros
+from meshwright.spec.quantization_schemes import GROUPS, Scheme
 from meshwright.spec.shape import ModelShape
 
-PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
-LAYOUTS: Mapping[str, Codes] = {PACKED: "integer", WHOLE: "integer", FLOAT: "e4m3"}
-"""Layouts of files that are read -> what codes are."""
-UNREAD = {
-    "nvfp4-pack-quantized": "4-bit floats with scales of 8 bits (NVFP4)",
-    "mxfp4-pack-quantized": "4-bit floats with scales that are powers of two (MXFP4)",
-    "mxfp6-pack-quantized": "6-bit floats with scales that are powers of two (MXFP6)",
-    "mxfp8-quantized": "8-bit floats with scales that are powers of two (MXFP8)",
-    "marlin-24": "matrices with half their numbers left out",
-    "sparse-24-bitmask": "matrices with half left out",
-}
-"""Layouts that no product here multiplies -> what they hold: compressed_tensors/config/base.py, CompressionFormat."""
-REMEDY = "quantize the original with meshwright quantize, or take a folder of W4A16, INT8 or FP8_DYNAMIC"
-SCALES_OF = {"tensor": "one scale for a whole matrix (FP8)", "block": "scales of square blocks (FP8_BLOCK)",
-             "tensor_group": "scales of groups, and one above them (NVFP4)"}  # fmt: skip
+BESIDE = (".input_scale", ".k_scale", ".v_scale")
+"""Ends of names of scales found on text: inputs have one for each token here, and the cache stays as it is."""
 
 
 class CompressedTensors:
@@ -114,18 +109,24 @@ class CompressedTensors:
     ) -> QuantizedModel:
         """As QuantizedFormat."""
         entries = Entries(config, f"{folder}/config.json, quantization_config")
-        scheme, stored = _scheme(entries), stored_tensors(folder)
-        schemes = {}
+        groups, stored = group_schemes(entries), stored_tensors(folder)
+        stored = {name: one for name, one in stored.items() if not name.endswith(BESIDE)}
+        schemes = dict[str, Scheme]()
         for binding in bindings(shape):
-            own, their = next(iter(binding.ours)), next(iter(binding.theirs))
-            if f"{their}_scale" in stored and own in quantizable(shape):
-                schemes[own] = replace(scheme, scales=_scales(entries, stored[f"{their}_scale"]))
+            coded = [their for their in binding.theirs if f"{their}_scale" in stored]
+            if next(iter(binding.ours)) not in quantizable(shape) or not coded:
+                continue
+            if binding.transform is CONV1D:
+                raise HubError(f"{folder}: codes of {shape.family}, whose matrices are stored transposed, are not read")
+            each = {_fitting(entries, groups, stored, their, binding.theirs[their]) for their in coded}
+            if len(each) > 1:
+                raise HubError(
+                    f"{folder}: {coded[0]} has codes of another layout than those that are one stack with it"
+                )
+            schemes |= dict.fromkeys(binding.ours, each.pop())
         model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no weight_scale")
-        why = self.refusal(model)
-        if why:
-            raise HubError(f"{folder}: {why}")
         planned = _as_stored(self.planned(model), stored)
         check(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
@@ -177,13 +178,16 @@ def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtyp
 
 
 def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
-    """With the dtype of scales that a file has, which writers choose."""
-    return [
-        Planned(name=one.name, size=one.size, dtype=stored[one.name].dtype)
-        if one.name in stored and one.dtype.is_floating_point and stored[one.name].dtype.is_floating_point
-        else one
-        for one in planned
-    ]
+    """With the dtype of scales that a file has, which writers choose, and the size of those of all or of blocks."""
+    found = []
+    for one in planned:
+        there = stored.get(one.name)
+        if there is not None and one.dtype.is_floating_point and there.dtype.is_floating_point:
+            of_all = one.name.endswith("_scale") and there.size in ((), (1,), (1, 1))
+            of_blocks = one.name.endswith("_scale") and len(there.size) == 2 and there.size[1:] == one.size[1:]
+            one = replace(one, size=there.size if of_all or of_blocks else one.size, dtype=there.dtype)
+        found.append(one)
+    return found
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
@@ -216,7 +220,7 @@ def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -
 def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
     """Parts of one matrix of theirs, with codes and zeros as ours are packed."""
     rows, columns = size
-    found = {"scales": stored[f"{name}_scale"].read().to(getattr(torch, scheme.scales))}
+    found = {"scales": _spread(stored[f"{name}_scale"], rows, scheme.groups(columns), scheme)}
     if _layout(scheme) != PACKED:
         return {"codes": stored[name].read(), **found}
     shape = stored[f"{name}_shape"].read().tolist()
@@ -230,6 +234,18 @@ def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], sch
     return found
 
 
+def _spread(stored: Stored, rows: int, groups: int, scheme: Scheme) -> Tensor:
+    """Scales (rows, groups), also of a whole matrix (1,), or of blocks (ceil(rows / group), groups)."""
+    scales = stored.read().to(getattr(torch, scheme.scales))
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(rows, groups).contiguous()
+    if len(scales) == rows:
+        return scales
+    if not scheme.group or len(scales) != -(-rows // scheme.group):
+        raise HubError(f"{stored.file}: scales {list(stored.size)} are none of {rows} outputs, nor of blocks of them")
+    return scales.repeat_interleave(scheme.group, 0)[:rows].contiguous()
+
+
 def _ignored(model: QuantizedModel) -> list[str]:
     """Layers that are not quantized though they are linear: head, routers, and what was left out."""
     found = ["lm_head"]  # a tied one too: readers make a layer of it
@@ -240,55 +256,25 @@ def _ignored(model: QuantizedModel) -> list[str]:
     return found
 
 
-def _scales(entries: Entries, found: Stored) -> Literal["bfloat16", "float16", "float32"]:
-    if found.dtype == torch.bfloat16:
-        return "bfloat16"
-    if found.dtype == torch.float16:
-        return "float16"
-    if found.dtype == torch.float32:
-        return "float32"
-    raise entries.fail(f"scales of {found.dtype} are not supported")
-
-
-def _scheme(entries: Entries) -> Scheme:
-    """Of the one group of a config; HubError where it holds what is not read."""
-    layout = entries.text("format")
-    groups = entries.raw("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        raise entries.fail(f"config_groups with another number of groups than 1 is not read; {REMEDY}")
-    (only,) = groups.values()
-    if not isinstance(only, dict):
-        raise entries.fail("config_groups must hold a JSON object")
-    group = Entries(only, f"{entries.where}, config_groups")
-    layout = group.text("format") if only.get("format") else layout  # its own: the whole may say mixed-precision
-    if layout not in LAYOUTS:
-        held = f" holds {UNREAD[layout]}, which" if layout in UNREAD else ""
-        raise entries.fail(f"format={layout!r}{held} is not read; {REMEDY}")
-    weights, inputs = group.inner("weights"), group.inner("input_activations")
-    if weights is None:
-        raise group.fail("weights is missing")
-    weights.allow("dynamic", (False,))
-    strategy = weights.text("strategy", "channel")
-    if strategy in SCALES_OF:
-        raise weights.fail(f"strategy={strategy!r}, {SCALES_OF[strategy]}, is not read; {REMEDY}")
-    weights.allow("strategy", ("group", "channel"))
-    # "weight", or "static", is the order in which columns were rounded; the file is the same. "group" once moved them.
-    weights.allow("actorder", (None, False, "weight", "static"))
-    bits, kind = weights.integer("num_bits"), LAYOUTS[layout]
-    if inputs is not None and (bits != 8 or strategy == "group"):
-        beside = f"{bits}-bit weights" + " in groups" * (strategy == "group")
-        raise group.fail(f"input_activations in fewer bits beside {beside} are not read; {REMEDY}")
-    if inputs is not None:
-        inputs.allow("strategy", ("token",))
-        inputs.allow("symmetric", (True,))
-        inputs.allow("dynamic", (True,))
-    activations: Activations = "same" if inputs is None else "fp8" if kind == "e4m3" else "int8"
-    like = SCHEMES["fp8" if kind == "e4m3" else "int8" if bits == 8 else "int4-rtn"]
-    if bits not in BITS:
-        raise weights.fail(f"num_bits={bits} is not read: {', '.join(map(str, BITS))} are; {REMEDY}")
-    zeros: Zeros = "fixed" if weights.flag("symmetric", True) else "whole"
-    return Scheme(
-        name=f"{kind}{bits}", about="as read", bits=bits, codes=kind, zeros=zeros,
-        group=weights.integer("group_size") if strategy == "group" else 0, method="absmax",
-        activations=activations, expected_kl=like.expected_kl, max_kl=like.max_kl,
-    )  # fmt: skip
+def _fitting(
+    entries: Entries, schemes: Sequence[Scheme], stored: Mapping[str, Stored], name: str, size: tuple[int, ...]
+) -> Scheme:
+    """The scheme of a matrix: that of the group whose tensors are those of the file. Patterns of a group's targets are
+    not run, since a stranger's may run for ever."""
+    scales = scale_dtype(entries, stored[f"{name}_scale"])
+    each = list(dict.fromkeys(replace(scheme, scales=scales) for scheme in schemes))
+    if len(each) == 1:
+        return each[0]
+    there = {key for key in stored if key.startswith(name)}
+    fitting = []
+    for scheme in each:
+        planned = _as_stored(_planned(name, size, scheme, torch.bfloat16), stored)
+        same = all(one.name in there and (one.size, one.dtype) == (stored[one.name].size, stored[one.name].dtype)
+                   for one in planned)  # fmt: skip
+        fitting += [scheme] if same and len(planned) == len(there) else []
+    if len(fitting) != 1:
+        raise entries.fail(
+            f"{name} has the tensors of {len(fitting) or 'none'} of {len(each)} config_groups, which must be one: "
+            f"{REMEDY}"
+        )
+    return fitting[0]
