@@ -16,6 +16,12 @@ _THINKING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _INSIDE = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _SIGN: Final = f"mw{secrets.randbits(64):x}"
 """Begins what stands for names: letters and digits, which no filter of a template changes."""
+_NUMBER: Final = (100_000_000 + secrets.randbelow(900_000_000)) * 10**6
+"""Added to the place of a number, it stands for that number: 15 digits, which a float has, too."""
+
+
+class IncompleteRendering(DataError):
+    """A template that leaves out what a conversation says."""
 
 
 def check_complete(
@@ -28,7 +34,7 @@ def check_complete(
     missing = None if _stand_in_order(said, squeezed) else _missing(said, squeezed)
     if missing is not None:
         known = messages[missing]["role"] in ROLES
-        raise (DataError if known else MalformedRowError)(
+        raise (IncompleteRendering if known else MalformedRowError)(
             f"the chat template drops what message {missing + 1} ({messages[missing]['role']}) says: "
             f"{said[missing].strip()[:60]!r} is not in the rendered text; take another data.template or another role"
         )
@@ -61,7 +67,7 @@ def _check_thoughts(messages: Sequence[Message], answers: Sequence[int], squeeze
     for number in answers:
         for thought in _thoughts(messages[number]):
             if _place(thought, squeezed)[0] < 0:
-                raise DataError(
+                raise IncompleteRendering(
                     f"the chat template drops the thoughts of message {number + 1}: {thought.strip()[:60]!r} is not in "
                     "the rendered text; take data.thinking=drop, or a data.template that writes them"
                 )
@@ -76,25 +82,37 @@ def _thoughts(message: Message) -> list[str]:
 
 
 def _check_tools(messages: Sequence[Message], tools: Any, template: ChatTemplate) -> None:
-    """The same of calls, the texts of their arguments included, and of the tools themselves. A tool may be called
-    `get`, which stands in any text, so the conversation is rendered once more with signs in place of these words."""
+    """The same of calls, their arguments at any depth included, and of the tools themselves. A tool may be called
+    `get`, which stands in any text, so the conversation is rendered once more with signs in place of these words. A
+    template may write `true` and numbers in its own way: then another one in its place must change the text."""
     if not tools and not any(message.get("tool_calls") for message in messages):
         return
+
+    def rendered(signs: _Signs) -> str:
+        signed_tools = [signs.tool(tool) for tool in tools or ()]
+        signed = [signs.message(number, message) for number, message in enumerate(messages, start=1)]
+        return template.render(signed, signed_tools or None).text
+
     signs = _Signs()
-    signed_tools = [signs.tool(tool) for tool in tools or ()]
-    signed = [signs.message(number, message) for number, message in enumerate(messages, start=1)]
-    text = template.render(signed, signed_tools or None).text
+    text = rendered(signs)
     missing = next((complaint for sign, complaint in signs.complaints.items() if sign not in text), None)
+    unsigned = (place for place, (sign, _) in enumerate(signs.numbers) if not sign or sign not in text)
+    if missing is None:
+        missing = next((signs.numbers[place][1] for place in unsigned if rendered(_Signs(place)) == text), None)
     if missing is not None:
-        raise DataError(f"the chat template drops {missing}")
+        raise IncompleteRendering(f"the chat template drops {missing}")
 
 
 @final
 class _Signs:
-    """Words that no conversation has, and what it means that a rendered one lacks them."""
+    """Words and numbers that no conversation has, and what it means that a rendered one lacks them."""
 
-    def __init__(self) -> None:
+    def __init__(self, changed: int = -1) -> None:
+        """`changed`: the place in `numbers` of the one that is another than with other signs."""
         self.complaints: dict[str, str] = {}
+        self.numbers: list[tuple[str, str]] = []
+        """(sign, complaint) of numbers and of booleans, which have no sign."""
+        self._changed = changed
 
     def _sign(self, complaint: str) -> str:
         sign = f"{_SIGN}n{len(self.complaints)}e"
@@ -136,20 +154,32 @@ class _Signs:
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError, RecursionError):
                 opened = json.loads(arguments)
-        signed = self._texts(arguments if opened is None else opened, number)
+        signed = self._argument(arguments if opened is None else opened, number)
         function = {**inner, "arguments": signed if opened is None else json.dumps(signed)}
         return {**call, "function": function} if "function" in call else function
 
-    def _texts(self, argument: Any, number: int) -> Any:
-        """An argument with signs as its texts, at any depth."""
-        if isinstance(argument, str):
-            return self._sign(
-                f"what a tool call of message {number} is given: {argument[:60]!r} is not in the rendered text; take a "
+    def _argument(self, argument: Any, number: int) -> Any:
+        """An argument with signs as its texts and numbers, at any depth."""
+        if isinstance(argument, str | bool | int | float):
+            shown = repr(argument[:60]) if isinstance(argument, str) else json.dumps(argument)
+            complaint = (
+                f"what a tool call of message {number} is given: {shown} is not in the rendered text; take a "
                 "data.template that writes arguments"
             )
+            return self._sign(complaint) if isinstance(argument, str) else self._number(argument, complaint)
         if isinstance(argument, Mapping):
-            return {name: self._texts(part, number) for name, part in argument.items()}
-        return [self._texts(part, number) for part in argument] if isinstance(argument, list | tuple) else argument
+            return {name: self._argument(part, number) for name, part in argument.items()}
+        return [self._argument(part, number) for part in argument] if isinstance(argument, list | tuple) else argument
+
+    def _number(self, argument: float, complaint: str) -> float:
+        place = len(self.numbers)
+        is_changed = place == self._changed
+        if isinstance(argument, bool):
+            self.numbers.append(("", complaint))
+            return argument != is_changed
+        sign = _NUMBER + place + 500_000 * is_changed
+        self.numbers.append((str(sign), complaint))
+        return sign + 0.5 if isinstance(argument, float) else sign
 
 
 def _place(content: str, squeezed: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from meshwright.data.chat_template import THOUGHTS, ChatTemplate, Rendered, Span
-from meshwright.data.completeness import check_complete, without_thoughts
+from meshwright.data.completeness import IncompleteRendering, check_complete, without_thoughts
 from meshwright.data.samples import Continuation, Conversation, Message
 from meshwright.spec import plan
 from meshwright.spec.errors import DataError, MalformedRowError
@@ -63,10 +63,13 @@ def conversation(one: Conversation, template: ChatTemplate, policy: Policy) -> l
     opened = [_opened(message) for message in messages]
     try:
         return _conversation(opened, one, template, policy)
-    except DataError:
+    except DataError as error:
         if opened == messages:
             raise
-        return _conversation(messages, one, template, policy)  # some templates write JSON as they are given it
+        try:
+            return _conversation(messages, one, template, policy)  # some templates write JSON as they are given it
+        except DataError as other:  # the form that could be written says more than the one that could not
+            raise error if isinstance(error, IncompleteRendering) else other from None
 
 
 def _conversation(
