@@ -164,3 +164,15 @@ def test_ctrl_c_is_130_with_a_checkpoint_and_a_way_on(
             and line.endswith(" resume=auto")
         )
         assert (project / "runs/latest/checkpoints/step-000001/COMMIT").is_file()
+
+
+def test_resume_auto_goes_on_for_more_epochs_or_tokens(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They say how long a run is, as steps do."""
+    words = ("plan.yaml", "resume=auto", "recipe.warmup_steps=-1")
+    first = train(capsys, *words, "recipe.epochs=0.01")
+    longer = train(capsys, *words, "recipe.epochs=0.02")
+    assert longer["run"] == first["run"] and int(str(longer["step"])) > int(str(first["step"]))
+    tokens = 2 * int(str(longer["tokens"]))
+    budget = train(capsys, *words, f"recipe.tokens={tokens}")
+    assert budget["run"] == first["run"] and int(str(budget["tokens"])) >= tokens
+    assert len(names(project / "runs")) == 1

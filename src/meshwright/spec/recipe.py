@@ -234,18 +234,20 @@ class Recipe:
         """How optimizer states are stored."""
         return StateStorage(self.optimizer_states, self.master_weights == "fp32", self.optimizer)
 
-    def over(self, rows: int = 0, read: DataRead = UNREAD) -> "Recipe":
+    def over(self, rows: int = 0, read: DataRead | None = UNREAD) -> "Recipe":
         """The same with the steps that `tokens` mean, or `epochs` for so many rows of data; itself without either.
-        What was `read` before counts as it was read, and only the rest in steps of this recipe."""
+        What was `read` before counts as it was read, and only the rest in steps of this recipe; None = that is not
+        known yet, so that a longer warm-up than the run is no fault. PlanError where it is one."""
         if not self.epochs and not self.tokens:
             return self
+        is_known, read = read is not None, read or UNREAD
         if self.tokens:
             more = self._steps_between(read.tokens, self.tokens)
         else:  # epochs as they were written: 1.1 of 10 rows are 11, and in binary a little more
             more = math.ceil((Fraction(str(self.epochs)) * rows - read.rows) / self.global_batch)
         steps = max(1, read.steps + max(0, more))
         follows = self.warmup_steps == min(20, self.steps // 10)
-        if self.warmup_steps > steps and not follows:
+        if self.warmup_steps > steps and is_known and not follows:
             length = f"recipe.tokens={self.tokens}" if self.tokens else f"recipe.epochs={self.epochs:g}"
             raise PlanError(
                 f"recipe.warmup_steps={self.warmup_steps} exceeds the {steps} steps of {length}: "

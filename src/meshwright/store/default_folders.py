@@ -17,9 +17,9 @@ from meshwright.spec.errors import MeshwrightError, RunError
 from meshwright.store import checkpoint_folder
 
 AUTO, LATEST = "auto", "latest"
-MAY_CHANGE = frozenset(
-    ("steps", "noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every", "keep_last", "log_every")
-)
+_LENGTH = ("steps", "epochs", "tokens")
+_LOOKS = ("noise_scale_every", "eval_every", "eval_sequences", "checkpoint_every", "keep_last", "log_every")
+MAY_CHANGE = frozenset(_LENGTH + _LOOKS)
 """Keys of the recipe: how long a run is, and how often it looks at itself."""
 
 

@@ -1,7 +1,7 @@
 """A run from its plan to its end: prepare the data and the folder, build or resume the state, train."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
 from meshwright.parallel.pass_graphs import check_device
 from meshwright.parallel.rounding import round_weights
-from meshwright.spec import Plan
+from meshwright.spec import Plan, Recipe
 from meshwright.spec.errors import MeshwrightError, PlanError
 from meshwright.spec.held import shards_are_masters
 from meshwright.spec.plan import RANDOM
-from meshwright.spec.recipe import NO_SCHEME
+from meshwright.spec.recipe import NO_SCHEME, UNREAD
 from meshwright.store import checkpoint, checkpoint_folder, default_folders
 from meshwright.store.base_weights import base_fingerprint
 from meshwright.store.run_folder import MetricsLog, RunFolder
@@ -38,6 +38,7 @@ from meshwright.training.objectives import Task
 from meshwright.training.on_policy import AnswerSampler, on_policy
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.precision import DTYPES, LossScaler, reduce_dtype
+from meshwright.training.rate import rate_jump
 from meshwright.training.reference import Reference, holds_weights_only
 from meshwright.training.resume_checks import check_resume, check_resumed, data_read
 from meshwright.training.skipping import StepSkipper
@@ -107,7 +108,7 @@ def run(
     check_shared(plan, corpus.tokenizer)
     # Refuses a short text before a run folder is made.
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=True)
-    plan = replace(plan, recipe=plan.recipe.over(len(rows)))
+    plan = replace(plan, recipe=plan.recipe.over(len(rows), UNREAD if resume == "no" else None))
     if foreseen is not None and foreseen.with_documents is not None:
         told = foreseen.with_documents(rows.take(0, min(len(rows), MEASURED_ROWS)).document_tokens)
         foreseen = _also_said(foreseen, *told)
@@ -124,6 +125,7 @@ def run(
         if found is not None:
             check_resumed(plan, corpus, found)
         read = data_read(found)
+        before = first.alone(lambda: _kept_recipe(found))
         # Its steps are counted from what was read, perhaps in steps of another size.
         plan = replace(plan, recipe=plan.recipe.over(len(rows), read))
         folder = replace(folder, plan=plan)
@@ -156,7 +158,8 @@ def run(
             task = Task(objective=objective, of_rows=answers.of_rows if answers else None, on_policy=writes)
             said = answers.said if answers else "beside the student, in every step"
             foreseen = _also_said(foreseen, ("teacher", f"{plan.teacher_init}, {said}"))
-        remarks = (*(said for said in (left, crowded) if said), *rounding_notes(plan), *advice(plan, corpus))
+        jump = rate_jump(before, plan.recipe, read.steps) if before is not None else None
+        remarks = (*(said for said in (left, crowded, jump) if said), *rounding_notes(plan), *advice(plan, corpus))
         reads = announced(plan.data, plan.recipe, corpus.train, rows, read)
         foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
         changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
@@ -256,6 +259,13 @@ def _kept_keys(folder: RunFolder) -> dict[str, Any]:
         return dict(_lines("", planfile.dump(planfile.absolute(RunFolder.open(folder.path).plan))))
     except MeshwrightError:
         return {}
+
+
+def _kept_recipe(found: Path | None) -> Recipe | None:
+    """The recipe by which the run of a checkpoint went, where it can be read."""
+    with suppress(MeshwrightError):
+        return RunFolder.open(found.parent.parent).plan.recipe if found is not None else None
+    return None
 
 
 def new_state(

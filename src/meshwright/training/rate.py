@@ -4,6 +4,9 @@ import math
 
 from meshwright.spec.recipe import Recipe
 
+_NO_JUMP = 0.01
+"""Share of a rate by which two schedules may differ before it is said."""
+
 
 def learning_rate(recipe: Recipe, step: int) -> float:
     """Rate of step 1 .. steps: linear warm-up, then the schedule down to min_learning_rate_ratio x learning_rate.
@@ -28,3 +31,15 @@ def _share(recipe: Recipe, step: int) -> float:
     done = min(1.0, (step - first) / max(1, recipe.steps - first))
     shape = 0.5 * (1 + math.cos(math.pi * done)) if recipe.learning_rate_schedule == "cosine" else 1 - done
     return floor + (1 - floor) * shape
+
+
+def rate_jump(before: Recipe, now: Recipe, step: int) -> str | None:
+    """A sentence for a run that goes on behind `step`, where its schedule has another rate there than `before`."""
+    if not 0 < step < now.steps:
+        return None
+    last, there = learning_rate(before, min(step, before.steps)), learning_rate(now, step)
+    if abs(there - last) <= _NO_JUMP * max(there, last):
+        return None
+    why = f"has {now.steps} steps, and had {before.steps}" if now.steps != before.steps else "is another"
+    following = f"{learning_rate(now, step + 1):.3g} at step {step + 1}"
+    return f"the learning rate goes from {last:.3g} at step {step} to {following}: its schedule {why}"
