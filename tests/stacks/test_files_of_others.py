@@ -60,7 +60,14 @@ def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
     text = text.replace("sequence_len: 4096", "sequence_len: many").replace("Llama-2-7b-hf", "Storyteller")
     with pytest.raises(PlanError) as raised:
         read(str(write(tmp_path, "a.yaml", text)), "axolotl")
-    for reason in ("6 reasons", "rl=dpo", "tensor_parallel_size=2", "sequence_len=many", "Storyteller", "adapter=ia3"):
+    for reason in (
+        "6 reasons",
+        "rl=dpo",
+        "tensor_parallel_size=2 without fsdp_config",
+        "sequence_len=many",
+        "Storyteller",
+        "adapter=ia3",
+    ):
         assert reason in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -102,9 +109,12 @@ def test_a_named_file_that_is_not_there_says_its_stage_by_its_name_or_is_asked_f
         read(str(write(tmp_path, "b.yaml", FACTORY.replace("ds_z2", "mine"))))
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ppo", "rm"])
-def test_other_losses_of_llama_factory_are_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=f"stage={kind} is not understood: take one of sft, pt"):
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("dpo", "compares two answers"), ("kto", "rates answers"), ("ppo", "samples answers"), ("rm", "trains a model")],
+)
+def test_other_losses_of_llama_factory_are_refused(kind: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=f"stage={kind} {why}.*not counted: take sft or pt"):
         read(str(write(tmp_path, "a.yaml", FACTORY.replace("stage: sft", f"stage: {kind}"))))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.stacks.config_writing import texts
-from meshwright.stacks.declaration.plan_facts import hub_name, preset_of_hub
+from meshwright.stacks.declaration.hub_models import hub_name, preset_of_hub
 from meshwright.stacks.file_forms import entries_of
 from meshwright.stacks.trainer_table import SOFTWARE
 from meshwright.stacks.trainers.maxtext import MODELS as MAXTEXT

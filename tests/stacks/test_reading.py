@@ -381,8 +381,10 @@ def test_a_tuned_or_converted_copy_has_the_matrices_of_its_preset(name: str, pre
 
 
 def test_a_name_that_is_not_known_names_the_nearest_preset(tmp_path: Path) -> None:
-    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "somebody/Llama-3.1-8B-Story")
-    with pytest.raises(PlanError, match=r"give MODEL, a preset or a folder; nearest: .*llama-3\.1-8b"):
+    text = AXOLOTL.replace("meta-llama/Llama-3.1-8B", "somebody/Llamba-3.1-8B-Story")
+    with pytest.raises(
+        PlanError, match=r"give MODEL, a preset or a folder with its config.json; nearest: .*llama-3\.1-8b"
+    ):
         read(str(write(tmp_path, "a.yaml", text)))
     assert read(str(write(tmp_path, "a.yaml", text)), given=presets.model("llama-3.1-8b")).facts["zero"] == 3
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.spec.errors import PlanError
-from meshwright.stacks.text.shell_text import read
+from meshwright.stacks.text.shell_text import SCRIPT, read
 
 LINES = r"""
 #!/bin/bash
@@ -26,7 +26,7 @@ srun -l \
 
 
 def options(text: str) -> dict[str, object]:
-    return {entry.key: entry.value for entry in read(text)}
+    return {entry.key: entry.value for entry in read(text) if entry.key != SCRIPT}
 
 
 def test_a_string_over_several_lines_is_followed_to_the_command() -> None:
@@ -39,7 +39,8 @@ def test_a_string_over_several_lines_is_followed_to_the_command() -> None:
 def test_an_option_in_a_string_has_the_line_where_it_stands() -> None:
     lines = LINES.splitlines()
     for entry in read(LINES):
-        assert entry.key in lines[entry.line - 1]
+        assert entry.key == SCRIPT or entry.key in lines[entry.line - 1]
+    assert [entry.value for entry in read(LINES) if entry.key == SCRIPT] == ["pretrain_gpt.py"]
     assert {entry.line for entry in read(LINES) if entry.key == "--num-layers"} == {14}
 
 

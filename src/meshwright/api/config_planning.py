@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import checked
+from meshwright.api.hub_configs import config_folder, is_hub_name
 from meshwright.api.layout_argument import SEARCHED
 from meshwright.api.markup import line, table, whole
 from meshwright.api.plan_reading import Section, read_folder, section_words
@@ -19,8 +20,8 @@ from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import recommended
 from meshwright.planner.step.predict import Estimator, estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
-from meshwright.spec import ModelShape, Plan, presets
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec import Cluster, ModelShape, Plan, presets
+from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
 from meshwright.spec.worlds import differences
 from meshwright.stacks.config_reading import ReadConfig, read
 from meshwright.stacks.declaration.option import Form
@@ -164,8 +165,9 @@ def plan_from(
 
     PlanError with key and line for what is not understood, or matters and is not counted.
     """
-    found = read(str(file), stack, folder_shape=_folder_shape)
-    shape = _shape(str(model)) if model else found.shape
+    given = _shape(str(model)) if model else None
+    found = read(str(file), stack, folder_shape=_folder_shape, hub_shape=_hub_shape, given=given)
+    shape = found.shape
     if shape is None:
         raise ArgumentError(f"{file} does not say which model it trains: give MODEL, a preset or a folder")
     if cluster is None:
@@ -176,12 +178,11 @@ def plan_from(
         raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
     one = presets.cluster(cluster)
     where = replace(one, nodes=nodes or found.nodes(one.devices_per_node))
+    found, where = _bound(found, where)
     changes = {
         **_changes(section_words(layout), SEARCHED, "layout"),
         **_changes(section_words(recipe), RECIPE, "recipe"),
     }
-    if shape is not found.shape:
-        found = _with_layers(found, str(file), stack, shape)
     plan = found.plan(shape, where, changes)
     plan.check()
     if why := found.software.round_refusal(plan):
@@ -190,15 +191,35 @@ def plan_from(
     return ConfigAnswer(config=found, prediction=of.predict(plan), estimator=of)
 
 
-def _with_layers(found: ReadConfig, file: str, stack: str, shape: ModelShape) -> ReadConfig:
-    """The same, read as of a model that was given: stages depend on its layers."""
-    return read(file, stack, folder_shape=_folder_shape, given=shape)
-
-
 def _shape(model: str) -> ModelShape:
     path = Path(model)
     folder = path.parent if path.name == "config.json" else path
     return read_folder(folder).shape if (folder / "config.json").is_file() else presets.model(model)
+
+
+def _bound(found: ReadConfig, cluster: Cluster) -> tuple[ReadConfig, Cluster]:
+    """As many devices as the file asks for, where its batch is over these; elsewhere a note where they differ."""
+    asked = found.facts.get("devices")
+    if not isinstance(asked, int) or asked < 1 or asked == cluster.devices:
+        return found, cluster
+    counted = f"the cluster has {cluster.devices}"
+    if found.software.binds_devices and asked < cluster.devices and asked <= cluster.devices_per_node:
+        cluster, counted = (
+            replace(cluster, nodes=1, devices_per_node=asked),
+            f"it is counted on {asked} of the cluster's",
+        )
+    note = f"The file is for {asked} device{'s' * (asked > 1)}: {counted}."
+    return replace(found, uncounted=(*found.uncounted, note)), cluster
+
+
+def _hub_shape(name: str) -> ModelShape | None:
+    """By the config.json of the hub or its cache; None where neither has it, or the planner has no such model."""
+    if not is_hub_name(name):
+        return None
+    try:
+        return read_folder(config_folder(name)).shape
+    except MeshwrightError:
+        return None
 
 
 def _folder_shape(folder: Path) -> ModelShape:

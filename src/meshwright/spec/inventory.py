@@ -79,11 +79,16 @@ def parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     if shape.lora is None:
         return _parameters(shape)
     found: list[Parameter] = []
+    whole = shape.unbuilt.whole.split(",") if shape.unbuilt else ()
     for one in _parameters(shape.base):
         codes = shape.lora.scheme is not None and one.matrices is not None
         found.append(replace(one, trained=False, scheme=shape.lora.base if codes else ""))
         if one.inside and one.matrices is not None and shape.lora.adapts(one.name):
             found += _adapter(one, shape.lora)
+        if one.group in whole and one.decays:
+            found.append(replace(one, name=one.name.replace(".weight", ".whole.weight")))
+        if one.group == "embedding" and shape.tied and "head" in whole:
+            found.append(replace(one, name="head.whole.weight", group="head"))
     return tuple(found)
 
 

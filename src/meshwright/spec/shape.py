@@ -316,6 +316,11 @@ class ModelShape:
         return bool(self.window and (self.window_from_layer or (self.unbuilt and self.unbuilt.full_every)))
 
     @property
+    def freezes_head(self) -> bool:
+        """Whether the head has no gradient: beside adapters, unless it is trained whole."""
+        return self.lora is not None and not (self.unbuilt and "head" in self.unbuilt.whole)
+
+    @property
     def plan_only(self) -> str:
         """Why the engine does not run it, as a sentence without its end; empty where it does."""
         parts = self.unbuilt.named() if self.unbuilt else ()

@@ -10,6 +10,9 @@ from typing import Literal
 from meshwright.spec.errors import PlanError
 from meshwright.spec.linear_attention import LinearAttention
 
+WHOLE = ("embedding", "head")
+"""Matrices that may be trained whole beside adapters."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnbuiltParts:
@@ -57,10 +60,16 @@ class UnbuiltParts:
     """Experts are weighed in another way than by softmax or sigmoid over the chosen."""
     centred_norm: bool = False
     """The weight of a norm is 1 + what is trained."""
+    whole: str = ""
+    """Beside adapters, matrices that are trained whole in a copy of their own: embedding, head, or both with a comma
+    (PEFT's modules_to_save)."""
 
     def __post_init__(self) -> None:
         if not 0 < self.rotary_share <= 1:
             raise PlanError(f"model.unbuilt.rotary_share={self.rotary_share} must be above 0 and at most 1")
+        for name in filter(None, self.whole.split(",")):
+            if name not in WHOLE:
+                raise PlanError(f"model.unbuilt.whole={self.whole}: take {' or '.join(WHOLE)}, or both with a comma")
         for field in ("full_every", "unrotated_every", "chunk", "predicts", "routed_every"):
             least = 1 if field == "routed_every" else 0
             if getattr(self, field) < least:
@@ -102,6 +111,8 @@ class UnbuiltParts:
             yield f"prediction of {self.predicts} further token" + "s" * (self.predicts > 1)
         if self.routed_every > 1:
             yield "dense layers between routed ones"
+        if self.whole:
+            yield f"{self.whole.replace(',', ' and ')} trained whole beside adapters"
         words = {
             "long_rope": "LongRoPE", "gated_attention": "gated attention", "sinks": "attention sinks",
             "router_bias": "biases of routers", "expert_bias": "biases of experts",

@@ -1,21 +1,23 @@
 """Files of options as a plan: whose they are, what they say, what was left aside."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.spec import Cluster, ModelShape, Plan, presets
+from meshwright.spec import Cluster, ModelShape, Plan
 from meshwright.spec.errors import PlanError
-from meshwright.spec.presets import suggested
 from meshwright.stacks.declaration.option import ConfigFile, Facts
-from meshwright.stacks.declaration.plan_facts import plan_of, preset_of_hub, shape_of
+from meshwright.stacks.declaration.plan_facts import plan_of, shape_of
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import ENDINGS, entries_of, form_of, option_word
+from meshwright.stacks.named_models import NamedModel, ReadFolder, ReadHub
 from meshwright.stacks.text.option_text import Entry
-from meshwright.stacks.trainer_table import SOFTWARE, software
+from meshwright.stacks.text.python_text import NAMED
+from meshwright.stacks.text.shell_text import SCRIPT
+from meshwright.stacks.trainer_table import READ, SOFTWARE, software
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FILE as LAUNCHER_FILE
 from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE
 
@@ -23,12 +25,17 @@ OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null
 """Values of an option that matters by which it is off, beside False."""
 DECIDES = re.compile(
     r"(^|[._-])(tp|pp|cp|sp|ep|autotp|autoep|((tensor|pipeline|context|sequence|expert|ulysses)_?(model_)?(parallel)?))"
-    r"_?(world_)?(size|degree|stages)$"
+    r"_?(world_)?(size|degree|stages|dim)$"
 )
 """Names of options that say how many ranks share the work: one that no table has decides the answer all the same."""
 PARTS = re.compile(r"(size|degree|parallelism|stages|instances|tiling)$")
 """Ends of options that say in how many parts or ranks something is cut: 1 is off, and so is -1."""
-ReadFolder = Callable[[Path], ModelShape]
+FEWEST_KNOWN = 1 / 4
+"""Share of a file's keys that its software has to know: below it, it is of another."""
+OTHER_TRAINING = re.compile(
+    r"(?<![a-z])(dpo|grpo|ppo|kto|orpo|simpo|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])"
+)
+"""In the name of a program that compares or rewards answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,21 +73,23 @@ class ReadConfig:
 
 
 def read(
-    file_or_folder: str, word: str = "", *, folder_shape: ReadFolder | None = None, given: ModelShape | None = None
-) -> ReadConfig:
+    file_or_folder: str, word: str = "", *, folder_shape: ReadFolder | None = None, hub_shape: ReadHub | None = None,
+    given: ModelShape | None = None,
+) -> ReadConfig:  # fmt: skip
     """A file, a folder of files, or FILE.py:function. `word`: whose, where that is known; `given`: the model, whatever
-    the file says."""
-    if word and word not in SOFTWARE:
+    the file says. `hub_shape`: of a name of the hub that no table here has."""
+    if word and word not in READ:
         software(word)
     path, function = _split(file_or_folder)
+    named = NamedModel(folder_shape, hub_shape, given)
     if path.is_dir():
         whose, files = _of_folder(path, word)
-        return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, folder_shape, given)
+        return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, named)
     if not path.is_file():
-        raise PlanError(f"source={str(path)!r} is no file and no folder: give a configuration of {', '.join(SOFTWARE)}")
+        raise PlanError(f"source={str(path)!r} is no file and no folder: give a configuration of {', '.join(READ)}")
     entries = entries_of(path, function)
     whose, file = _whose(path, entries, word)
-    return _read(whose, [(file, entries)], path, folder_shape, given)
+    return _read(whose, [(file, entries)], path, named)
 
 
 def _split(text: str) -> tuple[Path, str]:
@@ -125,19 +134,29 @@ def _launch(path: Path) -> str:
 def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSoftware, ConfigFile]:
     """The software whose table knows most of the file's options."""
     form = form_of(path)
-    keys = {entry.key for entry in entries}
+    keys = {entry.key for entry in entries} | {f"{SCRIPT}:{one.value}" for one in entries if one.key == SCRIPT}
     found = [
-        (_known(file, keys) + 0.0001 * (file in one.files), one, file)
-        for one in SOFTWARE.values()
+        (_known(file, keys) + 0.0001 * (file in one.files) + 0.0002 * bool(file.marks), one, file)
+        for one in READ.values()
         if word in ("", one.word)
         for file in (*one.files, *one.also_read)
         if file.form == form
     ]
     best = max((score for score, *_ in found), default=0.0)
+    other = next((one.value for one in entries if one.key == SCRIPT and OTHER_TRAINING.search(str(one.value).lower())),
+                 next((one.key for one in entries if OTHER_TRAINING.match(one.key.lower())), ""))  # fmt: skip
+    if best < 1 and other:
+        raise PlanError(f"{path}: {other} is of a program that compares or rewards answers, which is not counted")
     if best < 1:
-        known = ", ".join(word or one for one in ([word] if word else SOFTWARE))
+        known = ", ".join(word or one for one in ([word] if word else READ))
         raise PlanError(f"{path}: no option of {known} is in it: give --for, or another file ({', '.join(ENDINGS)})")
     first = {one.word: (one, file) for score, one, file in found if score == best}
+    known_keys = max(sum(map(file.knows, keys)) for _, file in first.values())
+    if not word and form in ("yaml", "toml") and known_keys < FEWEST_KNOWN * len(keys):
+        raise PlanError(
+            f"{path}: {known_keys} of its {len(keys)} keys are known, as of {' or '.join(first)}: it is of another "
+            "program, or say whose by --for"
+        )
     if len({id(file) for _, file in first.values()}) > 1:
         raise PlanError(f"{path} may be of {' or '.join(first)}: say which by --for")
     return next(iter(first.values()))  # of one file that several take, the first
@@ -150,10 +169,10 @@ def _known(file: ConfigFile, keys: set[str]) -> float:
 
 
 def _read(
-    software: TrainingSoftware, files: Sequence[tuple[ConfigFile, Sequence[Entry]]], path: Path,
-    folder_shape: ReadFolder | None, given: ModelShape | None,
-) -> ReadConfig:  # fmt: skip
+    software: TrainingSoftware, files: Sequence[tuple[ConfigFile, Sequence[Entry]]], path: Path, named: NamedModel
+) -> ReadConfig:
     facts: Facts = {"nodes": _nodes_of(path)} if path.is_dir() else {}
+    facts["file_name"] = path.stem
     told = FileNotes()
     for file, entries in files:
         where = path / file.name if path.is_dir() else path
@@ -164,9 +183,9 @@ def _read(
         given_values = {entry.key: entry.value for entry in entries}
         told.uncounted += filter(None, (one.note(given_values.get(one.key, one.absent)) for one in file.unread))
     _read_named(facts, path, told)
-    shape = given
+    shape = named.given
     with told.collected():
-        shape = given or _named(software, facts, path, folder_shape)
+        shape = named.given or named.shape(software, facts, path, told.uncounted)
     if shape is not None:
         facts["layers"] = shape.layers
     told.objections += [f"{path}: {sentence}" for sentence in software.objections(facts)]
@@ -226,7 +245,9 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, told: FileNot
         elif entry.key in {one.key for one in file.unread}:
             continue
         elif entry.key in file.refused and not off:
-            told.objections.append(f"{path}, line {entry.line}: {said} {file.refused[entry.key]}: not counted here")
+            why = file.refused[entry.key]
+            ending = "" if why.endswith("not counted") else ": not counted here"
+            told.objections.append(f"{path}, line {entry.line}: {said} {why}{ending}")
         elif entry.key in file.bounded and not off:
             told.bounds.append(f"{said.lower()} {file.bounded[entry.key]}: not counted.")
         elif file.knows(entry.key):
@@ -237,7 +258,11 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, told: FileNot
             told.objections.append(
                 f"{path}, line {entry.line}: {said} says how many ranks share the work, and is not counted here"
             )
-        elif entry.key not in ("def", "=", "import"):
+        elif entry.key == SCRIPT and OTHER_TRAINING.search(str(entry.value).lower()):
+            told.objections.append(
+                f"{path}, line {entry.line}: {entry.value} compares or rewards answers, which is not counted here"
+            )
+        elif entry.key not in ("def", "=", "import", NAMED, SCRIPT) and entry.value not in (None, "", {}, []):
             told.unknown.append(f"{entry.key} (line {entry.line})")
     return facts
 
@@ -297,24 +322,3 @@ def _check_fixed(file: ConfigFile, entry: Entry, path: Path) -> None:
     if str(entry.value).lower() != str(value).lower():
         said, known = (option_word("yaml", entry.key, one) for one in (entry.value, value))
         raise PlanError(f"{path}, line {entry.line}: {said} is not counted here: take {known}")
-
-
-def _named(software: TrainingSoftware, facts: Facts, path: Path, folder_shape: ReadFolder | None) -> ModelShape | None:
-    """The model by the name that the file gives it; None where it gives none."""
-    shape = software.shape(facts)
-    if shape is not None:
-        return shape
-    name = facts.get("hub")
-    if not isinstance(name, str):
-        return None
-    found = preset_of_hub(name)
-    if found is not None:
-        return found
-    beside = path.parent / name
-    folder = next((one for one in (Path(name), beside) if (one / "config.json").is_file()), None)
-    if folder is not None and folder_shape is not None:
-        return folder_shape(folder)
-    raise PlanError(
-        f"{path}: model {name!r} is neither known here nor a folder with a config.json: "
-        f"give MODEL, a preset or a folder; {suggested(name.rpartition('/')[2].lower(), presets.model_names())}"
-    )

@@ -6,16 +6,21 @@ from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FSDP
 from meshwright.stacks.trainers.axolotl import AXOLOTL
 from meshwright.stacks.trainers.deepspeed import DEEPSPEED
+from meshwright.stacks.trainers.litgpt import LITGPT
+from meshwright.stacks.trainers.llm_foundry import LLM_FOUNDRY
 from meshwright.stacks.trainers.maxtext import MAXTEXT
 from meshwright.stacks.trainers.megatron_lm import MEGATRON_LM
 from meshwright.stacks.trainers.nanotron import NANOTRON
 from meshwright.stacks.trainers.nemo import NEMO
 from meshwright.stacks.trainers.torchtitan import TORCHTITAN
+from meshwright.stacks.trainers.torchtune import TORCHTUNE
 from meshwright.stacks.trainers.trl_sft import TRL_SFT
 
 SOFTWARE = {one.word: one for one in (
     TORCHTITAN, MEGATRON_LM, ACCELERATE_FSDP, DEEPSPEED, TRL_SFT, AXOLOTL, NANOTRON, NEMO, MAXTEXT,
 )}  # fmt: skip
+READ = {**SOFTWARE, **{one.word: one for one in (TORCHTUNE, LITGPT, LLM_FOUNDRY)}}
+"""Those whose files are read."""
 
 
 def software(word: str) -> TrainingSoftware:

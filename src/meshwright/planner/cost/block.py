@@ -134,7 +134,7 @@ def head(of: Local) -> LayerWork:
         summed: tuple[Work, ...] = (weight, MemoryPass(chunks * vocab * shape.hidden * SUMMED_BYTES))
         if of.gpu and stack.own:  # added to the sum of all chunks inside the product
             summed = (Product(shape.hidden, of.tokens / chunks, laid, moved=SUMMED_BYTES, calls=ceil(chunks)),)
-        forward: tuple[Work, ...] = (product, softmax, data, *(() if shape.lora else summed))
+        forward: tuple[Work, ...] = (product, softmax, data, *(() if shape.freezes_head else summed))
         parts = ceil(chunks)
         each = of.tokens / parts * 4  # the largest logit of a row, then its sum of exponentials and its target's logit
         loss = tuple(Exchange("tp", "all-reduce", size, parts) for size in (each, 2 * each)) if of.tp > 1 else ()

@@ -18,6 +18,7 @@ COUNTED = frozenset({
     "global_batch", "head_dim", "heads", "hidden", "key_heads", "kv_heads", "layers", "local_batch", "lora_rank",
     "max_positions",
     "micro_batch", "mla_kv_rank", "mla_nope_dim", "mla_q_rank", "mla_rope_dim", "mla_v_dim", "moe_experts", "moe_ffn",
+    "node_devices",
     "moe_groups", "moe_shared_width", "moe_top_groups", "moe_top_k", "nodes", "pipeline_micro_batch", "pipeline_times",
     "pp", "recompute_number", "replicas", "round", "sequence", "shards", "stage_depth", "stage_layers",
     "stages_of_rank", "rank_tokens", "step_tokens", "tp", "tp_size", "vocab", "vp", "zero", "zero_stage",
@@ -25,6 +26,13 @@ COUNTED = frozenset({
 """Facts that are whole numbers; -1, `auto` and nothing leave one to the software."""
 MEASURED = frozenset({"moe_routed_scale", "norm_eps", "per_device", "rope_theta", "rotary_base", "stretch"})
 """Facts that are numbers."""
+ASKED = frozenset({
+    "accumulation", "devices", "global_batch", "local_batch", "micro_batch", "node_devices", "nodes", "sequence",
+    "steps",
+})  # fmt: skip
+"""Facts that a user may give beside a file."""
+OUTSIDE = "$"
+"""Begins a value that a script takes from outside: a variable that it does not set, or an argument."""
 Form = Literal["yaml", "json", "toml", "shell", "python"]
 
 
@@ -79,6 +87,10 @@ class Option:
         value, whole = entry.value, self.fact in COUNTED
         if value in (None, "auto"):
             return None
+        if str(value).startswith(OUTSIDE):
+            if self.fact in ASKED:
+                return value
+            raise PlanError(f"line {entry.line}: {self.key}={value} is set outside the file, and decides the answer")
         number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if number and (not whole or value == int(value)):
             return int(value) if whole else value

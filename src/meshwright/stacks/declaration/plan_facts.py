@@ -1,16 +1,14 @@
 """A plan as flat facts that options state, and a plan again from the facts that a file gives."""
 
-import re
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache
 from math import inf
 from typing import Any
 
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.lora import LoRAShape
+from meshwright.spec.unbuilt_parts import UnbuiltParts
+from meshwright.stacks.declaration.hub_models import hub_name
 from meshwright.stacks.declaration.option import Facts
 
 LAYOUT = ("tp", "cp", "pp", "ep", "vp", "sp", "zero", "schedule", "recompute", "recompute_layers")
@@ -51,6 +49,8 @@ def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
     sharded = found["dp_shard"] * found["cp"] > 1
     if facts.get("lora"):
         shape = replace(shape, lora=LoRAShape(**facts["lora"]))
+        if facts.get("whole"):
+            shape = replace(shape, unbuilt=replace(shape.unbuilt or UnbuiltParts(), whole=facts["whole"]))
     layout = Layout(
         **found, micro_batch=micro, zero=int(facts.get("zero", 0)) if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
         sp=bool(facts.get("sp", False)) and found["tp"] > 1, schedule=facts.get("schedule", "1f1b"),
@@ -101,13 +101,19 @@ def batches(facts: Facts, dp: int) -> tuple[int, int]:
     local: Any = facts.get("local_batch")
     together: Any = facts.get("pipeline_batch")
     if not _is_whole(batch):
-        batch = local * dp if _is_whole(local) else (micro or 0) * (times or 1) * dp
+        said = not isinstance(micro, str) and not isinstance(times, str)
+        batch = local * dp if _is_whole(local) else (micro or 0) * (times or 1) * dp if said else 0
     if not _is_whole(micro):
         micro = batch // (dp * times) if _is_whole(times) and batch % (dp * times) == 0 else 0
     if not _is_whole(batch) or not _is_whole(micro):
         raise PlanError(
             "the batch is not said: give sequences of a micro-batch and of a step, as --layout micro_batch=N and "
             "--recipe global_batch=N"
+        )
+    if batch < micro * dp:
+        raise PlanError(
+            f"{batch} sequences of a step are fewer than {micro} of a micro-batch on each of {dp} replicas: give the "
+            "cluster that the file is made for"
         )
     if _is_whole(together) and batch > together * dp:
         raise PlanError(
@@ -125,48 +131,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < inf
 
 
-@cache
-def hub_names() -> Mapping[str, str]:
-    """Preset -> its name on the Hugging Face hub, as its source says."""
-    found = {}
-    for name in presets.model_names():
-        link = re.search(r"huggingface\.co/([\w.-]+/[\w.-]+)/", presets.published(name).source)
-        if link:
-            found[name] = link[1]
-    return found
-
-
-def hub_name(shape: ModelShape) -> str | None:
-    """Of a preset; None for another shape."""
-    return hub_names().get(shape.name)
-
-
-MARKS = re.compile(
-    r"^(meta-)|-(hf|instruct|chat|base|it|pt|thinking|fp16|bf16|\d{4}|v\d(\.\d)?|bnb-4bit|bnb-nf4|unsloth)$"
-)
-"""What is added to a model's name for a tuned or converted copy, whose matrices are the same."""
-
-
-def preset_of_hub(name: str) -> ModelShape | None:
-    """The preset that a hub name means, of a copy that was tuned or converted too; None where there is none."""
-    for preset, hub in hub_names().items():
-        if hub.lower() == name.lower():
-            return presets.model(preset)
-    plain = name.rpartition("/")[2].lower().replace("_", "-")
-    while True:
-        with suppress(PlanError):
-            return presets.model(plain)
-        shorter = MARKS.sub("", plain, count=1)
-        if shorter == plain:
-            return None
-        plain = shorter
-
-
 def shape_of(facts: Facts) -> ModelShape | None:
     """The preset with these sizes, else a shape of its own; None where a file gives too few sizes."""
     if any(not _is_whole(facts.get(name)) for name in MADE_OF if name not in ("kv_heads", "vocab")):
         return None
-    for name in presets.model_names():
+    for name in () if facts.get("unrotated") else presets.model_names():
         known = presets.model(name)
         if _same(known, facts):
             return known
@@ -176,6 +145,7 @@ def shape_of(facts: Facts) -> ModelShape | None:
     moe = {name.removeprefix("moe_"): value for name, value in facts.items() if name.startswith("moe_")}
     mla = {name.removeprefix("mla_"): value for name, value in facts.items() if name.startswith("mla_")}
     parts = {**({"moe": moe} if moe.get("experts") else {}), **({"mla": mla} if mla else {})}
+    parts |= {"unbuilt": {"unrotated_every": 1}} if facts.get("unrotated") else {}
     positions = int(facts.get("max_positions") or facts.get("sequence") or 8192)
     return presets.shape_of({**given, "max_positions": positions, **parts})
 

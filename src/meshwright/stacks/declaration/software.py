@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.search.regions import FULL_ROUNDS, PIPELINE_RULES, SPLIT_RULES, Fixed
+from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
@@ -62,6 +63,11 @@ class LaunchCommand:
     """Of srun: 0 = one, which starts the others."""
 
 
+def not_written(plan: Plan) -> LaunchCommand:
+    """Of a software whose files are read alone."""
+    raise PlanError("its files are read, and none is written")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSoftware:
     """What is known of one."""
@@ -103,6 +109,8 @@ class TrainingSoftware:
     shape: Callable[[Facts], ModelShape | None] = no_shape
     """The model that facts name, where the software has names of its own."""
     launch: Callable[[Plan], LaunchCommand]
+    binds_devices: bool = False
+    """Its files say how many devices the run has, and a step's batch is over these."""
     measured: tuple[str, ...] = ()
     """Sources of published rows that it was scored on, as docs/accuracy.md names them."""
     unknown: tuple[str, ...] = ()

@@ -14,6 +14,8 @@ FOLDED: Mapping[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 ROOT = "config"
 """What a written function calls the configuration."""
+NAMED = "named"
+"""Key of what a module calls itself, by its constant NAME."""
 WIDTH = 110
 
 
@@ -46,6 +48,10 @@ def read(text: str, function: str = "") -> list[Entry]:
         raise PlanError(f"line 1: {len(chosen)} functions: say which, as FILE.py:{chosen[0].name}")
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     named = [Entry(key="def", value=chosen[0].name, line=chosen[0].lineno)]
+    constants = {one.targets[0].id: one.value for one in tree.body
+                 if isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Name)}  # fmt: skip
+    if isinstance(name := constants.get("NAME"), ast.Constant):
+        named.append(Entry(key=NAMED, value=name.value, line=name.lineno))
     functions = {node.name: node for node in made}
     return [*named, *(entry for node in imports for entry in _of(node, {}, {})), *_inside(chosen[0], functions)]
 
@@ -54,7 +60,8 @@ def _inside(function: ast.FunctionDef, functions: Mapping[str, ast.FunctionDef])
     """All that a function sets, after what another function of the file does that it starts from."""
     others = {name: node for name, node in functions.items() if name != function.name}
     assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
-    known = {one.targets[0].id: one.value for one in assigned if isinstance(one.targets[0], ast.Name)}
+    known = {**_defaults(function),
+             **{one.targets[0].id: one.value for one in assigned if isinstance(one.targets[0], ast.Name)}}  # fmt: skip
     answers = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
     returned = {one.id for one in answers if isinstance(one, ast.Name)}
     for node in ast.walk(function):
@@ -90,10 +97,16 @@ def _keywords(
     for keyword in node.keywords:
         made = functions.get(ast.unparse(keyword.value.func)) if isinstance(keyword.value, ast.Call) else None
         if made is not None:
-            names = [one.arg for one in made.args.args]
-            for name, default in zip(names[len(names) - len(made.args.defaults) :], made.args.defaults, strict=True):
+            for name, default in _defaults(made).items():
                 yield from _value(f"{keyword.arg}.{name}", default, {})
         yield from _value(keyword.arg or "", keyword.value, known)
+
+
+def _defaults(function: ast.FunctionDef) -> Mapping[str, ast.expr]:
+    """What a function's arguments are where nobody gives others."""
+    names = [one.arg for one in function.args.args]
+    given = function.args.defaults
+    return dict(zip(names[len(names) - len(given) :], given, strict=True))
 
 
 def _called(node: ast.Call) -> str:
@@ -104,13 +117,14 @@ def _called(node: ast.Call) -> str:
 
 def _value(key: str, node: ast.expr, known: Mapping[str, ast.expr]) -> Iterator[Entry]:
     """Of a call each keyword by itself, below the call's name; of a local name what it was set to."""
-    if isinstance(node, ast.Name) and isinstance(known.get(node.id), ast.Call):
+    if isinstance(node, ast.Name) and isinstance(known.get(node.id), ast.Call | ast.Constant):
         node = known[node.id]
     if isinstance(node, ast.Call):
         yield Entry(key=key, value=Called(name=_called(node)), line=node.lineno)
         for keyword in node.keywords:
             if keyword.arg:
-                yield from _value(f"{key}.{keyword.arg}", keyword.value, {})
+                plain = {name: one for name, one in known.items() if isinstance(one, ast.Constant)}
+                yield from _value(f"{key}.{keyword.arg}", keyword.value, plain)
         return
     yield Entry(key=key, value=folded(node), line=node.lineno)
 

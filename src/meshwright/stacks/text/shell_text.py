@@ -18,6 +18,10 @@ QUOTED = r"\"(?:\\.|[^\"\\])*\"|'[^']*'"
 BREAK = re.compile(rf"\\[^\n]|{QUOTED}|(?<!\S)#[^\n]*|\n", re.DOTALL)
 """Ends of lines, beside what they are not to be looked for in: strings, comments, escaped characters."""
 ASSIGNED = re.compile(rf"(?:^|[\s;])([A-Za-z_]\w*)(\+?)=(?![(])({QUOTED}|{ARITHMETIC.pattern}|[^\s;#]*)", re.DOTALL)
+PROGRAMS = ("trl", "swift")
+"""Trainers whose verb says what is trained."""
+SCRIPT = "script"
+"""Key of the program that a command runs, where it is one of Python, or a trainer and its verb."""
 LONGEST = 100_000
 """Characters of a line: a variable may hold others, and they others."""
 ASSIGNMENT = r"[A-Za-z_]\w*\+?="
@@ -68,7 +72,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _line_of(one: Entry, lines: Sequence[str]) -> int:
     """Of an option that a variable brought, the line where it was last written."""
-    if one.key in lines[one.line - 1]:
+    if one.key == SCRIPT or one.key in lines[one.line - 1]:
         return one.line
     return max((number for number, line in enumerate(lines, 1) if one.key in line), default=one.line)
 
@@ -112,6 +116,10 @@ def _split(line: str, number: int) -> list[str]:
 
 def _entries(words: Sequence[tuple[str, int]]) -> Iterator[Entry]:
     for at, (word, number) in enumerate(words):
+        if re.fullmatch(r"[\w./${}-]+\.py", word) or (at and words[at - 1][0] == "-m" and "." in word):
+            yield Entry(key=SCRIPT, value=word.rpartition("/")[2], line=number)
+        elif word in PROGRAMS and at + 1 < len(words):
+            yield Entry(key=SCRIPT, value=f"{word} {words[at + 1][0]}", line=number)
         if not re.match(r"--[A-Za-z]", word):
             continue
         key, equals, value = word.partition("=")

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -10,6 +11,7 @@ import yaml
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.text.option_text import Entry, Setting, nested
 
+VARIABLE = re.compile(r"\$\{([\w.]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """Numbers that PyYAML takes for text: 3e-4 has no point."""
 
@@ -45,10 +47,21 @@ def read(text: str) -> list[Entry]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
             raise PlanError("line 1: no mapping of keys to values")
-        return list(_entries(node, ""))
+        return _interpolated(list(_entries(node, "")))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise PlanError(f"line {mark.line + 1 if mark else 1}: no YAML ({getattr(error, 'problem', error)})") from None
+
+
+def _interpolated(found: list[Entry]) -> list[Entry]:
+    """`${a.b}` as a whole value is the value of that key (OmegaConf): several trainers' files have it."""
+    values = {one.key: one.value for one in found}
+
+    def known(value: Any) -> Any:
+        name = VARIABLE.fullmatch(value) if isinstance(value, str) else None
+        return values.get(name[1], value) if name else value
+
+    return [replace(one, value=known(one.value)) for one in found]
 
 
 def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:

@@ -1,9 +1,11 @@
 """accelerate: its file for FSDP2, and the arguments of transformers' run_clm.py beside it."""
 
+from dataclasses import replace
+
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
-from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, as_shell
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers.deepspeed import deepspeed_variant, zero_degrees
@@ -96,6 +98,16 @@ ACCELERATE_FILE = ConfigFile(
 )
 
 
+SCRIPTS = as_shell(replace(hf.RUN_CLM, refused={**hf.RUN_CLM.refused, **hf.OWN_ADAPTERS, **hf.OWN_PARTS}, options=(
+    *hf.RUN_CLM.options,
+    Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
+    Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed", also=("deepspeed_config_file",)),
+    Option(key="config_file", fact="accelerate_file", meaning="how ranks share"),
+    Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
+)))  # fmt: skip
+"""Arguments of a script over transformers' Trainer, of whatever program."""
+
+
 def accelerate_facts(plan: Plan) -> Facts:
     """What its file says of a layout."""
     layout = plan.layout
@@ -113,7 +125,7 @@ def accelerate_facts(plan: Plan) -> Facts:
 
 def resolve(facts: Facts) -> Facts:
     """Degrees and ZeRO stage that its file means."""
-    found = hf.resolved(facts)
+    found = {**hf.resolved(facts), **_trainers_own(facts)}
     kind = str(found.get("distributed", "MULTI_GPU"))
     found["cp"], found["tp"] = found.get("cp_size") or 1, found.get("tp_size") or 1
     if kind in ("MULTI_GPU", "NO"):
@@ -123,6 +135,25 @@ def resolve(facts: Facts) -> Facts:
     if kind != "FSDP":
         raise PlanError(f"distributed_type={kind} is not counted: take FSDP, MULTI_GPU or NO")
     return {**found, **_sharded(found)}
+
+
+WORDS = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD",
+         "hybrid_shard_zero2": "HYBRID_SHARD_ZERO2", "no_shard": "NO_SHARD"}  # fmt: skip
+"""The Trainer's own words for FSDP -> accelerate's: transformers, FSDPOption."""
+
+
+def _trainers_own(facts: Facts) -> Facts:
+    """Sharding as the Trainer's argument `fsdp` says it, where no file of accelerate or DeepSpeed does."""
+    words = facts.get("fsdp_words")
+    said = [str(one) for one in words] if isinstance(words, list) else str(words or "").replace(",", " ").split()
+    if not said or not hf.is_on(said[0]) or facts.get("deepspeed_file"):
+        return {}
+    if "auto_wrap" not in said:
+        raise PlanError(f"fsdp={' '.join(said)} without auto_wrap gathers the whole model at once: not counted")
+    kind = next((WORDS[word] for word in said if word in WORDS), None)
+    if kind is None:
+        raise PlanError(f"fsdp={' '.join(said)} is not understood: take one of {', '.join(WORDS)}")
+    return {"distributed": "FSDP", "strategy": kind, "offload_params": "offload" in said}
 
 
 def _sharded(found: Facts) -> Facts:
@@ -171,7 +202,7 @@ ACCELERATE_FSDP = TrainingSoftware(
     reasons={**hf.REASONS, "tp": "run_clm.py loads whole models", "cp": "run_clm.py reads whole sequences"},
     split_refusal=hf.fsdp_refusal,
     files=(ACCELERATE_FILE, hf.RUN_CLM),
-    also_read=LLAMA_FACTORY,
+    also_read=(*LLAMA_FACTORY, SCRIPTS),
     facts=_facts,
     resolve=resolve,
     objections=hf.objections,

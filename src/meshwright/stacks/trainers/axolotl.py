@@ -54,6 +54,7 @@ YAML = ConfigFile(
         Option(key="dp_replicate_size", fact="dp_replicate", meaning="replicas that each hold all shards"),
         Option(key="context_parallel_size", fact="cp", default=1, also=("sequence_parallel_degree",),
                meaning="ranks that share every sequence"),
+        Option(key="tensor_parallel_size", fact="tp", default=1, quiet=True, meaning="ranks that share every matrix"),
     ),
     fixed={
         "sample_packing": (True, "sequences are full: what the prediction is of"),
@@ -72,7 +73,8 @@ YAML = ConfigFile(
         "logging_*", "save_*", "saves_*", "evals_*", "warmup_*", "lr_*", "lr_scheduler", "weight_decay", "adam_*",
         "cosine_*", "max_grad_norm", "num_epochs", "train_on_inputs", "group_by_length", "tf32", "strict", "resume_*",
         "auto_resume_*", "early_stopping_*", "flash_attention", "sdp_attention", "tokenizer_*", "model_type",
-        "is_*_derived_model", "trust_remote_code", "dataloader_*", "shuffle_*", "loss_watchdog_*", "debug", "gc_steps",
+        "is_falcon_*", "is_llama_*", "is_mistral_*", "is_qwen_*", "eot_tokens", "push_to_hub", "trust_remote_code",
+        "dataloader_*", "shuffle_*", "loss_watchdog_*", "debug", "gc_steps",
         "ddp_*", "bfloat16", "base_model_*", "revision_of_model", "type_of_model", "tokens", "xformers_*",
         "gradient_checkpointing_kwargs*", "fsdp_config.cpu_*", "fsdp_config.fsdp_cpu_*", "fsdp_config.fsdp_version",
         "fsdp_config.transformer_layer_cls_to_wrap", "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "ring_attn_func",
@@ -88,7 +90,6 @@ YAML = ConfigFile(
     refused={
         "rl": "compares or rewards answers",
         "eager_attention": "writes the weights of attention",
-        "tensor_parallel_size": "cuts matrices by DeepSpeed",
         "selective_checkpointing": "keeps some operations of a block",
         "qat": "rounds weights in training",
         **{f"qat.{name}": "rounds weights in training" for name in ("activation_dtype", "weight_dtype", "group_size")},
@@ -140,8 +141,8 @@ def _facts(plan: Plan) -> Facts:
 def objections(facts: Facts) -> Iterator[str]:
     """What is not counted of its file."""
     yield from hf.objections(facts)
-    if hf.is_on(facts.get("fp16")) and not hf.is_on(facts.get("bf16")):
-        yield "fp16 is counted in no stack of transformers here: take bf16"
+    if (facts.get("tp") or 1) > 1 and not _has_fsdp(facts):
+        yield f"tensor_parallel_size={facts['tp']} without fsdp_config is not counted: DeepSpeed cuts the matrices"
 
 
 def bounds(facts: Facts) -> Iterator[str]:
@@ -154,7 +155,11 @@ def bounds(facts: Facts) -> Iterator[str]:
 
 
 def _is_sharded(facts: Facts) -> bool:
-    shards = ("fsdp_version", "resharded", "wrap", "fsdp_words", "strategy", "deepspeed_file")
+    return bool(facts.get("deepspeed_file")) or _has_fsdp(facts)
+
+
+def _has_fsdp(facts: Facts) -> bool:
+    shards = ("fsdp_version", "resharded", "wrap", "fsdp_words", "strategy")
     return any(facts.get(name) for name in shards) or "resharded" in facts
 
 
@@ -182,7 +187,7 @@ AXOLOTL = TrainingSoftware(
     title="axolotl 0.21 with FSDP2",
     stack=_stack,
     offered={**hf.OFFERED, "tp": (1,), "sp": (False,), "zero": (2, 3)},
-    reasons={**hf.REASONS, "tp": "its tensor parallelism is DeepSpeed's", "zero": "it has FSDP2"},
+    reasons={**hf.REASONS, "tp": "its models are cut where transformers has a plan for it", "zero": "it has FSDP2"},
     split_refusal=split_refusal,
     files=(YAML,),
     facts=_facts,

@@ -9,6 +9,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
+from meshwright.stacks.declaration.hub_models import hub_name
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.trainers import peft_adapters as adapters
 
@@ -45,6 +46,7 @@ TRAINER = (
     Option(key="gradient_accumulation_steps", fact="accumulation", default=1, meaning="micro-batches of a step"),
     Option(key="bf16", fact="bf16", default=False, meaning="products in bfloat16"),
     Option(key="fp16", fact="fp16", default=False, meaning="in float16, with loss scaling", quiet=True),
+    Option(key="fsdp", fact="fsdp_words", meaning="the Trainer's own way to shard"),
     Option(key="attn_implementation", fact="attention_kernel", meaning="of attention"),
     Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
     Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
@@ -65,7 +67,9 @@ TRAINER_IGNORED = (
     "dataset_text_field",
     "model_revision", "project", "trackio*", "max_steps", "include_*", "load_best_model_at_end",
     "metric_for_best_model",
-    "disable_tqdm", "skip_memory_metrics",
+    "disable_tqdm", "skip_memory_metrics", "evaluation_strategy", "local_rank", "fsdp_config", "fsdp_config.*",
+    "fsdp_transformer_layer_cls_to_wrap", "use_fast_tokenizer", "cache_dir", "benchmarks", "callbacks", "system_prompt",
+    "wandb_*", "overwrite_cache", "model_type", "low_cpu_mem_usage", "ignore_data_skip", "use_flash_attention_2",
 )  # fmt: skip
 NOT_SCORED = "No published run of transformers' models could be scored: times may be off by tens of percent."
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
@@ -76,9 +80,18 @@ SMALLER = re.compile(
 """Of optimizers whose states are fewer, or have fewer bits, or move to host memory."""
 BY_BLOCK = "TRANSFORMER_BASED_WRAP"
 """FSDP's units: a block each."""
-TRAINER_REFUSED = {
-    "fsdp": "shards by the Trainer's own argument: give the file of accelerate instead",
-}
+OTHER_LOSSES = {
+    **dict.fromkeys(
+        ("reward_funcs", "reward_weights", "num_generations", "max_completion_length", "reward_model_path",
+         "num_ppo_epochs", "reward_model", "vllm_mode", "response_length", "missing_eos_penalty"),
+        "samples answers and rewards them",
+    ),
+    **dict.fromkeys(("beta", "max_prompt_length", "desirable_weight", "undesirable_weight", "ref_model_name_or_path",
+                     "precompute_ref_log_probs", "simpo_gamma", "gamma_beta_ratio", "center_rewards_coefficient"),
+                    "compares or rates answers"),
+    **dict.fromkeys(("teacher_model_name_or_path", "lmbda"), "learns from a second model"),
+}  # fmt: skip
+"""Keys of TRL's other trainers: trl/trainer/*_config.py."""
 ON_HOST = "in host memory, which needs less memory and more time"
 """Ends of what offloading does."""
 OTHER_KERNEL = "takes another kernel, which needs less memory or time"
@@ -88,12 +101,40 @@ TRAINER_BOUNDED = {
     "activation_offloading": f"keeps activations {ON_HOST}",
     "torch_compile": "compiles the model, which takes less time",
 }
+OWN_ADAPTERS = dict.fromkeys(
+    ("use_peft", "use_lora", "lora_enable", "lora_r", "lora_rank", "lora_alpha", "q_lora", "use_qlora", "lora", "qlora",
+     "load_in_4bit", "load_in_8bit", "bits", "peft_path", "peft_type"),
+    "trains adapters in a way of its own program",
+)  # fmt: skip
+OWN_PARTS = dict.fromkeys(
+    (
+        "vision_tower",
+        "mm_projector_lr",
+        "mm_projector_type",
+        "image_folder",
+        "tune_mm_mlp_adapter",
+        "freeze_backbone",
+        "freeze_vision_tower",
+        "mm_vision_select_layer",
+        "tune_vision",
+        "max_pixels",
+        "train_modules",
+        "vision_model",
+    ),
+    "is of a model of images",
+)
+"""Of scripts that have the Trainer's arguments beside their own."""
 RUN_CLM = ConfigFile(
     name="run_clm.json",
     form="json",
     options=(
         Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
-        Option(key="block_size", fact="sequence", meaning="tokens of a sequence"),
+        Option(
+            key="block_size",
+            fact="sequence",
+            meaning="tokens of a sequence",
+            also=("model_max_length", "max_seq_length", "max_seq_len", "max_length"),
+        ),
         *TRAINER,
         Option(
             key="gradient_checkpointing",
@@ -109,7 +150,7 @@ RUN_CLM = ConfigFile(
         "dataset_name": ("DATASET", "yours"),
     },
     ignored=TRAINER_IGNORED,
-    refused=TRAINER_REFUSED,
+    refused=OTHER_LOSSES,
     bounded=TRAINER_BOUNDED,
     title="arguments of transformers' examples/pytorch/language-modeling/run_clm.py",
 )
@@ -125,8 +166,6 @@ REASONS = {
 
 def needs_hub_name(plan: Plan, word: str) -> str:
     """The model as these trainers name it; PlanError where it has no name on the hub."""
-    from meshwright.stacks.declaration.plan_facts import hub_name
-
     name = hub_name(plan.model)
     return name if name else _folder(plan, word)
 
@@ -154,6 +193,15 @@ def resolved(facts: Facts) -> Facts:
     return found
 
 
+STAGES = {
+    "dpo": "compares two answers, beside a frozen copy of the model",
+    "kto": "rates answers, beside a frozen copy of the model",
+    "rm": "trains a model that rewards answers",
+    "ppo": "samples answers, and rewards them",
+}
+"""Of LLaMA-Factory's trainers, beside those of the next token."""
+
+
 def objections(facts: Facts) -> Iterator[str]:
     """What is not counted and needs more than is counted, or is no setting of these trainers."""
     optimizer = str(facts.get("optimizer") or ADAMW[0])
@@ -161,6 +209,11 @@ def objections(facts: Facts) -> Iterator[str]:
         yield f"optimizer {optimizer} is not counted: take one of {', '.join(ADAMW)}"
     if facts.get("attention_kernel") == "eager":
         yield "attn_implementation=eager writes the weights of attention, which is not counted: take sdpa"
+    if str(facts.get("flash_word")).lower() == "disabled":
+        yield "flash_attn=disabled writes the weights of attention, which is not counted: take auto"
+    stage = str(facts.get("stage") or "sft")
+    if stage not in ("sft", "pt"):
+        yield f"stage={stage} {STAGES.get(stage, 'is a loss of its own')}, which is not counted: take sft or pt"
     if str(facts.get("wrap") or BY_BLOCK) != BY_BLOCK:
         yield f"auto_wrap_policy={facts['wrap']} gathers other units than blocks, not counted: take {BY_BLOCK}"
     yield from adapters.objections(facts)
@@ -188,6 +241,8 @@ def _precision(facts: Facts) -> str:
     """The Trainer's switches, and where none is on the word of accelerate's file, as accelerate decides
     (transformers, TrainingArguments.__post_init__; accelerate, Accelerator.__init__); without both, bf16."""
     word = facts.get("mixed_precision")
+    if str(facts.get("bf16")).lower() == "true":
+        return "bf16"
     for name in ("fp16", "bf16"):
         if str(facts.get(name, False)).lower() in ("true", "auto"):
             return name

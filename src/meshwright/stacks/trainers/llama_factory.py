@@ -9,7 +9,6 @@ from meshwright.stacks.declaration.option import ConfigFile, Option, UncountedOp
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import peft_adapters as adapters
 
-KERNELS = {"auto": "auto", "sdpa": "sdpa", "flash_attention_2": "fa2", "flash_attention_3": "fa3", "eager": "disabled"}
 SMALLER = "keeps smaller states than AdamW's two of fp32, which needs less memory"
 YAML = ConfigFile(
     name="train.yaml",
@@ -18,9 +17,9 @@ YAML = ConfigFile(
         Option(key="model_name_or_path", fact="hub", meaning="model, by its name on the hub or its folder"),
         Option(key="cutoff_len", fact="sequence", default=2048, meaning="tokens of a sequence"),
         *(one for one in hf.TRAINER if one.key != "attn_implementation"),
-        Option(key="flash_attn", fact="attention_kernel", words=KERNELS, meaning="of attention"),
+        Option(key="flash_attn", fact="flash_word", meaning="kernel of attention"),
         Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
-        Option(key="stage", fact="stage", words={"sft": "sft", "pt": "pt"}, meaning="loss over the next token"),
+        Option(key="stage", fact="stage", meaning="loss over the next token"),
         Option(key="finetuning_type", fact="adapter", default="lora", meaning="adapters, or all weights"),
         Option(key="lora_rank", fact="lora_rank", default=8, meaning="rank of adapters"),
         *(replace(one, default="all") if one.fact == "lora_targets" else one for one in adapters.FULL_OPTIONS

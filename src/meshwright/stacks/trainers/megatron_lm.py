@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from meshwright.planner.accuracy.megatron_bridge import COUNTS_S
-from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE
+from meshwright.planner.accuracy.published_stacks import MEGATRON_CORE, MEGATRON_DEEPSPEED
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
@@ -11,8 +11,8 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
-from meshwright.stacks.trainers.hugging_face import ON_HOST
 from meshwright.stacks.trainers.megatron_models import MODEL, model_facts, model_of
+from meshwright.stacks.trainers.megatron_options import BOUNDED, IGNORED, REFUSED
 
 LAYOUT = (
     Option(key="--tensor-model-parallel-size", fact="tp", default=1, meaning="ranks that share every matrix"),
@@ -42,6 +42,15 @@ LAYOUT = (
     Option(key="--global-batch-size", fact="global_batch", meaning="sequences of a step, over all ranks"),
     Option(key="--seq-length", fact="sequence", meaning="tokens of a sequence"),
     Option(key="--recompute-granularity", fact="granularity", meaning="what the backward pass makes again"),
+    Option(key="--checkpoint-activations", fact="checkpoints", default=False, quiet=True,
+           meaning="every layer, in Megatron-DeepSpeed"),
+    Option(key="--deepspeed", fact="deepspeed", default=False, quiet=True, meaning="engine of Megatron-DeepSpeed"),
+    Option(key="--nnodes", fact="nodes", meaning="nodes of torchrun", also=("--num_nodes", "--num-nodes")),
+    Option(key="--nproc_per_node", fact="node_devices", meaning="GPUs of a node",
+           also=("--nproc-per-node", "--num_gpus", "--num-gpus")),
+    Option(key="--zero-stage", fact="zero_stage", meaning="of its ZeRO"),
+    Option(key="--use-flash-attn", fact="flash", default=False, quiet=True, meaning="kernel of its attention",
+           also=("--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton", "--use-flash-attn-builder")),
     Option(key="--recompute-activations", fact="selective", default=False, meaning="the same as selective"),
     Option(key="--recompute-modules", fact="recompute_modules", meaning="of a layer: the attention core"),
     Option(key="--recompute-method", fact="recompute_method", meaning="whole layers, the first of each stage"),
@@ -63,48 +72,6 @@ FIXED = {
     "--tokenizer-model": ("TOKENIZER", "yours: a hub name or a folder"),
     "--data-path": ("DATA", "yours: preprocessed text"),
 }
-IGNORED = (
-    "--lr-*", "--min-lr", "--weight-decay*", "--adam-*", "--clip-grad", "--init-method*", "--log-*", "--save*",
-    "--load*",
-    "--eval-*", "--split", "--tokenizer-*", "--data-*", "--train-*", "--tensorboard-*", "--wandb-*", "--ckpt-*",
-    "--distributed-*", "--num-workers", "--seed", "--merge-file", "--vocab-file", "--mock-data", "--exit-*",
-    "--rotary-percent",
-    "--nproc*", "--nnodes", "--node_rank", "--node-rank", "--master_*",
-    "--rdzv*",
-    "--no-load-*", "--no-save-*", "--decoupled-*", "--manual-gc*", "--empty-unused-memory-level", "--profile*",
-    "--no-create-attention-mask-in-dataloader", "--no-mmap-bin-files", "--tiktoken-*", "--apply-layernorm-1p",
-    "--use-mcore-models", "--use-flash-attn", "--attention-backend", "--transformer-impl", "--no-masked-softmax-fusion",
-    "--no-position-embedding", "--distributed-backend", "--cross-entropy-fusion-impl",
-    "--calculate-per-token-loss", "--moe-router-*", "--moe-aux-*",
-    "--moe-permute-fusion", "--moe-enable-deepep", "--overlap-moe-*",
-    "--make-vocab-size-divisible-by", "--override-opt_param-scheduler", "--no-gradient-accumulation-fusion",
-    "--no-bias-*", "--no-rope-fusion", "--no-check-*", "--timing-*", "--async-*", "--use-dist-ckpt*", "--dist-ckpt*",
-    "--pipeline-model-parallel-layout-note", "--gres*", "--ntasks*", "--nodes", "--job-name", "--gpus*", "--cpus*",
-    "--no-rope-freq", "--disable-bias-note", "--local-ranks-filter",
-    "--fp8-amax-*", "--fp8-margin", "--fp8-interval", "--fp8-recipe", "--fp8-param-gather",
-    "--use-checkpoint-opt_param-scheduler", "--te-rng-tracker", "--enable-experimental",
-)  # fmt: skip
-REFUSED = {
-    "--use-megatron-fsdp": "shards with Megatron-FSDP",
-    "--use-custom-fsdp": "shards with Megatron-FSDP",
-    "--use-torch-fsdp2": "shards with FSDP2",
-    "--pipeline-model-parallel-layout": "deals layers to stages by hand",
-    "--decoder-first-pipeline-num-layers": "deals layers to stages by hand",
-    "--decoder-last-pipeline-num-layers": "deals layers to stages by hand",
-    "--account-for-embedding-in-pipeline-split": "counts the embedding as a layer of its stage",
-    "--account-for-loss-in-pipeline-split": "counts the loss as a layer of its stage",
-    "--mtp-num-layers": "adds layers that predict more tokens",
-    "--num-distributed-optimizer-instances": "shares optimizer states in groups of ranks",
-    "--spec": "takes the layers from another module",
-}
-BOUNDED = {
-    "--optimizer-cpu-offload": f"keeps optimizer states {ON_HOST}",
-    "--cpu-offloading-num-layers": f"keeps activations {ON_HOST}",
-    "--use-precision-aware-optimizer": "keeps optimizer states in fewer bits, which needs less memory",
-    "--moe-layer-recompute": "makes experts again in the backward pass, which needs less memory and more time",
-    "--enable-cuda-graph": "replays launches, which takes less time",
-    "--cuda-graph-impl": "replays launches, which takes less time",
-}
 UNREAD = (
     UncountedOption(key="--cross-entropy-loss-fusion", counted=True, absent=False,
                     effect="takes softmax and loss apart, with copies of the logits in fp32"),
@@ -117,6 +84,8 @@ MODULES = "core_attn"
 
 def stack_of(facts: Facts) -> Stack:
     """Megatron-Core's memory and time, with what the options overlap."""
+    if facts.get("deepspeed"):
+        return replace(MEGATRON_DEEPSPEED, attention="flash" if facts.get("flash") else "fused-softmax")
     overlapped = facts.get("tp_overlap", True) or (facts.get("tp") or 1) == 1
     stack = replace(MEGATRON_CORE, product_bytes=1.0) if facts.get("narrow") else MEGATRON_CORE
     narrow = facts.get("narrow_sums") or facts.get("precision") == "fp16"
@@ -185,7 +154,14 @@ def _round(times: int, ranks: int) -> int:
 def resolve(facts: Facts) -> Facts:
     """Common facts of Megatron-Core's own."""
     found = dict(facts)
+    if isinstance(found.get("node_devices"), int) and isinstance(found.get("nodes") or 1, int):
+        found["devices"] = found["node_devices"] * (found.get("nodes") or 1)
     found["zero"] = 1 if found.get("sharded") else 0
+    if found.get("deepspeed"):
+        found["zero"] = found.get("zero_stage") or 0
+        if found["zero"] not in (0, 1):
+            raise PlanError(f"zero-stage {found['zero']} of DeepSpeed is not counted beside Megatron's: take 0 or 1")
+    found["granularity"] = "full" if found.get("checkpoints") else found.get("granularity")
     found["vp"] = found.get("stages_of_rank") or _stages(found)
     found["schedule"] = "interleaved" if found["vp"] > 1 else "1f1b"
     if (found.get("ep") or 1) > 1 and (found.get("tp") or 1) > 1 and found.get("expert_tp") != 1:

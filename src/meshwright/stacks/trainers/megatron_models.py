@@ -5,6 +5,7 @@ import re
 from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import Layout
 from meshwright.spec.shape import ModelShape
+from meshwright.stacks.declaration.hub_models import likely_preset
 from meshwright.stacks.declaration.option import Facts, Option
 
 MODEL = (
@@ -17,7 +18,7 @@ MODEL = (
     Option(key="--kv-channels", fact="head_dim", meaning="width of a head"),
     Option(key="--max-position-embeddings", fact="max_positions", meaning="longest sequence"),
     Option(key="--position-embedding-type", fact="positions", default="learned_absolute", meaning="how positions enter",
-           words={"rope": "rope", "learned": "learned_absolute"}),
+           words={"rope": "rope", "learned": "learned_absolute", "alibi": "alibi"}),
     Option(key="--rotary-base", fact="rotary_base", meaning="base of the rotary frequencies"),
     Option(key="--use-rope-scaling", fact="stretched", default=False,
            meaning="frequencies stretched as Llama 3.1's"),
@@ -32,7 +33,12 @@ MODEL = (
     Option(key="--add-qkv-bias", fact="only_qkv_bias", default=False, meaning="but those of queries, keys and values"),
     Option(key="--qk-layernorm", fact="qk_norm", default=False, meaning="norms of queries and keys"),
     Option(key="--window-size", fact="window_pair", meaning="sliding window: keys before and after a query"),
-    Option(key="--vocab-size", fact="vocab", meaning="rows of the embedding, padded for tensor parallelism"),
+    Option(key="--vocab-size", fact="vocab", meaning="rows of the embedding, padded for tensor parallelism",
+           also=("--padded-vocab-size",)),
+    Option(key="--tokenizer-type", fact="tokenizer_kind", meaning="whose vocabulary it is"),
+    Option(key="--tokenizer-model", fact="tokenizer", meaning="a hub name or a folder",
+           also=("--tokenizer-name-or-path",)),
+    Option(key="--merge-file", fact="merges", meaning="of a vocabulary of byte pairs"),
     Option(key="--num-experts", fact="moe_experts", meaning="routed experts of a layer"),
     Option(key="--moe-router-topk", fact="moe_top_k", default=2, meaning="experts that a token visits"),
     Option(key="--moe-router-score-function", fact="moe_scoring", default="softmax", quiet=True,
@@ -61,6 +67,10 @@ MODEL = (
     Option(key="--mscale", fact="yarn_mscale", meaning="and scores scaled"),
     Option(key="--mscale-all-dim", fact="yarn_all_dim", meaning="in all dimensions"),
 )  # fmt: skip
+
+
+VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "bigscience/tokenizer": 250680}
+"""Rows of what a kind of tokenizer, or a tokenizer by its name, has: megatron/training/tokenizer; BLOOM's."""
 
 
 def model_facts(shape: ModelShape, layout: Layout) -> Facts:
@@ -111,6 +121,10 @@ def _experts(shape: ModelShape, layout: Layout) -> Facts:
 def model_of(facts: Facts) -> Facts:
     """The other way, with Megatron-LM's defaults; PlanError for a model that is not counted."""
     found = _latent(facts)
+    if not found.get("vocab") and (rows := _vocabulary(found)):
+        found["vocab"] = rows
+    if found.get("positions") == "alibi":
+        found["positions"], found["unrotated"] = "rope", True
     found["tied"], found["mlp"] = not found.get("untied"), "swiglu" if found.get("gated") else "gelu_tanh"
     grouped = found.get("grouped") and not found.get("latent")
     found["kv_heads"] = (found.get("key_heads") or 1) if grouped else found.get("heads")
@@ -124,6 +138,16 @@ def model_of(facts: Facts) -> Facts:
     found["window"] = int(pair) + 1 if pair.isdecimal() else 0
     width, pattern = found.pop("moe_shared_width", None), found.pop("moe_pattern", None)
     return {**found, **_experts_of(found, width, pattern)} if found.get("moe_experts") else found
+
+
+def _vocabulary(facts: Facts) -> int | None:
+    """By the tokenizer: its kind, its name, or the model whose name it has. Byte pairs alone are GPT-2's."""
+    kind, name = str(facts.get("tokenizer_kind") or ""), str(facts.get("tokenizer") or "")
+    if not kind and facts.get("merges"):
+        kind = "GPT2BPETokenizer"
+    known = VOCABULARIES.get(kind) or VOCABULARIES.get(name)
+    shape = likely_preset(name) if known is None and name else None
+    return shape.vocab if shape else known
 
 
 def _experts_of(facts: Facts, shared_width: int | None, pattern: object) -> Facts:

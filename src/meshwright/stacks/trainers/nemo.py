@@ -11,6 +11,7 @@ from meshwright.spec.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.text.option_text import Called, Entry
+from meshwright.stacks.text.python_text import NAMED
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import megatron_lm as megatron
 
@@ -100,6 +101,7 @@ RECIPE_2 = ConfigFile(
     name="recipe.py",
     form="python",
     options=(
+        Option(key="trainer.num_nodes", fact="nodes", meaning="nodes"),
         Option(key="trainer.tensor_parallelism", fact="tp", meaning="ranks that share every matrix"),
         Option(key="trainer.sequence_parallelism", fact="sp", meaning="norms share the sequence among them"),
         Option(key="trainer.pipeline_parallelism", fact="pp", meaning="ranks that share the layers"),
@@ -156,6 +158,11 @@ def noticed(entries: Sequence[Entry]) -> Facts:
     """The recipe that the file starts from, by its name."""
     called = [entry.value.name for entry in entries if entry.key == "=" and isinstance(entry.value, Called)]
     found = next((known for known in RECIPES.values() for name in called if name.startswith(f"{known[1]}_")), None)
+    module = next((str(entry.value) for entry in entries if entry.key == NAMED), "")
+    if sized := re.fullmatch(r"([a-z]+)(\d?)(\d?)_([\dx]+b)\w*", module):
+        number = ".".join(filter(None, sized.group(2, 3)))
+        dash = "" if sized[1] == "qwen" or not number else "-"
+        return {"hub": f"{sized[1]}{dash}{number}-{sized[4]}"} | ({"recipe": found} if found else {})
     imported = ",".join(str(entry.value) for entry in entries if entry.key == "import")
     sizes = re.search(r"\b(Llama|Qwen|Mixtral|Gemma)(\d?)(\d?)Config(\d\w*)", imported)
     named = {}

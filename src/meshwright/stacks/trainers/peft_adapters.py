@@ -8,12 +8,19 @@ from meshwright.stacks.declaration.option import Facts, Option
 MATRICES = {
     "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "gate_proj": "gate", "up_proj": "up",
     "down_proj": "down", "qkv_proj": "q,k,v", "gate_up_proj": "gate,up", "dense": "o", "out_proj": "o",
+    "output_proj": "o", "w1": "gate", "w2": "down", "w3": "up",
     "self_attn": "attention", "mlp": "mlp",
 }  # fmt: skip
 """PEFT's names of matrices -> ours."""
 EVERY = ("all", "all-linear")
 BY_DEFAULT = "q,v"
 """peft/utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING: Llama, Mistral, Qwen."""
+WHOLE = {
+    "embed_tokens": "embedding", "wte": "embedding", "tok_embeddings": "embedding", "embedding": "embedding",
+    "embeddings": "embedding",
+    "lm_head": "head", "output_layer": "head",
+}  # fmt: skip
+"""Names of matrices that are trained whole -> ours."""
 KINDS = ("lora", "qlora", "True", "true")
 OFF = ("full", "False", "false", "None", "")
 FULL_OPTIONS = (
@@ -42,7 +49,8 @@ def adapter_facts(facts: Facts) -> Facts:
     base = "llm-int8" if eight or facts.get("base_bits") == 8 else "same"
     nested = facts.get("nested", True) is not False
     rank = facts.get("lora_rank") or 8
-    return {"lora": {
+    whole = {WHOLE[name] for name in _whole(facts) if name in WHOLE}
+    return {"whole": ",".join(sorted(whole)), "lora": {
         "rank": rank, "alpha": float(facts.get("lora_alpha") or 2 * rank), "targets": _targets(facts) or BY_DEFAULT,
         "base": ("nf4-double" if nested else "nf4") if four else base, "dora": _on(facts, "dora"),
         "dropout": float(facts.get("lora_dropout") or 0.0),
@@ -57,12 +65,29 @@ def objections(facts: Facts) -> Iterator[str]:
     coded = _on(facts, "base_4bit") or _on(facts, "base_8bit") or facts.get("base_bits")
     if coded and not is_adapted(facts):
         yield "matrices of 4 or 8 bits are not trained: name an adapter beside load_in_4bit or load_in_8bit"
-    if is_adapted(facts) and not _targets(facts) and facts.get("lora_targets"):
-        yield f"adapters of {facts['lora_targets']} are not counted: take names of {', '.join(MATRICES)}"
-    if is_adapted(facts) and facts.get("whole_matrices"):
-        whole = facts["whole_matrices"]
-        names = ", ".join(map(str, whole)) if isinstance(whole, list) else whole
-        yield f"{names} are trained whole beside adapters, which needs more memory than is counted: leave them out"
+    unknown = [] if not is_adapted(facts) or _targets(facts) == "all" else _unknown(facts)
+    if unknown:
+        yield f"adapters of {', '.join(unknown)} are not counted: take names of {', '.join(MATRICES)}"
+    if is_adapted(facts) and (others := [name for name in _whole(facts) if name not in WHOLE]):
+        yield (
+            f"{', '.join(others)} are trained whole beside adapters, which needs more memory than is counted: take "
+            f"names of {', '.join(WHOLE)}, or leave them out"
+        )
+
+
+def _whole(facts: Facts) -> list[str]:
+    """Names of matrices that are trained whole, without those of their modules."""
+    named = facts.get("whole_matrices")
+    listed = map(str, named) if isinstance(named, list) else re.split(r"[,\s]+", str(named or ""))
+    return [name.rpartition(".")[2] for name in listed if name and name.lower() not in ("none", "null")]
+
+
+def _unknown(facts: Facts) -> list[str]:
+    """Names of matrices with adapters that no model here has; the last part of a path counts."""
+    named = facts.get("lora_targets")
+    listed = map(str, named) if isinstance(named, list) else re.split(r"[,\s]+", str(named or ""))
+    words = [re.split(r"\W+", name.strip("$)")) for name in listed if name]
+    return [parts[-1] for parts in words if not any(part in MATRICES for part in parts)]
 
 
 def _targets(facts: Facts) -> str:

@@ -17,6 +17,9 @@ MODELS = {
     "qwen3-235b-a22b": ("qwen3", "235B-A22B"), "deepseek-v3": ("deepseek_v3", "671B"),
 }  # fmt: skip
 """Preset -> (module, flavor): torchtitan/models/*/__init__.py."""
+READ = {**MODELS, "gpt-oss-20b": ("gpt_oss", "20b"), "gpt-oss-120b": ("gpt_oss", "120b")}
+"""Those that are read, and not written."""
+MODULES = tuple(dict.fromkeys(module for module, _ in READ.values()))
 STARTED = {"llama3": "llama3_8b", "qwen3": "qwen3_0_6b", "deepseek_v3": "deepseek_v3_671b"}
 """Module -> the function of its registry that the written one starts from."""
 DEBUG: dict[Any, dict[str, Any]] = {
@@ -40,16 +43,16 @@ def shape_named(facts: Facts) -> ModelShape | None:
     named = facts.get("titan_module"), str(facts.get("titan_flavor", ""))
     if named in DEBUG:
         return presets.shape_of({"name": f"{named[0]}-{named[1]}", **DEBUG[named]})
-    return next((presets.model(preset) for preset, known in MODELS.items() if known == named), None)
+    return next((presets.model(preset) for preset, known in READ.items() if known == named), None)
 
 
 def registry_facts(called: str) -> Facts:
     """Module and flavor that a name of the registry means: `llama3_8b`, or `model_registry('8B')`."""
-    found = re.match(r"(llama3|qwen3|deepseek_v3)_(\w+?)(_.*)?$", called)
+    found = re.match(rf"({'|'.join(MODULES)})_(\w+?)(_.*)?$", called)
     if not found:
         return {}
     flavor = found[2].replace("_", ".")
-    names = {other.lower(): other for module, other in (*MODELS.values(), *DEBUG) if module == found[1]}
+    names = {other.lower(): other for module, other in (*READ.values(), *DEBUG) if module == found[1]}
     tried = next((name for name in (f"{found[2]}{found[3] or ''}".replace("_", "."), flavor) if name in names), "")
     return {"titan_module": found[1], "titan_flavor": names[tried]} if tried else {}
 
@@ -61,7 +64,7 @@ def noticed(entries: Sequence[Entry]) -> Facts:
     for entry in entries:
         if entry.key == "import":
             module = re.search(r"models\.(\w+)", str(entry.value))
-            found |= {"titan_module": module[1]} if module and module[1] in STARTED else {}
+            found |= {"titan_module": module[1]} if module and module[1] in MODULES else {}
         elif isinstance(entry.value, Called) and (flavor := re.match(r"model_registry\('([^']+)'\)", entry.value.name)):
             found["titan_flavor"] = flavor[1]
         if entry.key == "import":

@@ -6,6 +6,7 @@ from meshwright.planner.cost.stack import Stack
 from meshwright.spec.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption, as_shell
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
+from meshwright.stacks.text.shell_text import SCRIPT
 from meshwright.stacks.trainers import accelerate_fsdp as accelerate
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import peft_adapters as adapters
@@ -66,7 +67,7 @@ SFT = ConfigFile(
         "use_rslora", "bnb_4bit_quant_*", "num_machines", "machine_rank", "main_process_*",
     ),
     refused={
-        **hf.TRAINER_REFUSED,
+        **hf.OTHER_LOSSES,
         "optim_target_modules": "optimizes some matrices in another way",
         "model_init_kwargs": "loads the model in another way",
         "gradient_checkpointing_kwargs.selective": "keeps some operations of a block",
@@ -78,6 +79,15 @@ SFT = ConfigFile(
     ),
     title="configuration for trl sft --config",
 )  # fmt: skip
+
+
+COMMAND = replace(
+    as_shell(SFT),
+    marks=(*(f"--{key}" for key in ("max_length", "packing", "use_peft", "completion_only_loss", "assistant_only_loss",
+                                    "dataset_text_field", "accelerate_config", "use_bnb_nested_quant")),
+           *(f"{SCRIPT}:{name}" for name in ("sft.py", "run_sft.py", "trl sft"))),
+)  # fmt: skip
+"""Other scripts have the same arguments of the Trainer, and another loss."""
 
 
 def _stack(facts: Facts) -> Stack:
@@ -105,7 +115,7 @@ TRL_SFT = TrainingSoftware(
     split_refusal=hf.fsdp_refusal,
     files=(accelerate.ACCELERATE_FILE, SFT),
     facts=_facts,
-    also_read=(as_shell(SFT),),
+    also_read=(COMMAND,),
     resolve=accelerate.resolve,
     objections=hf.objections,
     bounds=hf.bounds,

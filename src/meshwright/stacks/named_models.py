@@ -1,0 +1,54 @@
+"""The model that a file names: a preset, a published one, a folder, one of the hub, or a guess that is told."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.spec import ModelShape, presets
+from meshwright.spec.errors import PlanError
+from meshwright.spec.hub_names import download_hint
+from meshwright.spec.presets import suggested
+from meshwright.stacks.declaration.hub_models import likely_preset, preset_of_hub
+from meshwright.stacks.declaration.option import OUTSIDE, Facts
+from meshwright.stacks.declaration.software import TrainingSoftware
+
+ReadFolder = Callable[[Path], ModelShape]
+ReadHub = Callable[[str], ModelShape | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """Where the shape of a model comes from that a file names."""
+
+    folder: ReadFolder | None
+    hub: ReadHub | None
+    given: ModelShape | None
+
+    def shape(self, software: TrainingSoftware, facts: Facts, path: Path, notes: list[str]) -> ModelShape | None:
+        """The model by the name that the file gives it; None where it gives none. A guess by the name is told."""
+        shape = software.shape(facts)
+        if shape is not None:
+            return shape
+        name = facts.get("hub")
+        if not isinstance(name, str) or not name:
+            return None
+        known = preset_of_hub(name)
+        if known is not None:
+            return known
+        folder = next((one for one in (Path(name), path.parent / name) if (one / "config.json").is_file()), None)
+        if folder is not None and self.folder is not None:
+            return self.folder(folder)
+        shape = self.hub(name) if self.hub is not None else None
+        if shape is not None:
+            return shape
+        likely = likely_preset(name)
+        if likely is not None:
+            notes.append(f"The model {name} is taken as {likely.name}, by its name: give MODEL for another.")
+            return likely
+        if name.startswith(OUTSIDE):
+            raise PlanError(f"{path}: model {name} is set outside the file: give MODEL, a preset or a folder")
+        near = suggested(name.rstrip("/").rpartition("/")[2].lower(), presets.model_names())
+        raise PlanError(
+            f"{path}: model {name!r} is not known here: give MODEL, a preset or a folder with its config.json; {near}"
+            f"{download_hint(name)}"
+        )

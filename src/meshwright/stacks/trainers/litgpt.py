@@ -1,0 +1,137 @@
+"""LitGPT: the YAML of `litgpt finetune_full`, `finetune_lora` and `pretrain`. It is read, and not written.
+
+Defaults: litgpt/finetune/full.py, finetune/lora.py and pretrain.py of LitGPT 0.5.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, UncountedOption
+from meshwright.stacks.declaration.software import TrainingSoftware, not_written
+from meshwright.stacks.trainers import hugging_face as hf
+from meshwright.stacks.trainers import peft_adapters as adapters
+from meshwright.stacks.trainers.torchtune import NARROW
+
+BASES = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double", "bnb.int8": "llm-int8"}
+"""quantize -> how frozen matrices are held."""
+MATRICES = {
+    "query": "q", "key": "k", "value": "v", "projection": "o", "mlp": "gate,up,down",
+}  # fmt: skip
+YAML = ConfigFile(
+    name="litgpt.yaml",
+    form="yaml",
+    options=(
+        Option(key="checkpoint_dir", fact="hub", meaning="folder of the model, by its name on the hub",
+               also=("model_name",)),
+        Option(key="train.max_seq_length", fact="sequence", meaning="tokens of a sequence"),
+        Option(key="train.micro_batch_size", fact="micro_batch", default=1, meaning="sequences of a micro-batch"),
+        Option(key="train.global_batch_size", fact="global_batch", meaning="sequences of a step, over all ranks"),
+        Option(key="precision", fact="word", default="bf16-mixed", meaning="of weights and products"),
+        Option(key="quantize", fact="quantized", meaning="frozen matrices in fewer bits"),
+        Option(key="devices", fact="node_devices", default=1, meaning="GPUs of a node"),
+        Option(key="num_nodes", fact="nodes", default=1, meaning="nodes"),
+        Option(key="optimizer.class_path", fact="optimizer_class", default="torch.optim.AdamW",
+               meaning="AdamW with two states"),
+        Option(key="lora_r", fact="lora_rank", meaning="rank of adapters"),
+        Option(key="lora_alpha", fact="lora_alpha", default=16, meaning="factor of adapters, times their rank"),
+        Option(key="lora_dropout", fact="lora_dropout", default=0.05, meaning="share of their input set to 0"),
+        Option(key="lora_query", fact="lora_query", default=True, meaning="adapters beside queries"),
+        Option(key="lora_key", fact="lora_key", default=False, meaning="beside keys"),
+        Option(key="lora_value", fact="lora_value", default=True, meaning="beside values"),
+        Option(key="lora_projection", fact="lora_projection", default=False, meaning="beside attention's output"),
+        Option(key="lora_mlp", fact="lora_mlp", default=False, meaning="beside matrices of the MLP"),
+    ),
+    ignored=(
+        "out_dir", "data", "data.*", "train.*", "eval.*", "logger_name", "log.*", "seed", "optimizer", "optimizer.*",
+        "access_token", "resume", "tokenizer_dir", "initial_checkpoint_dir", "eval", "train", "log", "ops",
+    ),
+    refused={
+        "adapter_prompt_length": "trains prompts in place of adapters",
+        "model_config": "makes a model of its own",
+        "train.tie_embeddings": "ties embedding and head",
+    },
+    unread=(
+        UncountedOption(key="lora_head", counted=False, absent=False, effect="adds a thin adapter to the head"),
+    ),
+    marks=("train.micro_batch_size", "train.global_batch_size", "train.max_seq_length"),
+    title="configuration for litgpt",
+)  # fmt: skip
+
+
+def _is_pretraining(facts: Facts) -> bool:
+    """Its file names a model, and the others a folder."""
+    return bool(facts.get("pretrains"))
+
+
+def noticed(entries: object) -> Facts:
+    """Which of its programs the file is of."""
+    keys = {one.key for one in entries if one.value is not None}  # type: ignore[attr-defined]  # entries of a file
+    resolved: Facts = {"pretrains": "model_name" in keys or "initial_checkpoint_dir" in keys}
+    return resolved | ({"adapter": "lora"} if any(key.startswith("lora_") for key in keys) else {})
+
+
+def resolve(facts: Facts) -> Facts:
+    """Adapters, precision, and how ranks share: each program has one way (FSDPStrategy of its source)."""
+    resolved = dict(facts)
+    if adapters.is_adapted(resolved):
+        chosen = [ours for name, ours in MATRICES.items() if resolved.get(f"lora_{name}")]
+        lora = adapters.adapter_facts({**resolved, "lora_targets": []})["lora"]
+        base = BASES.get(str(resolved.get("quantized")), "same")
+        resolved["lora"] = {**lora, "targets": ",".join(chosen), "base": base}
+    resolved["precision"] = re.split("[-_]", str(resolved.get("word") or "bf16-mixed"))[0].replace("32", "fp32")
+    resolved["precision"] = {"16": "fp16"}.get(resolved["precision"], resolved["precision"])
+    nodes, per_node = resolved.get("nodes") or 1, resolved.get("node_devices")
+    alone = per_node == 1 and nodes == 1
+    if isinstance(per_node, int):
+        resolved["devices"] = per_node * nodes
+    if alone:
+        return {**resolved, "zero": 0, "dp_shard": 1, "dp_replicate": 1, "recompute": "none"}
+    pretrains = _is_pretraining(resolved)
+    resolved["recompute"] = "none" if pretrains else "full"
+    shard = per_node if pretrains and isinstance(per_node, int) else None
+    return {**resolved, "zero": 3, "dp_shard": shard, "dp_replicate": nodes if shard else 1}
+
+
+def objections(facts: Facts) -> Iterator[str]:
+    """Optimizers and codes that are not counted."""
+    optimizer = str(facts.get("optimizer_class") or "")
+    if not optimizer.endswith(("AdamW", "Adam")) and not hf.SMALLER.search(optimizer.lower()):
+        yield f"optimizer {optimizer} is not counted: take torch.optim.AdamW"
+    quantized = facts.get("quantized")
+    if quantized and str(quantized) not in BASES:
+        yield f"quantize={quantized} is not counted: take one of {', '.join(BASES)}"
+    if quantized and not adapters.is_adapted(facts):
+        yield f"quantize={quantized} holds matrices that are trained in fewer bits: not counted"
+    if adapters.is_adapted(facts) and not any(facts.get(f"lora_{name}") for name in MATRICES):
+        yield "no matrix has an adapter: switch lora_query or another one on"
+
+
+def bounds(facts: Facts) -> Iterator[str]:
+    """What saves memory or time and is not counted."""
+    if str(facts.get("word")) in ("bf16-true", "16-true") and not adapters.is_adapted(facts):
+        yield f"precision={facts['word']} {NARROW}"
+    optimizer = str(facts.get("optimizer_class") or "")
+    if hf.SMALLER.search(optimizer.lower()):
+        yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
+    if _is_pretraining(facts):
+        yield "litgpt pretrain compiles the model, which takes less time: not counted."
+
+
+LITGPT = TrainingSoftware(
+    word="litgpt",
+    title="LitGPT 0.5",
+    stack=lambda facts: replace(hf.FSDP, name="litgpt"),
+    offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 3)},
+    reasons=hf.REASONS,
+    split_refusal=hf.fsdp_refusal,
+    files=(YAML,),
+    noticed=noticed,
+    resolve=resolve,
+    objections=objections,
+    bounds=bounds,
+    launch=not_written,
+    binds_devices=True,
+    unknown=(hf.NOT_SCORED,),
+    axes={"micro_batch": "train.micro_batch_size"},
+)  # fmt: skip
