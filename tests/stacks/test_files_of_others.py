@@ -56,13 +56,13 @@ def test_matrices_of_8_bits_are_counted_beside_adapters_alone(tmp_path: Path) ->
 
 
 def test_all_reasons_are_told_at_once(tmp_path: Path) -> None:
-    text = QLORA.replace("adapter: qlora", "adapter: ia3\nrl: dpo\ntensor_parallel_size: 2\nbase: x")
+    text = QLORA.replace("adapter: qlora", "adapter: ia3\nrl: grpo\ntensor_parallel_size: 2\nbase: x")
     text = text.replace("sequence_len: 4096", "sequence_len: many").replace("Llama-2-7b-hf", "Storyteller")
     with pytest.raises(PlanError) as raised:
         read(str(write(tmp_path, "a.yaml", text)), "axolotl")
     for reason in (
         "6 reasons",
-        "rl=dpo",
+        "rl=grpo",
         "tensor_parallel_size=2 without fsdp_config",
         "sequence_len=many",
         "Storyteller",
@@ -111,10 +111,10 @@ def test_a_named_file_that_is_not_there_says_its_stage_by_its_name_or_is_asked_f
 
 @pytest.mark.parametrize(
     ("kind", "why"),
-    [("dpo", "compares two answers"), ("kto", "rates answers"), ("ppo", "samples answers"), ("rm", "trains a model")],
+    [("kto", "rates answers"), ("ppo", "samples answers"), ("rm", "trains a model")],
 )
 def test_other_losses_of_llama_factory_are_refused(kind: str, why: str, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=f"stage={kind} {why}.*not counted: take sft or pt"):
+    with pytest.raises(PlanError, match=f"stage={kind} {why}.*not counted: take sft, pt or dpo"):
         read(str(write(tmp_path, "a.yaml", FACTORY.replace("stage: sft", f"stage: {kind}"))))
 
 

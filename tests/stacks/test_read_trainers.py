@@ -195,17 +195,17 @@ def test_a_file_of_another_program_is_not_taken_for_a_known_one(tmp_path: Path) 
     ("key", "why"),
     [
         ("reward_funcs: [accuracy]", "rewards them"),
-        ("beta: 0.1", "compares or rates"),
+        ("desirable_weight: 1.1", "rates answers"),
         ("lmbda: 0.5", "a second model"),
     ],
 )
 def test_trl_with_another_loss_is_not_counted_as_fine_tuning(key: str, why: str, tmp_path: Path) -> None:
-    """trl/trainer/grpo_config.py, dpo_config.py, gkd_config.py."""
+    """trl/trainer/grpo_config.py, kto_config.py, gkd_config.py."""
     text = f"model_name_or_path: Qwen/Qwen2.5-7B\nmax_length: 1024\nper_device_train_batch_size: 1\n{key}\n"
     with pytest.raises(PlanError, match=why):
         read(str(write(tmp_path, "a.yaml", text)))
-    script = "trl dpo --model_name_or_path Qwen/Qwen2.5-7B --max_length 1024\n"
-    with pytest.raises(PlanError, match="trl dpo compares or rewards answers"):
+    script = "trl kto --model_name_or_path Qwen/Qwen2.5-7B --max_length 1024\n"
+    with pytest.raises(PlanError, match="trl kto compares or rewards answers"):
         read(str(write(tmp_path, "a.sh", script)))
 
 
@@ -342,3 +342,54 @@ def test_matrices_that_are_trained_whole_are_counted_as_peft_keeps_them(tmp_path
     assert sum(one.numel for one in parameters(shape)) == sum(one.numel() for one in theirs.parameters())
     with pytest.raises(PlanError, match="score are trained whole"):
         read(str(write(tmp_path, "b.yaml", text.replace("[embed_tokens, lm_head]", "[score]"))))
+
+
+FACTORY = (
+    "model_name_or_path: meta-llama/Llama-3.1-8B\nstage: dpo\nfinetuning_type: lora\ntemplate: llama3\n"
+    "cutoff_len: 1024\nper_device_train_batch_size: 2\nbf16: true\n"
+)
+"""hiyouga/LLaMA-Factory examples/train_lora/qwen3_lora_dpo.yaml (ff6d4d12), shortened."""
+PAIRS = """
+model_name_or_path: meta-llama/Llama-3.1-8B
+beta: 0.1
+max_length: 1024
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 4
+deepspeed: zero3.json
+"""
+"""huggingface/alignment-handbook recipes/zephyr-7b-beta/dpo/config_full.yaml (925acdf), shortened."""
+
+
+def test_a_loss_over_pairs_is_counted_with_two_answers_and_a_frozen_copy(tmp_path: Path) -> None:
+    """trl/trainer/dpo_trainer.py (f2cd5771): chosen and rejected go through as one batch, and through `ref_model`,
+    whose weights ZeRO-3 shares out (prepare_deepspeed)."""
+    plain = PAIRS.replace("beta: 0.1\n", "")
+    fine, pairs, asked = (
+        mw.plan_from(write(tmp_path, "a.yaml", text), cluster="h100x8")
+        for text in (plain, PAIRS, f"{PAIRS}precompute_ref_log_probs: true\n")
+    )
+    assert (pairs.plan.layout.micro_batch, pairs.plan.recipe.global_batch) == (4, 128)
+    assert (fine.plan.layout.micro_batch, fine.plan.recipe.global_batch) == (2, 64)
+    assert pairs.plan.teacher == pairs.plan.model and asked.plan.teacher is None
+    weights = sum(one.numel for one in parameters(pairs.plan.model))
+    held = pairs.given.peak_bytes - asked.given.peak_bytes
+    assert held == pytest.approx(2 * weights / 8, rel=0.01)
+    assert pairs.given.step_seconds > 1.15 * asked.given.step_seconds
+    assert any(said.startswith("A pair is two answers of the full length") for said in pairs.config.bounds)
+    assert "gradient_checkpointing" in pairs.options(pairs.best.plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "copy"),
+    [
+        ("a.yaml", "base_model: meta-llama/Llama-3.1-8B\nrl: dpo\nsequence_len: 1024\nmicro_batch_size: 2\n", True),
+        ("a.yaml", "base_model: meta-llama/Llama-3.1-8B\nrl: orpo\nsequence_len: 1024\nmicro_batch_size: 2\n", False),
+        ("a.yaml", FACTORY, True), ("a.yaml", f"{FACTORY}pref_loss: orpo\n", False),
+        ("a.sh", "python dpo.py --model_name_or_path meta-llama/Llama-3.1-8B --max_length 1024 --packing "
+                 "--per_device_train_batch_size 2\n", True),
+    ],
+)  # fmt: skip
+def test_words_of_trainers_for_losses_over_pairs(name: str, text: str, copy: bool, tmp_path: Path) -> None:
+    """axolotl docs/rlhf.qmd; LLaMA-Factory src/llamafactory/hparams/finetuning_args.py, pref_loss and use_ref_model."""
+    plan = mw.plan_from(write(tmp_path, name, text), cluster="h100x8").plan
+    assert (plan.layout.micro_batch, plan.teacher is not None) == (4, copy)

@@ -26,7 +26,7 @@ from meshwright.spec.worlds import differences
 from meshwright.stacks.config_reading import ReadConfig, read
 from meshwright.stacks.declaration.option import Form
 from meshwright.stacks.declaration.software import TrainingSoftware
-from meshwright.stacks.file_forms import option_word
+from meshwright.stacks.file_forms import ENDINGS, option_word
 from meshwright.stacks.stack_errors import sentences
 
 RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")
@@ -91,11 +91,9 @@ class ConfigAnswer(Answer):
 
     @property
     def _file(self) -> Any:
-        ending = self.config.paths[0].suffix.replace(".yml", ".yaml")
-        forms = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".json": "json"}
-        form = forms.get(ending, "shell")
+        form = ENDINGS[self.config.paths[0].suffix]
         files = (*self.software.files, *self.software.also_read)
-        return next((one for one in files if one.form == form), self.software.files[0])
+        return next(one for one in files if (one.form, one.name) == (form, self.config.file))
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright plan --from FILE --json` prints."""

@@ -32,10 +32,10 @@ PARTS = re.compile(r"(size|degree|parallelism|stages|instances|tiling)$")
 """Ends of options that say in how many parts or ranks something is cut: 1 is off, and so is -1."""
 FEWEST_KNOWN = 1 / 4
 """Share of a file's keys that its software has to know: below it, it is of another."""
-OTHER_TRAINING = re.compile(
-    r"(?<![a-z])(dpo|grpo|ppo|kto|orpo|simpo|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])"
-)
-"""In the name of a program that compares or rewards answers."""
+OTHER_TRAINING = re.compile(r"(?<![a-z])(grpo|ppo|kto|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])")
+"""In the name of a program that rates or rewards answers."""
+PAIRS = re.compile(r"(?<![a-z])(dpo|orpo|simpo|cpo)(?![a-z])")
+"""In the name of one that compares pairs of answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,8 @@ class ReadConfig:
     """Common ones and the software's own."""
     shape: ModelShape | None
     """Of the model; None = the files do not say."""
+    file: str
+    """What the software calls the first file."""
     ignored: tuple[str, ...]
     """Options that change neither memory nor time."""
     unknown: tuple[str, ...]
@@ -196,7 +198,7 @@ def _read(
     told.check(path)
     software = software.variant(software, facts) if software.variant else software
     return ReadConfig(
-        software=software, paths=(path,), facts=facts, shape=shape,
+        software=software, paths=(path,), facts=facts, shape=shape, file=files[0][0].name,
         ignored=tuple(told.ignored), unknown=tuple(told.unknown), uncounted=tuple(told.uncounted),
         bounds=tuple(dict.fromkeys(told.bounds)),
     )  # fmt: skip
@@ -258,6 +260,8 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, told: FileNot
             told.objections.append(
                 f"{path}, line {entry.line}: {said} says how many ranks share the work, and is not counted here"
             )
+        elif entry.key == SCRIPT and (pairs := PAIRS.search(str(entry.value).lower())):
+            facts["preference"] = pairs[0]
         elif entry.key == SCRIPT and OTHER_TRAINING.search(str(entry.value).lower()):
             told.objections.append(
                 f"{path}, line {entry.line}: {entry.value} compares or rewards answers, which is not counted here"

@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.lora import LoRAShape
+from meshwright.spec.objective_traits import DISTILL
 from meshwright.spec.unbuilt_parts import UnbuiltParts
 from meshwright.stacks.declaration.hub_models import hub_name
 from meshwright.stacks.declaration.option import Facts
@@ -42,7 +43,8 @@ def _experts(shape: ModelShape) -> Facts:
 
 
 def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
-    """The plan that these facts describe, on a cluster; PlanError where they contradict one another."""
+    """The plan that these facts describe, on a cluster; PlanError where they contradict one another. `pairs`: a batch
+    is of pairs of answers. `reference`: a frozen copy of the model reads them too, as a teacher does."""
     recipe = recipe_of(facts, shape)
     found = degrees(facts, cluster.devices)
     micro, batch = batches(facts, found["dp_replicate"] * found["dp_shard"])
@@ -51,12 +53,16 @@ def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
         shape = replace(shape, lora=LoRAShape(**facts["lora"]))
         if facts.get("whole"):
             shape = replace(shape, unbuilt=replace(shape.unbuilt or UnbuiltParts(), whole=facts["whole"]))
+    teacher = shape.base if facts.get("reference") else None
+    if facts.get("pairs"):
+        micro, batch = 2 * micro, 2 * batch
     layout = Layout(
         **found, micro_batch=micro, zero=int(facts.get("zero", 0)) if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
         sp=bool(facts.get("sp", False)) and found["tp"] > 1, schedule=facts.get("schedule", "1f1b"),
         recompute=facts.get("recompute", "none"), recompute_layers=facts.get("recompute_layers", 0),
     )  # fmt: skip
-    return Plan(model=shape, recipe=replace(recipe, global_batch=batch), layout=layout, cluster=cluster)
+    recipe = replace(recipe, global_batch=batch, objective=DISTILL if teacher else recipe.objective)
+    return Plan(model=shape, recipe=recipe, layout=layout, cluster=cluster, teacher=teacher)
 
 
 def recipe_of(facts: Facts, shape: ModelShape) -> Recipe:

@@ -27,6 +27,7 @@ YAML = ConfigFile(
                meaning="the backward pass makes blocks again"),
         Option(key="optimizer", fact="optimizer", meaning="AdamW with two states"),
         Option(key="attn_implementation", fact="attention_kernel", meaning="of attention"),
+        Option(key="rl", fact="rl", meaning="a loss over pairs of answers"),
         Option(key="plugins", fact="plugins", meaning="what replaces parts of it"),
         Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
         Option(key="max_steps", fact="steps", meaning="optimizer steps: yours to choose"),
@@ -73,7 +74,8 @@ YAML = ConfigFile(
         "logging_*", "save_*", "saves_*", "evals_*", "warmup_*", "lr_*", "lr_scheduler", "weight_decay", "adam_*",
         "cosine_*", "max_grad_norm", "num_epochs", "train_on_inputs", "group_by_length", "tf32", "strict", "resume_*",
         "auto_resume_*", "early_stopping_*", "flash_attention", "sdp_attention", "tokenizer_*", "model_type",
-        "is_falcon_*", "is_llama_*", "is_mistral_*", "is_qwen_*", "eot_tokens", "push_to_hub", "trust_remote_code",
+        "is_falcon_*", "is_llama_*", "is_mistral_*", "is_qwen_*", "eot_tokens", "push_to_hub",
+        "rl_beta", "dpo_*", "orpo_alpha", "simpo_gamma", "trust_remote_code",
         "dataloader_*", "shuffle_*", "loss_watchdog_*", "debug", "gc_steps",
         "ddp_*", "bfloat16", "base_model_*", "revision_of_model", "type_of_model", "tokens", "xformers_*",
         "gradient_checkpointing_kwargs*", "fsdp_config.cpu_*", "fsdp_config.fsdp_cpu_*", "fsdp_config.fsdp_version",
@@ -88,7 +90,6 @@ YAML = ConfigFile(
         "fsdp_config.fsdp_final_state_dict_type", "profiler_*", "include_*", "streaming*", "pretrain_multipack_*",
     ),
     refused={
-        "rl": "compares or rewards answers",
         "eager_attention": "writes the weights of attention",
         "selective_checkpointing": "keeps some operations of a block",
         "qat": "rounds weights in training",
@@ -141,6 +142,8 @@ def _facts(plan: Plan) -> Facts:
 def objections(facts: Facts) -> Iterator[str]:
     """What is not counted of its file."""
     yield from hf.objections(facts)
+    if facts.get("rl") and str(facts["rl"]) not in hf.PREFERENCES:
+        yield f"rl={facts['rl']} compares or rewards answers in a way that is not counted: take dpo or orpo"
     if (facts.get("tp") or 1) > 1 and not _has_fsdp(facts):
         yield f"tensor_parallel_size={facts['tp']} without fsdp_config is not counted: DeepSpeed cuts the matrices"
 

@@ -41,11 +41,17 @@ DEEPSPEED = replace(
     "masters in flat buffers)",
 )
 """Nor of this."""
+PREFERENCE_OPTIONS = (
+    Option(key="beta", fact="preference_beta", meaning="of a loss over pairs of answers"),
+    Option(key="precompute_ref_log_probs", fact="asked_before", meaning="the frozen copy is asked before the run"),
+    Option(key="gamma_beta_ratio", fact="margin", also=("simpo_gamma", "gamma"), meaning="SimPO's, without a copy"),
+)
 TRAINER = (
     Option(key="per_device_train_batch_size", fact="micro_batch", default=8, meaning="sequences of a micro-batch"),
     Option(key="gradient_accumulation_steps", fact="accumulation", default=1, meaning="micro-batches of a step"),
     Option(key="bf16", fact="bf16", default=False, meaning="products in bfloat16"),
     Option(key="fp16", fact="fp16", default=False, meaning="in float16, with loss scaling", quiet=True),
+    *PREFERENCE_OPTIONS,
     Option(key="fsdp", fact="fsdp_words", meaning="the Trainer's own way to shard"),
     Option(key="attn_implementation", fact="attention_kernel", meaning="of attention"),
     Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
@@ -69,7 +75,8 @@ TRAINER_IGNORED = (
     "metric_for_best_model",
     "disable_tqdm", "skip_memory_metrics", "evaluation_strategy", "local_rank", "fsdp_config", "fsdp_config.*",
     "fsdp_transformer_layer_cls_to_wrap", "use_fast_tokenizer", "cache_dir", "benchmarks", "callbacks", "system_prompt",
-    "wandb_*", "overwrite_cache", "model_type", "low_cpu_mem_usage", "ignore_data_skip", "use_flash_attention_2",
+    "wandb_*", "overwrite_cache", "max_prompt_length", "ref_model_name_or_path", "label_smoothing",
+    "model_type", "low_cpu_mem_usage", "ignore_data_skip", "use_flash_attention_2",
 )  # fmt: skip
 NOT_SCORED = "No published run of transformers' models could be scored: times may be off by tens of percent."
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
@@ -86,9 +93,8 @@ OTHER_LOSSES = {
          "num_ppo_epochs", "reward_model", "vllm_mode", "response_length", "missing_eos_penalty"),
         "samples answers and rewards them",
     ),
-    **dict.fromkeys(("beta", "max_prompt_length", "desirable_weight", "undesirable_weight", "ref_model_name_or_path",
-                     "precompute_ref_log_probs", "simpo_gamma", "gamma_beta_ratio", "center_rewards_coefficient"),
-                    "compares or rates answers"),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight", "center_rewards_coefficient", "sync_ref_model"),
+                    "rates answers, or changes the frozen copy"),
     **dict.fromkeys(("teacher_model_name_or_path", "lmbda"), "learns from a second model"),
 }  # fmt: skip
 """Keys of TRL's other trainers: trl/trainer/*_config.py."""
@@ -186,15 +192,29 @@ def trainer_facts(plan: Plan, word: str) -> Facts:
 
 def resolved(facts: Facts) -> Facts:
     """Precision, recomputation and adapters from the switches of these trainers; PlanError for a word that is none."""
-    found = {**facts, **adapters.adapter_facts(facts)}
+    found = {**facts, **adapters.adapter_facts(facts), **preference_facts(facts)}
     found["precision"] = _precision(found)
     checkpoints = found.get("checkpointing") or found.get("fsdp_checkpointing")
     found["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
     return found
 
 
+PREFERENCES = {"dpo": True, "sigmoid": True, "hinge": True, "ipo": True, "kto_pair": True, "dpop": True,
+               "orpo": False, "simpo": False, "cpo": False}  # fmt: skip
+"""Losses over pairs of answers, and whether each reads them with a frozen copy of the model as well."""
+
+
+def preference_facts(facts: Facts) -> Facts:
+    """`pairs` and `reference` of a loss over pairs of answers, by whatever word a trainer has for it."""
+    words = [facts.get(name) for name in ("preference", "pair_loss", "stage", "rl")]
+    word = next((str(one) for one in words if str(one) in PREFERENCES), "")
+    if not word and facts.get("preference_beta") is None:
+        return {}
+    free = facts.get("margin") is not None or is_on(facts.get("asked_before"))
+    return {"pairs": True, "reference": PREFERENCES.get(word, True) and not free}
+
+
 STAGES = {
-    "dpo": "compares two answers, beside a frozen copy of the model",
     "kto": "rates answers, beside a frozen copy of the model",
     "rm": "trains a model that rewards answers",
     "ppo": "samples answers, and rewards them",
@@ -212,8 +232,8 @@ def objections(facts: Facts) -> Iterator[str]:
     if str(facts.get("flash_word")).lower() == "disabled":
         yield "flash_attn=disabled writes the weights of attention, which is not counted: take auto"
     stage = str(facts.get("stage") or "sft")
-    if stage not in ("sft", "pt"):
-        yield f"stage={stage} {STAGES.get(stage, 'is a loss of its own')}, which is not counted: take sft or pt"
+    if stage not in ("sft", "pt", "dpo"):
+        yield f"stage={stage} {STAGES.get(stage, 'is a loss of its own')}, which is not counted: take sft, pt or dpo"
     if str(facts.get("wrap") or BY_BLOCK) != BY_BLOCK:
         yield f"auto_wrap_policy={facts['wrap']} gathers other units than blocks, not counted: take {BY_BLOCK}"
     yield from adapters.objections(facts)
@@ -221,6 +241,11 @@ def objections(facts: Facts) -> Iterator[str]:
 
 def bounds(facts: Facts) -> Iterator[str]:
     """What saves memory or time and is not counted."""
+    if pairs := preference_facts(facts):
+        copy = ", beside a frozen copy of the model" * pairs["reference"]
+        yield f"A pair is two answers of the full length{copy}: shorter answers need less, which is not counted."
+        if pairs["reference"] and adapters.is_adapted(facts):
+            yield "Adapters are switched off in place of a frozen copy, which needs less memory: not counted."
     optimizer = str(facts.get("optimizer") or ADAMW[0])
     if optimizer not in ADAMW and SMALLER.search(optimizer.lower()):
         yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."

@@ -19,6 +19,7 @@ YAML = ConfigFile(
         *(one for one in hf.TRAINER if one.key != "attn_implementation"),
         Option(key="flash_attn", fact="flash_word", meaning="kernel of attention"),
         Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
+        Option(key="pref_loss", fact="pair_loss", meaning="of pairs of answers, where the stage is dpo"),
         Option(key="stage", fact="stage", meaning="loss over the next token"),
         Option(key="finetuning_type", fact="adapter", default="lora", meaning="adapters, or all weights"),
         Option(key="lora_rank", fact="lora_rank", default=8, meaning="rank of adapters"),
@@ -33,7 +34,8 @@ YAML = ConfigFile(
     ignored=(
         *(key for key in hf.TRAINER_IGNORED if not key.startswith(("activation_", "packing"))),
         "dataset", "template", "max_samples", "plot_loss", "overwrite_cache", "resume_from_checkpoint", "val_size",
-        "lora_model_dir", "adapter_name_or_path", "use_fast_tokenizer", "tokenized_path", "mask_history",
+        "lora_model_dir", "adapter_name_or_path", "pref_beta", "pref_ftx",
+        "simpo_gamma", "use_fast_tokenizer", "tokenized_path", "mask_history",
         "train_on_prompt", "quantization_type", "quantization_method", "neat_packing", "ray_*", "resources_per_worker",
         "placement_strategy", "num_workers", "loraplus_*", "pissa_*", "create_new_adapter", "mix_strategy",
         "media_dir", "image_*", "video_*", "enable_thinking", "rope_scaling_note", "low_cpu_mem_usage", "swanlab_*",

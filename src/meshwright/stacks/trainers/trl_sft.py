@@ -45,6 +45,7 @@ SFT = ConfigFile(
         *TRAINER,
         Option(key="gradient_checkpointing", fact="checkpointing", default=True, also=("activation_checkpointing",),
                meaning="the backward pass makes blocks again (with FSDP its own switch does)"),
+        Option(key="loss_type", fact="pair_loss", meaning="of a loss over pairs of answers"),
         Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
         Option(key="use_peft", fact="adapter", meaning="low-rank adapters in place of the weights"),
         Option(key="lora_r", fact="lora_rank", default=16, meaning="rank of adapters"),
@@ -61,7 +62,7 @@ SFT = ConfigFile(
         "dataset_name": ("DATASET", "yours"),
     },
     ignored=(
-        *hf.TRAINER_IGNORED, "padding_free", "shuffle_dataset", "truncation_mode", "loss_type", "eval_packing",
+        *hf.TRAINER_IGNORED, "padding_free", "shuffle_dataset", "truncation_mode", "eval_packing",
         "datasets", "env", "router_aux_loss_coef", "resume_from_checkpoint", "log_*", "average_tokens_*", "use_cache",
         "lora_task_type",
         "use_rslora", "bnb_4bit_quant_*", "num_machines", "machine_rank", "main_process_*",
@@ -91,6 +92,9 @@ COMMAND = replace(
 
 
 def _stack(facts: Facts) -> Stack:
+    """Losses over pairs hold all logits."""
+    if facts.get("pairs"):
+        return hf.DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else hf.FSDP
     return FUSED_DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else FUSED_HEAD
 
 
