@@ -48,7 +48,7 @@ def turns(arguments: Any) -> list[Any]:
 
 
 def theirs(source: str, arguments: Any) -> str:
-    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    utils = pytest.importorskip("transformers").utils.chat_template_utils
     found = utils.render_jinja_template(conversations=[turns(arguments)], chat_template=source)
     return str(found[0][0])
 
