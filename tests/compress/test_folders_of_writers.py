@@ -373,6 +373,45 @@ def test_llm_compressors_scales_of_all_of_blocks_and_of_several_groups(names: tu
     assert mw.load(tmp_path / "theirs").generate("def", max_new_tokens=2, temperature=0).ids
 
 
+OTHER_NAMES: dict[str, tuple[dict[str, Any], str]] = {
+    "AutoFP8": ({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, ""),
+    "FBGEMM": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": []}, ""),
+    "ModelOpt": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, ""),
+    "ModelOpt's own file": (
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        "hf_quant_config.json",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_weights_of_8_bits_under_other_names(name: str, tmp_path: Path) -> None:
+    """Of FBGEMM each output has a scale, of the others a matrix, as a scalar in fp32."""
+    config, beside = OTHER_NAMES[name]
+
+    def quantize(_: str, weight: Tensor) -> Parts:
+        parts = fp8_parts(weight)
+        if name == "FBGEMM":
+            scales = weight.abs().amax(1, keepdim=True) / 448
+            return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales.half()}
+        return {**parts, "weight_scale": parts["weight_scale"].float().view(()), "k_scale": torch.tensor(1.0)}
+
+    coded = written(tmp_path, SHAPES["llama"], quantize, config, beside=beside)
+    of = restored(tmp_path / "theirs")
+    for binding in bindings(SHAPES["llama"]):
+        (own,), (their,) = binding.ours, binding.theirs
+        if their in coded:
+            (found,), parts = binding.transform.export([of(own)], SHAPES["llama"]), coded[their]
+            assert torch.equal(found, parts["weight"].float() * parts["weight_scale"].half().float()), their
+    assert mw.load(tmp_path / "theirs").generate("def", max_new_tokens=2, temperature=0).ids
+
+
+def test_codes_that_no_quant_method_names_are_those_of_mlx(tmp_path: Path) -> None:
+    written(tmp_path, SHAPES["llama"], lambda name, weight: None, {"group_size": 64, "bits": 4})
+    with pytest.raises(HubError, match="by software that names no quant_method, as MLX does"):
+        mw.load(tmp_path / "theirs")
+
+
 def test_a_matrix_that_is_of_no_group_is_refused(tmp_path: Path) -> None:
     groups = {name: {**PRESETS[name], "targets": ["Linear"]} for name in ("W4A16", "FP8")}
     config = {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}

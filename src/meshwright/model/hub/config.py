@@ -174,9 +174,10 @@ def _check_architecture(entries: Entries, family: HubFamily) -> None:
 def _check_quantization(entries: Entries) -> None:
     quantization = entries.inner("quantization_config")
     if quantization is not None:
-        method = quantization.text("quant_method", "unknown")
+        method = quantization.text("quant_method", "")
         if method != "fp8" or not quantization.raw("weight_block_size", None):
+            named = repr(method) if method else "software that names no quant_method, as MLX does"
             raise quantization.fail(
-                f"weights are quantized already, by {method!r}, and of codes only fp8 by blocks is read as numbers: "
+                f"weights are quantized already, by {named}, and of codes only fp8 by blocks is read as numbers: "
                 "take the original folder, which they were made from"
             )

@@ -15,6 +15,7 @@ from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Stored
 from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_formats.packed_linears import (
+    ORIGINAL,
     Codes,
     PackedLinears,
     Parts,
@@ -70,9 +71,9 @@ class AWQFiles(PackedLinears):
         key = "version" if "version" in entries else "format"
         (bits, group), version = self.widths(entries), entries.text(key, "gemm")
         if version.lower() != "gemm":
-            raise entries.fail(f"{key}={version!r} is not read: write the model again as gemm")
+            raise entries.fail(f"{key}={version!r} is not read: write the model again as gemm, or {ORIGINAL}")
         if not entries.flag("zero_point", True):
-            raise entries.fail("zero_point=false is not read")
+            raise entries.fail(f"zero_point=false is not read: {ORIGINAL}")
         return whole_scheme("int4-awq", bits, group, False)
 
 

@@ -22,6 +22,7 @@ from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored
 from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_formats.packed_linears import (
+    ORIGINAL,
     Codes,
     PackedLinears,
     Parts,
@@ -102,17 +103,17 @@ class GPTQFiles(PackedLinears):
         key = "checkpoint_format" if "checkpoint_format" in entries else "format"  # GPTQModel writes both
         layout = entries.text(key, "gptq")
         if layout not in ("gptq", "gptq_v2"):
-            raise entries.fail(f"{key}={layout!r} is not read: gptq and gptq_v2 are")
+            raise entries.fail(f"{key}={layout!r} is not read, gptq and gptq_v2 are: {ORIGINAL}")
         for other in ("is_marlin_format", "lm_head"):
             if entries.raw(other, False):
-                raise entries.fail(f"{other}=true is not read: write the model again without it")
+                raise entries.fail(f"{other}=true is not read: write the model again without it, or {ORIGINAL}")
         if entries.raw("pack_dtype", "int32") not in ("int32", "torch.int32"):
-            raise entries.fail(f"pack_dtype={entries.raw('pack_dtype')!r} is not read: int32 is")
+            raise entries.fail(f"pack_dtype={entries.raw('pack_dtype')!r} is not read: int32 is; {ORIGINAL}")
         bits, group = self.widths(entries)
         others = any(isinstance(rule, dict) and rule.get("sym") is False for rule in _rules(entries))
         symmetric = entries.flag("sym", True) and not others  # zeros of all are read where some have their own
         if bits == 8 and not symmetric:
-            raise entries.fail("bits=8 with sym=false is not read")
+            raise entries.fail(f"bits=8 with sym=false is not read: {ORIGINAL}")
         return whole_scheme(_name(bits, layout == "gptq_v2"), bits, group, symmetric)
 
     def scheme_of_matrix(

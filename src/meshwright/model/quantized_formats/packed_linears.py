@@ -32,6 +32,7 @@ from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import GROUPS, SCHEMES, Scheme
 from meshwright.spec.shape import ModelShape
 
+ORIGINAL = "take the original folder, which it was made from"
 Parts = dict[str, Tensor]
 """Tensors of one matrix by what their names end with."""
 
@@ -85,7 +86,7 @@ class PackedLinears(ABC):
         """Bits and group (0 = a row) of a config; HubError where they are not read."""
         bits, group = entries.integer("bits"), entries.raw("group_size")
         if bits not in self.bits or group not in (-1, *GROUPS) or not isinstance(group, int):
-            raise entries.fail(f"bits={bits} with group_size={group!r} is not read")
+            raise entries.fail(f"bits={bits} with group_size={group!r} is not read: {ORIGINAL}")
         return bits, max(group, 0)
 
     def refusal(self, model: QuantizedModel) -> str:
