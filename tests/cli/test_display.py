@@ -236,8 +236,21 @@ def test_a_short_text_is_encoded_in_few_lines() -> None:
     display = PlainDisplay(log)
     for done in range(0, 340_001, 10_000):
         display.encoding(done, 340_000)
-    lines = log.getvalue().splitlines()
-    assert lines[-1] == "encoding text: 0.3 of 0.3 MiB" and len(lines) == len(set(lines)) == 4
+    assert log.getvalue() == "encoding text: 332.0 KiB of 332.0 KiB\n"
+
+
+def test_what_is_encoded_is_counted_in_its_own_unit() -> None:
+    """Rows of samples are no bytes, and a long text is no hundredth of a mebibyte."""
+    for rows, whole, last in (
+        (True, 57, "encoding rows: 57 of 57"),
+        (False, 2**22, "encoding text: 4.00 MiB of 4.00 MiB"),
+    ):
+        log = io.StringIO()
+        display = PlainDisplay(log, rows=rows)
+        for part in range(41):
+            display.encoding(whole * part // 40, whole)
+        lines = log.getvalue().splitlines()
+        assert lines[-1] == last and len(lines) == len(set(lines)) <= 12
 
 
 def test_a_skipped_step_says_why_and_how_many_there_were() -> None:

@@ -242,6 +242,23 @@ def test_the_first_rows_may_be_malformed(folder: Path) -> None:
     assert form_of(Data(path=str(folder / "text.jsonl"))) == "text"
 
 
+@pytest.mark.filterwarnings("ignore")  # of the library, about its own pickling
+def test_rows_that_the_datasets_library_pads_are_read_as_what_they_are(folder: Path) -> None:
+    """Its .jsonl files give each row the columns of all, null where it has none: `data show` reads samples."""
+    datasets = pytest.importorskip("datasets")
+    rows = [*chats(6), {"text": "a plain text"}]
+    datasets.Dataset.from_list(rows).to_json(str(folder / "padded.jsonl"))
+    assert b'"text":null' in (folder / "padded.jsonl").read_bytes()
+    assert form_of(Data(path=str(folder / "padded.jsonl"))) == "samples"
+    corpus = samples(folder, "padded.jsonl", malformed="refuse", validation=0.0)
+    assert isinstance(corpus.train, TokenStream) and corpus.train.num_documents == 7
+
+
+def test_a_null_is_no_text(folder: Path) -> None:
+    (folder / "padded.jsonl").write_bytes(b"\n".join(spelled([{**row, "text": None} for row in chats(6)])))
+    assert form_of(Data(path=str(folder / "padded.jsonl"))) == "samples"
+
+
 def test_a_run_says_how_many_rows_were_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,9 +47,10 @@ def quantization_text(
     batches = _batches(replace(rows, at_once=max(1, min(rows.at_once, sequences // 8, len(rows.rows) // 2))))
     if len(batches) < 2:
         window = max((one.tokens.shape[1] for one in batches), default=0)
+        part = "what the run held out" if data is None else data
         raise DataError(
-            f"the text has {rows.stream.num_tokens:,} tokens, and a window has {window:,}: at least 2 windows are "
-            f"needed ({window + 2:,} tokens), to calibrate and to measure on; give more text"
+            f"{part} has {rows.stream.num_tokens:,} tokens, and a window has {window:,}: at least 2 windows are needed "
+            f"({window + 2:,} tokens), to calibrate and to measure on; give a longer text as data=PATH"
         )
     used = min(len(batches) - 1, max(1, round(len(batches) * beside / (sequences + beside))))
     of = "what the run held out" if data is None else str(data)

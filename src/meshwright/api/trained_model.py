@@ -32,7 +32,7 @@ from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.objective_traits import CROSS_ENTROPY
 from meshwright.spec.plan import SAMPLES
 from meshwright.spec.serving_defaults import GPU_SEQUENCES
-from meshwright.spec.units import count
+from meshwright.spec.units import count, many
 from meshwright.training.precision import DTYPES
 
 if TYPE_CHECKING:
@@ -287,8 +287,10 @@ class TrainedModel:
         settings = replace(settings, packing="off") if apart else settings
         stream = corpus.validation if data is None and not trained else corpus.train
         if stream.num_tokens < 2:
+            part = str(data) if data is not None else "what the run trained on" if trained else "what the run held out"
             raise DataError(
-                f"the text has {stream.num_tokens} tokens, and at least 2 are needed to score one: give more text"
+                f"{part} has {many(stream.num_tokens, 'token')}, and at least 2 are needed to score one: give a longer "
+                "text as data=PATH"
             )
         recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
         recipe = replace(recipe, objective=CROSS_ENTROPY)

@@ -71,10 +71,10 @@ def holds_pairs(data: Data) -> bool:
 
 def form_of(data: Data) -> Literal["text", "samples"]:
     """As the columns of the first row that can be read say: samples, where they are those of one and no text is among
-    them."""
+    them. A null is no text: tables pad rows with them."""
     try:
         for row in islice(Source(data).rows(), _LOOKED_AT):
-            if not isinstance(row[1], Malformed) and data.text_field in row[1]:
+            if not isinstance(row[1], Malformed) and row[1].get(data.text_field) is not None:
                 return TEXT
             if is_sample(row):
                 return SAMPLES

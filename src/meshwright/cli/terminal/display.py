@@ -6,11 +6,11 @@ from typing import IO, Self
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, DownloadColumn, Progress
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress
 
 from meshwright.cli.terminal import fields
 from meshwright.cli.terminal.panel import Panel
-from meshwright.spec.units import MIB, count, duration
+from meshwright.spec.units import MIB, count, duration, text_size
 from meshwright.training.smooth import Smoothed
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
@@ -24,8 +24,12 @@ class Display(Watcher):
     """A watcher that may hold the terminal from `with` to its end, whatever happens between. This one shows nothing:
     for programs, who read the summary."""
 
-    def encoding(self, done_bytes: int, all_bytes: int) -> None:
-        """Called again and again while text becomes tokens, before the run starts."""
+    def __init__(self, *, rows: bool = False) -> None:
+        """`rows`: what is encoded are rows of samples, and not bytes of text."""
+        self.rows = rows
+
+    def encoding(self, done: int, whole: int) -> None:
+        """Called again and again while rows, or bytes of text, become tokens, before the run starts."""
 
     def close(self) -> None:
         """Give the terminal back."""
@@ -37,19 +41,21 @@ class Display(Watcher):
         self.close()
 
 
-def choose(console: Console) -> Display:
-    """The live panel where `console` is a terminal that can move its cursor and show its dots, else lines."""
+def choose(console: Console, *, rows: bool = False) -> Display:
+    """The live panel where `console` is a terminal that can move its cursor and show its dots, else lines. `rows`: what
+    is encoded are rows of samples."""
     if console.quiet:
-        return Display()
+        return Display(rows=rows)
     if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
-        return LiveDisplay(console)
-    return PlainDisplay(console.file)
+        return LiveDisplay(console, rows=rows)
+    return PlainDisplay(console.file, rows=rows)
 
 
 class PlainDisplay(Display):
     """One line of fixed columns per logged step, for files, pipes and batch systems."""
 
-    def __init__(self, log: IO[str]) -> None:
+    def __init__(self, log: IO[str], *, rows: bool = False) -> None:
+        super().__init__(rows=rows)
         self._log = log
         self._smooth = Smoothed()
         self._tenth = -1
@@ -59,13 +65,14 @@ class PlainDisplay(Display):
         """Write what is left."""
         self._log.flush()
 
-    def encoding(self, done_bytes: int, all_bytes: int) -> None:
-        """Print a line every tenth of the way."""
-        line = f"encoding text: {done_bytes / MIB:.1f} of {all_bytes / MIB:.1f} MiB"
-        tenth = 10 * done_bytes // max(1, all_bytes)
-        if tenth != self._tenth and line != self._encoded:
-            self._tenth, self._encoded = tenth, line
-            self._print(line)
+    def encoding(self, done: int, whole: int) -> None:
+        """Print a line every tenth of the way; of less than a mebibyte of text only the last."""
+        shown = f"rows: {done:,} of {whole:,}" if self.rows else f"text: {text_size(done)} of {text_size(whole)}"
+        tenth = 10 * done // max(1, whole)
+        is_short = not self.rows and whole < MIB
+        if tenth != self._tenth and shown != self._encoded and (done >= whole or not is_short):
+            self._tenth, self._encoded = tenth, shown
+            self._print(f"encoding {shown}")
 
     def started(self, info: RunInfo) -> None:
         """Print what is trained on what, and the batch equation."""
@@ -117,7 +124,8 @@ class PlainDisplay(Display):
 class LiveDisplay(Display):
     """A panel that stays in place: loss curve, figures, time left. Drawn from the run's own thread, between steps."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, rows: bool = False) -> None:
+        super().__init__(rows=rows)
         self._console = console
         self._live: Live | None = None
         self._bar: Progress | None = None
@@ -130,16 +138,18 @@ class LiveDisplay(Display):
                 open_one.stop()
         self._live = self._bar = None
 
-    def encoding(self, done_bytes: int, all_bytes: int) -> None:
-        """Show a bar until the text is encoded."""
+    def encoding(self, done: int, whole: int) -> None:
+        """Show a bar until all is encoded."""
         if self._live is not None:
             return
         if self._bar is None:
-            self._bar = Progress("encoding text", BarColumn(), DownloadColumn(binary_units=True), console=self._console)
-            self._bar.add_task("", total=all_bytes)
+            size = MofNCompleteColumn() if self.rows else DownloadColumn(binary_units=True)
+            label = "encoding rows" if self.rows else "encoding text"
+            self._bar = Progress(label, BarColumn(), size, console=self._console)
+            self._bar.add_task("", total=whole)
             self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=done_bytes, total=all_bytes)
-        if done_bytes >= all_bytes:
+        self._bar.update(self._bar.task_ids[0], completed=done, total=whole)
+        if done >= whole:
             self._bar.stop()
             self._bar = None
 

@@ -5,7 +5,15 @@ from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +27,7 @@ from meshwright.data.preparation import form_of
 from meshwright.data.show import DataView, SampleFigures, StreamFigures, Token, heading, view
 from meshwright.observe.data_page.rows_page import page, rows_of
 from meshwright.spec import Data
-from meshwright.spec.plan import STDLIB
+from meshwright.spec.plan import SAMPLES, STDLIB
 from meshwright.spec.units import count, many, text_size
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
@@ -57,12 +65,14 @@ def _by_columns(data: Data, plan: Path | None, overrides: list[str]) -> Data:
 
 def encode(data: Data, console: Console) -> Corpus:
     """The corpus, with a progress bar on a terminal while text is encoded."""
-    columns = (TextColumn("encoding"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    of_rows = data.form == SAMPLES
+    sizes = (MofNCompleteColumn(),) if of_rows else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    columns = (TextColumn("encoding rows" if of_rows else "encoding"), BarColumn(), *sizes, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("encoding", total=None, visible=False)
 
-        def advance(done_bytes: int, all_bytes: int) -> None:
-            bar.update(task, completed=done_bytes, total=all_bytes, visible=True)
+        def advance(done: int, whole: int) -> None:
+            bar.update(task, completed=done, total=whole, visible=True)
 
         return prepare(data, progress=advance)
 

@@ -15,6 +15,7 @@ from meshwright.cli.process.accelerate import unread
 from meshwright.cli.process.invocation import command, launched
 from meshwright.cli.process.launch import joined, nodes, processes, rank, refuse_unnumbered
 from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.plan import SAMPLES
 from meshwright.spec.worlds import world_violation
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
             answer = run(pulse=pulse)
         else:
             services = _services(options.tensorboard, options.wandb)
-            with choose(console(json=json)) as display:
+            with choose(console(json=json), rows=plan.data.form == SAMPLES) as display:
                 answer = run(watchers=[display, *services], progress=display.encoding, pulse=pulse)
             # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
             if json:
