@@ -164,6 +164,8 @@ def test_gptq_with_desc_act_under_autogptqs_names(shape: str, tmp_path: Path) ->
         beside="quantize_config.json", weights="gptq_model-4bit-32g.safetensors",
     )  # fmt: skip
     same_numbers(tmp_path, SHAPES[shape], coded, lambda parts: by_autogptq(parts, 4))
+    with pytest.raises(HubError, match=r"quantized already, by 'gptq', and numbers are needed: take the original"):
+        mw.quantize(tmp_path / "theirs", "int8", tmp_path / "again", quality=False)
     with pytest.raises(HubError, match=r"inputs in another order .GPTQ's desc_act., beside which no adapter"):
         open_base(tmp_path / "theirs")
 

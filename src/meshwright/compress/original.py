@@ -10,10 +10,10 @@ from torch import Tensor
 from meshwright.compress.gguf_reading import gguf_generation, gguf_tokenizer, is_gguf_path
 from meshwright.data import Tokenizer
 from meshwright.model.gguf.gguf_model import open_gguf
-from meshwright.model.hub import import_folder
 from meshwright.model.hub.adapter import is_adapter
 from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
 from meshwright.model.hub.weights import stored_weights
+from meshwright.model.quantized_formats.quantized_folder import open_numbers
 from meshwright.spec.errors import PlanError
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint_folder
@@ -74,7 +74,7 @@ def _of_gguf(path: Path) -> OriginalModel:
 
 
 def _of_directory(path: Path) -> OriginalModel:
-    folder = import_folder(path)
+    folder = open_numbers(path)
 
     def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in stored_weights(path, folder.shape):

@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "a deep tokenizer config": (nested("tokenizer_config.json"), r"tokenizer_config\.json is not JSON, or nested"),
     "a deep quantization": (
         config(quantization_config={"quant_method": "gptq", "bits": [[[[[4]]]]]}),
-        "quantization_config",
+        r"quantization_config: bits=\[\[|quantized already, by 'gptq'",
     ),
     "a deep header": (header(lambda found, _: b'{"a": ' + b"[" * DEEP), "damaged header .maximum recursion"),
     "an infinite dim": (first("shape", [float("inf"), 1]), "must be whole numbers"),

@@ -41,11 +41,11 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     read and checked before the run folder is made. HubError, DataError; RunError where `run` is taken.
     """
     from meshwright.data import Tokenizer
-    from meshwright.model.hub import import_folder
+    from meshwright.model.quantized_formats.quantized_folder import open_numbers
 
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise RunError(f"{run} is not empty: choose another run folder")
-    found = import_folder(folder)
+    found = open_numbers(folder)
     if found.tokenizer is None:
         raise HubError(f"{folder} has no tokenizer.json, which a run needs: save its tokenizer in that format first")
     tokenizer = Tokenizer.load(found.tokenizer)

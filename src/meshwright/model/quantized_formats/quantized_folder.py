@@ -105,6 +105,16 @@ def open_folder(path: Path) -> HubFolder:
     return import_folder(path, quantized=is_quantized(path))
 
 
+def open_numbers(path: Path) -> HubFolder:
+    """A Hugging Face directory of numbers. HubError also where it holds codes, whichever of its files says so."""
+    if is_quantized(path):
+        raise HubError(
+            f"{path}: weights are quantized already, by {quant_method(path)!r}, and numbers are needed: take the "
+            "original folder, which they were made from"
+        )
+    return open_folder(path)
+
+
 def open_quantized(folder: HubFolder) -> QuantizedModel:
     """What it holds; HubError where config and files do not fit."""
     config = quantization(folder.path)
