@@ -246,8 +246,10 @@ def test_the_first_rows_may_be_malformed(folder: Path) -> None:
 def test_rows_that_the_datasets_library_pads_are_read_as_what_they_are(folder: Path) -> None:
     """Its .jsonl files give each row the columns of all, null where it has none: `data show` reads samples."""
     datasets = pytest.importorskip("datasets")
-    rows = [*chats(6), {"text": "a plain text"}]
-    datasets.Dataset.from_list(rows).to_json(str(folder / "padded.jsonl"))
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [{"text": None, **chat} for chat in chats(6)] + [{"text": "a plain text", "messages": None}]
+    table = pyarrow.Table.from_pylist(rows)
+    datasets.Dataset(table, fingerprint="padded").to_json(str(folder / "padded.jsonl"))
     assert b'"text":null' in (folder / "padded.jsonl").read_bytes()
     assert form_of(Data(path=str(folder / "padded.jsonl"))) == "samples"
     corpus = samples(folder, "padded.jsonl", malformed="refuse", validation=0.0)
@@ -281,6 +283,9 @@ def test_a_run_says_how_many_rows_were_left_out(
     assert (shown["malformed"]["malformed"], shown["malformed"]["rows"]) == (4, 24)
     assert main(["data", "show", "data=chat.jsonl", "data.malformed=skip", "recipe.sequence=64"]) == 0
     assert "4 of 24 rows are left out as malformed" in " ".join(capsys.readouterr().out.split())
+    assert main(["data", "show", "data=chat.jsonl", "data.malformed=skip", "recipe.sequence=64", "--html=p.html"]) == 0
+    assert "4 of 24 rows are left out as malformed: chat.jsonl, line " in Path("p.html").read_text()
+    capsys.readouterr()
     Path("chat.jsonl").write_bytes(b"\n".join(spelled(chats(20))))
     assert main([*words, "resume=auto"]) == 2
     assert "trained with data.malformed=skip, the plan says data.malformed=refuse" in capsys.readouterr().err

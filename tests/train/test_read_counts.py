@@ -1,5 +1,6 @@
 """What a resumed run with another batch reads, counted by the numbers that stand in the text of its batches."""
 
+import json
 import os
 import re
 from collections import Counter
@@ -115,6 +116,18 @@ def test_a_token_budget_counts_what_two_processes_read(tmp_path: Path) -> None:
     assert len(times) == ROWS["a"] and set(times.values()) == {1, 2}
 
 
+def test_malformed_rows_change_no_window_on_any_number_of_processes(tmp_path: Path) -> None:
+    """A text behind and before broken rows is read as the text alone, in its order."""
+    plain = asked(tmp_path, epochs=2, global_batch=8)
+    expected = read_by(replace(plain, run=str(tmp_path / "plain")))
+    row = json.dumps({"text": (tmp_path / "a.txt").read_text()})
+    (tmp_path / "rows.jsonl").write_text("\n".join(['{"text": ', "[1]", row, '{"text": null}', "{"]))
+    data = replace(plain.data, path=str(tmp_path / "rows.jsonl"), malformed="skip")
+    broken = replace(plain, data=data)
+    assert read_by(replace(broken, run=str(tmp_path / "one"))) == expected
+    assert Counter(on_two(replace(broken, run=str(tmp_path / "two")))) == Counter(expected)
+
+
 def test_a_teacher_is_asked_about_the_rows_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, however the batches of a resumed run lie; no row that was read lacks its answer."""
     teacher = taught(tmp_path)
@@ -149,6 +162,7 @@ def test_a_jump_of_the_learning_rate_is_said(tmp_path: Path) -> None:
     read_by(asked(tmp_path, **THEN), watchers=(after,))
     last, first = before.steps[-1], after.steps[0]
     assert after.info is not None and first.step == last.step + 1 == 16
+    assert after.info.bytes_per_token > 0.99, "of what is trained on, where nothing is held out"
     said = [sentence for label, sentence in after.info.foreseen if "learning rate goes" in sentence]
     assert said == [
         f"the learning rate goes from {last.lr:.3g} at step 15 to {first.lr:.3g} at step 16: "

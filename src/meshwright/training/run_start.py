@@ -35,7 +35,7 @@ def run_info(
         ),
         train_tokens=corpus.train.size,
         run_tokens=plan.recipe.tokens_of_run(read),
-        bytes_per_token=validation.bytes_per_token,
+        bytes_per_token=(validation if validation.num_tokens else corpus.train).bytes_per_token,
         peak_flop_per_s=device.peak_flop_per_s(target, plan.recipe.precision, plan.cluster.device),
         losses=losses,
         foreseen=foreseen.sentences,

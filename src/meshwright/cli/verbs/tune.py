@@ -28,7 +28,8 @@ def tune(
     Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca
     and sharegpt columns, input_ids. Answers are trained (data.train_on), prompts are not: `meshwright data show` with
     the same words and data.form=samples prints which. Columns chosen and rejected are compared, by DPO or what
-    recipe.objective names. All else is as for train, with other defaults, which are said before the start.
+    recipe.objective names. data.malformed=skip leaves out rows that cannot be read, and counts them. All else is as for
+    train, with other defaults, which are said before the start.
     """
     from meshwright.api.tuning_plan import tuning_plan
 
