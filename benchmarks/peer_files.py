@@ -28,7 +28,7 @@ ASKED = ("cluster", "nodes", "model", "recipe", "layout")
 def files() -> Iterator[dict[str, Any]]:
     """Each file of the table, with what its repository leaves to its user."""
     for repository in tomllib.loads(TABLE.read_text(encoding="utf-8"))["repository"]:
-        shared = {name: repository[name] for name in ("name", "commit")}
+        shared = {"drawn": repository.get("drawn", False), **{key: repository[key] for key in ("name", "commit")}}
         yield from ({**shared, **file} for file in repository["files"])
 
 
@@ -39,34 +39,44 @@ def text_of(clones: Path, file: dict[str, Any]) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def answer(file: dict[str, Any], text: str, folder: Path) -> tuple[bool, str]:
-    """(answered, memory, time and what is not counted; else the reason of the refusal)."""
+def answer(file: dict[str, Any], text: str, folder: Path) -> tuple[bool, str, str]:
+    """(answered, on which devices, memory, time and what is not counted; else the reason of the refusal)."""
     path = folder / Path(file["path"]).name
     path.write_text(text, encoding="utf-8")
     source = f"{path}:{file['function']}" if "function" in file else str(path)
     try:
         found = mw.plan_from(source, **{name: file[name] for name in ASKED if name in file})
     except PlanError as error:
-        return False, f"refused: {str(error).replace(str(path), '').lstrip(',: ')}"
+        return False, file["cluster"], f"refused: {str(error).replace(str(path), '').lstrip(',: ')}"
     bound = "at most " if found.config.bounds else ""
     fits = "fits" if found.fits else "does not fit as counted" if bound else "does not fit"
     words = f"{found.plan.model.name}: {bound}{short_gib(found.given.peak_bytes)}, {fits}, "
-    named = [one.removesuffix(": not counted.").partition(" ")[0] for one in found.config.bounds]
-    return True, f"{words}{step_time(found.given.step_seconds)}" + f"; not counted: {', '.join(named)}" * bool(named)
+    named = [one.removesuffix(": not counted.").partition(" ")[0].lower() for one in found.config.bounds]
+    nodes, per_node = found.plan.cluster.nodes, found.plan.cluster.devices_per_node
+    where = f"{nodes} x " * (nodes > 1) + f"{file['cluster'].rpartition('x')[0]}x{per_node}"
+    return (
+        True,
+        where,
+        f"{words}{step_time(found.given.step_seconds)}" + f"; not counted: {', '.join(named)}" * bool(named),
+    )
 
 
 def table(clones: Path) -> tuple[list[str], int, int]:
     """Lines of the page, files that were answered, and all files."""
-    lines, answered = ["| file | on | answer |", "|---|---|---|"], 0
+    lines, answered, drawn = ["| file | on | answer |", "|---|---|---|"], 0, 0
     listed = list(files())
     for file in listed:
         with tempfile.TemporaryDirectory() as folder:
-            is_answered, words = answer(file, text_of(clones, file), Path(folder))
+            is_answered, where, words = answer(file, text_of(clones, file), Path(folder))
         answered += is_answered
-        where = f"{file.get('nodes', 1)} x {file['cluster']}" if file.get("nodes", 1) > 1 else file["cluster"]
+        drawn += is_answered and file["drawn"]
         function = f":{file['function']}" if "function" in file else ""
-        lines.append(f"| {file['name']} ({file['commit'][:8]}) {file['path']}{function} | {where} | {words} |")
-    return [f"{answered} of {len(listed)} files are answered.", "", *lines], answered, len(listed)
+        url = f"https://github.com/{file['name']}/blob/{file['commit']}/{file['path']}"
+        lines.append(f"| [{file['name']}]({url}) {Path(file['path']).name}{function} | {where} | {words} |")
+    others = sum(file["drawn"] for file in listed)
+    told = f"{answered} of {len(listed)} files are answered: {drawn} of {others} that were drawn at random, and "
+    told += f"{answered - drawn} of {len(listed) - others} examples of the trainers' own repositories."
+    return [told, "", *lines], answered, len(listed)
 
 
 def main() -> int:

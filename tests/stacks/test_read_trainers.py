@@ -251,6 +251,33 @@ def test_megatron_deepspeed_is_read_with_its_own_switches(tmp_path: Path) -> Non
         read(str(write(tmp_path, "c.sh", MEGATRON_DEEPSPEED.replace("stage 1", "stage 3"))))
 
 
+def test_what_a_launcher_says_is_read_where_it_is_a_number_and_is_no_mark_of_a_trainer(tmp_path: Path) -> None:
+    text = MEGATRON_DEEPSPEED.replace("--num_nodes 1 --num_gpus 8", "--num_nodes 2 --num_gpus `nvidia-smi -L`")
+    assert mw.plan_from(write(tmp_path, "a.sh", text), cluster="h100x8").plan.cluster.nodes == 2
+    half = MEGATRON_DEEPSPEED.replace("--num_nodes 1 --num_gpus 8", "--num_nodes 4 --num_gpus 4")
+    assert mw.plan_from(write(tmp_path, "b.sh", half), cluster="h100x8").plan.cluster.nodes == 2
+    other = "torchrun --nproc_per_node 8 -m verl.trainer.main_ppo data.train_batch_size=8\n"
+    with pytest.raises(PlanError, match=r"main_ppo is of a program that compares or rewards answers"):
+        read(str(write(tmp_path, "c.sh", other)))
+
+
+def test_what_trains_nothing_or_images_is_refused_whatever_model_is_given(tmp_path: Path) -> None:
+    """Megatron-LM tools/run_text_generation_server.py; torchtitan experiments/flux/train_configs (d9cc6b4)."""
+    script = write(tmp_path, "a.sh", MEGATRON_DEEPSPEED.replace("pretrain_gpt.py", "run_text_generation_server.py"))
+    with pytest.raises(PlanError, match=r"run_text_generation_server\.py trains nothing"):
+        read(str(script))
+    both = f"python tools/generate_data.py --out x\n{MEGATRON_DEEPSPEED}"
+    assert read(str(write(tmp_path, "b.sh", both))).shape is not None
+    flux = '[model]\nname = "flux"\nflavor = "flux-dev"\n[training]\nbatch_size = 1\nseq_len = 512\nimg_size = 256\n'
+    with pytest.raises(PlanError, match=r"training\.img_size=256 is of a model of images"):
+        mw.plan_from(write(tmp_path, "c.toml", flux), model="llama-3.1-8b", cluster="h100x8")
+
+
+def test_a_folder_of_codes_is_told_to_be_counted_in_16_bits(tmp_path: Path) -> None:
+    text = FACTORY.replace("meta-llama/Llama-3.1-8B", "a/Llama-3.1-8B-Instruct-GPTQ")
+    assert any("gptq in a/Llama" in said for said in read(str(write(tmp_path, "a.yaml", text))).uncounted)
+
+
 @pytest.mark.parametrize(
     "key",
     ["--window-attn-skip-freq 4", "--softmax-type learnable", "--mask-prob 0.15", "--img-h 448",
@@ -375,7 +402,7 @@ def test_a_loss_over_pairs_is_counted_with_two_answers_and_a_frozen_copy(tmp_pat
     held = pairs.given.peak_bytes - asked.given.peak_bytes
     assert held == pytest.approx(2 * weights / 8, rel=0.01)
     assert pairs.given.step_seconds > 1.15 * asked.given.step_seconds
-    assert any(said.startswith("A pair is two answers of the full length") for said in pairs.config.bounds)
+    assert any(said.startswith("Answers of a pair are two full sequences") for said in pairs.config.bounds)
     assert "gradient_checkpointing" in pairs.options(pairs.best.plan)
 
 

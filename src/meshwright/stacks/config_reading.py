@@ -34,6 +34,8 @@ FEWEST_KNOWN = 1 / 4
 """Share of a file's keys that its software has to know: below it, it is of another."""
 OTHER_TRAINING = re.compile(r"(?<![a-z])(grpo|ppo|kto|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])")
 """In the name of a program that rates or rewards answers."""
+NO_TRAINING = re.compile(r"generat|inference|export|convert|quantiz|(?<![a-z])(eval|serve|ptq|prompt)")
+"""In the name of a program that trains nothing."""
 PAIRS = re.compile(r"(?<![a-z])(dpo|orpo|simpo|cpo)(?![a-z])")
 """In the name of one that compares pairs of answers."""
 
@@ -190,6 +192,9 @@ def _read(
         shape = named.given or named.shape(software, facts, path, told.uncounted)
     if shape is not None:
         facts["layers"] = shape.layers
+    scripts = [str(entry.value) for _, entries in files for entry in entries if entry.key == SCRIPT]
+    if scripts and all(NO_TRAINING.search(script.lower()) for script in scripts):
+        told.objections.append(f"{path}: {scripts[0]} trains nothing")
     told.objections += [f"{path}: {sentence}" for sentence in software.objections(facts)]
     told.bounds += software.bounds(facts)
     with told.collected(f"{path}: "):
@@ -256,10 +261,10 @@ def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, told: FileNot
             with told.collected():
                 _check_fixed(file, entry, path)
             told.ignored.append(entry.key)
-        elif DECIDES.search(entry.key.lstrip("-").replace("-", "_")) and not off:
-            told.objections.append(
-                f"{path}, line {entry.line}: {said} says how many ranks share the work, and is not counted here"
-            )
+        elif DECIDES.search(entry.key.lstrip("-").replace("-", "_")):
+            if not off:
+                why = "says how many ranks share the work, and is not counted here"
+                told.objections.append(f"{path}, line {entry.line}: {said} {why}")
         elif entry.key == SCRIPT and (pairs := PAIRS.search(str(entry.value).lower())):
             facts["preference"] = pairs[0]
         elif entry.key == SCRIPT and OTHER_TRAINING.search(str(entry.value).lower()):

@@ -1,5 +1,6 @@
 """The model that a file names: a preset, a published one, a folder, one of the hub, or a guess that is told."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from meshwright.stacks.declaration.hub_models import likely_preset, preset_of_hu
 from meshwright.stacks.declaration.option import OUTSIDE, Facts
 from meshwright.stacks.declaration.software import TrainingSoftware
 
+CODED = re.compile(r"gptq|awq|aqlm|hqq|w4a16|w8a8|int[48]\b|[48]bit|\bfp8\b")
+"""In names of folders whose matrices are codes."""
 ReadFolder = Callable[[Path], ModelShape]
 ReadHub = Callable[[str], ModelShape | None]
 
@@ -32,6 +35,8 @@ class NamedModel:
         name = facts.get("hub")
         if not isinstance(name, str) or not name:
             return None
+        if coded := CODED.search(name.lower()):
+            notes.append(f"{coded[0]} in {name}: frozen matrices are counted in 16 bits where no option says fewer.")
         known = preset_of_hub(name)
         if known is not None:
             return known

@@ -19,7 +19,7 @@ MARKS = re.compile(
 )
 """What is added to a model's name for a tuned or converted copy, whose matrices are the same."""
 FAMILY = re.compile(
-    r"(?<![a-z0-9])(llama|qwen|gemma|mistral|mixtral|olmo|phi)-?v?(\d+(?:\.\d+)?)?(?![\d.]|b\b)(?:.*?)"
+    r"(?<![a-z0-9])(llama|qwen|gemma|mistral|mixtral|olmo|phi)-?v?(\d+(?:\.\d+|-\d(?![\w.]))?)?(?![\d.]|b\b)(?:.*?)"
     r"(?<![\dx.])(\d+(?:\.\d+)?b|8x\d+b)(?![a-z0-9])"
 )
 """In the name of a copy: family, version, size."""
@@ -101,7 +101,7 @@ def likely_preset(name: str) -> ModelShape | None:
         sized = FAMILY.search(part)
         if sized is None or OTHER_PARTS.search(part):
             continue
-        family, version, size = sized[1], sized[2] or "", sized[3]
+        family, version, size = sized[1], (sized[2] or "").replace("-", "."), sized[3]
         words = (f"{family}-{version}-{size}", f"{family}{version}-{size}", f"{family}-{size}") if version else (
             f"{family}-{size}",)  # fmt: skip
         for word in words:

@@ -18,7 +18,6 @@ COUNTED = frozenset({
     "global_batch", "head_dim", "heads", "hidden", "key_heads", "kv_heads", "layers", "local_batch", "lora_rank",
     "max_positions",
     "micro_batch", "mla_kv_rank", "mla_nope_dim", "mla_q_rank", "mla_rope_dim", "mla_v_dim", "moe_experts", "moe_ffn",
-    "node_devices",
     "moe_groups", "moe_shared_width", "moe_top_groups", "moe_top_k", "nodes", "pipeline_micro_batch", "pipeline_times",
     "pp", "recompute_number", "replicas", "round", "sequence", "shards", "stage_depth", "stage_layers",
     "stages_of_rank", "rank_tokens", "step_tokens", "tp", "tp_size", "vocab", "vp", "zero", "zero_stage",
@@ -27,7 +26,7 @@ COUNTED = frozenset({
 MEASURED = frozenset({"moe_routed_scale", "norm_eps", "per_device", "rope_theta", "rotary_base", "stretch"})
 """Facts that are numbers."""
 ASKED = frozenset({
-    "accumulation", "devices", "global_batch", "local_batch", "micro_batch", "node_devices", "nodes", "sequence",
+    "accumulation", "devices", "global_batch", "local_batch", "micro_batch", "nodes", "sequence",
     "steps",
 })  # fmt: skip
 """Facts that a user may give beside a file."""

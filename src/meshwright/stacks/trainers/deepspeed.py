@@ -59,6 +59,8 @@ JSON = ConfigFile(
     bounded={
         **{f"zero_optimization.offload_{kind}{end}": f"keeps {what} {hf.ON_HOST}" for end in ("", ".device")
            for kind, what in (("optimizer", "optimizer states"), ("param", "parameters"))},
+        "zero_optimization.cpu_offload": f"keeps optimizer states {hf.ON_HOST}",
+        "zero_optimization.cpu_offload_params": f"keeps parameters {hf.ON_HOST}",
         "zero_optimization.zero_quantized_weights": "sends weights in fewer bits (ZeRO++), which takes less time",
         "zero_optimization.zero_quantized_gradients": "sends gradients in fewer bits (ZeRO++), which takes less time",
     },

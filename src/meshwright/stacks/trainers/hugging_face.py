@@ -243,7 +243,7 @@ def bounds(facts: Facts) -> Iterator[str]:
     """What saves memory or time and is not counted."""
     if pairs := preference_facts(facts):
         copy = ", beside a frozen copy of the model" * pairs["reference"]
-        yield f"A pair is two answers of the full length{copy}: shorter answers need less, which is not counted."
+        yield f"Answers of a pair are two full sequences{copy}: shorter ones need less memory and time: not counted."
         if pairs["reference"] and adapters.is_adapted(facts):
             yield "Adapters are switched off in place of a frozen copy, which needs less memory: not counted."
     optimizer = str(facts.get("optimizer") or ADAMW[0])

@@ -81,7 +81,7 @@ def resolve(facts: Facts) -> Facts:
         resolved["lora"] = {**lora, "targets": ",".join(chosen), "base": base}
     resolved["precision"] = re.split("[-_]", str(resolved.get("word") or "bf16-mixed"))[0].replace("32", "fp32")
     resolved["precision"] = {"16": "fp16"}.get(resolved["precision"], resolved["precision"])
-    nodes, per_node = resolved.get("nodes") or 1, resolved.get("node_devices")
+    nodes, per_node = resolved.get("nodes") or 1, resolved.get("node_devices")  # a number, or auto
     alone = per_node == 1 and nodes == 1
     if isinstance(per_node, int):
         resolved["devices"] = per_node * nodes

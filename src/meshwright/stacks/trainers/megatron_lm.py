@@ -45,7 +45,7 @@ LAYOUT = (
     Option(key="--checkpoint-activations", fact="checkpoints", default=False, quiet=True,
            meaning="every layer, in Megatron-DeepSpeed"),
     Option(key="--deepspeed", fact="deepspeed", default=False, quiet=True, meaning="engine of Megatron-DeepSpeed"),
-    Option(key="--nnodes", fact="nodes", meaning="nodes of torchrun", also=("--num_nodes", "--num-nodes")),
+    Option(key="--nnodes", fact="node_word", meaning="nodes of torchrun", also=("--num_nodes", "--num-nodes")),
     Option(key="--nproc_per_node", fact="node_devices", meaning="GPUs of a node",
            also=("--nproc-per-node", "--num_gpus", "--num-gpus")),
     Option(key="--zero-stage", fact="zero_stage", meaning="of its ZeRO"),
@@ -154,8 +154,10 @@ def _round(times: int, ranks: int) -> int:
 def resolve(facts: Facts) -> Facts:
     """Common facts of Megatron-Core's own."""
     found = dict(facts)
-    if isinstance(found.get("node_devices"), int) and isinstance(found.get("nodes") or 1, int):
-        found["devices"] = found["node_devices"] * (found.get("nodes") or 1)
+    if isinstance(nodes := found.get("node_word"), int):
+        found["nodes"] = nodes
+    if isinstance(found.get("node_devices"), int) and isinstance(nodes := found.get("nodes") or 1, int):
+        found["devices"] = found["node_devices"] * nodes
     found["zero"] = 1 if found.get("sharded") else 0
     if found.get("deepspeed"):
         found["zero"] = found.get("zero_stage") or 0
@@ -230,6 +232,7 @@ MEGATRON_LM = TrainingSoftware(
             refused=REFUSED,
             bounded=BOUNDED,
             unread=UNREAD,
+            marks=("--num-layers", "--hidden-size", "--tensor-model-parallel-size", "--seq-length"),
             title="arguments for pretrain_gpt.py of Megatron-LM",
         ),
     ),

@@ -113,6 +113,8 @@ BOUNDED = {
     "optimizer.early_step_in_backward": "frees gradients before the step, which needs less memory",
 }
 REFUSED = {
+    "training.img_size": "is of a model of images",
+    "encoder.t5_encoder": "is of a model of images",
     "parallelism.module_fqns_per_model_part": "deals layers to stages by hand",
     "parallelism.pipeline_parallel_schedule_csv": "takes the schedule from another file",
 }
