@@ -266,6 +266,10 @@ def test_what_trains_nothing_or_images_is_refused_whatever_model_is_given(tmp_pa
     script = write(tmp_path, "a.sh", MEGATRON_DEEPSPEED.replace("pretrain_gpt.py", "run_text_generation_server.py"))
     with pytest.raises(PlanError, match=r"run_text_generation_server\.py trains nothing"):
         read(str(script))
+    for named in ("run_clm_prompted.py", "train_generator.py"):
+        assert (
+            read(str(write(tmp_path, "d.sh", MEGATRON_DEEPSPEED.replace("pretrain_gpt.py", named)))).shape is not None
+        )
     both = f"python tools/generate_data.py --out x\n{MEGATRON_DEEPSPEED}"
     assert read(str(write(tmp_path, "b.sh", both))).shape is not None
     flux = '[model]\nname = "flux"\nflavor = "flux-dev"\n[training]\nbatch_size = 1\nseq_len = 512\nimg_size = 256\n'
@@ -340,6 +344,15 @@ def test_tensor_parallelism_of_axolotl_under_fsdp(tmp_path: Path) -> None:
         read(str(write(tmp_path, "b.yaml", f"{deepspeed}deepspeed: zero2.json\n")))
     with pytest.raises(PlanError, match="expert_parallel_size=2 says how many ranks share the work"):
         read(str(write(tmp_path, "c.yaml", f"{AXOLOTL}expert_parallel_size: 2\n")))
+
+
+def test_old_words_of_torchtitan(tmp_path: Path) -> None:
+    """torchtitan config_manager.py of September 2024, as YerevaNN/YNNtitan (8c3fea0) has it."""
+    text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nbatch_size = 1\nseq_len = 8192\n'
+    wide = mw.plan_from(write(tmp_path, "a.toml", f"{text}data_parallel_degree = -1\n"), cluster="h100x8")
+    narrow = mw.plan_from(write(tmp_path, "b.toml", f"{text}enable_float8_linear = true\n"), cluster="h100x8")
+    assert (wide.plan.layout.dp_shard, wide.config.unknown) == (8, ())
+    assert narrow.given.step_seconds < wide.given.step_seconds
 
 
 def test_gpt_oss_of_torchtitan_is_known(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ FEWEST_KNOWN = 1 / 4
 """Share of a file's keys that its software has to know: below it, it is of another."""
 OTHER_TRAINING = re.compile(r"(?<![a-z])(grpo|ppo|kto|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])")
 """In the name of a program that rates or rewards answers."""
-NO_TRAINING = re.compile(r"generat|inference|export|convert|quantiz|(?<![a-z])(eval|serve|ptq|prompt)")
+NO_TRAINING = re.compile(
+    r"^(?!.*(train|tun|sft|clm)).*(generat|inference|export|convert|quantiz|evaluat|(?<![a-z])(eval|serve|ptq|prompt)(?![a-z]))"
+)
 """In the name of a program that trains nothing."""
 PAIRS = re.compile(r"(?<![a-z])(dpo|orpo|simpo|cpo)(?![a-z])")
 """In the name of one that compares pairs of answers."""

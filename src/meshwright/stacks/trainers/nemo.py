@@ -159,7 +159,7 @@ def noticed(entries: Sequence[Entry]) -> Facts:
     called = [entry.value.name for entry in entries if entry.key == "=" and isinstance(entry.value, Called)]
     found = next((known for known in RECIPES.values() for name in called if name.startswith(f"{known[1]}_")), None)
     module = next((str(entry.value) for entry in entries if entry.key == NAMED), "")
-    if sized := re.fullmatch(r"([a-z]+)(\d?)(\d?)_([\dx]+b)\w*", module):
+    if sized := re.fullmatch(r"([a-z]+)(\d?)(\d?)_(?:nemotron_)?([\dx]+b)\w*", module):
         number = ".".join(filter(None, sized.group(2, 3)))
         dash = "" if sized[1] == "qwen" or not number else "-"
         return {"hub": f"{sized[1]}{dash}{number}-{sized[4]}"} | ({"recipe": found} if found else {})

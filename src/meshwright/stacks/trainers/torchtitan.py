@@ -44,7 +44,7 @@ SHARED = (
            also=("training.data_parallel_replicate_degree", "experimental.data_parallel_replicate_degree")),
     Option(key="parallelism.data_parallel_shard_degree", fact="dp_shard", default=-1,
            meaning="ranks that share parameters, gradients and optimizer (FSDP2)",
-           also=("training.data_parallel_shard_degree",)),
+           also=("training.data_parallel_shard_degree", "training.data_parallel_degree")),
     Option(key="parallelism.tensor_parallel_degree", fact="tp", default=1,
            meaning="ranks that share every matrix, with sequence parallelism",
            also=("training.tensor_parallel_degree",)),
@@ -71,6 +71,8 @@ SHARED = (
 )  # fmt: skip
 TOML = (
     Option(key="model.converters", fact="converters", meaning="float8: products of blocks in 8 bits"),
+    Option(key="training.enable_float8_linear", fact="float8_before", quiet=True, default=False,
+           meaning="the same, before October 2024"),
     Option(key="model.name", fact="titan_module", meaning="family of the model"),
     Option(key="model.flavor", fact="titan_flavor", meaning="its size"),
     Option(key="optimizer.lr", fact="learning_rate", meaning="learning rate: yours to choose"),
@@ -127,7 +129,7 @@ def _stack(facts: Facts) -> Stack:
 
 def converters(facts: Facts) -> list[str]:
     """Of a list, or of names with commas between them; PlanError for one whose products are not counted."""
-    given = facts.get("converters") or ()
+    given = facts.get("converters") or (("float8",) if facts.get("float8_before") is True else ())
     names = given.split(",") if isinstance(given, str) else [str(one) for one in given]
     found = [name.strip() for name in names if name.strip()]
     for name in found:
