@@ -346,6 +346,17 @@ def test_tensor_parallelism_of_axolotl_under_fsdp(tmp_path: Path) -> None:
         read(str(write(tmp_path, "c.yaml", f"{AXOLOTL}expert_parallel_size: 2\n")))
 
 
+def test_sharding_that_a_file_leaves_to_its_launcher_makes_a_bound(tmp_path: Path) -> None:
+    """accelerate launch takes it from its own file, which a trainer's file need not name."""
+    plain = PAIRS.replace("beta: 0.1\n", "").replace("deepspeed: zero3.json\n", "")
+    told = mw.plan_from(write(tmp_path, "a.yaml", plain), cluster="h100x8").config.bounds
+    assert any(sentence.startswith("Sharding is not said in the file") for sentence in told)
+    sharded = mw.plan_from(write(tmp_path, "b.yaml", f"{plain}deepspeed: zero3.json\n"), cluster="h100x8").config.bounds
+    assert not any(sentence.startswith("Sharding") for sentence in sharded)
+    alone = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n"
+    assert read(str(write(tmp_path, "c.yaml", alone))).bounds == ()
+
+
 def test_old_words_of_torchtitan(tmp_path: Path) -> None:
     """torchtitan config_manager.py of September 2024, as YerevaNN/YNNtitan (8c3fea0) has it."""
     text = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nbatch_size = 1\nseq_len = 8192\n'

@@ -1,5 +1,6 @@
 """accelerate: its file for FSDP2, and the arguments of transformers' run_clm.py beside it."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.planner.cost.stack import Stack
@@ -137,6 +138,13 @@ def resolve(facts: Facts) -> Facts:
     return {**found, **_sharded(found)}
 
 
+def bounds(facts: Facts) -> Iterator[str]:
+    """What saves memory or time and is not counted; sharding too, of which a trainer's own file may say nothing."""
+    yield from hf.bounds(facts)
+    if facts.get("distributed") is None and not hf.is_on(facts.get("fsdp_words")) and not facts.get("deepspeed_file"):
+        yield "Sharding is not said in the file, and may be by its launcher, which needs less memory: not counted."
+
+
 WORDS = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "hybrid_shard": "HYBRID_SHARD",
          "hybrid_shard_zero2": "HYBRID_SHARD_ZERO2", "no_shard": "NO_SHARD"}  # fmt: skip
 """The Trainer's own words for FSDP -> accelerate's: transformers, FSDPOption."""
@@ -206,7 +214,7 @@ ACCELERATE_FSDP = TrainingSoftware(
     facts=_facts,
     resolve=resolve,
     objections=hf.objections,
-    bounds=hf.bounds,
+    bounds=bounds,
     variant=deepspeed_variant,
     launch=_launch,
     unknown=(hf.NOT_SCORED,),
