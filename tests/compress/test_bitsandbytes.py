@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
@@ -128,6 +129,20 @@ def test_their_own_8_bit_folders_are_read(tmp_path: Path) -> None:
         if name in quantizable(SHAPE):
             theirs = their_weight(model.get_submodule(their.removesuffix(".weight")))
             torch.testing.assert_close(of(name), theirs, rtol=2e-7, atol=0.0)
+
+
+def test_rows_of_8_bits_are_read_without_the_word_for_it_and_tiles_are_refused(tmp_path: Path) -> None:
+    """bitsandbytes itself takes an order that is not named for rows."""
+    _, folder = quantized(tmp_path, "int8")
+    before = {name: restored(folder)(name) for name in quantizable(SHAPE)}
+    tensors = load_file(folder / "model.safetensors")
+    orders = {name: tensors.pop(name) for name in list(tensors) if name.endswith("weight_format")}
+    save_file(tensors, folder / "model.safetensors")
+    of = restored(folder)
+    assert len(orders) == 14 and all(torch.equal(of(name), one) for name, one in before.items())
+    save_file(tensors | {name: one + 1 for name, one in orders.items()}, folder / "model.safetensors")
+    with pytest.raises(HubError, match="has codes in tiles of a GPU: save the model again"):
+        mw.load(folder)
 
 
 @pytest.mark.parametrize(("shape", "scheme", "more", "said"), [
