@@ -42,6 +42,15 @@ def test_a_text_begins_as_transformers_begins_it(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+def test_a_prompt_that_spells_its_beginning_gets_no_second_one(name: str, tmp_path: Path) -> None:
+    """As one that a chat template has rendered."""
+    folder = written(tmp_path, name)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
+    text = ours.decode(ours.begins) + TEXTS[0]
+    assert ours.begin(text) == theirs(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_conversation_without_a_template_begins_as_a_text(name: str, tmp_path: Path) -> None:
     ours = Tokenizer.load(written(tmp_path, name))
     ids = chat_prompt(ours, template_of(ours), [{"role": "user", "content": "Hi"}])

@@ -106,6 +106,17 @@ def test_the_empty_schema_is_any_object() -> None:
         assert answer.ending == "stop" and isinstance(json.loads(answer.text), dict)
 
 
+def test_blanks_have_an_end() -> None:
+    """As in vllm#44619: a model that prefers blanks to everything would write them up to its limit."""
+    schema = {
+        "type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    for blank in (" ", "\n", "\t"):
+        (answer,) = answers(engine(), json_schema=schema, logit_bias={ord(blank): 100.0, ord("\n"): 90.0})
+        assert answer.ending == "stop" and list(json.loads(answer.text)) == ["a"], answer.text
+
+
 @pytest.mark.parametrize("regex", ["(yes|no)", "[0-9]{4}-[01][0-9]", "^a+b?$", "([ぁ-ん]|é){1,5}!", "(?i)off"])
 def test_answers_match_a_regular_expression(regex: str) -> None:
     for seed in range(3):
