@@ -45,7 +45,7 @@ def test_a_name_means_its_published_shape(name: str, shape: str) -> None:
         ("NousResearch/Nous-Hermes-Llama2-13b", "llama-2-13b"), ("runs/Meta-Llama-3.1-8B/1e-5", "llama-3.1-8b"),
         ("scb10x/llama-3-typhoon-v1.5x-8b-instruct", "llama-3-8b"), ("a/Qwen2.5-7B-mine-v1", "qwen2.5-7b"),
         ("a/llama-3-1-8b-math-orca", "llama-3.1-8b"), ("a/qwen2-5-7b-x", "qwen2.5-7b"),
-        ("a/llama-3-8b-1e-5", "llama-3-8b"),
+        ("a/llama-3-8b-1e-5", "llama-3-8b"), ("./gpt-oss-120b-w4a16-experts", "gpt-oss-120b"),
         ("teknium/OpenHermes-2.5-Mistral-7B", "mistral-7b-v0.1"),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ MARKS = re.compile(
 )
 """What is added to a model's name for a tuned or converted copy, whose matrices are the same."""
 FAMILY = re.compile(
-    r"(?<![a-z0-9])(llama|qwen|gemma|mistral|mixtral|olmo|phi)-?v?(\d+(?:\.\d+|-\d(?![\w.]))?)?(?![\d.]|b\b)(?:.*?)"
+    r"(?<![a-z0-9])(llama|qwen|gemma|mistral|mixtral|olmo|phi|gpt-oss)-?v?(\d+(?:\.\d+|-\d(?![\w.]))?)?(?![\d.]|b\b)(?:.*?)"
     r"(?<![\dx.])(\d+(?:\.\d+)?b|8x\d+b)(?![a-z0-9])"
 )
 """In the name of a copy: family, version, size."""
