@@ -178,7 +178,9 @@ def test_the_trace_has_every_rank_and_pass(profiles: dict[str, Profile], name: s
         assert any(event["ph"] == "C" and event["args"]["parameters"] > 0 for event in mine)
 
 
-@pytest.mark.parametrize(("compile", "target", "said"), [("on", "cpu", 1), ("auto", "cpu", 0), ("auto", "cuda", 1)])
+@pytest.mark.parametrize(
+    ("compile", "target", "said"), [("on", "cpu", 1), ("auto", "cpu", 0), ("auto", "cuda", 0), ("on", "cuda", 1)]
+)
 def test_the_watched_round_is_never_compiled(
     compile: Any, target: str, said: int, profiles: dict[str, Profile], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,8 +26,8 @@ from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
 from meshwright.observe.verify.one_device import ZERO, Case, RankOutcome, first_difference, outcome
-from meshwright.parallel import on_one_device
-from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled
+from meshwright.parallel import make_mesh, on_one_device
+from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled, without_auto
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout
@@ -397,18 +397,28 @@ def test_a_tag_of_the_cache_is_kept_beside_the_width() -> None:
                 assert torch.compiler.config.cache_key_tag == wanted
 
 
-def test_without_triton_or_a_compiler_auto_is_eager_and_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """auto says so once, at the start; `on` never gets to the first step."""
+def test_an_engine_runs_plainly_what_no_plan_has_chosen_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    """`train` settles both words before: a caller of the engine alone gets no other default."""
+    world = make_mesh(Layout(compile="off"))["world"]
+    for layout, device, lines in (
+        (Layout(), CUDA, 1), (Layout(compile="on"), CUDA, 0), (Layout(), torch.device("cpu"), 0),
+    ):  # fmt: skip
+        caplog.clear()
+        plain = without_auto(layout, device, world)
+        assert plain.compile == ("on" if layout.compile == "on" else "off") and plain.cuda_graphs == "off"
+        assert len(caplog.messages) == lines
+        assert is_compiled(Layout(), device) is False
+
+
+def test_without_triton_or_a_compiler_on_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never gets to the first step."""
     lacks = "a C compiler (gcc or clang)"
     monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: lacks)
-    assert not is_compiled(Layout(), CUDA)
-    assert [lacks in note for note in compile_notes(Layout(), CUDA)] == [True]
-    assert compile_notes(Layout(compile="off"), CUDA) == compile_notes(Layout(), torch.device("cpu")) == []
     for device in (CUDA, torch.device("cpu")):
         with pytest.raises(PlanError, match=r"layout.compile=on .*C compiler.* layout.compile=off"):
             is_compiled(Layout(compile="on"), device)
     monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
-    assert is_compiled(Layout(), CUDA) and not compile_notes(Layout(), CUDA)
+    assert is_compiled(Layout(compile="on"), CUDA)
 
 
 def test_blocks_beside_codes_stay_uncompiled_and_a_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,10 +426,10 @@ def test_blocks_beside_codes_stay_uncompiled_and_a_run_says_so(monkeypatch: pyte
     monkeypatch.setattr(torch_compile, "compile_tool_missing", lambda kind: "")
     plain = shrink("llama-3.1-8b")
     codes = replace(plain, lora=LoRAShape(rank=2, alpha=4.0, base="nf4"))
-    [said] = compile_notes(Layout(), CUDA, codes)
+    [said] = compile_notes(Layout(compile="on"), CUDA, codes)
     assert said.startswith("blocks run uncompiled") and "held as codes" in said
-    assert not compile_notes(Layout(), CUDA, plain) and not compile_notes(Layout(compile="off"), CUDA, codes)
-    assert not compile_notes(Layout(), torch.device("cpu"), codes)
+    assert not compile_notes(Layout(compile="on"), CUDA, plain)
+    assert not compile_notes(Layout(compile="off"), CUDA, codes)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])

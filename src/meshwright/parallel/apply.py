@@ -19,7 +19,7 @@ from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import agreed, compiled_call, is_compiled, kept_by_all, prepare
+from meshwright.parallel.compiling import compiled_call, is_compiled, kept_by_all, prepare, without_auto
 from meshwright.parallel.context import mask_maker, whole_sums
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
@@ -70,14 +70,14 @@ def build_engine(
     data-parallel ranks beside it. `masters`: shards of ZeRO are fp32 and gathered in `dtype`
     (spec.held.shards_are_masters). `adapters`: these are given their initial values where all else is left unset.
     Not `trains`: all of it is frozen.
-    layout.compile=auto compiles on a GPU and cuda_graphs=auto captures nothing: which is faster depends on the recipe
-    and the device, that only a plan knows. `planner.step.predict.predict(plan).settled.layout` leaves neither open.
+    layout.compile=auto and cuda_graphs=auto are off: which is faster depends on the recipe and the device, that only a
+    plan knows. `planner.step.predict.predict(plan).settled.layout` leaves neither open, as `train` takes it.
     """
     if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
-    layout = agreed(layout, device, mesh["world"])
+    layout = without_auto(layout, device, mesh["world"])
     mesh = replace(mesh, layout=layout)
     held = boxes(shape, layout, mesh.rank)
     sizes = {name: box.sizes for name, box in held.items()}

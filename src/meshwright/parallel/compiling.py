@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -36,19 +35,17 @@ _log = logging.getLogger("meshwright")
 
 
 def is_compiled(layout: Layout, device: torch.device) -> bool:
-    """Whether blocks are compiled on a device: by default on a GPU, where it pays, if the machine has what it takes. In
-    a dry run they are where something stands in for the compiler.
+    """Whether blocks are compiled on a device; in a dry run, where something stands in for the compiler.
 
-    PlanError where layout.compile=on and it has not.
+    PlanError where layout.compile=on and the machine lacks what that takes.
     """
-    if acts():
-        return torch_compile.stands_in() and layout.compiles(acts())
-    if not layout.compiles(device.type):
+    if layout.compile != "on":
         return False
-    missing = torch_compile.compile_tool_missing(device.type)
-    if missing and layout.compile == "on":
+    if acts():
+        return torch_compile.stands_in()
+    if missing := torch_compile.compile_tool_missing(device.type):
         raise PlanError(f"layout.compile=on lacks {missing} here: install it, or take layout.compile=off")
-    return not missing
+    return True
 
 
 def kept_by_all(layout: Layout, shape: ModelShape) -> Recompute:
@@ -58,20 +55,14 @@ def kept_by_all(layout: Layout, shape: ModelShape) -> Recompute:
     return "norms" if stood_for and keeps_no_norms(layout, shape, acts()) else "none"
 
 
-def agreed(layout: Layout, device: torch.device, world: Group) -> Layout:
-    """The layout as all ranks of `world` can have it, each of which asks: where one machine lacks what compiling takes,
-    none compiles. Compiled and uncompiled blocks make some collectives in another order."""
-    if layout.compile != "auto" or device.type != "cuda" or world.size == 1:
-        return layout
-    able = gathered(is_compiled(layout, device), world.process_group)
-    if all(able) or not any(able):
-        return layout
-    if world.index == 0:
+def without_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
+    """The layout run plainly where it leaves that open: which way is the fastest, a plan alone knows."""
+    if layout.compile == "auto" and device.type == "cuda" and not acts() and world.index == 0:
         _log.warning(
-            "meshwright: note: blocks run uncompiled, which is slower: rank %d lacks Triton or a C compiler",
-            world.ranks[able.index(False)],
+            "meshwright: note: blocks run uncompiled and outside CUDA graphs: layout.compile=auto and "
+            "layout.cuda_graphs=auto are for a plan to choose (Prediction.settled)"
         )
-    return replace(layout, compile="off")
+    return layout.plain
 
 
 def missing_anywhere(device: torch.device, world: Group) -> str:
@@ -81,17 +72,14 @@ def missing_anywhere(device: torch.device, world: Group) -> str:
     return next(filter(None, everywhere), "")
 
 
-def compile_notes(layout: Layout, device: torch.device, shape: ModelShape | None = None) -> list[str]:
-    """Why blocks (of a shape) are not compiled although they would be by default; empty where nothing is to say."""
-    if shape is not None and holds_codes(shape) and is_compiled(layout, device):
-        return [
-            "blocks run uncompiled, which is slower: a matrix that is held as codes is restored in each product "
-            "(layout.compile=off: no note)"
-        ]
-    if layout.compile != "auto" or device.type != "cuda" or is_compiled(layout, device):
+def compile_notes(layout: Layout, device: torch.device, shape: ModelShape) -> list[str]:
+    """Why blocks of a shape are not compiled although that is asked for; empty where nothing is to say."""
+    if not holds_codes(shape) or not is_compiled(layout, device):
         return []
-    missing = torch_compile.compile_tool_missing(device.type)
-    return [f"blocks run uncompiled, which is slower: this machine lacks {missing} (layout.compile=off: no note)"]
+    return [
+        "blocks run uncompiled, which is slower: a matrix that is held as codes is restored in each product "
+        "(layout.compile=off: no note)"
+    ]
 
 
 def prepare() -> None:

@@ -147,7 +147,7 @@ class Layout:
 
     def compiles(self, device: str) -> bool:
         """Whether it has compiled blocks on a kind of device (cpu, cuda). auto is one of a search, which looks at what
-        holds least, or of an engine without a planner (planner/step/execution.py)."""
+        holds least (planner/step/execution.py); an engine runs it plainly."""
         return self.compile == "on" or (self.compile == "auto" and device == "cuda")
 
     @property
