@@ -254,7 +254,7 @@ def test_a_search_ranks_layouts_by_how_they_run(name: str, batch: int, sequence:
     fastest = sorted((way for way in settled if way.peak_bytes <= usable_bytes(plan)), key=rank)
     listed = search(costs, plan)
     assert listed.legal == len(layouts) == listed.too_large + listed.slower + len(listed.best)
-    assert [way.step_s for way in listed.best[:10]] == pytest.approx([way.step_s for way in fastest[:10]], rel=1e-9)
+    assert [way.step_s for way in listed.best] == pytest.approx([way.step_s for way in fastest[:20]], rel=1e-9)
     assert len({way.plan.layout for way in listed.best}) == len(listed.best)
     assert listed.best[0].settled.layout.cuda_graphs == "on"
 

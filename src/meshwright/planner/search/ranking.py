@@ -7,7 +7,8 @@ its splits of data parallelism. The first of these is timed but for its schedule
 exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
 
 On a GPU a plan may leave open how its passes are run. All layouts wait compiled and without graphs. Those whose passes
-may be CUDA graphs wait as such, too. What is listed is settled by the rule of planner/step/execution.py.
+may be CUDA graphs wait as such, too. What is listed is settled by the rule of planner/step/execution.py, and ranked
+by its time then.
 """
 
 import gc
@@ -129,6 +130,7 @@ class _Search:
         self.found = Found()
         self.numbers = count()
         self.best: list[tuple[float, int, int, Layout]] = []
+        self.predictions: dict[Layout, Prediction] = {}
         self.reasons: Counter[str] = Counter()
         self.examples: dict[str, tuple[float, Layout]] = {}
 
@@ -152,8 +154,11 @@ class _Search:
         return self.best[self.listed - 1][0] if len(self.best) >= self.listed else self.below_s
 
     def predict(self, layout: Layout) -> Prediction:
-        compiled = self.asked.layout.compile  # as it was asked for, so that the prediction says why
-        return self.estimator.predict(replace(self.plan, layout=replace(layout, compile=compiled)))
+        if layout not in self.predictions:
+            compiled = self.asked.layout.compile  # as it was asked for, so that the prediction says why
+            asked = replace(self.plan, layout=replace(layout, compile=compiled))
+            self.predictions[layout] = self.estimator.predict(asked)
+        return self.predictions[layout]
 
     def fitting(self) -> Iterator[Waiting]:
         """The families that may fit, compiled and without graphs, and in graphs where these may be."""
@@ -220,6 +225,12 @@ class _Search:
             if least.base is self.plan.layout:
                 self.reject(_largest(memory), memory.total_bytes, choice.region, choice.split, 1)
             return
+        graphs = least.base is not self.plan.layout
+        if graphs or (self.estimator.chooses and self.plan.model.norm == "layernorm"):
+            # graphs may gain too little to be taken, and LayerNorm's blocks may run uncompiled, which takes longer
+            step_s = max(step_s, self.predict(searched).step_s)
+            if step_s > self.limit_s or step_s >= self.below_s:
+                return
         others = [entry for entry in self.best if entry[-1] != searched]
         same = [entry for entry in self.best if entry[-1] == searched]  # listed already, with or without graphs
         entry = min([*same, (step_s, layout.zero, next(self.numbers), searched)])
