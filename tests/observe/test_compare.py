@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from meshwright import planfile
 from meshwright.cli.terminal.compare_answer import answer
 from meshwright.observe.compare.disagreement import explanation
 from meshwright.observe.compare.finished_run import open_run
 from meshwright.observe.compare.judge import Comparison, compare
-from meshwright.observe.compare.sources_of_columns import columns
+from meshwright.observe.compare.sources_of_columns import Column, columns, planned
 from meshwright.observe.compare.table import as_json
-from meshwright.observe.shared_document import TimePart
+from meshwright.observe.dryrun.dryrun_document import dry
+from meshwright.observe.dryrun.simulate import dry_run
+from meshwright.observe.shared_document import TimePart, checked
 from meshwright.spec import Cluster, Layout, presets
 from meshwright.spec.errors import RunError
 from tests.observe.folders import ALONE, PLAN, dried, ledger, profiled, write
@@ -310,3 +313,20 @@ def test_waiting_for_host_memory_is_computing_to_a_clock(tmp_path: Path) -> None
     found = compare(run.plan_as_run, (waiting, *others), 0.1)
     assert row(found, "time", "compute").values[0] == pytest.approx(plain + 2.0)
     assert "offload" not in {one.what for one in found.rows}
+
+
+README = Path(__file__).parents[2] / "README.md"
+NOT_MEASURED = Column(title="measured", found=None, about="nothing was trained")
+
+
+def beside_a_dry_run(*words: str, processes: int = 1) -> Comparison:
+    """Plan and dry run on a CPU, of the default plan with these words."""
+    plan = planfile.read(None, ["model=llama-tiny", *words], processes=processes)
+    seen = checked(json.loads(json.dumps(dry(dry_run(plan, device="cpu", processes=1)))), "the dry run")
+    return compare(plan, (planned(plan), Column(title="dry run", found=seen, about=""), NOT_MEASURED))
+
+
+def test_plan_and_dry_run_of_the_readmes_run_on_two_processes_agree() -> None:
+    [line] = [line for line in README.read_text(encoding="utf-8").splitlines() if "torchrun --nproc_per_node 2" in line]
+    layout = beside_a_dry_run(*line.partition("plan.yaml ")[2].split(), processes=2)
+    assert layout.disagreeing == () and len(layout.judged) > 15

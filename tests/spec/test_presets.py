@@ -318,6 +318,38 @@ def test_a_device_is_named_as_shops_and_people_name_it(name: str) -> None:
     assert (cluster.device.name, cluster.devices_per_node) == ("A100-SXM-40", 4)
 
 
+@pytest.mark.parametrize(
+    ("name", "device", "number"),
+    [
+        ("A100-SXM4-40GB", "A100-SXM-40", 1), ("NVIDIA A100-SXM4-80GB", "A100-SXM-80", 1),
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80", 1), ("h100-80gbx8", "H100-SXM-80", 8),
+        ("H100 PCIe", "H100-PCIe-80", 1),
+        ("h200-141gb", "H200-SXM", 1), ("4x RTX 4090", "RTX-4090", 4), ("2x4090", "RTX-4090", 2),
+        ("rtx4090x2", "RTX-4090", 2), ("NVIDIA GeForce RTX 3090", "RTX-3090", 1), ("l40s x4", "L40S", 4),
+        ("AMD Instinct MI300X 192GB", "MI300X", 1), ("mi300xx8", "MI300X", 8), ("8xMI300X", "MI300X", 8),
+        ("GB200 NVL72", "GB200", 72), ("Tesla V100-SXM2-32GB", "V100-SXM-32", 1), ("v100-16gb", "V100-SXM-16", 1),
+        ("Tesla T4", "T4", 1), ("A10G x4", "A10G", 4), ("RTX A6000", "RTX-A6000", 1), ("h100 x 8", "H100-SXM-80", 8),
+        ("h100:8", "H100-SXM-80", 8),
+    ],
+)  # fmt: skip
+def test_a_device_is_named_as_drivers_and_data_sheets_name_it(name: str, device: str, number: int) -> None:
+    cluster = presets.cluster(name)
+    assert (cluster.device.name, cluster.devices_per_node) == (device, number)
+    assert presets.device_note(name) == ""
+
+
+def test_every_name_of_a_device_means_it_alone_and_in_a_node() -> None:
+    for name, known in presets._devices().items():
+        assert presets.device(name) is known and presets.devices_in_node(f"{name}x8") == (known, 8)
+        assert presets.device(known.name).name == known.name
+
+
+@pytest.mark.parametrize("name", ["rtx4090-48gb", "A100-PCIE-40GB", "a100-999gb", "h100-nvl", "80gb", "NVIDIA", "8x"])
+def test_a_size_that_no_such_device_has_is_refused(name: str) -> None:
+    with pytest.raises(PlanError, match="is not known"):
+        presets.cluster(name)
+
+
 def test_an_alias_of_a_gpu_that_is_sold_with_other_memory_says_which_it_is_taken_for() -> None:
     assert presets.device_note("a100x4") == ("a100 is taken as A100-SXM-80 (80 GiB); there are also a100-40 (40 GiB).")
     assert "a100-80" not in presets.device_note("a100x4")

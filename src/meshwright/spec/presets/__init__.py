@@ -34,8 +34,13 @@ USUAL_NODE, LARGEST_NODE = 8, 16
 """Devices of a node as most are sold, and of the largest that is no rack (NVL72) or pod of TPUs."""
 LISTED = 12
 """Names that are listed where none is like the one that was given."""
-GIGABYTES = re.compile(r"(?i)(\d+)\s?gb$")
-"""End of a device's name as shops write it: a100-40gb is a100-40."""
+MAKERS = frozenset(
+    ("nvidia", "tesla", "geforce", "quadro", "amd", "instinct", "intel", "google", "gpu",
+     "hbm2", "hbm2e", "hbm3", "hbm3e")
+)  # fmt: skip
+"""Words that shops and drivers put beside a device's name."""
+COUNT_FIRST = re.compile(r"\s*(\d+)\s*[x\u00d7*]\s*(.*\S)\s*")
+COUNT_LAST = re.compile(r"\s*(.*\S)\s*(?:[x\u00d7*:]\s*|[\s_-]nvl)(\d+)\s*")
 LONGEST = 80
 """Characters of an unknown name that are compared and repeated."""
 UNITS = {"_gib": ("_bytes", 2**30), "_tflop_per_s": ("_flop_per_s", 1e12), "_gb_per_s": ("_bytes_per_s", 1e9)}
@@ -99,8 +104,8 @@ def published(name: str, given: str = "") -> Published:
 def device(name: str, given: str = "") -> Device:
     """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`, about what
     was `given`: cluster='h100x8'."""
-    plain = GIGABYTES.sub(r"\1", name)
-    return _devices()[_find(plain if _plain(plain) in _devices() else name, _devices(), "cluster.device", given)]
+    given = given or f"cluster.device={name[:LONGEST]!r}"
+    return _devices()[_find(_device_key(name), _devices(), "cluster.device", given)]
 
 
 def device_names() -> tuple[str, ...]:
@@ -127,28 +132,60 @@ def devices_in_node(name: str) -> tuple[Device, int]:
 
 
 def split_cluster(name: str) -> tuple[str, int]:
-    """`h100x8`, `8xH100` -> (`h100`, 8). Device names may hold an x themselves (mi300x, rtx4090): a known one wins."""
-    count, x, kind = name.partition("x")
-    if kind[:1].isalpha() and count.isdecimal() and len(count) <= LONGEST:
-        return kind, int(count)
-    head, x, tail = name.rpartition("x")
-    if _plain(name) in _devices() or not x or not head or not tail.isdecimal() or len(tail) > LONGEST:
-        return name, 1
-    return head, int(tail)
+    """`h100x8`, `8xH100`, `4x RTX 4090`, `GB200 NVL72` -> (device, its number in a node). Device names may hold an x
+    themselves (mi300x, rtx4090): a known one wins."""
+    name = name.lower()
+    if len(name) <= LONGEST and _device_key(name) not in _devices():
+        if (first := COUNT_FIRST.fullmatch(name)) and (first[2][0].isalpha() or _device_key(first[2]) in _devices()):
+            return _device_key(first[2]), int(first[1])
+        if last := COUNT_LAST.fullmatch(name):
+            return _device_key(last[1]), int(last[2])
+    return _device_key(name), 1
+
+
+def _device_key(name: str) -> str:
+    """The preset that a device's name means, as shops and drivers spell it: `NVIDIA A100-SXM4-40GB`, `RTX 4090`,
+    `h200-141gb`. The name itself, in lower case, where it means none."""
+    words = _words_of(name)
+    preset = _spellings().get("".join(sorted(words)))
+    if preset is None and (sizes := [word for word in words if word.isdecimal()]):
+        preset = _spellings().get("".join(sorted(word for word in words if word != sizes[-1])))
+        gigabytes = _devices()[preset].memory_bytes / 1e9 if preset else 0.0
+        if not gigabytes / 1.075 <= int(sizes[-1][:9]) <= 1.005 * gigabytes:  # a size in GiB or in GB
+            preset = None
+    return preset or _plain(name)
+
+
+def _words_of(name: str) -> list[str]:
+    """Of a device's name: makers left out, a socket without its generation, gigabytes as numbers."""
+    words = re.split(r"[\s_-]+", name.strip().lower()[:LONGEST])
+    words = [re.sub(r"^(\d+)(gb|gib)$", r"\1", re.sub(r"^sxm\d$", "sxm", word)) for word in words]
+    return [word for word in words if word and word not in MAKERS and word not in ("gb", "gib")]
+
+
+@cache
+def _spellings() -> Mapping[str, str]:
+    """The words of each device's names and aliases, in one -> its preset; rtx4090 and rtx-4090 alike."""
+    presets: dict[str, str] = {}
+    for key, known in reversed(list(_devices().items())):
+        for spelled in (known.name, key):
+            words = _words_of(spelled)
+            presets.update(dict.fromkeys(("".join(sorted(words)), "".join(words)), key))
+    return presets
 
 
 def device_note(name: str) -> str:
     """Say what a cluster's name is taken for where people may mean another: an alias of a GPU that is also sold with
     less memory, and a count that looks like all GPUs of several nodes. Empty where the name is plain."""
     kind, per_node = split_cluster(name)
-    kind = _plain(GIGABYTES.sub(r"\1", kind))
     known = _devices().get(kind)
     if known is None:
         return ""
     notes = []
+    is_sized = f"{known.memory_bytes / 2**30:.0f}" in _words_of(name)
     sizes = (other for other in device_names() if re.fullmatch(rf"{re.escape(kind)}-\d+", other))
     others = [other for other in sizes if _devices()[other].memory_bytes < known.memory_bytes]
-    if others:
+    if others and not is_sized:
         named = ", ".join(f"{other} ({_devices()[other].memory_bytes / 2**30:.0f} GiB)" for other in others)
         notes.append(f"{kind} is taken as {known.name} ({known.memory_bytes / 2**30:.0f} GiB); there are also {named}.")
     if per_node > LARGEST_NODE and not kind.startswith(("gb", "tpu")):
