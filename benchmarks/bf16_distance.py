@@ -5,7 +5,8 @@ python -m benchmarks.bf16_distance [fp8]
 
 import sys
 
-from meshwright.observe.verify.feature_matrix import FEATURES, outcomes, trials
+from meshwright.observe.verify.feature_matrix import outcomes, trials
+from meshwright.observe.verify.feature_names import FEATURES
 from meshwright.observe.verify.one_device import BANDS, RankOutcome, assemble, distance
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 import meshwright as mw
 from meshwright.kernels.compiled import library
-from meshwright.kernels.kept_numbers import FORMS, CacheForm
 from meshwright.model import Transformer
 from meshwright.serve.cached_sequence import CachedSequence
 from meshwright.serve.engine_options import EngineOptions
@@ -31,6 +30,7 @@ from meshwright.serve.paged_cache import PagedCache, bytes_per_block
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.serve.speculation import Speculation
+from meshwright.spec.serving_defaults import CACHE_FORMS, CacheForm
 
 LEARNER = {
     "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "ffn": 512, "vocab": 257, "max_positions": 1024,
@@ -70,7 +70,7 @@ def logits(model: Transformer, tokens: Sequence[int], form: CacheForm) -> Tensor
 
 def of_cache(model: Transformer, windows: Sequence[Sequence[int]]) -> dict[str, float]:
     """What each form costs."""
-    sums = {form: [0.0, 0.0] for form in FORMS[1:]}
+    sums = {form: [0.0, 0.0] for form in CACHE_FORMS[1:]}
     loss = 0.0
     for window in windows:
         full = logits(model, window, "model").log_softmax(-1)

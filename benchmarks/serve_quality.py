@@ -32,7 +32,7 @@ from benchmarks.serve_peers import exported
 from benchmarks.serve_quality_picture import draw
 from meshwright.api.trained_model import TrainedModel
 from meshwright.data.corpus import TokenStream
-from meshwright.model import generate
+from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.flop import token_flop

@@ -13,7 +13,7 @@ from meshwright.api.plan_reading import read_folder
 from meshwright.cli.main import main
 from meshwright.data import Tokenizer
 from meshwright.data.named_templates import named_template
-from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
+from meshwright.model.hub.folder_config import GENERATION, TEMPLATE, read_json
 from meshwright.store.run_folder import RunFolder
 from meshwright.training.pretrained import keep_beside
 from tests.data.tokenizers_for_tests import with_added

@@ -145,7 +145,7 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
     import_hf(tmp_path / "hf", tmp_path / "run")
     for source, out, dtype, kind, words in (
         (tmp_path / "run", "taken", None, HubError, "taken is not empty"),
-        (tmp_path / "run", "out", "fp8", PlanError, "--dtype fp8"),
+        (tmp_path / "run", "out", "fp8", PlanError, "dtype=fp8"),
         (tmp_path / "hf", "out", None, RunError, "no run folder"),
     ):
         with pytest.raises(kind, match=words):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.api.quantization_budget import bytes_of
+from meshwright.api.quantization_options import bytes_of
 from meshwright.cli.main import main
 from meshwright.compress.bit_budget import RUNGS, BitChoice, bits_of, chosen, ladder
 from meshwright.compress.quality import compare

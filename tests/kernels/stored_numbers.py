@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+from meshwright.kernels.kept_numbers import KeptNumbers
+from meshwright.spec.serving_defaults import CacheForm
 
 
 def stored(numbers: Tensor, form: CacheForm = "model") -> KeptNumbers:

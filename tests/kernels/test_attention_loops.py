@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from meshwright.kernels.compiled import library
-from meshwright.kernels.kept_numbers import FORMS, CacheForm, KeptNumbers
+from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
+from meshwright.spec.serving_defaults import CACHE_FORMS, CacheForm
 
 BLOCKS, SIZE, KEYS, HEADS = 9, 4, 2, 6
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", CACHE_FORMS)
 @pytest.mark.parametrize("width", [20, 32, 64, 96, 128])
 @pytest.mark.parametrize("window", [0, 7])
 def test_loops_attend_as_the_reference(form: CacheForm, width: int, window: int) -> None:

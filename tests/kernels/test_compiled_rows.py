@@ -13,13 +13,14 @@ from torch import Tensor
 from meshwright.kernels import norm, prepared_product, rope, swiglu
 from meshwright.kernels.compiled import building, library, training_library
 from meshwright.kernels.compiled.library import Loops
-from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
 from meshwright.kernels.prepared_product import Int8Product, int8_of
 from meshwright.kernels.quantized_linear import row_codes
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.spec.quantization_schemes import SCHEMES
+from meshwright.spec.serving_defaults import CacheForm
 from tests.kernels.stored_numbers import stored
 
 ROWS = (1, 2, 3, 5, 16, 33)

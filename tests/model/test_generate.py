@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright import compat
-from meshwright.model import Cache, Generation, Sampling, Transformer, generate
-from meshwright.model.generate import pick
+from meshwright.model import Cache, Generation, Sampling, Transformer
+from meshwright.model.generate import generate, pick
 from meshwright.model.kv_cache import LayerCache, Past
 from meshwright.spec.errors import PlanError, RunError
 from tests.model.shrunk import KINDS, VOCAB, model, tokens

@@ -156,7 +156,7 @@ def test_the_page_is_no_danger_to_the_answer(
     assert main([*asked, str(folder / "quality.html"), "-o", str(folder / "q.html")]) == 0
     assert "limit inf" in capsys.readouterr().out and "no limit" in (folder / "quality.html").read_text()
     assert main([*asked, str(folder / "new.html"), "-o", f"{folder}/../{folder.name}/new.html"]) == 2
-    assert "is OUT, too: name another file" in capsys.readouterr().err and not (folder / "new.html").exists()
+    assert "is the same file as --out: name another" in capsys.readouterr().err and not (folder / "new.html").exists()
     write_page(folder / "quality.html", page(document(out=os.fsdecode(b"q\xff"))))
     assert "Quantized: q?<" in (folder / "quality.html").read_text()
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.kernels import attention
-from meshwright.model import Transformer, build, generate
+from meshwright.model import Transformer, build
+from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.parallel.recompute import _Norms
 from meshwright.spec import Layout

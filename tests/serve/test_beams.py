@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.model import generate
+from meshwright.model.generate import generate
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.served_request import ServedRequest

@@ -2,10 +2,10 @@
 
 import pytest
 
-from meshwright.kernels.kept_numbers import CacheForm
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.serving_engine import ServingEngine
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.serving_defaults import CacheForm
 from tests.model.shrunk import KINDS
 from tests.serve.test_exact import PROMPTS, bits, served, shrunk
 

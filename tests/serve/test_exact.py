@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.model import Transformer, build, generate
+from meshwright.model import Transformer, build
+from meshwright.model.generate import generate
 from meshwright.observe.tiny_models import shrink
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.exact_rows import ExactRows

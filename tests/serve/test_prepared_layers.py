@@ -9,7 +9,8 @@ import torch
 from benchmarks.serve_quantized import quantized
 from meshwright.kernels.joined_product import joined_product
 from meshwright.kernels.prepared_product import reference
-from meshwright.model import Transformer, build, generate
+from meshwright.model import Transformer, build
+from meshwright.model.generate import generate
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.prepared_layers import DeferredSums
 from meshwright.serve.request_options import RequestOptions

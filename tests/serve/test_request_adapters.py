@@ -14,7 +14,8 @@ import torch
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
 from meshwright.kernels.experts import expert_linear_reference
-from meshwright.model import Transformer, generate
+from meshwright.model import Transformer
+from meshwright.model.generate import generate
 from meshwright.model.linear import Linear
 from meshwright.model.low_rank import LoRA, merged
 from meshwright.model.moe import ExpertStack

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.serve_speed import differences, theirs
-from meshwright.model import Transformer, generate
+from meshwright.model import Transformer
+from meshwright.model.generate import generate
 from meshwright.model.hub import import_folder
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.serve_quantized import quantized
 from meshwright import compat
 from meshwright.kernels import experts
-from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows_reference
 from meshwright.kernels.target import acting_as
 from meshwright.model import Transformer
@@ -32,6 +32,7 @@ from meshwright.spec import Layout, graph_sizes
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.graph_sizes import position_numbers, row_numbers
 from meshwright.spec.lora import LoRAShape
+from meshwright.spec.serving_defaults import CacheForm
 from tests.model.shrunk import KINDS, VOCAB, model
 from tests.operation_recorder import OnDeviceOnly, Recorder
 from tests.train.test_pass_graphs import aligned

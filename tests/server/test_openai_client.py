@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from meshwright.data.chat_prompt import chat_prompt, template_of
-from meshwright.model import generate
+from meshwright.model.generate import generate
 from meshwright.serve.engine_options import EngineOptions
 from tests.server.running import END, NAME, Running, answers, letters, running, small
 

@@ -134,10 +134,10 @@ def test_prefixes_in_host_memory(serve: Serve) -> None:
         (["--cache-mib", "-1"], "see meshwright serve --help"),
         (["--most-tokens", "8"], "--most-tokens 8 must be more than --most-sequences 64"),
         (["--guess-tokens", "0"], "--guess-tokens 0 must be at least 1"),
-        (["--guess-ngram", "3"], "--guess-ngram 3 says how guesses are looked up, and there are none: add --guess-"),
+        (["--guess-ngram", "3"], "--guess-ngram 3 has no effect without guesses: add --guess-"),
         (["--guess-ngram", "3", "--draft", "RUN"], "leave one out"),
         (["--draft", "nowhere"], "--draft nowhere does not exist"),
-        (["--copies-mib", "64", "--cache-dtype", "int8"], "--copies-mib 64 is memory of the model's own numbers"),
+        (["--copies-mib", "64", "--cache-dtype", "int8"], "--copies-mib 64 needs --cache-dtype model"),
         (["--longest", "100000"], "--longest 100000 is beyond the model's"),
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.api.model_opening import load
 from meshwright.data import prepare
-from meshwright.model import generate
+from meshwright.model.generate import generate
 from meshwright.observe.ranks import on_ranks
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError

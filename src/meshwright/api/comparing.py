@@ -11,7 +11,7 @@ from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import check_page
 from meshwright.api.markup import line, table, whole
-from meshwright.api.plan_request import planner_of
+from meshwright.api.plan_request import check_cluster, planner_of
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown
 from meshwright.observe.compare.finished_run import DRYRUN, Finished, open_run
 from meshwright.observe.compare.judge import ComparedRow, Comparison
@@ -23,6 +23,7 @@ from meshwright.observe.shared_document import checked as checked_document
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, OutsideTolerance, PlanError, RunError
 from meshwright.store.durable import one_line, replace_file
+from meshwright.store.run_folder import RunFolder
 
 Told = Callable[[str], None]
 
@@ -118,6 +119,7 @@ def compare(
     rows disagree is an answer (`agrees`, `check`).
     """
     check_tolerance(tolerance)
+    check_cluster(cluster)
     folder = folder_of(run)
     finished = open_run(folder)
     plan = finished.plan_as_run
@@ -129,9 +131,8 @@ def compare(
 def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, cluster: str | None = None) -> Path:
     """Write one HTML page of runs, for offline; gives its path. `out`: where, RUN/report.html of the first by
     default."""
-    from meshwright.observe.report.report_page import page
-
     check_tolerance(tolerance)
+    check_cluster(cluster)
     if not runs:
         raise PlanError("report needs a run folder at least")
     folders = [folder_of(run) for run in runs]
@@ -139,6 +140,10 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
     if target.name == "report.html" and not target.parent.is_dir():
         raise RunError(f"{target.parent} is no run folder: it does not exist; give the folder that run= named")
     check_page(target, "report.html")
+    for folder in folders:
+        RunFolder.open(folder)
+    from meshwright.observe.report.report_page import page  # loads torch
+
     found = [open_run(folder) for folder in folders]
     planners = [planner_of(run.plan_as_run, cluster) for run in found]
     with one_line(target, "out="):

@@ -110,6 +110,8 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
             f"student={student!r} takes layers of a teacher with weights, and teacher={theirs or '(nothing)'} is no "
             "folder: give a Hugging Face folder or a run"
         )
+    # What is wrong with the words is said before the student is made; but for its layers, the teacher has its shape.
+    read_plan([*added, f"model={folder}", *words], {}, processes=None, notes=[])
     from meshwright.compress.distill_student import student_of_layers
 
     return [*added, f"model={student_of_layers(folder, int(layers[1]))}"]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import ArgumentError
-from meshwright.store.durable import one_line, replace_file
+from meshwright.store.durable import one_line, refuse_unwritable, replace_file
 
 
 def plain(value: Any) -> Any:
@@ -41,6 +41,7 @@ def check_page(out: Path, name: str, *, option: str = "out=") -> None:
         raise ArgumentError(f"{option}{out}: name a file that ends in .html, as {option}{out.with_suffix('.html')}")
     if not out.parent.is_dir():
         raise ArgumentError(f"{option}{out}: there is no folder {out.parent}; make it first")
+    refuse_unwritable(out.parent, option)
 
 
 def write_page(file: Path, page: str) -> None:

@@ -3,27 +3,29 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api import plan_reading
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.markup import LISTED, line, memory_bar, table, whole
-from meshwright.observe.dryrun.dryrun_document import Room, dry, needed_bytes, room_of, unfit
-from meshwright.observe.dryrun.simulate import DryRun
-from meshwright.observe.dryrun.simulate import dry_run as simulate
 from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, DoesNotFit
+from meshwright.spec.places import check_ranks
 from meshwright.spec.units import gib
+
+if TYPE_CHECKING:
+    from meshwright.observe.dryrun.dryrun_document import Room
+    from meshwright.observe.dryrun.simulate import DryRun
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DryRunAnswer(Answer):
     """What the program of a plan would hold and send."""
 
-    found: DryRun
+    found: "DryRun"
     """Rank by rank, as it was run."""
-    room: Room
+    room: "Room"
     """What it is judged against."""
 
     @property
@@ -59,6 +61,8 @@ class DryRunAnswer(Answer):
     @property
     def needed_bytes(self) -> int:
         """Of the room that it is judged against: tensors, and what comes to them."""
+        from meshwright.observe.dryrun.dryrun_document import needed_bytes
+
         return needed_bytes(self.found, self.room)
 
     @property
@@ -68,10 +72,14 @@ class DryRunAnswer(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """The document that `meshwright dryrun --json` prints."""
+        from meshwright.observe.dryrun.dryrun_document import dry
+
         return dry(self.found, self.room)
 
     def check(self) -> None:
         """DoesNotFit where it does not: how much is missing, of what."""
+        from meshwright.observe.dryrun.dryrun_document import unfit
+
         if self.fits is False:
             raise DoesNotFit(unfit(self.found, self.room, self.needed_bytes))
 
@@ -131,6 +139,10 @@ def dry_run(
     of ranks done and of all. PlanError, IllegalLayout; that it does not fit is an answer (`fits`, `check`).
     """
     asked = read_plan(plan, keys, device=device, load=load)
+    check_ranks(asked.layout, ranks)
+    from meshwright.observe.dryrun.dryrun_document import room_of  # loads torch
+    from meshwright.observe.dryrun.simulate import dry_run as simulate
+
     found = simulate(asked, ranks=ranks, device=device, load=load, whole=whole, told=told)
     return DryRunAnswer(found=found, room=room_of(found.plan, found.device))
 
@@ -143,5 +155,5 @@ def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, loa
     if not 0 < load < float("inf"):
         raise ArgumentError(f"load={load} must be a number above 0 (1 = even)")
     if load != 1 and plan.model.moe is None:
-        raise ArgumentError(f"load={load:g} is of a mixture of experts, and {plan.model.name} has none")
+        raise ArgumentError(f"load={load:g} is for a mixture of experts, and {plan.model.name} is none: leave it out")
     return plan

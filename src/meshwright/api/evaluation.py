@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from meshwright.api.adapters_in_turn import AdaptersInTurn
 from meshwright.api.answer import Answer
 from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
+from meshwright.api.evaluation_request import check_request
 from meshwright.api.markup import line, table, whole
 from meshwright.api.model_opening import described, load
 from meshwright.api.trained_model import TrainedModel
@@ -28,12 +28,10 @@ from meshwright.observe.tasks.paired_statistics import (
     verdict,
     weighted,
 )
-from meshwright.observe.tasks.task_files import task_configs
 from meshwright.parallel import on_one_device
-from meshwright.spec.errors import ArgumentError, DataError, PlanError, RunError
+from meshwright.spec.errors import ArgumentError, DataError, PlanError
 from meshwright.spec.units import many
-from meshwright.store.model_weights import LAST
-from meshwright.store.run_folder import no_model
+from meshwright.store.model_place import LAST
 from meshwright.training.evaluate import row_losses
 
 if TYPE_CHECKING:
@@ -170,24 +168,18 @@ def evaluate(
     """
     places = [str(tasks)] if isinstance(tasks, str | Path) else [str(one) for one in tasks]
     path, other = folder_of(model), None if against is None else folder_of(against)
-    if places and data is not None:
-        raise ArgumentError(f"tasks={places[0]} and data={data} are two questions: give one")
-    for name, value, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
-        if value is not None and value < least:
-            raise ArgumentError(f"{name}={value} must be {least} or more")
-    for folder, named in ((path, ""), (other, "against=")):
-        if folder is not None and not folder.exists():  # refused before the harness is loaded, which takes seconds
-            raise RunError(f"{named}{no_model(folder)}")
+    configs = check_request(
+        path, tasks=places, against=other, adapters=adapters, data=data, dtype=dtype, sequences=sequences, limit=limit,
+        shots=shots, checkpoint=checkpoint,
+    )  # fmt: skip
     models: dict[str, Loader] = {"": lambda: load(path, dtype, checkpoint=checkpoint)}
     before: Loader | None = None if other is None else partial(load, other, dtype)
     if adapters:
-        if other is not None:
-            raise ArgumentError(f"against={other}: adapters are held against the model itself; leave one of both out")
         folders = {name: folder_of(place) for name, place in adapters.items()}
         turns = AdaptersInTurn(load(path, dtype, checkpoint=checkpoint), folders)
         models, before, other = {name: partial(turns.with_adapter, name) for name in folders}, turns.plain, path
-    if places:
-        found = _on_tasks(models, before, places, limit, shots, chat, progress)
+    if configs:
+        found = _on_tasks(models, before, configs, limit, shots, chat, progress)
     else:
         if other is not None:
             _check_tokenizers(path, other)
@@ -196,12 +188,9 @@ def evaluate(
 
 
 def _on_tasks(
-    models: Mapping[str, Loader], before: Loader | None, places: Sequence[str], limit: int | None,
+    models: Mapping[str, Loader], before: Loader | None, configs: Sequence[dict[str, Any]], limit: int | None,
     shots: int | None, chat: bool, progress: Progress | None,
 ) -> list[EvaluatedFigure]:  # fmt: skip
-    if find_spec("lm_eval") is None:
-        raise PlanError("tasks need lm-evaluation-harness, which is not installed: pip install 'meshwright[eval]'")
-    configs = task_configs(places)
     from meshwright.observe.tasks.run_tasks import run_tasks
 
     def scored(loaded: Loader) -> "list[TaskFigure]":

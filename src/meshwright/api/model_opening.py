@@ -13,19 +13,19 @@ from meshwright.compress.gguf_reading import gguf_tokenizer, is_gguf_path, kept_
 from meshwright.data import Tokenizer
 from meshwright.model import Transformer, build
 from meshwright.model.hub import HubFolder, import_folder
-from meshwright.model.hub.adapter import base_folder, is_adapter, load_adapter
+from meshwright.model.hub.adapter import base_folder, load_adapter
 from meshwright.model.low_rank import merged
 from meshwright.model.quantized_formats.folder_format import fill
 from meshwright.model.quantized_formats.quantized_folder import decoded_parts, is_quantized, open_quantized
 from meshwright.model.quantized_model import build_quantized
 from meshwright.model.transformer import skeleton
-from meshwright.spec.errors import ArgumentError
 from meshwright.spec.inventory import adapter_parts
 from meshwright.spec.shape import ModelShape
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import open_base
-from meshwright.store.model_weights import LAST, final_weights, locate
-from meshwright.store.run_folder import RunFolder, ids_of, no_model
+from meshwright.store.model_place import AUTO, LAST, check_model
+from meshwright.store.model_weights import final_weights, locate
+from meshwright.store.run_folder import RunFolder, ids_of
 from meshwright.training.device import pick_device
 from meshwright.training.precision import DTYPES
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 Put = Callable[[str, Tensor], object]
 """Takes a whole weight by its name."""
-AUTO = "auto"
 Placing = Callable[[ModelShape, torch.dtype], tuple[Transformer, Put]]
 """Makes a model of a shape, or this rank's part of it, and what fills its weights in."""
 
@@ -54,22 +53,13 @@ def load(path: Place, dtype: str | None = AUTO, *, checkpoint: str = LAST) -> Tr
 
 def opened(path: Path, dtype: str | None, checkpoint: str, place: Placing) -> TrainedModel:
     """As `load`, into a model that `place` makes."""
-    if dtype is not None and dtype not in (AUTO, *DTYPES):
-        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join((AUTO, *DTYPES))}")
+    kind = check_model(path, dtype=dtype, checkpoint=checkpoint)
     dtype = dtype_on(pick_device()) if dtype == AUTO else dtype
-    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+    if kind == "run":
         return _open_run(path, dtype, checkpoint, place)
-    if (path / "config.json").is_file():
-        if checkpoint != LAST:
-            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a Hugging Face directory, which has none")
+    if kind == "folder":
         return _open_quantized(path, dtype) if is_quantized(path) else _open_hub(path, dtype, place)
-    if is_gguf_path(path):
-        if checkpoint != LAST:
-            raise ArgumentError(f"checkpoint={checkpoint}: {path} is a GGUF file, which has none")
-        return _open_gguf(path, dtype, place)
-    if is_adapter(path):
-        return _open_hub(base_folder(path), dtype, place, adapter=path)
-    raise no_model(path)
+    return _open_gguf(path, dtype, place) if kind == "gguf" else _open_hub(base_folder(path), dtype, place, path)
 
 
 def dtype_on(device: torch.device) -> str | None:

@@ -3,14 +3,15 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.api.adapter_opening import named
-from meshwright.api.trained_model import TrainedModel
 from meshwright.compress.distill_sequences import READERS, Question, questions
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.spec.errors import DataError
+
+if TYPE_CHECKING:
+    from meshwright.api.trained_model import TrainedModel
 
 AT_ONCE = 256
 """Prompts that the engine is given together; it computes as many of them at once as its options say."""
@@ -43,11 +44,13 @@ def _said(text: str) -> Question:
 
 
 def answer_prompts(
-    model: TrainedModel, asked: Sequence[Question], options: RequestOptions, engine: EngineOptions | None = None,
+    model: "TrainedModel", asked: Sequence[Question], options: RequestOptions, engine: EngineOptions | None = None,
     adapter: Path | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row for each answer, in the order of the prompts: `prompt` or `messages`, `ids`, `text` and `ending`.
     `adapter`: the folder of one that all answers have. ArgumentError, PlanError, DataError."""
+    from meshwright.api.adapter_opening import named  # loads torch
+
     adapters = named(adapter)
     serving = model.engine(engine, adapters=adapters)
     options = replace(options, adapter=next(iter(adapters), options.adapter))

@@ -64,13 +64,17 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 def read_folder(folder: Path) -> FolderModel:
     """A Hugging Face directory, or a run. HubError, PlanError where it is none, or damaged, or one that nothing is
     trained of but what `ModelShape.plan_only` says."""
-    from meshwright.store.base_weights import open_weights
+    from meshwright.model.hub.folder_config import CONFIG, QUANTIZATION, read_config, read_json
     from meshwright.store.run_folder import RunFolder
 
     if (folder / "plan.yaml").is_file():
         return FolderModel(shape=RunFolder.open(folder).plan.model.base)
     if planned := _planned(folder / "config.json", folder.resolve().name, strictly=False):
         return FolderModel(shape=planned)
+    if (config := read_json(folder / CONFIG)) is not None and not config.get(QUANTIZATION):
+        return FolderModel(shape=read_config(folder)[1])
+    from meshwright.store.base_weights import open_weights  # loads torch: codes are described by those who read them
+
     found = open_weights(folder)
     return FolderModel(shape=found.hub.shape, codes=found.base, refusal=found.refusal)
 
@@ -94,7 +98,7 @@ def read_to_plan(config: Path, name: str) -> Callable[[Path], FolderModel]:
 
 def _planned(config: Path, name: str, *, strictly: bool) -> ModelShape | None:
     """Its shape; None where the engine trains the family and nothing is to be read strictly."""
-    from meshwright.model.hub.directory import QUANTIZATION, read_json
+    from meshwright.model.hub.folder_config import QUANTIZATION, read_json
     from meshwright.model.hub.planned_config import is_planned, planned_shape
 
     found = read_json(config)

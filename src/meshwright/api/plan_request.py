@@ -109,6 +109,12 @@ def asked_estimator(
     return estimator(plan, stack, document_tokens=document_tokens)
 
 
+def check_cluster(cluster: str | None) -> None:
+    """PlanError in one line where there is no such device or file."""
+    if cluster is not None:
+        _cluster(cluster, 1)
+
+
 def planner_of(plan: Plan, cluster: str | None) -> Estimator | None:
     """What counts a plan that has been run, on a device that is named now or as a cluster file measured it; None = the
     plan's own device. PlanError in one line where there is no such device or file."""
@@ -193,7 +199,11 @@ def _holds_codes(path: Path) -> bool:
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         return False
-    from meshwright.model.quantized_formats.quantized_folder import is_quantized
+    from meshwright.model.hub.folder_config import CONFIG, QUANTIZATION, read_json
+
+    if not (read_json(folder / CONFIG) or {}).get(QUANTIZATION):
+        return False
+    from meshwright.model.quantized_formats.quantized_folder import is_quantized  # loads torch
 
     return is_quantized(folder)
 

@@ -19,7 +19,7 @@ from meshwright.spec.errors import ArgumentError
 from meshwright.spec.units import count, duration, gib, many
 from meshwright.store import default_folders
 from meshwright.store.default_folders import point_latest
-from meshwright.store.durable import one_line, replace_file
+from meshwright.store.durable import one_line, refuse_unwritable, replace_file
 
 if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
@@ -130,12 +130,16 @@ def profile(
     `plan`: a plan file, a plan or an answer about one, and KEY=VALUE changes; keywords are keys of a plan file, as
     run="runs/a". `steps`: that are timed. `told` of what it does. PlanError, IllegalLayout, DoesNotFit, RunError.
     """
-    from meshwright.observe.profile.local_run import profile as measure
-
     check_steps(steps)
     asked, _ = read_plan(plan, keys)
     set_environment(asked)
-    found = kept(asked, lambda one: measure(one, steps=steps, said=told))
+
+    def measure(plan: Plan) -> "Profile | None":
+        from meshwright.observe.profile.local_run import profile as measured  # loads torch
+
+        return measured(plan, steps=steps, said=told)
+
+    found = kept(asked, measure)
     assert found is not None
     return found
 
@@ -150,13 +154,14 @@ def kept(plan: "Plan", measure: Measure) -> ProfileAnswer | None:
     """What `measure` finds, written into the run folder of the plan; None where it finds nothing, on other ranks than
     the first."""
     plan.check()
-    from meshwright.observe.profile.perfetto import trace
-
+    refuse_unwritable(Path(plan.run))
     if not default_folders.is_open(plan.run):
         refuse_other(Path(plan.run), plan)
     found = measure(plan)
     if found is None:
         return None
+    from meshwright.observe.profile.perfetto import trace
+
     plan = replace(plan, run=default_folders.settled(plan))
     answer = ProfileAnswer(found=found, plan=plan, files=(Path(plan.run, "profile.json"), Path(plan.run, "trace.json")))
     _write(plan, {"profile.json": answer.to_dict(), "trace.json": trace(found)})

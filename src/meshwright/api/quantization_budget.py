@@ -1,6 +1,5 @@
 """`quantize` under a budget of bytes: how large it is in words, and how many bits each matrix is given."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -9,26 +8,13 @@ from meshwright.compress.sensitivity import measured_groups
 from meshwright.compress.stream import predicted_bytes
 from meshwright.model import Transformer
 from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import Scheme
-from meshwright.spec.units import GIB, MIB, gib
+from meshwright.spec.units import gib
 from meshwright.training.batches import Batch
 
-UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 WINDOWS_TOKENS = 4096
 """Of the calibration text, which sensitivities are measured on."""
-
-
-def bytes_of(budget: str | int) -> int:
-    """1.2GiB, 800MB, or a number of bytes. ArgumentError for anything else."""
-    if isinstance(budget, int):
-        number, unit = str(budget), ""
-    else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
-        number, unit = found.groups() if found else ("", "")
-    if not number or unit not in UNITS or float(number) <= 0:
-        raise ArgumentError(f"budget={budget} is no size: give a number with {', '.join(list(UNITS)[1:])}, as 1.2GiB")
-    return int(float(number) * UNITS[unit])
 
 
 def within_budget(

@@ -1,20 +1,27 @@
 """What `quantize` may be asked for: schemes, formats, patterns of what stays, each refusal with what to give."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from meshwright.compress.original import OriginalModel
-from meshwright.model.quantized_formats.format_table import FORMATS
-from meshwright.model.quantized_weights import quantizable
-from meshwright.spec.errors import ArgumentError, PlanError, RunError
+from meshwright.compress.bit_budget import ladder
+from meshwright.data.preparation import check_text
+from meshwright.spec.errors import ArgumentError, RunError
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.presets import nearest
-from meshwright.spec.quantization_schemes import SCHEMES, Scheme
-from meshwright.spec.units import gib
-from meshwright.store.durable import free_bytes
-from meshwright.training.precision import DTYPES
+from meshwright.spec.quantization_schemes import FOLDER_FORMATS, SCHEMES, Scheme
+from meshwright.spec.units import GIB, MIB, gib
+from meshwright.store.durable import free_bytes, refuse_taken, refuse_unwritable
+from meshwright.store.model_place import LAST, check_dtype, check_gguf_path, check_model
+
+if TYPE_CHECKING:
+    from meshwright.compress.original import OriginalModel
+
+DEFAULT = FOLDER_FORMATS[0]
+UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": MIB, "GiB": GIB, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold: float | None) -> Scheme:
@@ -41,23 +48,68 @@ def chosen_scheme(name: str, group: int | None, outliers: str | None, threshold:
     return replace(found, outliers="threshold", threshold=limit)
 
 
-def check_options(
-    format: str, sequences: int, calibration: int, max_kl: float | None, dtype: str | None, target: Path
-) -> None:  # fmt: skip
-    """ArgumentError for a value out of range, PlanError for a folder that has something in it."""
-    if format not in FORMATS:
-        raise ArgumentError(f"format={format} is not known: take one of {', '.join((*FORMATS, GGUF))}")
-    if sequences < 1:
-        raise ArgumentError(f"sequences={sequences} must be 1 or more")
-    if calibration < 1:
-        raise ArgumentError(f"calibration={calibration} must be 1 or more")
+def check_request(
+    model: Path, target: Path, name: str, *, format: str = DEFAULT, group: int | None = None,
+    outliers: str | None = None, threshold: float | None = None, data: str | Path | None = None, sequences: int = 1,
+    calibration: int = 1, budget: str | int | None = None, max_kl: float | None = None, dtype: str | None = None,
+    checkpoint: str = LAST,
+) -> Scheme | None:  # fmt: skip
+    """Return the scheme of a folder, or None where a GGUF file is asked for.
+
+    Refuses what can be refused before torch is loaded. ArgumentError for what is not known or out of range, PlanError
+    for a target that is taken, RunError where there is no model or the target cannot be written, DataError for `data`.
+    """
+    check_model(model, checkpoint=checkpoint)
+    if name in GGUF_SCHEMES or format == GGUF:
+        _check_gguf(name, format, {"group": group, "outliers": outliers, "threshold": threshold, "budget": budget})
+        taken, format = None, DEFAULT
+    else:
+        taken = chosen_scheme(name, group, outliers, threshold)
+    if format not in FOLDER_FORMATS:
+        raise ArgumentError(f"format={format} is not known: take one of {', '.join((*FOLDER_FORMATS, GGUF))}")
+    for option, number in (("sequences", sequences), ("calibration", calibration)):
+        if number < 1:
+            raise ArgumentError(f"{option}={number} must be 1 or more")
     if max_kl is not None and not max_kl >= 0:
         raise ArgumentError(f"max_kl={max_kl} must be 0 or more")
-    if dtype is not None and dtype not in DTYPES:
-        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join(DTYPES)}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        what = "is not empty: take another folder, or empty this one" if target.is_dir() else "is there: name another"
-        raise PlanError(f"out={target} {what}")
+    check_dtype(dtype)
+    if taken is None:
+        check_gguf_path(target)
+    elif target.suffix == ".gguf":
+        raise ArgumentError(f"out={target} names a GGUF file, which has schemes of its own: {', '.join(GGUF_SCHEMES)}")
+    else:
+        refuse_taken(target, "out=")
+        if budget is not None:
+            bytes_of(budget)
+            ladder(taken)
+    refuse_unwritable(target, "out=")
+    if data is not None:
+        check_text(data)
+    return taken
+
+
+def _check_gguf(name: str, format: str, other: Mapping[str, object]) -> None:
+    """ArgumentError where a GGUF file is asked for what it has not."""
+    if name not in GGUF_SCHEMES or format not in (GGUF, DEFAULT):
+        raise ArgumentError(
+            f"scheme={name} with format={format}: a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}; others "
+            "have none of these"
+        )
+    for option, asked in other.items():
+        if asked is not None:
+            raise ArgumentError(f"{option}={asked} is not for GGUF files: leave it out")
+
+
+def bytes_of(budget: str | int) -> int:
+    """1.2GiB, 800MB, or a number of bytes. ArgumentError for anything else."""
+    if isinstance(budget, int):
+        number, unit = str(budget), ""
+    else:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
+        number, unit = found.groups() if found else ("", "")
+    if not number or unit not in UNITS or float(number) <= 0:
+        raise ArgumentError(f"budget={budget} is no size: give a number with {', '.join(list(UNITS)[1:])}, as 1.2GiB")
+    return int(float(number) * UNITS[unit])
 
 
 def check_room(target: Path, needed: int) -> None:
@@ -70,9 +122,11 @@ def check_room(target: Path, needed: int) -> None:
         )
 
 
-def matrices_left(original: OriginalModel, keep: Sequence[str]) -> list[str]:
+def matrices_left(original: "OriginalModel", keep: Sequence[str]) -> list[str]:
     """Names of the matrices that are quantized: all but those of a pattern of `keep`; ArgumentError for a pattern of
     none."""
+    from meshwright.model.quantized_weights import quantizable
+
     names = list(quantizable(original.shape))
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name in names):

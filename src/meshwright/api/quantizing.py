@@ -14,13 +14,12 @@ from meshwright.api.arguments import Place, checked, folder_of
 from meshwright.api.documents import plain
 from meshwright.api.markup import line, table, whole
 from meshwright.api.model_opening import described
-from meshwright.api.quantization_budget import bytes_of, within_budget
-from meshwright.api.quantization_options import check_options, check_room, chosen_scheme, matrices_left
+from meshwright.api.quantization_budget import within_budget
+from meshwright.api.quantization_options import bytes_of, check_request, check_room, matrices_left
 from meshwright.api.quantization_passes import BeforeQuantized, QuantizedFolder, compute_dtype
 from meshwright.api.quantization_text import CALIBRATION_WINDOWS, quantization_text
-from meshwright.compress.bit_budget import bits_of, ladder
-from meshwright.compress.gguf_reading import is_gguf_path
-from meshwright.compress.gguf_stream import check_gguf_path, plan_gguf, write_gguf
+from meshwright.compress.bit_budget import bits_of
+from meshwright.compress.gguf_stream import plan_gguf, write_gguf
 from meshwright.compress.layer_inputs import column_peaks, outlier_columns
 from meshwright.compress.original import OriginalModel, open_original
 from meshwright.compress.quality import Quality
@@ -29,12 +28,12 @@ from meshwright.model.quantized_formats.folder_format import QuantizedModel
 from meshwright.model.quantized_formats.format_table import DEFAULT, FORMATS, FP16_SCALES
 from meshwright.model.quantized_weights import quantizable
 from meshwright.observe.quality_page.quality_page import page
-from meshwright.spec.errors import ArgumentError, OutsideTolerance
+from meshwright.spec.errors import OutsideTolerance
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.units import gib
 from meshwright.store.durable import one_line
-from meshwright.store.model_weights import LAST
+from meshwright.store.model_place import LAST
 from meshwright.training.precision import DTYPES
 
 SEQUENCES = 64
@@ -206,21 +205,19 @@ def quantize(
     HubError, DataError.
     """
     path, target = folder_of(model), Path(out)
-    if scheme in GGUF_SCHEMES or format == GGUF:
+    taken = check_request(
+        path, target, scheme, format=format, group=group, outliers=outliers, threshold=threshold, data=data,
+        sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype,
+        checkpoint=checkpoint,
+    )  # fmt: skip
+    if taken is None:
         return _as_gguf(
-            path, target, scheme, format, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
+            path, target, scheme, data=data, sequences=sequences, max_kl=max_kl, dtype=dtype,
             checkpoint=checkpoint, quality=quality, keep=keep,
-            other={"group": group, "outliers": outliers, "threshold": threshold, "budget": budget},
         )  # fmt: skip
-    taken = chosen_scheme(scheme, group, outliers, threshold)
-    check_options(format, sequences, calibration, max_kl, dtype, target)
-    if is_gguf_path(target):
-        raise ArgumentError(f"out={target} names a GGUF file, which has schemes of its own: {', '.join(GGUF_SCHEMES)}")
     if format in FP16_SCALES:
         taken = replace(taken, scales="float16")
     limit = None if budget is None else bytes_of(budget)
-    if limit is not None:
-        ladder(taken)  # refuses a scheme that has none before anything is read
     original = open_original(path, checkpoint)
     whole_model = _chosen(original, taken, keep, DTYPES[dtype] if dtype else original.dtype)
     reads = quality or taken.calibrated or limit is not None or taken.outliers == "calibrated"
@@ -259,21 +256,11 @@ def quantize(
 
 
 def _as_gguf(
-    path: Path, target: Path, name: str, format: str, *, data: str | Path | None, sequences: int, max_kl: float | None,
-    dtype: str | None, checkpoint: str, quality: bool, keep: Sequence[str], other: Mapping[str, object],
+    path: Path, target: Path, name: str, *, data: str | Path | None, sequences: int, max_kl: float | None,
+    dtype: str | None, checkpoint: str, quality: bool, keep: Sequence[str],
 ) -> QuantizeAnswer:  # fmt: skip
     """The same as one GGUF file."""
-    if name not in GGUF_SCHEMES or format not in (GGUF, DEFAULT):
-        raise ArgumentError(
-            f"scheme={name} with format={format}: a GGUF file has its own schemes, {', '.join(GGUF_SCHEMES)}; others "
-            "have none of these"
-        )
-    for option, given in other.items():
-        if given is not None:
-            raise ArgumentError(f"{option}={given} is not for GGUF files: leave it out")
     taken = GGUF_SCHEMES[name]
-    check_options(DEFAULT, sequences, 1, max_kl, dtype, target)
-    check_gguf_path(target)
     original = open_original(path, checkpoint)
     wanted, names = DTYPES[dtype] if dtype else original.dtype, matrices_left(original, keep)
     kept = tuple(one for one in quantizable(original.shape) if one not in names)

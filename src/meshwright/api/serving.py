@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.serve.engine_options import EngineOptions
-from meshwright.serve.speculation import Speculation
 from meshwright.server.access import check_key
 from meshwright.server.server_options import ServerOptions
 from meshwright.spec.errors import PlanError
 
 if TYPE_CHECKING:
+    from meshwright.serve.speculation import Speculation
     from meshwright.server.hosted_model import OpenModel
     from meshwright.server.http_server import HttpServer
 
@@ -27,14 +27,19 @@ def server_of(
     name: str, opened: "OpenModel", options: ServerOptions, engine: EngineOptions, on_ready: Ready | None = None
 ) -> "HttpServer":
     """A server that has its address. ArgumentError; PlanError where its libraries are not installed."""
-    missing = next((name for name in LIBRARIES if find_spec(name) is None), None)
-    if missing is not None:
-        raise PlanError(f"serve needs {missing}, which is not installed: pip install 'meshwright[serve]'")
+    check_libraries()
     from meshwright.server.http_server import HttpServer
 
     for key in options.keys:
         check_key(key, "keys=")
     return HttpServer(name, opened, options, engine, on_ready=on_ready)
+
+
+def check_libraries() -> None:
+    """PlanError where one of the extra `serve` is not installed."""
+    missing = next((name for name in LIBRARIES if find_spec(name) is None), None)
+    if missing is not None:
+        raise PlanError(f"serve needs {missing}, which is not installed: pip install 'meshwright[serve]'")
 
 
 def run(server: "HttpServer") -> None:
@@ -96,7 +101,7 @@ def configuration(
     }
 
 
-def _guesses(speculation: Speculation | None, draft: Path | None) -> dict[str, Any]:
+def _guesses(speculation: "Speculation | None", draft: Path | None) -> dict[str, Any]:
     if speculation is None:
         return {"guess_tokens": 0}
     how = {"draft": draft} if draft is not None else {"guess_ngram": speculation.ngram}

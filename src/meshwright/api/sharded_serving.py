@@ -36,7 +36,7 @@ from meshwright.spec import Layout, Recipe
 from meshwright.spec.errors import ArgumentError, IllegalLayout, MeshwrightError, RunError
 from meshwright.spec.legal import layout_violations
 from meshwright.spec.shape import ModelShape
-from meshwright.store.model_weights import LAST
+from meshwright.store.model_place import LAST
 from meshwright.training.device import pick_device
 
 NEVER = timedelta(days=3650)
@@ -97,7 +97,7 @@ def sharded_model(
 
 def _layout(tp: int, ep: int) -> Layout:
     if tp < 2 or ep < 1:
-        raise ArgumentError(f"tp={tp} ep={ep}: tp must be at least 2, and ep at least 1; one rank is an engine alone")
+        raise ArgumentError(f"tp={tp} ep={ep}: tp must be at least 2, ep at least 1; for one rank use load().engine()")
     return Layout(tp=tp, ep=ep, sp=ep > 1, compile="off")
 
 

@@ -17,7 +17,8 @@ from meshwright.data.corpus import MixedStream, TokenStream
 from meshwright.data.mixed_rows import MixedRows
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.preparation import form_of
-from meshwright.model import Sampling, Transformer, generate
+from meshwright.model import Sampling, Transformer
+from meshwright.model.generate import generate
 from meshwright.parallel import on_one_device
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_adapters import ServedAdapter

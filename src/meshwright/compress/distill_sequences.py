@@ -9,14 +9,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.data import Tokenizer
 from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.rows import Malformed, Row, json_array, jsonl, parquet, spoken
 from meshwright.data.samples import Continuation, Conversation, Preference, sample
-from meshwright.model.generate import Generation
 from meshwright.spec.errors import DataError
+
+if TYPE_CHECKING:
+    from meshwright.model.generate import Generation
 
 AT_ONCE = 64
 """Prompts that are given to the teacher together."""
@@ -116,14 +118,14 @@ class Answerer:
                 fresh.unlink(missing_ok=True)
         return WrittenAnswers(written=written, left_out=left_out)
 
-    def _ended(self, prompt: Sequence[int], found: Generation) -> str:
+    def _ended(self, prompt: Sequence[int], found: "Generation") -> str:
         """The text of an answer that ended; empty where it did not."""
         ended = bool(found.ids) and found.ids[-1] in self.stop_ids
         return self.tokenizer.text_behind(prompt, found.ids[:-1]) if ended else ""
 
     def _answered(
         self, some: Sequence[Question], how: AnswerSearch, before: int
-    ) -> Iterator[tuple[Question, list[int], Generation]]:
+    ) -> Iterator[tuple[Question, list[int], "Generation"]]:
         """Each answer with its question and the ids of that."""
         prompts = [self.ids(one) for one in some]
         asked = [pair for pair in zip(some, prompts, strict=True) for _ in range(how.samples)]
@@ -131,7 +133,7 @@ class Answerer:
             yield *pair, answer
 
 
-Respond = Callable[[Sequence[Sequence[int]], AnswerSearch, int], Sequence[Generation]]
+Respond = Callable[[Sequence[Sequence[int]], AnswerSearch, int], Sequence["Generation"]]
 """Answers to prompts, `samples` to each, one behind the other. The number is that of the answers before: sampled ones
 have seeds of their own."""
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from meshwright.compress.calibrated_block import Parts, QuantizedBlock
 from meshwright.compress.stream import QuantizedLayer
 from meshwright.kernels.quantized_matrix import PARTS, QuantizedMatrix
-from meshwright.model.hub.directory import fresh_folder, read_json
+from meshwright.model.hub.directory import fresh_folder
+from meshwright.model.hub.folder_config import read_json
 from meshwright.model.hub.safetensors_files import SINGLE, Planned, ShardWriter, pieces, stored_tensors
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import Scheme

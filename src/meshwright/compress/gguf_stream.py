@@ -51,14 +51,6 @@ class GGUFPlan:
         return sum(math.prod(one.size) for one in self.tensors if not is_float(one.kind.name))
 
 
-def check_gguf_path(out: Path) -> None:
-    """PlanError where a GGUF file cannot be there."""
-    if out.suffix != ".gguf":
-        raise PlanError(f"out={out} is one GGUF file, whose name ends with .gguf: take {out}.gguf")
-    if out.exists():
-        raise PlanError(f"out={out} is there already: take another name, or remove it")
-
-
 def plan_gguf(
     original: OriginalModel, dtype: torch.dtype, scheme: GGUFScheme | None = None, kept: Sequence[str] = ()
 ) -> GGUFPlan:

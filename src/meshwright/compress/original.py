@@ -11,7 +11,7 @@ from meshwright.compress.gguf_reading import gguf_generation, gguf_tokenizer, is
 from meshwright.data import Tokenizer
 from meshwright.model.gguf.gguf_model import open_gguf
 from meshwright.model.hub.adapter import is_adapter
-from meshwright.model.hub.directory import GENERATION, TEMPLATE, read_json
+from meshwright.model.hub.folder_config import GENERATION, TEMPLATE, read_json
 from meshwright.model.hub.weights import stored_weights
 from meshwright.model.quantized_formats.quantized_folder import open_numbers
 from meshwright.spec.errors import PlanError

@@ -1,5 +1,6 @@
 """The tokens of a plan's data: of text, of samples, or of a mixture, encoded now or found in the cache."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -59,6 +60,12 @@ def _begins_malformed(data: Data) -> bool:
         if malformed.malformed or number >= _LOOKED_AT or not malformed.rows:  # plain text has no rows
             break
     return data.malformed == "refuse" and malformed.malformed > 0
+
+
+def check_text(path: str | Path) -> None:
+    """Refuse, before anything slow, a text to score that is not there or holds none: DataError."""
+    data = Data(path=str(path))
+    check_sources(replace(data, form=form_of(data)))
 
 
 def holds_pairs(data: Data) -> bool:

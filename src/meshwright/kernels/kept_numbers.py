@@ -6,7 +6,7 @@
 Positions lie in blocks. A position's codes depend on its own numbers alone. Letters: K heads, E width of a head.
 """
 
-from typing import Literal, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from meshwright.kernels.compiled.library import Loops
 from meshwright.kernels.norm import rms_norm_reference
 from meshwright.kernels.quantization import E4M3, absmax_scale, e4m3_scale, highest
 from meshwright.kernels.rope import rotate_reference
-
-CacheForm = Literal["model", "fp8", "int8"]
-"""What keys and values are kept as: numbers of the model's dtype, or codes."""
-FORMS: tuple[CacheForm, ...] = ("model", "fp8", "int8")
+from meshwright.spec.serving_defaults import CacheForm
 
 
 @final

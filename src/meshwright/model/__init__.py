@@ -9,8 +9,24 @@ generate, kv_cache, prompt_batch     text from a model, one prompt or several
 hub, gguf, quantized_formats     folders and files of others
 """
 
-from meshwright.model.generate import Generation, Sampling, generate
-from meshwright.model.kv_cache import Cache
-from meshwright.model.transformer import Loss, Transformer, build
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Cache", "Generation", "Loss", "Sampling", "Transformer", "build", "generate"]
+if TYPE_CHECKING:
+    from meshwright.model.generate import Generation, Sampling
+    from meshwright.model.kv_cache import Cache
+    from meshwright.model.transformer import Loss, Transformer, build
+
+__all__ = ["Cache", "Generation", "Loss", "Sampling", "Transformer", "build"]
+
+_MODULES = {
+    "Cache": "kv_cache", "Generation": "generate", "Loss": "transformer", "Sampling": "generate",
+    "Transformer": "transformer", "build": "transformer",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when they are asked for: configs of folders are read without torch.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

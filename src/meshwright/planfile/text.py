@@ -13,6 +13,7 @@ from typing import NoReturn
 import yaml
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.hub_names import download_command, looks_like_hub_name
 
 LARGEST_FILE_BYTES = 2**20
 DEEPEST = 16
@@ -34,6 +35,9 @@ class Given:
 
 def _hint(error: OSError, path: Path) -> str:
     if isinstance(error, FileNotFoundError):
+        if looks_like_hub_name(name := str(path)):
+            folder = path.name
+            return f". A model is given as model=FOLDER: run `{download_command(name)}`, then give model={folder}"
         return ": make one with `meshwright init > plan.yaml`"
     if not isinstance(error, IsADirectoryError):
         return ""

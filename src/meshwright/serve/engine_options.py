@@ -2,25 +2,28 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
-import torch
-
-from meshwright.compat import processors
-from meshwright.kernels.kept_numbers import FORMS, CacheForm
-from meshwright.serve.prepared_layers import HEADS, HeadForm
 from meshwright.serve.scheduler import check_budget
-from meshwright.serve.speculation import Speculation
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.serving_defaults import (
     BESIDE_ANSWERS,
+    CACHE_FORMS,
     CPU_CACHE_BYTES,
     CPU_SEQUENCES,
     CPU_TOKENS,
     GPU_SEQUENCES,
+    HEADS,
     MEMORY_SHARE,
+    CacheForm,
+    HeadForm,
     step_tokens,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.serve.speculation import Speculation
 
 Graphs = Literal["auto", "on", "off"]
 """Whether steps are CUDA graphs; auto: where they can be."""
@@ -70,7 +73,7 @@ class EngineOptions:
     second_layouts: bool = False
     """On a GPU, products with 4-bit codes may use a second layout of them in memory where that is faster: torch's and
     gemlite's order, or a copy in 16 bits. All ways are timed when the engine starts, those without one in any case."""
-    speculation: Speculation | None = None
+    speculation: "Speculation | None" = None
     """Guesses of several tokens that are computed in one step; None = there are none. Answers stay what they are; those
     that keep to a schema or regex have no guesses."""
     head: HeadForm = "model"
@@ -90,7 +93,7 @@ class EngineOptions:
     on_progress: Callable[[str], None] | None = None
     """Called with a line for people while the engine starts on a GPU: memory, and graphs that are captured."""
 
-    def on_device(self, device: torch.device, hidden: int) -> Self:
+    def on_device(self, device: "torch.device", hidden: int) -> Self:
         """Replace zeros by this device's defaults, for a model with `hidden` numbers a token. The cache of a GPU stays
         0: what is free there is measured once weights are loaded."""
         cpu = device.type == "cpu"
@@ -99,6 +102,8 @@ class EngineOptions:
         if not tokens and cpu:
             tokens = max(CPU_TOKENS, 2 * sequences)
         elif not tokens:
+            from meshwright.compat import processors
+
             tokens = step_tokens(processors(device.index), hidden, sequences)
         cache_bytes = self.cache_bytes or (CPU_CACHE_BYTES if cpu else 0)
         ahead = not cpu if self.run_ahead is None else self.run_ahead
@@ -106,7 +111,7 @@ class EngineOptions:
             self, most_sequences=sequences, most_tokens=tokens, cache_bytes=cache_bytes, run_ahead=ahead
         )  # fmt: skip
 
-    def beside_answers(self, device: torch.device) -> int:
+    def beside_answers(self, device: "torch.device") -> int:
         """`prompt_tokens` on a device."""
         return self.prompt_tokens or (BESIDE_ANSWERS if device.type == "cpu" else self.most_tokens)
 
@@ -134,6 +139,6 @@ class EngineOptions:
             raise ArgumentError(f"memory_share={self.memory_share} must be above 0 and at most 1")
         if self.most_tokens:
             check_budget(self.most_tokens, self.most_sequences or 1)
-        for name, known in {"cache_dtype": FORMS, "head": HEADS, "cuda_graphs": GRAPHS}.items():
+        for name, known in {"cache_dtype": CACHE_FORMS, "head": HEADS, "cuda_graphs": GRAPHS}.items():
             if getattr(self, name) not in known:
                 raise ArgumentError(f"{name}={getattr(self, name)} is not known: take one of {', '.join(known)}")

@@ -13,7 +13,6 @@ from typing import Protocol, final
 
 import torch
 
-from meshwright.kernels.kept_numbers import FORMS
 from meshwright.serve.cached_sequence import CachedSequence, Phase
 from meshwright.serve.engine_options import GRAPHS
 from meshwright.serve.paged_cache import bytes_per_block
@@ -25,6 +24,7 @@ from meshwright.serve.scheduler import StepPlan
 from meshwright.serve.step_graphs import StepMemory, reason_without
 from meshwright.spec.errors import DoesNotFit
 from meshwright.spec.graph_sizes import GRAPH_POOLS
+from meshwright.spec.serving_defaults import CACHE_FORMS
 from meshwright.spec.units import gib
 
 SMALLER = "a smaller longest, most_tokens or most_sequences, or quantized weights"
@@ -173,7 +173,7 @@ def _decoding_rows(memory: DeviceMemory, runner: Runner, setup: RunnerSetup) -> 
     """
     if runner.cache.by_rows:
         return setup.graph_rows
-    held = memory.free_bytes() // bytes_per_block(runner.model, setup.block, FORMS[setup.form])
+    held = memory.free_bytes() // bytes_per_block(runner.model, setup.block, CACHE_FORMS[setup.form])
     return max(1, min(setup.graph_rows, held // _blocks(setup, setup.longest)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.kernels.attention import Mask
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.compiled.library import Loops, takes
-from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers, turn_and_keep
+from meshwright.kernels.kept_numbers import KeptNumbers, turn_and_keep
 from meshwright.kernels.paged_attention import (
     DenseCall,
     PagedCall,
@@ -29,6 +29,7 @@ from meshwright.model.kv_cache import Cache, Norms
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serve.host_copies import HostCopies, grouped, to_device
 from meshwright.serve.host_tier import Move
+from meshwright.spec.serving_defaults import CacheForm
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Adapters of requests are added to the product.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, final
+from typing import final
 
 from torch import Tensor, nn
 
@@ -24,10 +24,7 @@ from meshwright.model.seams import compute
 from meshwright.model.transformer import Block, Transformer
 from meshwright.serve.fused_blocks import FusedBlocks
 from meshwright.serve.request_adapters import BesideRows
-
-HeadForm = Literal["model", "int8"]
-"""What the head multiplies with: the model's own matrix, or one rounded to 8 bits, as its rows are."""
-HEADS: tuple[HeadForm, ...] = ("model", "int8")
+from meshwright.spec.serving_defaults import HeadForm
 
 
 @final

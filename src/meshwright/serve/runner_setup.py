@@ -8,16 +8,16 @@ from typing import Self
 import torch
 
 from meshwright.kernels.compiled import library
-from meshwright.kernels.kept_numbers import FORMS
 from meshwright.model.transformer import Transformer
 from meshwright.serve.engine_options import GRAPHS, EngineOptions
 from meshwright.serve.paged_cache import PagedCache
-from meshwright.serve.prepared_layers import HEADS, PreparedLayers
+from meshwright.serve.prepared_layers import PreparedLayers
 from meshwright.serve.request_adapters import RequestAdapters
 from meshwright.serve.runner import Runner
 from meshwright.serve.serving_ranks import RankCommand, ServingRanks
 from meshwright.serve.step_graphs import step_graphs
 from meshwright.serve.step_words import StepReader
+from meshwright.spec.serving_defaults import CACHE_FORMS, HEADS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RunnerSetup:
     """Of host memory, for as many blocks."""
     block: int
     form: int
-    """Of FORMS."""
+    """Of CACHE_FORMS."""
     head: int
     """Of HEADS."""
     packed: int
@@ -50,7 +50,7 @@ class RunnerSetup:
     def of(cls, options: EngineOptions, blocks: int, slots: int, longest: int) -> Self:
         """Of the model that the options are for."""
         return cls(
-            blocks=blocks, slots=slots, block=options.block, form=FORMS.index(options.cache_dtype),
+            blocks=blocks, slots=slots, block=options.block, form=CACHE_FORMS.index(options.cache_dtype),
             head=HEADS.index(options.head), packed=options.packed, compiled=options.compiled, exact=options.exact,
             longest=longest, most_tokens=options.most_tokens, copies_bytes=options.copies_bytes,
             graphs=GRAPHS.index(options.cuda_graphs), graph_rows=options.most_rows, sequences=options.most_sequences,
@@ -78,7 +78,7 @@ class RunnerSetup:
         loops = library.compiled() if self.compiled else None
         if self.exact and loops is not None:
             loops = loops.for_any_rows()
-        cache = PagedCache(model, self.blocks, self.block, form=FORMS[self.form], loops=loops, slots=self.slots)
+        cache = PagedCache(model, self.blocks, self.block, form=CACHE_FORMS[self.form], loops=loops, slots=self.slots)
         graphs, words = step_graphs(
             model, cache, GRAPHS[self.graphs], ranks=1 if ranks is None else ranks.size, rows=self.graph_rows,
             sequences=self.sequences, longest=self.longest,

@@ -3,7 +3,6 @@
 This process has the engine, in a thread; another one has HTTP (front.py). If one of the two ends, so does the other.
 """
 
-import errno
 import json
 import signal
 import socket
@@ -25,7 +24,7 @@ from meshwright.server.engine_messages import AdapterCall, AddedPrompt, Cancelle
 from meshwright.server.engine_thread import EngineThread
 from meshwright.server.hosted_model import OpenModel
 from meshwright.server.server_options import ServerOptions
-from meshwright.spec.errors import ArgumentError, RunError
+from meshwright.spec.errors import RunError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_SECONDS = 3.0
@@ -66,7 +65,7 @@ class HttpServer:
         self.channel: Channel | None = None
         self._open, self._engine_options = open_model, engine
         self._on_ready, self._log = on_ready, log
-        self._listener = _listening(options)
+        self._listener = options.listener()
         host, port = self._listener.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         """As a browser takes it."""
@@ -196,22 +195,3 @@ def _ending(status: int) -> str:
     with suppress(ValueError):
         return signal.Signals(-status).name
     return f"signal {-status}"
-
-
-def _listening(options: ServerOptions) -> socket.socket:
-    """ArgumentError: the address is taken, or is not this machine's."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((options.host, options.port))
-        found.listen(1024)
-        found.setblocking(False)
-    except OSError as error:
-        found.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ArgumentError(
-                f"port={options.port} of {options.host} is taken: stop the program that has it, or take another port"
-            ) from None
-        raise ArgumentError(f"host={options.host} port={options.port}: {error.strerror or error}") from None
-    return found

@@ -1,6 +1,8 @@
 """How a server runs, and what it refuses. All of it is decided before a socket is opened."""
 
+import errno
 import math
+import socket
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -87,3 +89,21 @@ class ServerOptions:
                 f"host={self.host} is reached from other machines and there is no API key: give one, or "
                 "without_key=True to let everybody in"
             )
+
+    def listener(self) -> socket.socket:
+        """Open the socket that listens. ArgumentError: the address is taken, or is not this machine's."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        opened = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened.bind((self.host, self.port))
+            opened.listen(1024)
+            opened.setblocking(False)
+        except OSError as error:
+            opened.close()
+            if error.errno == errno.EADDRINUSE:
+                raise ArgumentError(
+                    f"port={self.port} of {self.host} is taken: stop the program that has it, or take another port"
+                ) from None
+            raise ArgumentError(f"host={self.host} port={self.port}: {error.strerror or error}") from None
+        return opened

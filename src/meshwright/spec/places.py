@@ -6,6 +6,7 @@ Ranks are numbered with tp innermost: rank = (((pp * R + dp_replicate) * S + dp_
 from collections.abc import Sequence
 from itertools import product
 
+from meshwright.spec.errors import PlanError
 from meshwright.spec.layout import AXES, Layout
 from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
 
@@ -29,6 +30,13 @@ def rank_of(layout: Layout, place: dict[str, int]) -> int:
 def pipeline_ranks(layout: Layout) -> list[int]:
     """The first rank of each pipeline place: others of the place hold and send as much."""
     return [place * (layout.world // layout.pp) for place in range(layout.pp)]
+
+
+def check_ranks(layout: Layout, ranks: Sequence[int]) -> None:
+    """PlanError where one of `ranks` is none of the layout's."""
+    for rank in ranks:
+        if not 0 <= rank < layout.world:
+            raise PlanError(f"rank={rank} is not one of the {layout.world} ranks of the plan (0 to {layout.world - 1})")
 
 
 def ranks_along(layout: Layout, axes: Sequence[str], rank: int) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from typing import Literal
 
 from meshwright.spec.errors import PlanError
 
+FOLDER_FORMATS = ("meshwright", "compressed-tensors", "gptq", "awq", "bitsandbytes")
+"""Formats of quantized folders; each is the config's quant_method, too."""
 Codes = Literal["integer", "nf4", "fp4", "e4m3"]
 Method = Literal["absmax", "zero-point", "hqq", "gptq", "awq", "awq-gptq", "smooth"]
 CALIBRATED = ("gptq", "awq", "awq-gptq", "smooth")

@@ -3,12 +3,15 @@
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, get_args
 
 from meshwright.spec.errors import PlanError
 from meshwright.spec.objective_traits import CROSS_ENTROPY, TRAITS, ObjectiveName, ObjectiveTraits
 from meshwright.spec.optimizer_states import StateStorage
 
+Precision = Literal["fp32", "bf16", "fp16"]
+"""What weights are kept in, and most arithmetic is done in."""
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 NO_SCHEME = "none"
 """recipe.fake_quantize where no weight is rounded."""
 
@@ -65,7 +68,7 @@ class Recipe:
     """Other batch sizes later: stages {tokens, global_batch} by tokens seen; before the first, global_batch."""
     seed: int = 0
     """Of the initial weights, the data order and dropout."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Bytes per parameter: fp32 4+4+8; bf16 2+2, fp32 master 4, moments 4+4; fp16 the same, with loss scaling."""
     products: Literal["same", "fp8", "fp8-all"] = "same"
     """Of blocks: fp8 rounds the bf16 operands of linear products to e4m3, row by row, but for gradients of weights;

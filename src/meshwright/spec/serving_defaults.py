@@ -1,6 +1,15 @@
 """Defaults of the serving engine: what a step holds, and how much of a GPU keys and values take. Engine and planner
 follow them."""
 
+from typing import Literal, get_args
+
+CacheForm = Literal["model", "fp8", "int8"]
+"""What keys and values are kept as: the model's dtype, or 8 bits with a scale for each position and head."""
+CACHE_FORMS: tuple[CacheForm, ...] = get_args(CacheForm)
+HeadForm = Literal["model", "int8"]
+"""What the head multiplies in: the model's dtype, or 8 bits."""
+HEADS: tuple[HeadForm, ...] = get_args(HeadForm)
+
 BESIDE_ANSWERS = 128
 """Tokens of prompts in a step in which answers grow, on a CPU. There a step's time grows with its tokens, so a long
 chunk makes everybody wait; more tokens than these at once are hardly read sooner. On a GPU a step reads all that it has

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from meshwright.spec.errors import RunError
+from meshwright.spec.errors import PlanError, RunError
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -49,8 +49,16 @@ def free_bytes(path: Path) -> int | None:
         return None
 
 
-def refuse_unwritable(path: Path) -> None:
-    """Refuse a folder that no file can be written to, where it is or will be: RunError. A full disk passes."""
+def refuse_taken(path: Path, named: str) -> None:
+    """Refuse a folder to be made that holds something, or is a file: PlanError. `named`: the argument, as `out=`."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        what = "is not empty: take another folder, or empty this one" if path.is_dir() else "is there: name another"
+        raise PlanError(f"{named}{path} {what}")
+
+
+def refuse_unwritable(path: Path, named: str = "run=") -> None:
+    """Refuse a folder that no file can be written to, where it is or will be: RunError. A full disk passes. `named`:
+    the argument, as `out=`."""
     nearest = path
     try:
         nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -58,7 +66,9 @@ def refuse_unwritable(path: Path) -> None:
             return
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise RunError(f"run={path} cannot be written: {nearest}: {error.strerror}; choose another run=") from None
+            raise RunError(
+                f"{named}{path} cannot be written: {nearest}: {error.strerror}; choose another {named.strip()}"
+            ) from None
 
 
 @contextmanager

@@ -13,14 +13,11 @@ from meshwright.spec.inventory import adapter_parts
 from meshwright.store import checkpoint as checkpoints
 from meshwright.store import checkpoint_folder
 from meshwright.store.base_weights import base_fingerprint, base_weights
+from meshwright.store.model_place import BEST, LAST, check_checkpoint
 from meshwright.store.run_folder import RunFolder
 
 MASTER = "optimizer.master."
 """Where a checkpoint of a run below fp32 keeps its weights in full."""
-
-
-LAST, BEST = "last", "best"
-"""Which checkpoint of a run: the newest that is whole, or that of the lowest held-out loss."""
 
 
 def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
@@ -73,8 +70,7 @@ def _chosen(run: RunFolder, which: str) -> Path:
                 "checkpoint=last, or train with data.validation and checkpoints at evaluations"
             )
         return found
-    if not which.isdigit():
-        raise ArgumentError(f"checkpoint={which} is not known: take last, best, or the number of a step")
+    check_checkpoint(which)
     one = next((saved.path for saved in there if saved.step == int(which)), None)
     if one is None:
         steps = ", ".join(str(saved.step) for saved in there) or "none"

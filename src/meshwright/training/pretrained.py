@@ -15,7 +15,7 @@ from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import coded as codes_of
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
-from meshwright.model.hub.directory import GENERATION, TEMPLATE
+from meshwright.model.hub.folder_config import GENERATION, TEMPLATE
 from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.model.quantized_formats.quantized_folder import is_quantized
 from meshwright.model.quantized_weights import frozen_codes

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers, turn_and_keep, turn_and_keep_reference
+from meshwright.kernels.kept_numbers import KeptNumbers, turn_and_keep, turn_and_keep_reference
 from meshwright.kernels.triton import keeping, paged
+from meshwright.spec.serving_defaults import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 
 BLOCKS, SIZE = 5, 4

@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.kernels.kept_numbers import CacheForm, KeptNumbers
+from meshwright.kernels.kept_numbers import KeptNumbers
 from meshwright.kernels.paged_attention import RowsCall, attend_rows, attend_rows_reference
 from meshwright.kernels.triton import paged
-from meshwright.model import build, generate
+from meshwright.model import build
+from meshwright.model.generate import generate
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
+from meshwright.spec.serving_defaults import CacheForm
 from tests.kernels.interpreted.poison import nothing_is_left_unwritten  # noqa: F401  # a fixture
 from tests.model.shrunk import model, shrink
 

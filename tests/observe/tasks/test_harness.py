@@ -207,7 +207,7 @@ def test_a_task_that_cannot_be_run_is_one_sentence(folder: Path, tmp_path: Path,
 
 
 def test_what_contradicts_itself_is_refused(folder: Path) -> None:
-    with pytest.raises(ArgumentError, match="two questions"):
+    with pytest.raises(ArgumentError, match="cannot be scored together"):
         score_on_tasks(folder / "llama", tasks=folder / "tasks", data="x")
     with pytest.raises(ArgumentError, match="limit=0 must be 1"):
         score_on_tasks(folder / "llama", tasks=folder / "tasks", limit=0)

@@ -201,6 +201,15 @@ def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
     return found
 
 
+def check_tensor_ranks(tp: int, ep: int) -> None:
+    """ArgumentError where processes cannot share a model so."""
+    for name, ranks in (("tp", tp), ("ep", ep)):
+        if ranks < 1:
+            raise ArgumentError(f"{name}={ranks} must be at least 1")
+    if ep > 1 and tp == 1:
+        raise ArgumentError(f"ep={ep} spreads experts over the processes of tp, and there is one: add tp={ep}")
+
+
 def check_guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> None:
     """ArgumentError where options of guesses contradict each other, or make no sense."""
     for name, value, least in (("guess_tokens", tokens, 1), ("guess_ngram", ngram, 2)):
@@ -208,18 +217,16 @@ def check_guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> 
             raise ArgumentError(f"{name}={value} must be at least {least}")
     if draft is not None and ngram is not None:
         raise ArgumentError(
-            f"guess_ngram={ngram} is of the look-up, and draft={draft} guesses in its place: leave one out"
+            f"guess_ngram={ngram} has no effect with draft={draft}, which guesses instead of a look-up: leave one out"
         )
     if ngram is not None and tokens is None:
-        raise ArgumentError(
-            f"guess_ngram={ngram} says how guesses are looked up, and there are none: add guess_tokens=8"
-        )
+        raise ArgumentError(f"guess_ngram={ngram} has no effect without guesses: add guess_tokens=8")
 
 
 def check_copies(mib: int | None, cache_dtype: str) -> None:
     """ArgumentError where copies were asked for and there are none."""
     if mib and cache_dtype != "model":
         raise ArgumentError(
-            f"copies_mib={mib} is memory of the model's own numbers, and cache_dtype={cache_dtype} keeps codes: leave "
-            "one out"
+            f"copies_mib={mib} needs cache_dtype=model: with cache_dtype={cache_dtype} there are no copies. Leave one "
+            "of both out"
         )

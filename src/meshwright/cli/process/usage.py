@@ -23,6 +23,8 @@ def usage(error: Any, words: Sequence[str], verbs: Iterable[str]) -> str:
     said = _of_value(said, getattr(error, "param", None), words) or said
     for pattern, instead in CLOSE:
         said = re.sub(pattern, instead, said)
+    if verb == "generate " and said.startswith("Got unexpected extra argument"):
+        said = f"A prompt is given as --prompt TEXT, in quotes where it has spaces ({said.partition(' ')[2]})"
     see = f"see meshwright {verb}--help"
     return f"{said} S{see[1:]}" if said.endswith("?") else f"{said}: {see}"
 

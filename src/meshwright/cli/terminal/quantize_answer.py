@@ -2,15 +2,18 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from meshwright.api.quantizing import QuantizeAnswer
 from meshwright.cli.terminal.screen_text import coloured, folded, plus_minus
 from meshwright.spec.gguf_schemes import GGUF, GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import SCHEMES
 from meshwright.spec.units import many
 
+if TYPE_CHECKING:
+    from meshwright.api.quantizing import QuantizeAnswer
 
-def answer(found: QuantizeAnswer) -> Iterator[str]:
+
+def answer(found: "QuantizeAnswer") -> Iterator[str]:
     """All lines."""
     word, colour = ("OK", "green") if found.passed else ("TOO FAR", "red")
     if found.quality is None:
@@ -19,7 +22,7 @@ def answer(found: QuantizeAnswer) -> Iterator[str]:
     yield from folded(_details(found))
 
 
-def _details(found: QuantizeAnswer) -> Iterator[str]:
+def _details(found: "QuantizeAnswer") -> Iterator[str]:
     matrices = many(len(found.layers), "matrix", "matrices")
     place = "file  " if found.format == GGUF else "folder"
     yield f"{place}      {found.run} ({found.format}), {matrices} of {found.original}"

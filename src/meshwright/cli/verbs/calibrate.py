@@ -1,6 +1,5 @@
 """`meshwright calibrate`: this machine measured for the planner, as a cluster file."""
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -34,6 +33,7 @@ def calibrate(
     """Measure this machine in about a minute: products, memory, attention, exchanges, real steps of small plans; write
     a cluster file for `meshwright plan MODEL --cluster FILE.toml`. Measure while nothing else runs."""
     from meshwright.cli.process.launch import processes
+    from meshwright.store.durable import refuse_unwritable
 
     if processes() > 1:
         raise PlanError("calibrate starts its processes itself: run it without torchrun")
@@ -41,8 +41,8 @@ def calibrate(
         raise PlanError(f"--out {out}: name a file that ends in .toml, as --out {out.with_suffix('.toml')}")
     if out is not None and not out.parent.is_dir():
         raise PlanError(f"--out {out}: there is no folder {out.parent}; make it first")
-    if out is not None and not os.access(out.parent, os.W_OK):
-        raise PlanError(f"--out {out}: {out.parent} may not be written to; name a file elsewhere")
+    if out is not None:
+        refuse_unwritable(out.parent, "--out ")
     if bool(runs) != bool(cluster):
         raise PlanError("--from RUN and --cluster FILE.toml belong together: runs change what a cluster file says")
     from meshwright.planner.machine.clusterfile_writer import text

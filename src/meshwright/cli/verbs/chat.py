@@ -45,13 +45,16 @@ def chat(
         raise PlanError(f"--max-new-tokens {max_new_tokens} must be at least 1")
     check_adapter(adapter)
 
-    from meshwright.api.dialogue import Dialogue
-    from meshwright.api.model_opening import load
     from meshwright.serve.request_options import RequestOptions
+    from meshwright.store.model_place import check_model
 
+    check_model(model, dtype=dtype, checkpoint=checkpoint)
     options = RequestOptions(
         max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed
-    )  # fmt: skip  # refused before the model loads
+    )  # fmt: skip
+    from meshwright.api.dialogue import Dialogue  # loads torch
+    from meshwright.api.model_opening import load
+
     opened = load(model, dtype, checkpoint=checkpoint)
     say_of_template(opened)
     talk(Dialogue(opened, options, system=system, adapter=adapter))

@@ -58,6 +58,8 @@ def distill(
     """
     from meshwright.api.distilling import distillation_plan, write_answers
     from meshwright.api.documents import check_new_file
+    from meshwright.compress.distill_sequences import AnswerSearch, questions
+    from meshwright.store.model_place import check_model
 
     if sequences is not None:
         if prompts is None or not teacher or words or student:
@@ -65,7 +67,10 @@ def distill(
                 "--sequences writes what a teacher answers: give --teacher DIR --prompts FILE, and neither --student "
                 "nor keys of a plan"
             )
+        AnswerSearch(beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens)
+        check_model(Path(teacher))
         check_new_file(sequences, option="--sequences ")
+        questions(prompts)
         found = write_answers(
             teacher, prompts, sequences, beams=beams, temperature=temperature, samples=samples,
             max_new_tokens=max_new_tokens,
@@ -73,8 +78,14 @@ def distill(
         left = f"; {found.left_out:,} that did not end, or say nothing, are left out" if found.left_out else ""
         print(f"{sequences}: {found.written:,} answers of {teacher}{left}")
         return
+    for name, asked, default in (
+        ("prompts", prompts, None), ("beams", beams, 1), ("temperature", temperature, 0.0), ("samples", samples, 1),
+        ("max-new-tokens", max_new_tokens, 256),
+    ):  # fmt: skip
+        if asked != default:
+            raise PlanError(f"--{name} says how a teacher answers prompts: add --sequences OUT.jsonl, or leave it out")
+    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     notes: list[str] = []
     plan, resume = distillation_plan(words or (), teacher, student, processes=processes(), notes=notes)
-    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     named = [*(["--teacher", teacher] if teacher else []), *(["--student", student] if student else [])]
     start("distill", [*named, *(words or ())], plan, resume, notes, options)

@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from meshwright.spec.errors import PlanError
-
 
 def evaluate(
     model: Annotated[
@@ -40,21 +38,25 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
     """Score a model on held-out text, or on tasks; with --against say what changed, and whether beyond noise."""
-    if sequences < 0:
-        raise PlanError(f"--sequences {sequences} must be 0 (all) or more")
+    from meshwright.api.evaluation_request import check_request
+    from meshwright.cli.inputs.engine_arguments import named_adapters
     from meshwright.cli.terminal.output import print_json
 
+    adapters = named_adapters(adapter, "")
+    check_request(
+        model, tasks=tasks or (), against=against, adapters=adapters, data=data, dtype=dtype, sequences=sequences,
+        limit=limit, shots=shots, checkpoint=checkpoint,
+    )  # fmt: skip
     if not tasks and against is None and not adapter:
         _held_out(model, data, dtype, sequences, checkpoint, json=json)
         return
     from meshwright.api import evaluation
-    from meshwright.cli.inputs.engine_arguments import named_adapters
     from meshwright.cli.terminal.eval_answer import answer
     from meshwright.cli.terminal.screen_text import show
 
     with _progress() as progress:
         found = evaluation.evaluate(
-            model, tasks=tasks or (), against=against, adapters=named_adapters(adapter, ""), data=data,
+            model, tasks=tasks or (), against=against, adapters=adapters, data=data,
             dtype=dtype, sequences=sequences, limit=limit,
             shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip

@@ -30,6 +30,7 @@ def export(
     is merged into the weights that it was trained beside. OUT that ends with .gguf is one file for llama.cpp."""
     from meshwright.cli.terminal.output import print_json
 
+    check_export(run, out, dtype, checkpoint, adapter=adapter)
     if out.suffix == ".gguf":
         found = write_gguf_file(run, out, dtype, checkpoint, adapter=adapter)
         if json:
@@ -47,21 +48,40 @@ def export(
         print(f"{out}: {taken.name} of {run}, {'its adapter, for PEFT' if adapter else readers}")
 
 
+def check_export(
+    source: Path, out: Path, dtype: str | None = None, which: str = "last", *, adapter: bool = False
+) -> None:
+    """Refuse what can be refused before torch is loaded: RunError, ArgumentError, PlanError."""
+    from meshwright.store import checkpoint_folder
+    from meshwright.store.durable import refuse_taken, refuse_unwritable
+    from meshwright.store.model_place import check_checkpoint, check_dtype, check_gguf_path, check_model
+    from meshwright.store.run_folder import RunFolder
+
+    check_dtype(dtype)
+    check_checkpoint(which)
+    if out.suffix == ".gguf":
+        if adapter:
+            raise PlanError("--adapter writes PEFT's format, and a GGUF file has none: leave --adapter out to merge it")
+        check_model(source, checkpoint=which)
+        check_gguf_path(out)
+    else:
+        if not checkpoint_folder.is_one(source):
+            RunFolder.open(source)
+        refuse_taken(out, "")
+    refuse_unwritable(out, "OUT ")
+
+
 def write_gguf_file(
     source: Path, out: Path, dtype: str | None = None, which: str = "last", *, adapter: bool = False
 ) -> dict[str, object]:
     """Export a run, one of its checkpoints, a Hugging Face directory or another GGUF file as one without codes; its
     size is known before a byte is written. PlanError where llama.cpp would not compute the model as it is."""
-    from meshwright.compress.gguf_stream import check_gguf_path, plan_gguf, write_gguf
+    from meshwright.compress.gguf_stream import plan_gguf, write_gguf
     from meshwright.compress.original import open_original
     from meshwright.store.durable import one_line
     from meshwright.training.precision import DTYPES
 
-    if dtype is not None and dtype not in DTYPES:
-        raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
-    if adapter:
-        raise PlanError("--adapter is in PEFT's format, and no GGUF file: leave --adapter out, and it is merged")
-    check_gguf_path(out)
+    check_export(source, out, dtype, which, adapter=adapter)
     original = open_original(source, which)
     wanted = DTYPES[dtype] if dtype else original.dtype
     plan = plan_gguf(original, wanted)
@@ -84,21 +104,22 @@ def write_directory(
 
     from meshwright.model.hub import export_folder
     from meshwright.model.hub.adapter import export_adapter
-    from meshwright.model.hub.directory import GENERATION, TEMPLATE, PromptFiles, read_json
+    from meshwright.model.hub.directory import PromptFiles
+    from meshwright.model.hub.folder_config import GENERATION, TEMPLATE, read_json
     from meshwright.store.durable import one_line
+    from meshwright.store.model_place import check_dtype
     from meshwright.store.model_weights import final_weights, locate, weights
     from meshwright.training.precision import DTYPES
 
-    if dtype is not None and dtype not in DTYPES:
-        raise PlanError(f"--dtype {dtype} is not known: take one of {', '.join(DTYPES)}")
+    check_dtype(dtype)
     run, checkpoint = locate(source, which)
     wanted = DTYPES[dtype or run.plan.recipe.precision]
     if adapter and run.plan.model.lora is None:
         raise PlanError(f"{run.path} trained all weights and has no adapter: leave --adapter out")
     if adapter and run.plan.init == RANDOM:
         raise PlanError(
-            f"{run.path} trained an adapter beside drawn weights, which no folder holds: export the merged model, "
-            "without --adapter"
+            f"{run.path} trained its adapter beside random weights, which are in no folder. Export the merged model: "
+            "leave --adapter out"
         )
     template = run.path / TEMPLATE
     prompts = PromptFiles(

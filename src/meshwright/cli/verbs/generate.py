@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,7 @@ from meshwright.spec.errors import PlanError
 
 if TYPE_CHECKING:
     from meshwright.api.trained_model import Generated, TrainedModel
+    from meshwright.compress.distill_sequences import Question
     from meshwright.serve.request_options import RequestOptions
 
 DEFAULT_TEMPERATURE = 0.8
@@ -54,19 +55,23 @@ def generate(
     if chat and given is not None:
         raise PlanError("--chat and --prompt-ids contradict each other: a template writes text, give it as --prompt")
 
-    from meshwright.api.model_opening import load
-    from meshwright.cli.terminal.output import print_json
-    from meshwright.model import Sampling
+    from meshwright.api.offline_answers import questions_of, read_prompts
+    from meshwright.serve.request_options import RequestOptions
+    from meshwright.store.model_place import check_model
 
-    Sampling(temperature=heat, top_k=top_k, top_p=top_p, seed=seed)  # refused before it loads
+    check_model(model, dtype=dtype, checkpoint=checkpoint)
+    options = RequestOptions(
+        max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed, n=samples
+    )  # fmt: skip
     if prompts is not None or samples != 1:
         if given is not None:
             raise PlanError("--samples and --prompt-ids contradict each other: give a text, as --prompt or --prompts")
-        options = partial(
-            _options, max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed, n=samples
-        )  # fmt: skip
-        _rows(model, dtype, checkpoint, prompts if prompts is not None else prompt or "", chat, options, adapter)
+        asked = questions_of([prompt or ""], chat=chat) if prompts is None else read_prompts(prompts, chat=chat)
+        _rows(model, dtype, checkpoint, asked, options, adapter)
         return
+    from meshwright.api.model_opening import load  # loads torch
+    from meshwright.cli.terminal.output import print_json
+
     opened = load(model, dtype, checkpoint=checkpoint)
     encode = opened.encode_chat if chat else opened.encode
     ids = given if given is not None else encode(prompt or "")
@@ -130,24 +135,16 @@ def chosen_temperature(greedy: bool, temperature: float | None) -> float:
     return 0.0 if greedy else DEFAULT_TEMPERATURE if temperature is None else temperature
 
 
-def _options(**asked: Any) -> "RequestOptions":
-    from meshwright.serve.request_options import RequestOptions
-
-    return RequestOptions(**asked)
-
-
 def _rows(
-    model: Path, dtype: str, checkpoint: str, asked: str | Path, chat: bool, options: "Callable[[], RequestOptions]",
+    model: Path, dtype: str, checkpoint: str, asked: "Sequence[Question]", options: "RequestOptions",
     adapter: Path | None,
 ) -> None:  # fmt: skip
-    """Print a row of JSON for each answer to a text, or to a file of prompts."""
+    """Print a row of JSON for each answer to a prompt."""
     from meshwright.api.model_opening import load
-    from meshwright.api.offline_answers import answer_prompts, questions_of, read_prompts
+    from meshwright.api.offline_answers import answer_prompts
     from meshwright.cli.terminal.output import print_json
 
-    wanted = options()
-    found = read_prompts(asked, chat=chat) if isinstance(asked, Path) else questions_of([asked], chat=chat)
-    for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), found, wanted, adapter=adapter):
+    for row in answer_prompts(load(model, dtype, checkpoint=checkpoint), asked, options, adapter=adapter):
         print_json(row)
 
 

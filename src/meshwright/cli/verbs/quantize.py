@@ -83,8 +83,8 @@ def quantize(
     Embeddings, head, norms, biases and routers stay as they are. generate, eval and meshwright.load read the folder.
     Exit code 4 where the predictions moved further than --max-kl; the folder is there all the same.
     """
-    from meshwright.api import quantizing
     from meshwright.api.documents import check_page, write_page
+    from meshwright.api.quantization_options import check_request
     from meshwright.cli.terminal.output import console, print_json
     from meshwright.cli.terminal.quantize_answer import answer
     from meshwright.cli.terminal.screen_text import show
@@ -92,7 +92,13 @@ def quantize(
     if html is not None:
         check_page(html, "quality.html", option="--html ")
         if html.resolve() == out.resolve():
-            raise ArgumentError(f"--html {html} is OUT, too: name another file")
+            raise ArgumentError(f"--html {html} is the same file as --out: name another")
+    check_request(
+        model, out, scheme, format=format, group=group, outliers=outliers, threshold=threshold, data=data,
+        sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl, dtype=dtype, checkpoint=checkpoint,
+    )  # fmt: skip
+    from meshwright.api import quantizing  # loads torch
+
     with console(json=True).status("quantize") as status:
 
         def on_block(block: int, blocks: int) -> None:

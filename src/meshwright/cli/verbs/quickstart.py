@@ -45,12 +45,16 @@ def quickstart(
     train: recipe.steps=100 data=./texts.
     """
     from meshwright import planfile
+    from meshwright.data.preparation import check_sources
+    from meshwright.store.durable import refuse_unwritable
 
     began = time.monotonic()
     plan = planfile.read(PLAN, [f"run={RUN}", *(words or ())])
     if not any(word.startswith("run=") for word in words or ()):
         plan = replace(plan, run=str(free_folder(Path(plan.run))))
     plan.check()
+    refuse_unwritable(Path(plan.run))
+    check_sources(plan.data)
 
     from meshwright.cli.process.failure import INTERRUPTED
     from meshwright.cli.terminal.output import console, print_json

@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -11,9 +12,7 @@ import typer
 
 from meshwright.cli.inputs import engine_arguments as asked
 from meshwright.cli.verbs.chat import say_of_template
-from meshwright.spec.errors import ArgumentError
-from meshwright.spec.hub_names import download_hint
-from meshwright.spec.serving_defaults import MEMORY_SHARE
+from meshwright.spec.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
 
 if TYPE_CHECKING:
     from meshwright.api.trained_model import TrainedModel
@@ -107,18 +106,20 @@ def serve(
     )  # fmt: skip
     _warn_of_readers(api_key_file)
     asked.check_copies(copies_mib, cache_dtype)
-    for path, what in ((model, ""), (draft, "draft=")):
-        if path is not None and not path.exists():
-            raise ArgumentError(
-                f"{what}{path} does not exist: give a run, a Hugging Face directory or a .gguf file"
-                f"{download_hint(str(path))}"
-            )
+    asked.check_guesses(guess_tokens, guess_ngram, draft)
+    asked.check_tensor_ranks(tp, ep)
 
-    from meshwright.api.serving import configuration, run, served_name, server_of
-    from meshwright.kernels.kept_numbers import CacheForm
+    from meshwright.api.serving import check_libraries, configuration, run, served_name, server_of
     from meshwright.serve.engine_options import EngineOptions, Graphs
-    from meshwright.serve.prepared_layers import HeadForm
+    from meshwright.store.model_place import check_model
 
+    check_libraries()
+    check_model(model, dtype=dtype, checkpoint=checkpoint)
+    if draft is not None:
+        check_model(draft, dtype=dtype, named="draft=")
+    called = name or served_name(model)
+    adapters = asked.named_adapters(adapter, called)
+    options.listener().close()
     engine = EngineOptions(
         exact=exact, cache_bytes=cache_mib * 2**20, host_cache_bytes=host_cache_mib * 2**20,
         cache_dtype=cast(CacheForm, cache_dtype), block=block,
@@ -126,11 +127,9 @@ def serve(
         memory_share=memory_share, second_layouts=second_layouts, most_sequences=most_sequences,
         most_tokens=most_tokens, prompt_tokens=prompt_tokens,
         packed=packed, compiled=compiled, head=cast(HeadForm, head), cuda_graphs=cast(Graphs, cuda_graphs),
-        speculation=_guesses(guess_tokens, guess_ngram, draft), on_progress=partial(print, flush=True),
+        on_progress=partial(print, flush=True),
     )  # fmt: skip
-
-    called = name or served_name(model)
-    adapters = asked.named_adapters(adapter, called)
+    engine = replace(engine, speculation=_guesses(guess_tokens, guess_ngram, draft))  # loads torch
 
     loaded, sampling = list["TrainedModel"](), dict[str, float]()
 
@@ -177,7 +176,6 @@ def serve(
 
 
 def _guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":
-    asked.check_guesses(tokens, ngram, draft)
     if tokens is None and draft is None:
         return None
     from meshwright.serve.speculation import Speculation

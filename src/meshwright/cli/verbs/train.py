@@ -63,9 +63,9 @@ def train(
     """
     from meshwright.api.plan_reading import read_plan
 
+    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     notes: list[str] = []
     plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
-    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     start("train", words or (), plan, resume, notes, options)
 
 
@@ -79,6 +79,11 @@ class Options:
     anyway: bool
     dry_run: bool
     json: bool
+
+    def __post_init__(self) -> None:
+        """PlanError for a limit that is none."""
+        if self.hang_after is not None and not 0 <= self.hang_after < float("inf"):
+            raise PlanError(f"--hang-after {self.hang_after} must be a number of seconds, or 0 for no limit")
 
     @property
     def words(self) -> list[str]:
@@ -99,8 +104,6 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     violation = world_violation(plan, processes(), nodes())
     if violation:
         raise IllegalLayout(violation)
-    if hang_after is not None and not 0 <= hang_after < float("inf"):
-        raise PlanError(f"--hang-after {hang_after} must be a number of seconds, or 0 for no limit")
     checkpoint_folder.require(resume)
     if resume == "no":
         checkpoint_folder.refuse_taken(Path(plan.run))

@@ -33,7 +33,7 @@ def tune(
     """
     from meshwright.api.tuning_plan import tuning_plan
 
+    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     notes: list[str] = []
     plan, resume = tuning_plan(words or (), processes=processes(), notes=notes)
-    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
     start("tune", words or (), plan, resume, notes, options)

@@ -35,9 +35,7 @@ def verify(
     """Train a tiny model under every kind of layout on processes of this machine and compare it with one device:
     loss, every gradient, gradient norm and weights after two steps. Exit code 4 where any differs."""
     from meshwright.cli.terminal.output import print_json
-    from meshwright.cli.verbs.verify_random import verify_case, verify_random
-    from meshwright.observe.verify.feature_matrix import ALL, FEATURES, run, trials, trials_of_one_rank
-    from meshwright.observe.verify.support_page import support_page
+    from meshwright.observe.verify.feature_names import ALL, FEATURES
 
     wanted = {name.strip() for name in only.split(",") if name.strip()}
     unknown = wanted - ALL.keys()
@@ -49,6 +47,14 @@ def verify(
         raise PlanError(f"--seed {seed} says which random cases: add --random N")
     if page is not None and not page.absolute().parent.is_dir():
         raise PlanError(f"--page {page}: there is no folder {page.parent}; make it first")
+    if random is not None and random < 1:
+        raise PlanError(f"--random {random} must be at least 1")
+    if device not in ("cpu", "cuda"):
+        raise PlanError(f"--device {device} is not known: take cpu or cuda")
+    from meshwright.cli.verbs.verify_random import verify_case, verify_random  # loads torch
+    from meshwright.observe.verify.feature_matrix import run, trials, trials_of_one_rank
+    from meshwright.observe.verify.support_page import support_page
+
     allowed = _devices(device)
     processes = min(processes, allowed)
     if random is not None or case is not None:
@@ -103,7 +109,8 @@ def verify(
 
 def _made_for(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
     """A layout that has features which no layout of the matrix has together, or not on so few processes."""
-    from meshwright.observe.verify.feature_matrix import ALL, LARGEST_WORLD, Trial, trial
+    from meshwright.observe.verify.feature_matrix import Trial, trial
+    from meshwright.observe.verify.feature_names import ALL, LARGEST_WORLD
 
     names = [name for name in ALL if name in wanted]
     found = trial(names)
@@ -122,10 +129,8 @@ def _devices(device: str) -> int:
     """The largest world that a kind of device allows here."""
     import torch
 
-    from meshwright.observe.verify.feature_matrix import LARGEST_WORLD
+    from meshwright.observe.verify.feature_names import LARGEST_WORLD
 
-    if device not in ("cpu", "cuda"):
-        raise PlanError(f"--device {device} is not known: take cpu or cuda")
     if device == "cpu":
         return LARGEST_WORLD
     if not torch.cuda.is_available():

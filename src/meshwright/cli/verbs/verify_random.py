@@ -14,8 +14,6 @@ from meshwright.spec.units import many
 
 def verify_random(number: int, seed: int, *, processes: int, device: str, json: bool, compiled: bool) -> None:
     """Cases 0 .. number - 1 of a seed, a line each; those that differ once more, as small as they could be made."""
-    if number < 1:
-        raise PlanError(f"--random {number} must be at least 1")
     cases = [random_case(seed, index, processes, compiled=compiled) for index in range(number)]
     found = []
     for verdict in random_run.verdicts(cases, device):

@@ -12,13 +12,13 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from meshwright.spec.block_types import BLOCK_TYPES, OTHER_TYPES, BlockType
 from meshwright.spec.errors import HubError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT, ALIGNMENT_KEY = 32, "general.alignment"
@@ -53,8 +53,10 @@ class StoredBlocks:
         """Of its data."""
         return self.kind.num_bytes(self.size)
 
-    def read(self) -> Tensor:
+    def read(self) -> "Tensor":
         """Its bytes (..., bytes of a row) uint8, in memory of their own. HubError where the file has become shorter."""
+        import torch
+
         raw = torch.empty(self.num_bytes, dtype=torch.uint8)
         with open(self.file, "rb") as file:
             file.seek(self.start)

@@ -1,8 +1,12 @@
 """Hugging Face directories in and out, streaming and without transformers."""
 
-from meshwright.model.hub.config import canonical, config_from_shape, shape_from_config, unwritable
-from meshwright.model.hub.directory import HubFolder, export_folder, import_folder
-from meshwright.model.hub.weights import load_weights, save_weights
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.model.hub.config import canonical, config_from_shape, shape_from_config, unwritable
+    from meshwright.model.hub.directory import HubFolder, export_folder, import_folder
+    from meshwright.model.hub.weights import load_weights, save_weights
 
 __all__ = [
     "HubFolder",
@@ -15,3 +19,16 @@ __all__ = [
     "shape_from_config",
     "unwritable",
 ]
+
+_MODULES = {
+    "HubFolder": "directory", "canonical": "config", "config_from_shape": "config", "export_folder": "directory",
+    "import_folder": "directory", "load_weights": "weights", "save_weights": "weights",
+    "shape_from_config": "config", "unwritable": "config",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when they are asked for: what a config says is read without torch.
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.model.hub.directory import read_json
+from meshwright.model.hub.folder_config import read_json
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.lora import LoRAShape
 

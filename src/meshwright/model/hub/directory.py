@@ -13,25 +13,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.model.hub.config import CODED, config_from_shape, dtype_from_config, shape_from_config, unwritable
+from meshwright.model.hub.config import CODED, config_from_shape, unwritable
+from meshwright.model.hub.folder_config import (
+    CONFIG,
+    GENERATION,
+    QUANTIZATION,
+    TEMPLATE,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_config,
+    read_json,
+)
 from meshwright.model.hub.safetensors_files import Stored, read_header
 from meshwright.model.hub.weights import load_weights, save_weights
 from meshwright.spec.errors import HubError
-from meshwright.spec.hub_names import download_hint
 from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
-QUANTIZATION = "quantization_config"
-"""The key of a config that says how weights are quantized."""
-MOST_JSON_BYTES = 2**24
-"""Of a file beside the weights; the largest published config has 2**18. Small values take 20 times their text."""
-MOST_TOKENIZER_BYTES = 2**27
-"""A tokenizer of 262,144 words has 2**25."""
 ENDS_BYTES, MIDDLE_BYTES = 2**20, 2**14
 """Read of each end of a file, and of the middle of each tensor, to tell it from another: an adapter that was merged
 changes neither end."""
-TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 class HubTokenizer(Protocol):
@@ -117,24 +118,11 @@ def _tensors(path: Path) -> Iterable[Stored]:
 def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
     """Read everything but the weights of a directory. HubError where it is none, or not supported. `quantized`: who
     asks reads the config's quantization by himself."""
-    if not folder.is_dir():
-        raise HubError(
-            f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors"
-            f"{'' if folder.exists() else download_hint(str(folder))}"
-        )
-    config = read_json(folder / CONFIG)
-    if config is None:
-        also = f"; it is a run: `meshwright export {folder} OUT` makes one" if (folder / "plan.yaml").is_file() else ""
-        if (folder / "adapter_config.json").is_file():
-            also = "; it is an adapter: give its base, or export the run without --adapter, which merges both"
-        raise HubError(f"{folder} has no {CONFIG}: it is no Hugging Face directory{also}")
-    with _about(folder):
-        known = {key: value for key, value in config.items() if not quantized or key != QUANTIZATION}
-        shape, dtype = shape_from_config(known), dtype_from_config(config)
+    config, shape, dtype = read_config(folder, quantized=quantized)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
     found = HubFolder(
         path=folder,
-        shape=replace(shape, name=folder.resolve().name),
+        shape=shape,
         dtype=getattr(torch, dtype),
         tokenizer=None,
         chat_template=None,
@@ -234,33 +222,8 @@ def _read_template(folder: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no file."""
-    if not path.is_file():
-        return None
-    most = MOST_TOKENIZER_BYTES if path.name in (TOKENIZER, TOKENIZER_CONFIG) else MOST_JSON_BYTES
-    if path.stat().st_size > most:
-        raise HubError(f"{path} has {path.stat().st_size:,} bytes, and at most {most:,} are read")
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise HubError(f"{path} is not JSON, or nested too deep ({error}): copy or download it again") from error
-    if not isinstance(found, dict):
-        raise HubError(f"{path} must hold a JSON object")
-    return found
-
-
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _about(folder: Path) -> Iterator[None]:
-    """Name the folder in what is said about its config."""
-    try:
-        yield
-    except HubError as error:
-        raise HubError(f"{folder}/{error}") from error
 
 
 @contextmanager

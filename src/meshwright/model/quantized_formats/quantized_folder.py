@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
-from meshwright.model.hub.directory import CONFIG, QUANTIZATION, HubFolder, import_folder, read_json
+from meshwright.model.hub.directory import HubFolder, import_folder
+from meshwright.model.hub.folder_config import CONFIG, QUANTIZATION, read_json
 from meshwright.model.hub.weights import check_numbers
 from meshwright.model.quantized_formats.folder_format import QuantizedFormat, QuantizedModel, Wanted, every
 from meshwright.model.quantized_weights import quantizable

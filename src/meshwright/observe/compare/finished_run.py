@@ -15,7 +15,6 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import MeshwrightError, PlanError, RunError
 from meshwright.spec.plan import RANDOM
 from meshwright.store.run_folder import RunFolder
-from meshwright.training import device
 
 DRYRUN, PROFILE = "dryrun.json", "profile.json"
 """In the run folder, beside ledger.json: the shared documents of a dry run and of a profile."""
@@ -91,6 +90,8 @@ def open_run(path: Path) -> Finished:
 
 def _with_device(run: Finished) -> Plan:
     """The plan, with the GPU that the run was on where it names none, as older runs keep it."""
+    from meshwright.training import device  # loads torch; what is wrong with a folder is said before
+
     name = run.environment.get("device")
     seen = device.match_device(name) if run.device == "cuda" and isinstance(name, str) else None
     return replace(run.plan, cluster=device.cluster_of(run.plan, seen, 1))

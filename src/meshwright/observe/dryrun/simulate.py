@@ -28,8 +28,7 @@ from meshwright.parallel.traffic import Counts
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Plan
 from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered
-from meshwright.spec.errors import PlanError
-from meshwright.spec.places import pipeline_ranks
+from meshwright.spec.places import check_ranks, pipeline_ranks
 from meshwright.training.device import resident_peak_bytes
 
 
@@ -105,11 +104,7 @@ def dry_run(
         plan = replace(plan, layout=replace(plan.layout, kernels="eager"))
     ramp, plan = plan.recipe.batch_ramp, replace(plan, recipe=plan.recipe.largest)
     ranks = tuple(ranks) or tuple(pipeline_ranks(plan.layout))
-    for rank in ranks:
-        if not 0 <= rank < plan.layout.world:
-            raise PlanError(
-                f"rank={rank} is not one of the {plan.layout.world} ranks of the plan (0 to {plan.layout.world - 1})"
-            )
+    check_ranks(plan.layout, ranks)
     counts = {rank: _counts(plan, rank, whole) for rank in ranks}
     longest_first = sorted(counts, key=lambda rank: -sum(counts[rank]))
     tasks = [(plan, rank, device, load, counts[rank]) for rank in longest_first]

@@ -9,14 +9,13 @@ import torch
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
+from meshwright.observe.verify.feature_names import ALL, FEATURES, LARGEST_WORLD
 from meshwright.observe.verify.one_device import Case, RankOutcome, first_difference, outcome
 from meshwright.parallel.mesh import Made
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.layout import Layout
 from meshwright.spec.legal import layout_violations
-from meshwright.spec.schedule_kinds import KINDS
 
-LARGEST_WORLD = 8
 BATCH = 8
 """Layouts that one set of processes runs."""
 LIMIT_S = 600.0
@@ -32,42 +31,6 @@ NARROW: Mapping[str, int] = {"layers": 4, "hidden": 64, "heads": 4, "kv_heads": 
 ROUNDED = ("bf16", "fp8", "fp16", "no masters")
 """Features with a wider band."""
 
-FEATURES: Mapping[str, Mapping[str, Any]] = {
-    "replicas": {"dp_replicate": 2},
-    "zero 0": {"dp_shard": 2, "zero": 0},
-    "zero 1": {"dp_shard": 2, "zero": 1},
-    "zero 2": {"dp_shard": 2, "zero": 2},
-    "zero 3": {"dp_shard": 2, "zero": 3},
-    "tp": {"tp": 2, "sp": False},
-    "tp 4": {"tp": 4, "sp": False},
-    "tp + sp": {"tp": 2, "sp": True},
-    "cp ring": {"cp": 2, "context": "ring"},
-    "cp gather": {"cp": 2, "context": "all-gather"},
-    "cp striped": {"cp": 2, "context_split": "striped"},
-    "cp plain": {"cp": 2, "context_split": "chunks"},
-    **{f"pp {name}": {"pp": 2, "vp": kind.stages, "schedule": name} for name, kind in KINDS.items()},
-    "ep": {"ep": 2},
-    "norms": {"recompute": "norms"},
-    "selective": {"recompute": "selective", "kernels": "reference"},
-    "all-but-attention": {"recompute": "all-but-attention"},
-    "full": {"recompute": "full"},
-    "micro-batches of 1": {"micro_batch": 1},
-    "packed": {"packed": True},
-    "bf16": {"precision": "bf16", "products": "same"},
-    "fp8": {"precision": "bf16", "products": "fp8"},
-    "compiled": {"compile": "on"},
-    "muon": {"optimizer": "muon"},
-}
-"""What a layout (and the packed case) must say to use each feature."""
-ONE_RANK: Mapping[str, Mapping[str, Any]] = {
-    "torch's kernels": {"kernels": "eager"},
-    "fp16": {"precision": "fp16", "products": "same"},
-    "bf16 states": {"optimizer_states": "bf16"},
-    "int8 states": {"optimizer_states": "int8"},
-    "no masters": {"precision": "bf16", "products": "same", "master_weights": "none"},
-}
-"""More features, tried where one rank is all there is. What differs over ranks in them, `--random` draws."""
-ALL = {**FEATURES, **ONE_RANK}
 COMPILED_ALONE = (
     ("compiled",), ("compiled", "bf16", "packed"), ("compiled", "bf16", "selective"), ("compiled", "bf16", "full"),
     ("compiled", "fp8"),

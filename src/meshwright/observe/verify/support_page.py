@@ -7,7 +7,8 @@ from itertools import combinations
 
 import torch
 
-from meshwright.observe.verify.feature_matrix import FEATURES, Trial, trial
+from meshwright.observe.verify.feature_matrix import Trial, trial
+from meshwright.observe.verify.feature_names import FEATURES
 
 MARKS = {"equal": "yes", "different": "**no**", "refused": "refused", "alternatives": "-", "untried": ""}
 

@@ -1,0 +1,38 @@
+"""What `evaluate` is asked: refused, where it can be, before torch and the harness are loaded."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from meshwright.data.preparation import check_text
+from meshwright.observe.tasks.task_files import task_configs
+from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.store.model_place import LAST, check_model
+
+
+def check_request(
+    model: Path, *, tasks: Sequence[str] = (), against: Path | None = None, adapters: Mapping[str, Any] | None = None,
+    data: str | Path | None = None, dtype: str | None = None, sequences: int = 0, limit: int | None = None,
+    shots: int | None = None, checkpoint: str = LAST,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return the tasks as the harness is told of them. ArgumentError for arguments that are out of range or exclude one
+    another, RunError where there is no model, DataError for `tasks` and `data`, PlanError without the extra `eval`."""
+    if tasks and data is not None:
+        raise ArgumentError(f"tasks={tasks[0]} and data={data} cannot be scored together: give one of both")
+    for name, number, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
+        if number is not None and number < least:
+            raise ArgumentError(f"{name}={number} must be {least} or more")
+    check_model(model, dtype=dtype, checkpoint=checkpoint)
+    if against is not None:
+        check_model(against, named="against=")
+        if adapters:
+            raise ArgumentError(
+                f"against={against} cannot be combined with adapters, which are compared with the model itself: leave "
+                "one of both out"
+            )
+    if data is not None:
+        check_text(data)
+    if tasks and find_spec("lm_eval") is None:
+        raise PlanError("tasks need lm-evaluation-harness, which is not installed: pip install 'meshwright[eval]'")
+    return task_configs(tasks) if tasks else []

@@ -1,0 +1,66 @@
+"""Where a model is read from and written to: what can be wrong with that is said before torch is loaded."""
+
+from pathlib import Path
+from typing import Literal
+
+from meshwright.model.gguf.gguf_header import is_gguf
+from meshwright.model.hub import adapter_config
+from meshwright.spec.errors import ArgumentError, PlanError, RunError
+from meshwright.spec.recipe import PRECISIONS
+from meshwright.store import checkpoint_folder
+from meshwright.store.run_folder import no_model
+
+AUTO = "auto"
+"""A dtype: fp32 on a CPU, as stored on a GPU."""
+LAST, BEST = "last", "best"
+"""Which checkpoint of a run: the newest that is whole, or that of the lowest held-out loss."""
+Kind = Literal["run", "folder", "gguf", "adapter"]
+NAMES: dict[Kind, str] = {"folder": "a Hugging Face directory", "gguf": "a GGUF file", "adapter": "an adapter"}
+
+
+def check_model(path: Path, *, dtype: str | None = None, checkpoint: str = LAST, named: str = "") -> Kind:
+    """Return what kind of model lies at `path`: a run or one of its checkpoints, a Hugging Face directory, a GGUF file,
+    or an adapter in PEFT's format.
+
+    `named`: the argument that named it, as `against=`. RunError where there is none, ArgumentError for a dtype or a
+    checkpoint that it cannot have.
+    """
+    check_dtype(dtype, AUTO)
+    kind = _kind(path)
+    if kind is None:
+        raise RunError(f"{named}{no_model(path)}")
+    if kind == "run":
+        check_checkpoint(checkpoint)
+    elif checkpoint != LAST:
+        raise ArgumentError(f"checkpoint={checkpoint}: {path} is {NAMES[kind]}, which has none; leave it out")
+    return kind
+
+
+def _kind(path: Path) -> Kind | None:
+    if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
+        return "run"
+    if (path / "config.json").is_file():
+        return "folder"
+    if is_gguf(path):
+        return "gguf"
+    return "adapter" if (path / adapter_config.CONFIG).is_file() else None
+
+
+def check_dtype(dtype: str | None, *more: str) -> None:
+    """ArgumentError where a dtype is none of fp32, bf16, fp16 and `more`; None is as stored."""
+    if dtype is not None and dtype not in (*more, *PRECISIONS):
+        raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join((*more, *PRECISIONS))}")
+
+
+def check_checkpoint(which: str) -> None:
+    """ArgumentError where a word names no checkpoint of a run."""
+    if which not in (LAST, BEST) and not which.isdigit():
+        raise ArgumentError(f"checkpoint={which} is not known: take last, best, or the number of a step")
+
+
+def check_gguf_path(out: Path) -> None:
+    """PlanError where a GGUF file cannot be there."""
+    if out.suffix != ".gguf":
+        raise PlanError(f"out={out} is one GGUF file, whose name ends with .gguf: take {out}.gguf")
+    if out.exists():
+        raise PlanError(f"out={out} is there already: take another name, or remove it")
