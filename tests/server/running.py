@@ -151,8 +151,14 @@ def running(
 
 def asked_once(server: HttpServer, *questions: tuple[str, Any]) -> list[Any]:
     """What a server that was not started answers to (path, body), one after the other; then it is stopped."""
-    ready = threading.Event()
-    server._on_ready = lambda _: ready.set()
+    ready, announce = threading.Event(), server._on_ready
+
+    def announced(started: HttpServer) -> None:
+        if announce is not None:
+            announce(started)
+        ready.set()
+
+    server._on_ready = announced
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

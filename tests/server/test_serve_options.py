@@ -62,7 +62,8 @@ def serve(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
         monkeypatch.setattr(serving, "run", once)
         assert main(["serve", str(run), "--port", "0", "--exact", *map(str, words)]) == 0
-        found.configuration = capsys.readouterr().out.partition("configuration: ")[2]
+        *_, found.configuration = capsys.readouterr().out.splitlines()  # below the address, where progress ends
+        assert found.configuration.startswith("configuration: ")
         return found
 
     return served

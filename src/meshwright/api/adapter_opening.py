@@ -76,7 +76,7 @@ def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
         raise ArgumentError(f"adapter={name}: {path} trained all weights and has no adapter: give it as the model")
     if init == RANDOM:
         raise ArgumentError(
-            f"adapter={name}: {path} trained it beside drawn weights, which no folder holds: give the run as the model"
+            f"adapter={name}: {path} began from random weights, which no folder holds: give the run as the model"
         )
     if lora.base != SAME:
         raise ArgumentError(

@@ -47,7 +47,7 @@ def fields_of(
         )
     if lora.get("base", found.codes) != found.codes:
         raise PlanError(
-            f"model.lora.base={lora['base']} would round again what model={name} holds as {found.codes}: leave it out, "
-            "or give the folder that it was quantized from"
+            f"model={name} is quantized to {found.codes} already, and model.lora.base={lora['base']} would round it a "
+            "second time: leave it out, or give the folder that it was quantized from"
         )
     return known | {"lora": {"base": found.codes}}

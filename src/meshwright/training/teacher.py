@@ -116,8 +116,8 @@ def check_teacher(plan: Plan) -> None:
     asked = plan.teacher.lora.base if plan.teacher.lora else ""
     if asked and folder.codes not in ("", asked):
         raise PlanError(
-            f"teacher.lora.base={asked} would round again what teacher.init={plan.teacher_init} holds as "
-            f"{folder.codes}: take teacher.lora.base={folder.codes}"
+            f"teacher.init={plan.teacher_init} is quantized to {folder.codes} already, and teacher.lora.base={asked} "
+            f"would round it a second time: take teacher.lora.base={folder.codes}"
         )
     if folder.tokenizer is None and plan.data.tokenizer == "auto":
         raise PlanError(

@@ -150,7 +150,9 @@ def _names(given: list[str] | None, option: str, example: str) -> list[str] | No
     """The parts of `a,b`; ArgumentError for commas alone."""
     names = [name for one in given for name in one.split(",") if name.strip()] if given else None
     if names == []:
-        raise ArgumentError(f"{option} {','.join(given or ())!r} names none: give some, as {option} {example}")
+        raise ArgumentError(
+            f"{option} {','.join(given or ())!r} is empty: list names with commas, as {option} {example}"
+        )
     return names
 
 

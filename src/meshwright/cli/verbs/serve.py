@@ -147,6 +147,8 @@ def serve(
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
+        shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
+        print(f"configuration: {' '.join(f'{key}={value}' for key, value in shown.items())}", flush=True)
 
     if tp > 1:
         from meshwright.observe.ranks import start_server
@@ -169,10 +171,7 @@ def serve(
             sampling.update(hosted.sampling)
             return hosted
 
-        server = server_of(called, opened, options, engine, ready)
-        shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
-        print(f"configuration: {' '.join(f'{key}={value}' for key, value in shown.items())}", flush=True)
-        run(server)
+        run(server_of(called, opened, options, engine, ready))
 
 
 def _guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":
