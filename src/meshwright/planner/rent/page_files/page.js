@@ -162,7 +162,10 @@ function draw() {
   const path = DATA.front.map((row, number) => `${number ? "L" : "M"}${x(row[TIME])} ${y(row[MONEY])}`).join("");
   node("path", { d: path, class: "front" }, "", svg);
   if (!SERVES) ranges(svg, x, y, box);
-  const places = [];
+  const places = ROWS.map((row, number) => {  // of the dots: a name covers none
+    const [across, down] = [x(row[TIME]), y(row[MONEY])];
+    return { number, left: across - 5, right: across + 5, low: down - 5, high: down + 5 };
+  });
   const order = ROWS.map((row, number) => number).filter((number) => number !== chosen).reverse();
   dot(svg, ROWS[chosen], chosen, x, y, box, places);
   order.forEach((number) => dot(svg, ROWS[number], number, x, y, box, places));
@@ -185,12 +188,14 @@ function dot(svg, row, number, x, y, box, places) {
   node("title", {}, label, group);
   node("circle", { cx: at[0], cy: at[1], r: front ? 6 : 4 }, "", group);
   const text = where(row), wide = 6.4 * text.length + 12, end = at[0] + wide > box.right;
-  const place = { left: end ? at[0] - wide : at[0], right: end ? at[0] : at[0] + wide, low: at[1] - 20, high: at[1] - 4 };
-  const crowded = places.some((other) => other.left < place.right && place.left < other.right
-    && other.low < place.high && place.low < other.high);
-  if (number === chosen || (front && !crowded)) {
+  const sides = [-8, 18].map((down) => ({ down, left: end ? at[0] - wide : at[0], right: end ? at[0] : at[0] + wide,
+    low: at[1] + down - 12, high: at[1] + down + 4 }));
+  const free = sides.find((place) => !places.some((other) => other.number !== number
+    && other.left < place.right && place.left < other.right && other.low < place.high && place.low < other.high));
+  if (number === chosen || (front && free)) {
+    const { down, ...place } = free ?? sides[0];
     places.push(place);
-    node("text", { x: at[0] + (end ? -9 : 9), y: at[1] - 8, "text-anchor": end ? "end" : "start" }, text, group);
+    node("text", { x: at[0] + (end ? -9 : 9), y: at[1] + down, "text-anchor": end ? "end" : "start" }, text, group);
   }
   group.addEventListener("click", () => choose(number));
   group.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(number); } });
