@@ -112,7 +112,9 @@ def test_a_student_of_its_layers_has_numbers(files: Path) -> None:
 
 def test_what_a_teacher_cannot_be_is_refused(files: Path) -> None:
     folder = quantized(files, "awq", "int4-rtn")
-    with pytest.raises(PlanError, match=r"is quantized to int4-g32-zeros-fp16 already, .* take teacher.lora.base=int4-g32"):
+    with pytest.raises(
+        PlanError, match=r"is quantized to int4-g32-zeros-fp16 already, .* take teacher.lora.base=int4-g32"
+    ):
         loop.run(taught(files, folder, "teacher.lora.base=nf4"))
     with pytest.raises(PlanError, match=r"teacher.lora.targets=q would add adapters that nobody trains"):
         taught(files, folder, "teacher.lora.targets=q").check()
