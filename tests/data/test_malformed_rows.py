@@ -4,7 +4,7 @@ import json
 import random
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -289,3 +289,20 @@ def test_a_run_says_how_many_rows_were_left_out(
     Path("chat.jsonl").write_bytes(b"\n".join(spelled(chats(20))))
     assert main([*words, "resume=auto"]) == 2
     assert "trained with data.malformed=skip, the plan says data.malformed=refuse" in capsys.readouterr().err
+
+
+def test_files_with_the_same_texts_have_their_own_malformed_rows(tmp_path: Path) -> None:
+    """They share a cache of tokens, and neither a count nor a refusal."""
+    texts = spelled([{"text": f"row {number}"} for number in range(20)])
+    (tmp_path / "clean.jsonl").write_bytes(b"\n".join(texts))
+    (tmp_path / "mixed.jsonl").write_bytes(b"\n".join([*texts, *NO_JSON]))
+
+    def count(name: str, malformed: Literal["refuse", "skip"]) -> int:
+        plan = Data(path=str(tmp_path / name), form="text", tokenizer="bytes", malformed=malformed)
+        return prepare(plan, cache_root=tmp_path / "cache").malformed.malformed
+
+    for _ in range(2):
+        assert (count("mixed.jsonl", "skip"), count("clean.jsonl", "skip")) == (len(NO_JSON), 0)
+        assert count("clean.jsonl", "refuse") == 0
+        with pytest.raises(DataError, match="rows are no texts"):
+            count("mixed.jsonl", "refuse")

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -49,20 +49,22 @@ def prepare(
 
 def _prepare(data: Data, source: Source, root: Path, processes: int | None, progress: Progress | None) -> Corpus:
     index = root / "index" / f"{source.signature()}.json"
-    counted, digest = None, read_json(index).get("content")
-    if not digest:
-        counted, digest = _count(data, source, index)
+    counted, known = None, read_json(index)
+    stale = data.malformed == "skip" and "malformed" not in known  # of an older version
+    if not known.get("content") or stale:
+        counted, known = _count(data, source, index)
+    digest, malformed = known["content"], MalformedRows(**known.get("malformed", {}))
     tokenizer = _tokenizer(data, source, digest, root)
     fingerprint = _fingerprint(data, digest, tokenizer)
     folder = root / "tokens" / fingerprint[:24]
     if (found := load(folder, tokenizer, fingerprint, _stream)) is not None:
-        return found
+        return replace(found, malformed=malformed)  # files with the same texts share a folder, and differ in this
     with lock(folder):
         if (found := load(folder, tokenizer, fingerprint, _stream)) is not None:
-            return found
+            return replace(found, malformed=malformed)
         if counted is None:
             counted, now = _count(data, source, index)
-            if now != digest:
+            if now["content"] != digest:
                 raise DataError(_changed(data))
         build = _Build(data, source, tokenizer, counted, processes, progress)
         build.into(folder, fingerprint)
@@ -71,8 +73,8 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     return found
 
 
-def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, str]:
-    """Read all documents once; remember the digest for as long as the files look the same."""
+def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, dict[str, Any]]:
+    """Read all documents once; remember the digest and what is malformed for as long as the files look the same."""
     malformed = MalformedRows()
     counted = split.survey(source.documents(malformed))
     if malformed.malformed and (data.malformed == "refuse" or not counted.num_bytes):
@@ -80,8 +82,9 @@ def _count(data: Data, source: Source, index: Path) -> tuple[split.Survey, str]:
     if not counted.num_bytes:
         raise DataError(f"data.path={data.path} holds no text: every document is empty")
     index.parent.mkdir(parents=True, exist_ok=True)
-    write_json(index, {"content": counted.digest})
-    return counted, counted.digest
+    known = {"content": counted.digest, "malformed": asdict(malformed) if malformed.malformed else {}}
+    write_json(index, known)
+    return counted, known
 
 
 def _changed(data: Data) -> str:
