@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright import compat
 from meshwright.model import build
 from meshwright.planner.kernels.chips import silicon_of
 from meshwright.planner.serving import serving_memory as serving_memory_module
@@ -26,7 +27,6 @@ from meshwright.planner.serving.serving_memory import (
     serving_memory,
     weights_bytes,
 )
-from meshwright.serve import engine_options
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.paged_cache import PagedCache
 from meshwright.serve.request_adapters import ServedAdapter
@@ -149,7 +149,7 @@ def test_more_ranks_narrower_weights_and_shorter_sequences_hold_more() -> None:
 def engine_on_gpu(device: Device, shape: ModelShape) -> EngineOptions:
     """The engine's options on such a GPU, which says how many processors it has."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_options, "processors", lambda _: silicon_of(device).processors)
+        patch.setattr(compat, "processors", lambda _: silicon_of(device).processors)
         return EngineOptions().on_device(torch.device("cuda", 0), shape.hidden)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.errors import PlanError, printable
 from meshwright.spec.linear_attention import LinearAttention
 
 WHOLE = ("embedding", "head")
@@ -69,7 +69,9 @@ class UnbuiltParts:
             raise PlanError(f"model.unbuilt.rotary_share={self.rotary_share} must be above 0 and at most 1")
         for name in filter(None, self.whole.split(",")):
             if name not in WHOLE:
-                raise PlanError(f"model.unbuilt.whole={self.whole}: take {' or '.join(WHOLE)}, or both with a comma")
+                raise PlanError(
+                    f"model.unbuilt.whole={printable(self.whole)}: take {' or '.join(WHOLE)}, or both with a comma"
+                )
         for field in ("full_every", "unrotated_every", "chunk", "predicts", "routed_every"):
             least = 1 if field == "routed_every" else 0
             if getattr(self, field) < least:
