@@ -97,6 +97,16 @@ def test_what_fits_goes_through() -> None:
     assert TrainedModel.generate.__doc__ and "temperature" in TrainedModel.generate.__doc__
 
 
+def test_a_method_names_the_lists_it_takes_and_not_its_object() -> None:
+    model = object.__new__(TrainedModel)
+    with pytest.raises(ArgumentError, match=r"^prompts='def ' must be a list of text or a list of int$"):
+        model.generate_many("def ")
+    with pytest.raises(ArgumentError, match=r"^max_tokens= is not known to generate_many; known: prompts="):
+        model.generate_many(["def "], max_tokens=4)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match=r"it takes prompts, options, engine, adapters$"):
+        model.generate_many()  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     ("verb", "said", "told"),
     [

@@ -57,13 +57,14 @@ def folder_of(place: Place) -> Path:
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """The function; ArgumentError where an argument is of another type than it takes."""
     names = signature(function)
+    known = [name for name in names.parameters if name != "self"]
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = names.bind(*args, **kwargs)
         except TypeError as error:
-            raise _misnamed(function.__name__, str(error), list(names.parameters), list(kwargs)) from None
+            raise _misnamed(function.__name__, str(error), known, list(kwargs)) from None
         for name, value in bound.arguments.items():
             one = names.parameters[name]
             for item in value if one.kind is Parameter.VAR_POSITIONAL else (value,):
@@ -99,5 +100,6 @@ def _words(hint: Any) -> str:
     kind = get_origin(hint) or hint
     if kind is UnionType:
         return " or ".join(dict.fromkeys(map(_words, get_args(hint))))
-    of = f" of {get_args(hint)[0].__name__}" if kind is Sequence else ""
+    part = next(iter(get_args(hint)), Any)
+    of = f" of {_words(part) if get_origin(part) else part.__name__}" if kind is Sequence else ""
     return (WORDS.get(kind) or WORDS.get(kind.__name__, kind.__name__)) + of
