@@ -35,6 +35,11 @@ NO_SAMPLE = {
         ({"messages": "hello"}, "message 1 of 'messages' is str, not an object"),
         ({"messages": [{"content": "a"}]}, "message 1 of 'messages' has no role"),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, "the content is int, not text"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": "x"}]},
+            "'tool_calls' is str, not a list",
+        ),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [7]}]}, "no object with the name of a function"),
         ({"messages": [USER, {"role": "critic", "content": "wrong!"}]}, "drops what message 2 (critic) says"),
         ({"conversations": [{"from": "nobody", "value": "a"}]}, "is from 'nobody': known are"),
         ({"input_ids": [1, 10**7]}, "token 10000000 is outside the tokenizer's vocabulary"),
@@ -111,12 +116,12 @@ def test_all_kinds_are_named_together(folder: Path) -> None:
     bad = [*NO_JSON, *NO_OBJECT, *NO_SAMPLE]
     (folder / "chat.jsonl").write_bytes(b"\n".join([*spelled(chats(2)), *bad * 60]))
     said = refused(folder, "chat.jsonl", malformed="refuse")
-    assert said.startswith("1,140 of 1,142 rows are no samples (data.malformed=skip leaves them out): ")
+    assert said.startswith("1,260 of 1,262 rows are no samples (data.malformed=skip leaves them out): ")
     complaints = [*{**NO_JSON, **NO_OBJECT, **NO_SAMPLE}.values()]
     parts = said.split(f"{folder}/chat.jsonl, line ")[1:]
     assert [int(part.split(":")[0].split(",")[0]) for part in parts] == list(range(3, 23))
     assert all(complaint in part for complaint, part in zip(complaints, parts, strict=False))
-    assert said.endswith("; and 1,120 more")
+    assert said.endswith("; and 1,240 more")
 
 
 @pytest.mark.parametrize("malformed", ["refuse", "skip"])

@@ -282,6 +282,8 @@ def _turn(turn: Any, what: str) -> Message:
     if not isinstance(found.get("role"), str) or not found["role"]:
         raise DataError(f"{what} has no role, it has: {_columns(turn) or 'nothing'}")
     found["role"] = "assistant" if found["role"] == "model" else found["role"]  # as templates are given it
+    if "tool_calls" in found:
+        _check_calls(found["tool_calls"], what)
     content = found.get("content")
     if isinstance(content, list):
         texts = [_text_part(part, what) for part in content]
@@ -292,6 +294,16 @@ def _turn(turn: Any, what: str) -> Message:
     if content is not None and not isinstance(content, str):
         raise DataError(f"{what}: the content is {type(content).__name__}, not text")
     return found
+
+
+def _check_calls(calls: Any, what: str) -> None:
+    """Raise where a message's calls of tools are no list of objects with a name: a template would pass over them."""
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"{what}: 'tool_calls' is {type(calls).__name__}, not a list of calls")
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(f"{what}: a call of 'tool_calls' is no object with the name of a function")
 
 
 def _text_part(part: Any, what: str) -> str:
