@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import meshwright as mw
+from meshwright.api.plan_reading import read_folder
 from meshwright.model.hub.weight_names import bindings
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec import ModelShape
@@ -206,6 +207,18 @@ def test_awq_by_the_file_that_autoawq_writes_beside(tmp_path: Path) -> None:
         tmp_path, SHAPES["llama"], lambda name, weight: awq_parts(weight), config, beside="quant_config.json"
     )
     same_numbers(tmp_path, SHAPES["llama"], coded, by_autoawq_wide)
+
+
+@pytest.mark.parametrize("beside", ["", "quantize_config.json"])
+def test_a_plan_counts_codes_whichever_file_says_that_there_are(beside: str, tmp_path: Path) -> None:
+    """An adapter beside them is planned with these codes as its base, and not with weights of 16 bits."""
+    config = {**GPTQ, "desc_act": False} | ({} if beside else {"quant_method": "gptq"})
+    written(tmp_path, SHAPES["llama"], lambda name, weight: gptq_parts(weight), config, beside=beside)
+    folder = tmp_path / "theirs"
+    assert read_folder(folder).codes == open_base(folder).base != ""
+    recipe = {"sequence": 64, "global_batch": 1}
+    answer = mw.plan(str(folder), cluster="h100x1", tune="lora", recipe=recipe)
+    assert answer.plan.model.lora is not None and answer.plan.model.lora.base == open_base(folder).base
 
 
 @pytest.mark.parametrize("order", [False, True])

@@ -16,7 +16,7 @@ from meshwright.cli.main import main
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.model.hub import export_folder
-from meshwright.model.quantized_formats.quantized_folder import is_quantized
+from meshwright.model.quantized_formats.folder_quantization import is_quantized
 from meshwright.model.quantized_weights import QuantizedWeight, frozen_codes, place
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.spec import Plan

@@ -16,7 +16,8 @@ from meshwright.model.hub import HubFolder, import_folder
 from meshwright.model.hub.adapter import base_folder, load_adapter
 from meshwright.model.low_rank import merged
 from meshwright.model.quantized_formats.folder_format import fill
-from meshwright.model.quantized_formats.quantized_folder import decoded_parts, is_quantized, open_quantized
+from meshwright.model.quantized_formats.folder_quantization import is_quantized
+from meshwright.model.quantized_formats.quantized_folder import decoded_parts, open_quantized
 from meshwright.model.quantized_model import build_quantized
 from meshwright.model.transformer import skeleton
 from meshwright.spec.inventory import adapter_parts

@@ -64,14 +64,15 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
 def read_folder(folder: Path) -> FolderModel:
     """A Hugging Face directory, or a run. HubError, PlanError where it is none, or damaged, or one that nothing is
     trained of but what `ModelShape.plan_only` says."""
-    from meshwright.model.hub.folder_config import CONFIG, QUANTIZATION, read_config, read_json
+    from meshwright.model.hub.folder_config import CONFIG, read_config
+    from meshwright.model.quantized_formats.folder_quantization import quantization
     from meshwright.store.run_folder import RunFolder
 
     if (folder / "plan.yaml").is_file():
         return FolderModel(shape=RunFolder.open(folder).plan.model.base)
     if planned := _planned(folder / "config.json", folder.resolve().name, strictly=False):
         return FolderModel(shape=planned)
-    if (config := read_json(folder / CONFIG)) is not None and not config.get(QUANTIZATION):
+    if (folder / CONFIG).is_file() and not quantization(folder):
         return FolderModel(shape=read_config(folder)[1])
     from meshwright.store.base_weights import open_weights  # loads torch: codes are described by those who read them
 

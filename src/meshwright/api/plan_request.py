@@ -199,11 +199,7 @@ def _holds_codes(path: Path) -> bool:
     folder = path.parent if path.name == "config.json" else path
     if not (folder / "config.json").is_file():
         return False
-    from meshwright.model.hub.folder_config import CONFIG, QUANTIZATION, read_json
-
-    if not (read_json(folder / CONFIG) or {}).get(QUANTIZATION):
-        return False
-    from meshwright.model.quantized_formats.quantized_folder import is_quantized  # loads torch
+    from meshwright.model.quantized_formats.folder_quantization import is_quantized
 
     return is_quantized(folder)
 

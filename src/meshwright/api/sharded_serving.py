@@ -25,7 +25,7 @@ from meshwright.api.model_opening import Placing, Put, described, opened
 from meshwright.api.trained_model import TrainedModel
 from meshwright.model import Transformer
 from meshwright.model.hub.adapter import base_folder, is_adapter
-from meshwright.model.quantized_formats.quantized_folder import is_quantized
+from meshwright.model.quantized_formats.folder_quantization import is_quantized
 from meshwright.observe.ranks import start
 from meshwright.parallel import Mesh, build_engine, make_mesh
 from meshwright.serve.engine_options import EngineOptions

@@ -14,13 +14,8 @@ from meshwright.model.hub.weight_names import tensor_sizes
 from meshwright.model.hub.weights import check_weights, stored_weights
 from meshwright.model.init import fill_initial
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, every
-from meshwright.model.quantized_formats.quantized_folder import (
-    base_of,
-    decoded_weights,
-    is_quantized,
-    open_folder,
-    open_quantized,
-)
+from meshwright.model.quantized_formats.folder_quantization import is_quantized
+from meshwright.model.quantized_formats.quantized_folder import base_of, decoded_weights, open_folder, open_quantized
 from meshwright.model.quantized_weights import frozen_schemes
 from meshwright.spec import Plan
 from meshwright.spec.errors import HubError, PlanError

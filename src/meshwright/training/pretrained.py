@@ -17,7 +17,7 @@ from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model.hub import HubFolder
 from meshwright.model.hub.folder_config import GENERATION, TEMPLATE
 from meshwright.model.hub.weight_names import tensor_sizes
-from meshwright.model.quantized_formats.quantized_folder import is_quantized
+from meshwright.model.quantized_formats.folder_quantization import is_quantized
 from meshwright.model.quantized_weights import frozen_codes
 from meshwright.parallel.apply import measure_rows
 from meshwright.parallel.data import local, take_codes

@@ -41,12 +41,13 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     read and checked before the run folder is made. HubError, DataError; RunError where `run` is taken.
     """
     from meshwright.data import Tokenizer
-    from meshwright.model.hub.folder_config import CONFIG, QUANTIZATION, read_config, read_json
+    from meshwright.model.hub.folder_config import read_config
+    from meshwright.model.quantized_formats.folder_quantization import quantization
     from meshwright.store.durable import refuse_unwritable
 
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
         raise RunError(f"{run} is not empty: choose another run folder")
-    if not (read_json(folder / CONFIG) or {}).get(QUANTIZATION):  # codes are described by those who read them
+    if not quantization(folder):  # codes are described by those who read them
         read_config(folder)
     refuse_unwritable(run, "RUN ")
     from meshwright.model.quantized_formats.quantized_folder import open_numbers  # loads torch
