@@ -311,3 +311,19 @@ def test_files_with_the_same_texts_have_their_own_malformed_rows(tmp_path: Path)
         assert count("clean.jsonl", "refuse") == 0
         with pytest.raises(DataError, match="rows are no texts"):
             count("mixed.jsonl", "refuse")
+
+
+def test_files_with_the_same_rows_name_their_own_malformed_rows(folder: Path) -> None:
+    """A copy, and a file whose blank line moves the numbers of its lines: tokens and fingerprint are the same."""
+    rows = spelled(chats(12))
+    broken = [*rows[:6], next(iter(NO_JSON)), *rows[6:]]
+    files = {"first.jsonl": broken, "copy.jsonl": broken, "blank.jsonl": [b"", *broken]}
+    for name, lines in files.items():
+        (folder / name).write_bytes(b"\n".join(lines))
+    for _ in range(2):
+        corpora = {name: samples(folder, name) for name in files}
+        for (name, corpus), line in zip(corpora.items(), (7, 7, 8), strict=True):
+            [complaint] = corpus.malformed.first
+            assert complaint.startswith(f"{folder / name}, line {line}, ")
+            assert corpus.fingerprint == corpora["first.jsonl"].fingerprint
+            assert tokens_of(corpus) == tokens_of(corpora["first.jsonl"])

@@ -73,12 +73,15 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     chosen = settings(data, tokenizer)
     if tokenizer.chat_template != chosen.template:  # a model goes with the template that it was trained by
         tokenizer = tokenizer.with_template(chosen.template)
-    skips = () if data.malformed == "refuse" else (data.malformed,)
-    known, contents = _known(root / "index" / f"samples-{source.signature()}.json", source, skips=bool(skips))
+    skips, signature = source.skips, source.signature()
+    known, contents = _known(root / "index" / f"samples-{signature}.json", source, skips=bool(skips))
     decides = {name: value for name, value in asdict(chosen).items() if name not in ("today", "template_file")}
     content = repr((FORMAT, known["content"], tokenizer.fingerprint, tokenizer.vocab, data.validation, decides, *skips))
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
-    folder = root / "samples" / fingerprint[:24]
+    name = fingerprint
+    if skips:  # the folder holds complaints, which name a file and its lines: files with equal rows have one each
+        name = hashlib.blake2b(repr((fingerprint, signature)).encode(), digest_size=20).hexdigest()
+    folder = root / "samples" / name[:24]
     with lock(folder):
         if (found := load(folder, tokenizer, fingerprint, _stream)) is None:
             build = _SampleBuild(data, source, tokenizer, chosen, contents, processes, progress)

@@ -100,12 +100,16 @@ class Source:
                 )
             yield from _ROWS[path.suffix](path)
 
+    @property
+    def skips(self) -> tuple[str, ...]:
+        """Part of names in the cache where malformed rows are left out; empty elsewhere, so that older names hold."""
+        return () if self._data.malformed == "refuse" else (self._data.malformed,)
+
     def signature(self) -> str:
         """Hash of what tells, without reading, whether the documents are as before: names, sizes, times, inodes."""
         names = self.files if self._dataset is None else [Path(f["filename"]) for f in self._dataset.cache_files]
         seen = hashlib.blake2b(b"" if names else os.urandom(16), digest_size=16)  # held in memory: nothing tells
-        skips = () if self._data.malformed == "refuse" else (self._data.malformed,)
-        seen.update(repr((self._data.path, self._data.text_field, self._data.limit_bytes, *skips)).encode())
+        seen.update(repr((self._data.path, self._data.text_field, self._data.limit_bytes, *self.skips)).encode())
         for path in names:
             try:
                 stat = path.stat()

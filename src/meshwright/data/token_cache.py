@@ -55,7 +55,7 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
         counted, known = _count(data, source, index)
     digest, malformed = known["content"], MalformedRows(**known.get("malformed", {}))
     tokenizer = _tokenizer(data, source, digest, root)
-    fingerprint = _fingerprint(data, digest, tokenizer)
+    fingerprint = _fingerprint(data, source, digest, tokenizer)
     folder = root / "tokens" / fingerprint[:24]
     if (found := load(folder, tokenizer, fingerprint, _stream)) is not None:
         return replace(found, malformed=malformed)  # files with the same texts share a folder, and differ in this
@@ -91,9 +91,8 @@ def _changed(data: Data) -> str:
     return f"data.path={data.path} changed while it was read: run again when nothing writes there"
 
 
-def _fingerprint(data: Data, digest: str, tokenizer: Tokenizer) -> str:
-    skips = () if data.malformed == "refuse" else (data.malformed,)
-    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *skips))
+def _fingerprint(data: Data, source: Source, digest: str, tokenizer: Tokenizer) -> str:
+    content = repr((FORMAT, digest, tokenizer.fingerprint, tokenizer.vocab, data.validation, *source.skips))
     return hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
 
 
