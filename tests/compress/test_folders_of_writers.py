@@ -207,6 +207,7 @@ def test_awq_by_the_file_that_autoawq_writes_beside(tmp_path: Path) -> None:
         tmp_path, SHAPES["llama"], lambda name, weight: awq_parts(weight), config, beside="quant_config.json"
     )
     same_numbers(tmp_path, SHAPES["llama"], coded, by_autoawq_wide)
+    assert read_folder(tmp_path / "theirs").codes == open_base(tmp_path / "theirs").base != ""
 
 
 @pytest.mark.parametrize("beside", ["", "quantize_config.json"])

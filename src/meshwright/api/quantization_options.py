@@ -105,8 +105,8 @@ def bytes_of(budget: str | int) -> int:
     if isinstance(budget, int):
         number, unit = str(budget), ""
     else:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
-        number, unit = found.groups() if found else ("", "")
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", budget)
+        number, unit = match.groups() if match else ("", "")
     if not number or unit not in UNITS or float(number) <= 0:
         raise ArgumentError(f"budget={budget} is no size: give a number with {', '.join(list(UNITS)[1:])}, as 1.2GiB")
     return int(float(number) * UNITS[unit])

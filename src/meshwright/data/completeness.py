@@ -96,9 +96,9 @@ def _check_tools(messages: Sequence[Message], tools: Any, template: ChatTemplate
     signs = _Signs()
     text = rendered(signs)
     missing = next((complaint for sign, complaint in signs.complaints.items() if sign not in text), None)
-    unsigned = (place for place, (sign, _) in enumerate(signs.numbers) if not sign or sign not in text)
+    unsigned = (index for index, (sign, _) in enumerate(signs.numbers) if not sign or sign not in text)
     if missing is None:
-        missing = next((signs.numbers[place][1] for place in unsigned if rendered(_Signs(place)) == text), None)
+        missing = next((signs.numbers[index][1] for index in unsigned if rendered(_Signs(index)) == text), None)
     if missing is not None:
         raise IncompleteRendering(f"the chat template drops {missing}")
 
@@ -172,12 +172,12 @@ class _Signs:
         return [self._argument(part, number) for part in argument] if isinstance(argument, list | tuple) else argument
 
     def _number(self, argument: float, complaint: str) -> float:
-        place = len(self.numbers)
-        is_changed = place == self._changed
+        index = len(self.numbers)
+        is_changed = index == self._changed
         if isinstance(argument, bool):
             self.numbers.append(("", complaint))
             return argument != is_changed
-        sign = _NUMBER + place + 500_000 * is_changed
+        sign = _NUMBER + index + 500_000 * is_changed
         self.numbers.append((str(sign), complaint))
         return sign + 0.5 if isinstance(argument, float) else sign
 

@@ -75,9 +75,9 @@ def all_malformed(counts: Iterable[MalformedRows]) -> MalformedRows:
     """The counts of several sources together."""
     counts = list(counts)
     return MalformedRows(
-        rows=sum(one.rows for one in counts),
-        malformed=sum(one.malformed for one in counts),
-        first=[complaint for one in counts for complaint in one.first][:_NAMED],
+        rows=sum(count.rows for count in counts),
+        malformed=sum(count.malformed for count in counts),
+        first=[complaint for count in counts for complaint in count.first][:_NAMED],
     )
 
 

@@ -76,9 +76,9 @@ def prepared_product(matrices: Sequence[Matrix], biases: Sequence[Tensor | None]
 def _of_ordered(matrices: Sequence[QuantizedMatrix], biases: Sequence[Tensor | None]) -> PreparedProduct | None:
     """Of matrices whose codes stand in an order of inputs; those that read one input were rounded in the same."""
     order = matrices[0].order
-    if order is None or not all(one.order is not None and torch.equal(one.order, order) for one in matrices):
+    if order is None or not all(matrix.order is not None and torch.equal(matrix.order, order) for matrix in matrices):
         return None
-    product = prepared_product([one.in_order_of_codes for one in matrices], biases)
+    product = prepared_product([matrix.in_order_of_codes for matrix in matrices], biases)
     return None if product is None else OrderedProduct(product, order)
 
 

@@ -40,7 +40,9 @@ class NamedModel:
         known = preset_of_hub(name)
         if known is not None:
             return known
-        folder = next((one for one in (Path(name), path.parent / name) if (one / "config.json").is_file()), None)
+        folder = next(
+            (candidate for candidate in (Path(name), path.parent / name) if (candidate / "config.json").is_file()), None
+        )
         if folder is not None and self.folder is not None:
             return self.folder(folder)
         shape = self.hub(name) if self.hub is not None else None

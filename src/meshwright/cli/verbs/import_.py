@@ -52,14 +52,14 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     refuse_unwritable(run, "RUN ")
     from meshwright.model.quantized_formats.quantized_folder import open_numbers  # loads torch
 
-    found = open_numbers(folder)
-    if found.tokenizer is None:
+    opened = open_numbers(folder)
+    if opened.tokenizer is None:
         raise HubError(f"{folder} has no tokenizer.json, which a run needs: save its tokenizer in that format first")
-    tokenizer = Tokenizer.load(found.tokenizer)
-    if tokenizer.vocab > found.shape.vocab:
-        raise HubError(f"{folder}: tokenizer.json has {tokenizer.vocab} tokens, config.json only {found.shape.vocab}")
-    plan = _plan(found, run)
-    _write(plan, tokenizer, found, _weights(found))
+    tokenizer = Tokenizer.load(opened.tokenizer)
+    if tokenizer.vocab > opened.shape.vocab:
+        raise HubError(f"{folder}: tokenizer.json has {tokenizer.vocab} tokens, config.json only {opened.shape.vocab}")
+    plan = _plan(opened, run)
+    _write(plan, tokenizer, opened, _weights(opened))
     return plan
 
 

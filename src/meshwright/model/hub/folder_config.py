@@ -53,9 +53,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
     if path.stat().st_size > most:
         raise HubError(f"{path} has {path.stat().st_size:,} bytes, and at most {most:,} are read")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise HubError(f"{path} is not JSON, or nested too deep ({error}): copy or download it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise HubError(f"{path} must hold a JSON object")
-    return found
+    return content

@@ -222,10 +222,10 @@ def _gated_delta(entries: Entries) -> Fields:
 
 def _gated_delta_moe(entries: Entries) -> Fields:
     """The same with experts."""
-    found = _gated_delta(entries)
+    dense = _gated_delta(entries)
     moe = _experts_beside_a_gate(entries, 512, 10, ffn=512, shared=512, normalize=True)
-    parts = replace(found["unbuilt"], shared_gate=bool(moe.shared_experts))
-    return {**found, "moe": moe, "ffn": entries.integer("intermediate_size", moe.ffn), "unbuilt": parts}
+    parts = replace(dense["unbuilt"], shared_gate=bool(moe.shared_experts))
+    return {**dense, "moe": moe, "ffn": entries.integer("intermediate_size", moe.ffn), "unbuilt": parts}
 
 
 def _experts_beside_a_gate(

@@ -216,17 +216,17 @@ def _state(scheme: Scheme, size: Sequence[int], dtype: torch.dtype, offset: floa
 
 def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
     """With the length that each JSON has, which `_scheme` has read, and bytes of codes in the dtype that they have."""
-    found = []
-    for one in planned:
-        there = stored.get(one.name)
-        if there is None and one.name.endswith(".weight_format"):  # older writers have none
+    adjusted = []
+    for tensor in planned:
+        there = stored.get(tensor.name)
+        if there is None and tensor.name.endswith(".weight_format"):  # older writers have none
             continue
-        if there is not None and STATE in one.name:
-            one = replace(one, size=there.size)
-        elif there is not None and one.name.endswith(".weight") and one.dtype == torch.uint8:
-            one = replace(one, size=(one.num_bytes // there.dtype.itemsize, 1), dtype=there.dtype)
-        found.append(one)
-    return found
+        if there is not None and STATE in tensor.name:
+            tensor = replace(tensor, size=there.size)
+        elif there is not None and tensor.name.endswith(".weight") and tensor.dtype == torch.uint8:
+            tensor = replace(tensor, size=(tensor.num_bytes // there.dtype.itemsize, 1), dtype=there.dtype)
+        adjusted.append(tensor)
+    return adjusted
 
 
 def _holds_codes(stored: Mapping[str, Stored], name: str) -> bool:

@@ -29,14 +29,14 @@ def group_schemes(entries: Entries) -> list[Scheme]:
     groups = entries.raw("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise entries.fail("config_groups must hold a group of matrices")
-    found = []
+    schemes = []
     for name, group in groups.items():
         if not isinstance(group, dict):
             raise entries.fail(f"config_groups: {name} must hold a JSON object")
         # A layout of its own comes first: the whole may say mixed-precision.
         layout = group.get("format") or entries.text("format")
-        found.append(_scheme(Entries(group, f"{entries.where}, config_groups"), str(layout)))
-    return found
+        schemes.append(_scheme(Entries(group, f"{entries.where}, config_groups"), str(layout)))
+    return schemes
 
 
 def _scheme(group: Entries, layout: str) -> Scheme:
@@ -79,12 +79,12 @@ def _scheme(group: Entries, layout: str) -> Scheme:
     )  # fmt: skip
 
 
-def scale_dtype(entries: Entries, found: Stored) -> Literal["bfloat16", "float16", "float32"]:
+def scale_dtype(entries: Entries, stored: Stored) -> Literal["bfloat16", "float16", "float32"]:
     """The dtype of a file's scales, as schemes name it. HubError where it is none of theirs."""
-    if found.dtype == torch.bfloat16:
+    if stored.dtype == torch.bfloat16:
         return "bfloat16"
-    if found.dtype == torch.float16:
+    if stored.dtype == torch.float16:
         return "float16"
-    if found.dtype == torch.float32:
+    if stored.dtype == torch.float32:
         return "float32"
-    raise entries.fail(f"scales of {found.dtype} are not supported")
+    raise entries.fail(f"scales of {stored.dtype} are not supported")

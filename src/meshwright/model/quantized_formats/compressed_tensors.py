@@ -179,15 +179,15 @@ def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtyp
 
 def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
     """With the dtype of scales that a file has, which writers choose, and the size of those of all or of blocks."""
-    found = []
-    for one in planned:
-        there = stored.get(one.name)
-        if there is not None and one.dtype.is_floating_point and there.dtype.is_floating_point:
-            of_all = one.name.endswith("_scale") and there.size in ((), (1,), (1, 1))
-            of_blocks = one.name.endswith("_scale") and len(there.size) == 2 and there.size[1:] == one.size[1:]
-            one = replace(one, size=there.size if of_all or of_blocks else one.size, dtype=there.dtype)
-        found.append(one)
-    return found
+    adjusted = []
+    for tensor in planned:
+        there = stored.get(tensor.name)
+        if there is not None and tensor.dtype.is_floating_point and there.dtype.is_floating_point:
+            of_all = tensor.name.endswith("_scale") and there.size in ((), (1,), (1, 1))
+            of_blocks = tensor.name.endswith("_scale") and len(there.size) == 2 and there.size[1:] == tensor.size[1:]
+            tensor = replace(tensor, size=there.size if of_all or of_blocks else tensor.size, dtype=there.dtype)
+        adjusted.append(tensor)
+    return adjusted
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
@@ -269,9 +269,8 @@ def _fitting(
     fitting = []
     for scheme in each:
         planned = _as_stored(_planned(name, size, scheme, torch.bfloat16), stored)
-        same = all(one.name in there and (one.size, one.dtype) == (stored[one.name].size, stored[one.name].dtype)
-                   for one in planned)  # fmt: skip
-        fitting += [scheme] if same and len(planned) == len(there) else []
+        wanted = {tensor.name: (tensor.size, tensor.dtype) for tensor in planned}
+        fitting += [scheme] if wanted == {key: (stored[key].size, stored[key].dtype) for key in there} else []
     if len(fitting) != 1:
         raise entries.fail(
             f"{name} has the tensors of {len(fitting) or 'none'} of {len(each)} config_groups, which must be one: "

@@ -42,20 +42,20 @@ def tensors_of_model(
 ) -> dict[str, Stored]:
     """Stored tensors but those that say nothing: tables of rotary positions, biases of zeros, which GPTQ's writers put
     beside every matrix, and a tied head beside its embedding. HubError where a bias or a head says something."""
-    names, told = {one.name for one in planned}, {}
-    for name, one in stored.items():
+    names, told = {tensor.name for tensor in planned}, {}
+    for name, tensor in stored.items():
         if name in names:
-            told[name] = one
+            told[name] = tensor
         elif name == HEAD and shape.tied:
             check_tied(folder, bindings(shape), lambda part: stored[part].read())
-        elif name.endswith(".bias") and one.dtype.is_floating_point and not IGNORED.fullmatch(name):
-            if bool(one.read().any()):
+        elif name.endswith(".bias") and tensor.dtype.is_floating_point and not IGNORED.fullmatch(name):
+            if bool(tensor.read().any()):
                 raise HubError(
                     f"{folder}: {name} is not zero, and by config.json a {shape.family} has no bias there: it is "
                     "another model's, or attention_bias or mlp_bias is missing in config.json"
                 )
         elif not IGNORED.fullmatch(name):
-            told[name] = one
+            told[name] = tensor
     return told
 
 
@@ -67,7 +67,7 @@ def restored_parts(
     rows = [size[0] for size in binding.ours.values()]
     matrices: list[dict[str, Tensor]] = [{} for _ in binding.ours]
     for part in each[0]:
-        theirs = [one[part] for one in each]
+        theirs = [parts[part] for parts in each]
         cut = part == "order" and binding.transform not in (SAME, STACKED)
         ours = [theirs[0]] * len(rows) if cut else binding.transform.restore(theirs, rows, shape)
         for matrix, tensor in zip(matrices, ours, strict=True):

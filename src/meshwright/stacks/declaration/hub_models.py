@@ -33,12 +33,12 @@ OTHER_PARTS = re.compile(
 @cache
 def hub_names() -> Mapping[str, str]:
     """Preset -> its name on the Hugging Face hub, as its source says."""
-    found = {}
+    names = {}
     for name in presets.model_names():
         link = re.search(r"huggingface\.co/([\w.-]+/[\w.-]+)/", presets.published(name).source)
         if link:
-            found[name] = link[1]
-    return found
+            names[name] = link[1]
+    return names
 
 
 def hub_name(shape: ModelShape) -> str | None:

@@ -107,8 +107,8 @@ def batches(facts: Facts, dp: int) -> tuple[int, int]:
     local: Any = facts.get("local_batch")
     together: Any = facts.get("pipeline_batch")
     if not _is_whole(batch):
-        said = not isinstance(micro, str) and not isinstance(times, str)
-        batch = local * dp if _is_whole(local) else (micro or 0) * (times or 1) * dp if said else 0
+        is_stated = not isinstance(micro, str) and not isinstance(times, str)
+        batch = local * dp if _is_whole(local) else (micro or 0) * (times or 1) * dp if is_stated else 0
     if not _is_whole(micro):
         micro = batch // (dp * times) if _is_whole(times) and batch % (dp * times) == 0 else 0
     if not _is_whole(batch) or not _is_whole(micro):

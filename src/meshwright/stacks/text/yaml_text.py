@@ -53,15 +53,15 @@ def read(text: str) -> list[Entry]:
         raise PlanError(f"line {mark.line + 1 if mark else 1}: no YAML ({getattr(error, 'problem', error)})") from None
 
 
-def _interpolated(found: list[Entry]) -> list[Entry]:
+def _interpolated(entries: list[Entry]) -> list[Entry]:
     """`${a.b}` as a whole value is the value of that key (OmegaConf): several trainers' files have it."""
-    values = {one.key: one.value for one in found}
+    values = {entry.key: entry.value for entry in entries}
 
     def known(value: Any) -> Any:
         name = VARIABLE.fullmatch(value) if isinstance(value, str) else None
         return values.get(name[1], value) if name else value
 
-    return [replace(one, value=known(one.value)) for one in found]
+    return [replace(entry, value=known(entry.value)) for entry in entries]
 
 
 def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
