@@ -62,6 +62,7 @@ def test_products_are_as_exact_as_torchs(seed: int) -> None:
         (cpu_product.multiply(a, b.t()), exact),
         (cpu_product.multiply(a.t().contiguous().t(), b.t().contiguous()), exact),
         (cpu_product.add_product(total.clone(), a, b.t()), exact + total.double()),
+        (cpu_product.add_product(torch.full_like(total, torch.nan), a, b.t(), beta=0), exact),
     ):
         assert found.shape == wanted.shape and found.is_contiguous()
         assert error(found, wanted) < 1e-6
@@ -166,6 +167,8 @@ def test_a_product_of_16_bits_is_added_in_pieces(monkeypatch: pytest.MonkeyPatch
     wanted = total + a @ b
     cpu_product.add_product(total, a, b)
     assert torch.equal(total, wanted) and torch.equal(whole[:, 96:], beside)
+    cpu_product.add_product(total.fill_(torch.nan), a, b, beta=0)
+    assert torch.equal(total, (a @ b).float()) and torch.equal(whole[:, 96:], beside)
 
 
 ORDERS = ("as it lies", "transposed", "with gaps", "transposed with gaps", "every second")

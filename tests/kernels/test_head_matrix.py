@@ -223,3 +223,29 @@ def test_a_gpu_rounds_the_gradient_of_a_head_in_the_pass_that_multiplies_it(fact
     assert torch.equal(rounded, right)
     assert dict(counted.counts) == {"new_empty": 1, "mul": 1}
     assert torch.equal(scaled_gradient(total, scale, torch.bfloat16), right)
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS], ids=str)
+@pytest.mark.parametrize("vocab", [96, 97, 1001])
+def test_the_first_chunk_writes_the_gradient_of_a_head(vocab: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass fills it with zeros, and what lay in that memory is not read: here it is not a number."""
+    monkeypatch.setattr(HeadMatrix, "empty_gradient", _poisoned(HeadMatrix.empty_gradient))
+    targets = targets_of(vocab)[:rows]
+    x, weight = tensors((rows, WIDTH), (vocab, WIDTH))
+    with Operations() as counted:
+        loss, *gradients = outcome(partial(fast().linear_cross_entropy, targets=targets), [x, weight], None)
+    assert counted.counts["new_zeros"] == HeadMatrix.padded(weight, weight.dtype).is_padded + (not rows)
+    right_loss, *right = outcome(lambda x, weight: -each(x, weight, targets).sum(), [x, weight], None)
+    torch.testing.assert_close(loss, right_loss)
+    for gradient, exact in zip(gradients, right, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-5)
+
+
+def _poisoned(make: Callable[[HeadMatrix, int], torch.Tensor]) -> Callable[[HeadMatrix, int], torch.Tensor]:
+    def room(head: HeadMatrix, rows: int) -> torch.Tensor:
+        gradient = make(head, rows)
+        if rows:
+            gradient.as_strided((head.width, gradient.shape[1]), gradient.stride()).fill_(torch.nan)
+        return gradient
+
+    return room

@@ -126,18 +126,21 @@ def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Ten
     return result
 
 
-def add_wide_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total (M, N) fp32 += a (M, K) b (K, N), of 16-bit tensors too, whose sums then never leave fp32.
+def add_wide_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int = 1) -> None:
+    """total (M, N) fp32 = beta total + a (M, K) b (K, N), of 16-bit tensors too, whose sums then never leave fp32. With
+    beta = 0 the total is not read, whatever it holds.
 
     A GPU's library adds to fp32 by itself; the overload that says so is in torch.ops only, and for CUDA only. Elsewhere
     the product is rounded to its operands' dtype first.
     """
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     elif _adds_wide(a.device, a.dtype):
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    else:
+        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, beta=beta, out=total)
+    elif beta:
         total += a @ b
+    else:
+        total.copy_(a @ b)
 
 
 def scaled_product(
@@ -172,15 +175,16 @@ def scaled_grouped_product(
 
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch has the overload, and it adds: tried once, on ones."""
+    """Whether this torch has the overload, and it adds and writes: tried once, on ones."""
     if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
-    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.ones(16, 16, device=device)
+    ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), torch.nan, device=device)
     try:
-        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+        for beta in (0, 1):
+            torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, beta=beta, out=total)
     except _CANNOT:
         return False
-    return bool((total == 17.0).all())
+    return bool((total == 32.0).all())
 
 
 class _FusedRmsNorm(torch.autograd.Function):

@@ -72,24 +72,26 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return found
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total (M, N) fp32 += a (M, K) times b (K, N), in place. A GPU adds inside of the product, for which a dry run
-    takes no memory. A CPU's product of 16 bits is rounded and added some rows at a time, while the cache holds it:
-    torch widens all that it adds. The compiler gets a product of its own: it fuses the sum."""
+def add_product(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
+    """total (M, N) fp32 = beta total + a (M, K) times b (K, N), in place; with beta = 0 the total is not read. A GPU
+    adds inside of the product, for which a dry run takes no memory. A CPU's product of 16 bits is rounded and added
+    some rows at a time, while the cache holds it: torch widens all that it adds. The compiler gets a product of its
+    own: it fuses the sum."""
     if torch.compiler.is_compiling():
-        return total.add_(multiply(a, b))
+        return total.add_(multiply(a, b)) if beta else total.copy_(multiply(a, b))
     if kind(total) != "cpu":
         if not acts():
-            compat.add_wide_product(total, a, b)
+            compat.add_wide_product(total, a, b, beta)
         return total
     if total.dtype != a.dtype:
         rows = max(1, ADDED_AT_ONCE // max(1, total.shape[1]))
         for start in range(0, len(total), rows):
-            total[start : start + rows].add_(torch.mm(a[start : start + rows], b))
+            part, product = total[start : start + rows], torch.mm(a[start : start + rows], b)
+            part.add_(product) if beta else part.copy_(product)
         return total
     if not pays(a, b.shape[1]):
-        return total.addmm_(a, b)
-    return onednn_products.add_product(total, a, b)
+        return total.addmm_(a, b, beta=beta)
+    return onednn_products.add_product(total if beta else total.zero_(), a, b)
 
 
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -151,7 +151,7 @@ class _Chunks:
     def want(self, x: bool, weight: bool) -> None:
         """Have gradients made."""
         self.x_gradient = torch.empty_like(self.x) if x else None
-        self.weight_gradient = self.head.empty_gradient() if weight else None
+        self.weight_gradient = self.head.empty_gradient(len(self.x)) if weight else None
 
     def losses(self, factor: Tensor | None = None) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Of each chunk: its rows, -log softmax of their targets (R,) fp32, and which of them count (R,)."""
@@ -189,7 +189,7 @@ class _Chunks:
                     self.x_gradient[here].zero_().index_copy_(0, kept, found.to(self.x_gradient.dtype))
                 del found
             if self.weight_gradient is not None:
-                head.add_gradient(self.weight_gradient, logits, part)
+                head.add_gradient(self.weight_gradient, logits, part, first=not start)
             del logits, part  # else a chunk stands beside the next
 
     def _chunk(self, logits: Tensor, targets: Tensor, valid: Tensor, factor: Tensor | None) -> Tensor:

@@ -90,15 +90,16 @@ class HeadMatrix:
             cpu_product.add_product(found, gradients[:, columns], matrix)
         return found
 
-    def empty_gradient(self) -> Tensor:
-        """Room for the gradient of the head (V, D) fp32, of zeros; W rows lie in memory."""
-        whole = self.weight.new_zeros(self.width, self.weight.shape[1], dtype=torch.float32)
-        return whole[: len(self.weight)]
+    def empty_gradient(self, rows: int) -> Tensor:
+        """Room for the gradient of the head (V, D) fp32, that the first chunk of so many rows of x writes; zeros where
+        there are none. W rows lie in memory."""
+        make = self.weight.new_empty if rows else self.weight.new_zeros
+        return make(self.width, self.weight.shape[1], dtype=torch.float32)[: len(self.weight)]
 
-    def add_gradient(self, total: Tensor, gradients: Tensor, x: Tensor) -> None:
-        """total (of `empty_gradient`) += gradients^T x, of those as `laid_out` and x (R, D)."""
+    def add_gradient(self, total: Tensor, gradients: Tensor, x: Tensor, *, first: bool) -> None:
+        """total (of `empty_gradient`) += gradients^T x, of those as `laid_out` and x (R, D). `first`: it is written."""
         whole = total.as_strided((self.width, total.shape[1]), total.stride()) if self.is_padded else total
-        cpu_product.add_product(whole, gradients.t(), x)
+        cpu_product.add_product(whole, gradients.t(), x, beta=int(not first))
 
 
 def scaled_gradient(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

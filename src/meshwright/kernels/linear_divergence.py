@@ -100,7 +100,7 @@ class _DivergenceChunks:
     def run(self, scale: Tensor | None, of_x: bool, of_weight: bool) -> Tensor:
         """Sums (2,) fp32 over valid rows: T^2 D and the cross-entropy."""
         self.x_gradient = torch.empty_like(self.x) if of_x else None
-        self.weight_gradient = self.head.empty_gradient() if of_weight else None
+        self.weight_gradient = self.head.empty_gradient(len(self.x)) if of_weight else None
         columns = self.vocabulary.most if self.vocabulary else len(self.weight)
         rows = chunk_rows(len(self.x), BUFFERS * columns, kind(self.x))
         total = torch.zeros(2, dtype=torch.float32, device=self.x.device)
@@ -140,7 +140,7 @@ class _DivergenceChunks:
             else:
                 self.x_gradient[here].zero_().index_copy_(0, kept, found)
         if self.weight_gradient is not None:
-            self.head.add_gradient(self.weight_gradient, made, part)
+            self.head.add_gradient(self.weight_gradient, made, part, first=not here.start)
 
 
 class _LinearDivergence(torch.autograd.Function):
