@@ -10,7 +10,7 @@ import torch
 
 import meshwright as mw
 from meshwright.api.serve_planning import engine_times
-from meshwright.api.serving_calibration import QUICK, engine_rates
+from meshwright.api.serving_calibration import QUICK, _by_tokens, engine_rates
 from meshwright.api.serving_load import columns, dry
 from meshwright.kernels.compiled import library
 from meshwright.model import build
@@ -187,3 +187,11 @@ def test_rates_of_this_machine_are_numbers_above_zero() -> None:
     found = engine_rates(replace(QUICK, steps=2, long=64))
     assert min(found.step_s, found.sequence_s, found.layer_s, found.cached_bytes_per_s, found.prompt_flop_per_s) > 0
     assert min(found.token_layer_s, found.logit_s) >= 0 and min(found.products.values) > 0
+    assert found.prompt_flop_per_s <= max(found.products.values) * (1 + 1e-9)
+
+
+def test_prompts_whose_pairs_cannot_be_told_apart_have_the_rate_of_the_best_product() -> None:
+    """A straight line of tokens has no share of pairs, and an attention without a time would be planned free."""
+    assert _by_tokens([(16, 1.0), (32, 2.0), (64, 4.0)], least_pair_s=1e-6)[2] == 1e-6
+    curved = [(n, 3.0 + 0.5 * n + 0.25 * n**2) for n in (16, 32, 64)]
+    assert _by_tokens(curved, least_pair_s=1e-6) == pytest.approx((3.0, 0.5, 0.25))

@@ -107,7 +107,7 @@ def test_windows_of_text_are_read_as_often_as_the_epochs_say(letters: str, reade
 
 
 def test_a_token_budget_counts_what_two_processes_read(tmp_path: Path) -> None:
-    """And a run that goes on with one of them."""
+    """The same for a resumed run."""
     seen = on_two(asked(tmp_path, tokens=40 * SEQUENCE, global_batch=8))
     assert len(seen) == 40
     seen += read_by(asked(tmp_path, tokens=99 * SEQUENCE, global_batch=4))

@@ -101,5 +101,5 @@ def _words(hint: Any) -> str:
     if kind is UnionType:
         return " or ".join(dict.fromkeys(map(_words, get_args(hint))))
     part = next(iter(get_args(hint)), Any)
-    of = f" of {_words(part) if get_origin(part) else part.__name__}" if kind is Sequence else ""
-    return (WORDS.get(kind) or WORDS.get(kind.__name__, kind.__name__)) + of
+    entries = f" of {_words(part) if get_origin(part) else part.__name__}" if kind is Sequence else ""
+    return (WORDS.get(kind) or WORDS.get(kind.__name__, kind.__name__)) + entries

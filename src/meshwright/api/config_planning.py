@@ -163,9 +163,9 @@ def plan_from(
 
     PlanError with key and line for what is not understood, or matters and is not counted.
     """
-    given = _shape(str(model)) if model else None
-    found = read(str(file), stack, folder_shape=_folder_shape, hub_shape=_hub_shape, given=given)
-    shape = found.shape
+    named_shape = _shape(str(model)) if model else None
+    config = read(str(file), stack, folder_shape=_folder_shape, hub_shape=_hub_shape, given=named_shape)
+    shape = config.shape
     if shape is None:
         raise ArgumentError(f"{file} does not say which model it trains: give MODEL, a preset or a folder")
     if cluster is None:
@@ -175,18 +175,18 @@ def plan_from(
     if nodes is not None and not 1 <= nodes <= MOST_NODES:
         raise ArgumentError(f"nodes={nodes} must be at least 1 and at most {MOST_NODES:,}")
     one = presets.cluster(cluster)
-    where = replace(one, nodes=nodes or found.nodes(one.devices_per_node))
-    found, where = _bound(found, where)
+    where = replace(one, nodes=nodes or config.nodes(one.devices_per_node))
+    config, where = _bound(config, where)
     changes = {
         **_changes(section_words(layout), SEARCHED, "layout"),
         **_changes(section_words(recipe), RECIPE, "recipe"),
     }
-    plan = found.plan(shape, where, changes)
+    plan = config.plan(shape, where, changes)
     plan.check()
-    if why := found.software.round_refusal(plan):
+    if why := config.software.round_refusal(plan):
         raise PlanError(f"{file}: {why}: the run would end with an error")
-    of = estimator(plan, found.software.stack(found.facts))
-    return ConfigAnswer(config=found, prediction=of.predict(plan), estimator=of)
+    of = estimator(plan, config.software.stack(config.facts))
+    return ConfigAnswer(config=config, prediction=of.predict(plan), estimator=of)
 
 
 def _shape(model: str) -> ModelShape:

@@ -179,12 +179,12 @@ def evaluate(
         turns = AdaptersInTurn(load(path, dtype, checkpoint=checkpoint), folders)
         models, before, other = {name: partial(turns.with_adapter, name) for name in folders}, turns.plain, path
     if configs:
-        found = _on_tasks(models, before, configs, limit, shots, chat, progress)
+        figures = _on_tasks(models, before, configs, limit, shots, chat, progress)
     else:
         if other is not None:
             _check_tokenizers(path, other)
-        found = _on_held_out(models, before, other, data, sequences)
-    return EvaluationAnswer(run=path, against=other, figures=tuple(found))
+        figures = _on_held_out(models, before, other, data, sequences)
+    return EvaluationAnswer(run=path, against=other, figures=tuple(figures))
 
 
 def _on_tasks(

@@ -15,6 +15,8 @@ from meshwright.spec import Plan
 from meshwright.spec.errors import ArgumentError, HubError, PlanError
 from meshwright.spec.shape import ModelShape
 
+TEXTS = (".jsonl", ".parquet", ".txt")
+"""Ends of files that hold what is trained on. A plan is YAML, of which .json is a part."""
 Section = str | Sequence[str] | Mapping[str, Any] | None
 """Part of a plan: `sequence=4096,precision=bf16`, such words one by one, or {"sequence": 4096}."""
 
@@ -52,6 +54,8 @@ def sort_words(words: Sequence[str]) -> tuple[Path | None, list[str], str]:
     """(plan file, KEY=VALUE overrides, resume) from the words of a command line, in any order."""
     files = [word for word in words if "=" not in word]
     pairs = [word for word in words if "=" in word]
+    if texts := [file for file in files if Path(file).suffix in TEXTS]:
+        raise PlanError(f"{texts[0]} is no plan: give text and conversations as data={texts[0]}")
     if len(files) > 1:
         raise PlanError(f"two plan files, {files[0]} and {files[1]}: give one, and changes as KEY=VALUE")
     resume = [pair.partition("=")[2] for pair in pairs if pair.startswith("resume=")]

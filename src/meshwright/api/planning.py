@@ -187,8 +187,8 @@ def plan(
     words = section_words(layout)
     with as_typed("layout", words):
         asked, searched = carried_layout(asked, words)
-    given = fixed_layout(asked, searched)
-    software, fixed = (None, given) if stack in ("", MESHWRIGHT.name) else _offered(stack, asked, given)
+    fixed_degrees = fixed_layout(asked, searched)
+    software, fixed = (None, fixed_degrees) if stack in ("", MESHWRIGHT.name) else _offered(stack, asked, fixed_degrees)
     if document_tokens < 0:
         raise ArgumentError(f"document_tokens={document_tokens:g} must be 0 (a document fills its row) or more")
     of = asked_estimator(asked, cluster, software.stack({}) if software else MESHWRIGHT, document_tokens)
@@ -198,12 +198,12 @@ def plan(
         if not found.legal and software is not None:
             from meshwright.api.stack_choice import none_offered
 
-            raise none_offered(software, of, asked, given)
+            raise none_offered(software, of, asked, fixed_degrees)
         if not found.legal:
             found = answered(of, asked, fixed)
     if not found.best:
         every = software.fixed() if software else {}
-        free = not (given and search(of, asked, fixed=every, listed=1).best)
+        free = not (fixed_degrees and search(of, asked, fixed=every, listed=1).best)
         adapted = None
         if not (tune or teacher or words) and asked.model.lora is None:
             with suppress(MeshwrightError):  # what a user would ask next, answered with its own figure

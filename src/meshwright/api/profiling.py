@@ -139,9 +139,9 @@ def profile(
 
         return measured(plan, steps=steps, said=told)
 
-    found = kept(asked, measure)
-    assert found is not None
-    return found
+    answer = kept(asked, measure)
+    assert answer is not None, "no launcher has started this process"
+    return answer
 
 
 def check_steps(steps: int) -> None:

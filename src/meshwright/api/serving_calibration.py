@@ -83,19 +83,26 @@ def engine_rates(effort: ServingEffort | None = None, clock: Clock = time.perf_c
     sequence_s = max(1e-8, (wide - one) / 7 - 256 * logit_s)
     long, short = probe.step(4, 8, effort.long, 256), probe.step(4, 8, 16, 256)
     read = 4 * 8 * (effort.long - 16) * 2 * 256 * 4.0
-    once_s, linear_s, square_s = _by_tokens([(n, probe.prompt(4, n, 256) - one - 4 * layer_s) for n in effort.prompts])
+    pair_flop = 2.0 * 4 * 256
+    once_s, linear_s, square_s = _by_tokens(
+        [(n, probe.prompt(4, n, 256) - one - 4 * layer_s) for n in effort.prompts],
+        least_pair_s=pair_flop / max(probe.grid.values),  # attention multiplies no faster than the best product
+    )
     return EngineRates(
         step_s=max(1e-7, one - layer_s - sequence_s - 256 * logit_s), sequence_s=sequence_s, logit_s=logit_s,
         layer_s=layer_s, token_layer_s=linear_s / (4 * 256), cached_bytes_per_s=read / max(1e-6, long - short),
-        prompt_flop_per_s=2.0 * 4 * 256 / square_s, products=probe.grid, prompt_layer_s=once_s / 4,
+        prompt_flop_per_s=pair_flop / square_s, products=probe.grid, prompt_layer_s=once_s / 4,
     )  # fmt: skip
 
 
-def _by_tokens(prompts: Sequence[tuple[int, float]]) -> tuple[float, float, float]:
-    """Seconds of three prompts by their tokens -> (of any, for each token, for each pair)."""
+def _by_tokens(prompts: Sequence[tuple[int, float]], least_pair_s: float) -> tuple[float, float, float]:
+    """Seconds of three prompts by their tokens -> (of any, for each token, for each pair).
+
+    Short prompts measured in a hurry may show no share of pairs at all: it is at least `least_pair_s`.
+    """
     (few, first), (some, second), (many, third) = prompts
     lower, upper = (second - first) / (some - few), (third - second) / (many - some)
-    square = max(1e-12, (upper - lower) / (many - few))
+    square = max(least_pair_s, (upper - lower) / (many - few))
     each = max(0.0, (third - first) / (many - few) - square * (many + few))
     return max(0.0, first - each * few - square * few**2), each, square
 

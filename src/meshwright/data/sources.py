@@ -85,8 +85,8 @@ class Source:
         and passed over; without it the first of them raises MalformedRowError, unless data.malformed says otherwise."""
         if malformed is None and self._data.malformed == "skip":
             malformed = MalformedRows()
-        found = self._all(malformed)
-        return _limited(found, self._data.limit_bytes) if self._data.limit_bytes else found
+        documents = self._all(malformed)
+        return _limited(documents, self._data.limit_bytes) if self._data.limit_bytes else documents
 
     def rows(self) -> Iterator[Row]:
         """Every row of .jsonl, .json and .parquet files and hub datasets, streamed, Malformed in place of one that

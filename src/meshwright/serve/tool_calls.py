@@ -78,26 +78,26 @@ def _json(text: str, begin: int) -> tuple[Any, int]:
 
 def _is_open(text: str, begin: int) -> bool:
     """Whether brackets or quotes that begin at a place are open at the end of the text."""
-    depth, place = 0, begin
-    while place < len(text):
-        letter = text[place]
+    depth, position = 0, begin
+    while position < len(text):
+        letter = text[position]
         if letter == '"':
-            place += 1
-            while place < len(text) and text[place] != '"':
-                place += 2 if text[place] == "\\" else 1
-            if place >= len(text):
+            position += 1
+            while position < len(text) and text[position] != '"':
+                position += 2 if text[position] == "\\" else 1
+            if position >= len(text):
                 return True
         depth += (letter in "{[") - (letter in "}]")
         if depth <= 0:
             return False
-        place += 1
+        position += 1
     return True
 
 
-def _behind_blanks(text: str, place: int) -> int:
-    while place < len(text) and text[place].isspace():
-        place += 1
-    return place
+def _behind_blanks(text: str, position: int) -> int:
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
 
 
 def _call(value: Any, name: str | None = None) -> ToolCall | None:
@@ -130,45 +130,45 @@ def _tagged(closer: str) -> Callable[[str, int, bool], Found]:
 
     def at(text: str, begin: int, ended: bool) -> Found:
         try:
-            value, place = _json(text, begin)
+            value, position = _json(text, begin)
         except _Unfinished:
             return None
         except ValueError:  # the tag was only said, as in a thought: a call may follow
             return [], begin
-        call, place = _call(value), _behind_blanks(text, place)
+        call, position = _call(value), _behind_blanks(text, position)
         calls = [call] if call else []
-        if text.startswith(closer, place):
-            return calls, place + len(closer)
-        if closer.startswith(text[place:]):
+        if text.startswith(closer, position):
+            return calls, position + len(closer)
+        if closer.startswith(text[position:]):
             return (calls, len(text)) if ended and calls else None
-        return [], place
+        return [], position
 
     return at
 
 
 def _bare(text: str, begin: int, ended: bool) -> Found:
     """The whole answer: JSON objects, with semicolons between several."""
-    place, calls = _behind_blanks(text, begin), list[ToolCall]()
-    if place == len(text):
+    position, calls = _behind_blanks(text, begin), list[ToolCall]()
+    if position == len(text):
         return None
     while True:
         try:
-            value, place = _json(text, place)
+            value, position = _json(text, position)
         except _Unfinished:
             return None
         except ValueError:
             return [], len(text)
         whole = isinstance(value, dict) and ("parameters" in value or "arguments" in value)
-        call, place = _call(value) if whole else None, _behind_blanks(text, place)
+        call, position = _call(value) if whole else None, _behind_blanks(text, position)
         if call is None:
             return [], len(text)
         calls.append(call)
-        if place == len(text):
-            return (calls, place) if ended else None
-        if text[place] not in ";,":
+        if position == len(text):
+            return (calls, position) if ended else None
+        if text[position] not in ";,":
             return [], len(text)
-        place += 1
-        if not text[place:].strip():
+        position += 1
+        if not text[position:].strip():
             return (calls, len(text)) if ended else None
 
 
@@ -184,26 +184,26 @@ def _mistral(text: str, begin: int, ended: bool) -> Found:
         name = text[begin:brace].removesuffix("[ARGS]").split("[CALL_ID]")[0].strip()
         return _one(text, brace, name)
     try:
-        value, place = _json(text, begin)
+        value, position = _json(text, begin)
     except _Unfinished:
         return None
     except ValueError:
         return [], len(text)
     calls = [_call(one) for one in (value if isinstance(value, list) else [value])]
     good = [one for one in calls if one is not None]
-    return (good if len(good) == len(calls) else []), place
+    return (good if len(good) == len(calls) else []), position
 
 
 def _one(text: str, begin: int, name: str) -> Found:
     """Arguments of a call whose name is known."""
     try:
-        value, place = _json(text, begin)
+        value, position = _json(text, begin)
     except _Unfinished:
         return None
     except ValueError:
         return [], len(text)
     call = _call(value, name)
-    return ([call] if call else []), place
+    return ([call] if call else []), position
 
 
 _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
@@ -213,12 +213,12 @@ _CALL, _SEPARATOR, _CALL_END, _CALLS_END = (
 
 def _deepseek(text: str, begin: int, ended: bool) -> Found:
     """Names and arguments between marks; the older form fences the JSON and says the kind before the name."""
-    calls, place = list[ToolCall](), _behind_blanks(text, begin)
-    while text.startswith(_CALL, place):
-        brace, place = text.find("{", place), place + len(_CALL)
+    calls, position = list[ToolCall](), _behind_blanks(text, begin)
+    while text.startswith(_CALL, position):
+        brace, position = text.find("{", position), position + len(_CALL)
         if brace < 0:
             return None
-        first, _, second = text[place:brace].partition(_SEPARATOR)
+        first, _, second = text[position:brace].partition(_SEPARATOR)
         found = _one(
             text, brace, (second.split("\n")[0].strip() or first.strip()) if _SEPARATOR in text[:brace] else ""
         )
@@ -230,11 +230,11 @@ def _deepseek(text: str, begin: int, ended: bool) -> Found:
         end = text.find(_CALL_END, found[1])
         if end < 0:
             return (calls, len(text)) if ended else None
-        place = _behind_blanks(text, end + len(_CALL_END))
-    if text.startswith(_CALLS_END, place):
-        return calls, place + len(_CALLS_END)
-    if ended or not (_CALL.startswith(text[place:]) or _CALLS_END.startswith(text[place:])):
-        return calls, place
+        position = _behind_blanks(text, end + len(_CALL_END))
+    if text.startswith(_CALLS_END, position):
+        return calls, position + len(_CALLS_END)
+    if ended or not (_CALL.startswith(text[position:]) or _CALLS_END.startswith(text[position:])):
+        return calls, position
     return None
 
 
@@ -280,23 +280,23 @@ def family_of(template: ChatTemplate) -> ToolFamily:
 def read_answer(family: ToolFamily, text: str, *, ended: bool = True) -> ToolReading:
     """Content and calls of an answer, or while it grows (`ended` False) what of them is certain. A call that is cut off
     or written wrongly is content."""
-    content, calls, after_call, place = "", list[ToolCall](), False, 0
+    content, calls, after_call, position = "", list[ToolCall](), False, 0
     for begin, behind in _openings(family, text):
-        if begin < place:
+        if begin < position:
             continue
-        piece = text[place:begin]
-        content, place = content + (_behind_call(content, piece) if after_call else piece), begin
+        piece = text[position:begin]
+        content, position = content + (_behind_call(content, piece) if after_call else piece), begin
         after_call = after_call and not piece.strip()
         found = family.at(text, behind, ended)
         if found is None and not ended:
             return ToolReading(content.rstrip(), tuple(calls))
-        good, place = found or ([], len(text))
+        good, position = found or ([], len(text))
         if good:
             content, after_call = content.rstrip(), True
         else:
-            content += text[begin:place]
+            content += text[begin:position]
         calls += good
-    piece = text[place:]
+    piece = text[position:]
     content += _behind_call(content, piece) if after_call else piece
     return ToolReading(content if ended else _certain(family, content, text), tuple(calls))
 
@@ -314,11 +314,13 @@ def _openings(family: ToolFamily, text: str) -> Iterator[tuple[int, int]]:
         if opener is not None:
             yield first, first + (0 if opener == "{" else len(opener))
         return
-    place = 0
-    while (begin := min((at for at in (text.find(one, place) for one in family.openers) if at >= 0), default=-1)) >= 0:
+    position = 0
+    while (
+        begin := min((at for at in (text.find(one, position) for one in family.openers) if at >= 0), default=-1)
+    ) >= 0:
         opener = next(one for one in family.openers if text.startswith(one, begin))
-        place = begin + len(opener)
-        yield begin, place
+        position = begin + len(opener)
+        yield begin, position
 
 
 def _certain(family: ToolFamily, content: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The model that a file names: a preset, a published one, a folder, one of the hub, or a guess that is told."""
+"""The model that a file names: a preset, a published one, a folder, one of the hub, or a guess."""
 
 import re
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class NamedModel:
     given: ModelShape | None
 
     def shape(self, software: TrainingSoftware, facts: Facts, path: Path, notes: list[str]) -> ModelShape | None:
-        """The model by the name that the file gives it; None where it gives none. A guess by the name is told."""
+        """The model by the name that the file gives it; None where it gives none. A guess is named in the answer."""
         shape = software.shape(facts)
         if shape is not None:
             return shape

@@ -19,19 +19,19 @@ CLOSE = (
 def usage(error: Any, words: Sequence[str], verbs: Iterable[str]) -> str:
     """One line; `verbs`: by which the one that was called is found among the words."""
     verb = next((f"{word} " for word in words if word in verbs), "")
-    said = " ".join(error.format_message().split()).rstrip(".")
-    said = _of_value(said, getattr(error, "param", None), words) or said
+    message = " ".join(error.format_message().split()).rstrip(".")
+    message = _of_value(message, getattr(error, "param", None), words) or message
     for pattern, instead in CLOSE:
-        said = re.sub(pattern, instead, said)
-    if verb == "generate " and said.startswith("Got unexpected extra argument"):
-        said = f"A prompt is given as --prompt TEXT, in quotes where it has spaces ({said.partition(' ')[2]})"
+        message = re.sub(pattern, instead, message)
+    if verb == "generate " and message.startswith("Got unexpected extra argument"):
+        message = f"A prompt is given as --prompt TEXT, in quotes where it has spaces ({message.partition(' ')[2]})"
     see = f"see meshwright {verb}--help"
-    return f"{said} S{see[1:]}" if said.endswith("?") else f"{said}: {see}"
+    return f"{message} S{see[1:]}" if message.endswith("?") else f"{message}: {see}"
 
 
-def _of_value(said: str, option: Any, words: Sequence[str]) -> str:
+def _of_value(message: str, option: Any, words: Sequence[str]) -> str:
     """`--nodes abc must be a whole number`; empty where this is about something else."""
-    kind = next((found.expand(kind) for pattern, kind in KINDS if (found := re.search(pattern, said))), "")
+    kind = next((found.expand(kind) for pattern, kind in KINDS if (found := re.search(pattern, message))), "")
     names = [name for name in getattr(option, "opts", ()) if name.startswith("-")]
     given = next(_given(names, words), "") if kind else ""
     return f"{given} must be {kind}" if given else ""

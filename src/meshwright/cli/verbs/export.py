@@ -8,6 +8,9 @@ import typer
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
 
+WEIGHT_FILES = (".bin", ".pt", ".pth", ".safetensors")
+"""Ends of files of weights, which a name of a folder has by mistake."""
+
 
 def export(
     run: Annotated[
@@ -67,6 +70,8 @@ def check_export(
     else:
         if not checkpoint_folder.is_one(source):
             RunFolder.open(source)
+        if out.suffix in WEIGHT_FILES:
+            raise PlanError(f"OUT {out} is a folder, and ends like a file: take {out.with_suffix('')}, or NAME.gguf")
         refuse_taken(out, "")
     refuse_unwritable(out, "OUT ")
 

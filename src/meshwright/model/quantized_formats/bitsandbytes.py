@@ -277,16 +277,16 @@ def _scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size: tup
         if not threshold:
             return replace(SCHEMES["int8"], scales="float32")
         return replace(SCHEMES["llm-int8"], scales="float32", outliers="threshold", threshold=threshold)
-    codes, found = _read_state(stored, name)
+    codes, state = _read_state(stored, name)
     known: dict[str, Any] = {"quant_type": codes, "shape": list(size)}
-    nested = "nested_blocksize" in found
+    nested = "nested_blocksize" in state
     known |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
     for key, value in known.items():
-        if found.get(key) != value:
-            raise HubError(f"{stored[name].file}: {name} has {key}={found.get(key)!r} where {value!r} is read")
-    if found.get("blocksize") not in BLOCKS:
-        raise HubError(f"{stored[name].file}: {name} has blocks of {found.get('blocksize')}, and {BLOCKS} are read")
-    scheme = replace(SCHEMES["nf4-double" if nested else "nf4"], group=int(found["blocksize"]))
+        if state.get(key) != value:
+            raise HubError(f"{stored[name].file}: {name} has {key}={state.get(key)!r} where {value!r} is read")
+    if state.get("blocksize") not in BLOCKS:
+        raise HubError(f"{stored[name].file}: {name} has blocks of {state.get('blocksize')}, and {BLOCKS} are read")
+    scheme = replace(SCHEMES["nf4-double" if nested else "nf4"], group=int(state["blocksize"]))
     return scheme if codes == "nf4" else replace(scheme, name=f"{codes}{'-double' * nested}", codes=codes)
 
 

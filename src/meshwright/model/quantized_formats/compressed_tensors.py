@@ -170,11 +170,11 @@ def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtyp
     if _layout(scheme) != PACKED:
         kind = torch.float8_e4m3fn if scheme.codes == "e4m3" else torch.int8
         return [Planned(name=name, size=size, dtype=kind), scale]
-    found = [Planned(name=f"{name}_packed", size=(rows, -(-columns * bits // 32)), dtype=torch.int32), scale]
+    parts = [Planned(name=f"{name}_packed", size=(rows, -(-columns * bits // 32)), dtype=torch.int32), scale]
     if scheme.zeros == "whole":
         zeros = (-(-rows * bits // 32), groups)
-        found.append(Planned(name=f"{name}_zero_point", size=zeros, dtype=torch.int32))
-    return [*found, Planned(name=f"{name}_shape", size=(2,), dtype=torch.int64)]
+        parts.append(Planned(name=f"{name}_zero_point", size=zeros, dtype=torch.int32))
+    return [*parts, Planned(name=f"{name}_shape", size=(2,), dtype=torch.int64)]
 
 
 def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
@@ -220,18 +220,18 @@ def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -
 def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
     """Parts of one matrix of theirs, with codes and zeros as ours are packed."""
     rows, columns = size
-    found = {"scales": _spread(stored[f"{name}_scale"], rows, scheme.groups(columns), scheme)}
+    parts = {"scales": _spread(stored[f"{name}_scale"], rows, scheme.groups(columns), scheme)}
     if _layout(scheme) != PACKED:
-        return {"codes": stored[name].read(), **found}
+        return {"codes": stored[name].read(), **parts}
     shape = stored[f"{name}_shape"].read().tolist()
     if shape != list(size):
         raise HubError(f"{stored[name + '_shape'].file}: {name}_shape says {shape} where config.json says {list(size)}")
     codes = _codes(stored[f"{name}_packed"].read(), scheme.bits, columns)
-    found["codes"] = pack(codes, scheme.bits) if scheme.packed else (codes.int() - 128).to(torch.int8)
+    parts["codes"] = pack(codes, scheme.bits) if scheme.packed else (codes.int() - 128).to(torch.int8)
     if scheme.zeros == "whole":
         words = stored[f"{name}_zero_point"].read().t().contiguous()
-        found["zeros"] = pack(_codes(words, scheme.bits, rows).t().contiguous(), scheme.bits)
-    return found
+        parts["zeros"] = pack(_codes(words, scheme.bits, rows).t().contiguous(), scheme.bits)
+    return parts
 
 
 def _spread(stored: Stored, rows: int, groups: int, scheme: Scheme) -> Tensor:
@@ -248,19 +248,19 @@ def _spread(stored: Stored, rows: int, groups: int, scheme: Scheme) -> Tensor:
 
 def _ignored(model: QuantizedModel) -> list[str]:
     """Layers that are not quantized though they are linear: head, routers, and what was left out."""
-    found = ["lm_head"]  # a tied one too: readers make a layer of it
+    parts = ["lm_head"]  # a tied one too: readers make a layer of it
     for binding in bindings(model.shape):
         own = next(iter(binding.ours))
         if own in model.skipped or own.endswith("router.weight"):
-            found += [name.removesuffix(".weight") for name in binding.theirs]
-    return found
+            parts += [name.removesuffix(".weight") for name in binding.theirs]
+    return parts
 
 
 def _fitting(
     entries: Entries, schemes: Sequence[Scheme], stored: Mapping[str, Stored], name: str, size: tuple[int, ...]
 ) -> Scheme:
-    """The scheme of a matrix: that of the group whose tensors are those of the file. Patterns of a group's targets are
-    not run, since a stranger's may run for ever."""
+    """The scheme of a matrix: that of the group whose tensors are those of the file. Regular expressions in a file
+    from elsewhere are never run: their time can grow exponentially."""
     scales = scale_dtype(entries, stored[f"{name}_scale"])
     each = list(dict.fromkeys(replace(scheme, scales=scales) for scheme in schemes))
     if len(each) == 1:

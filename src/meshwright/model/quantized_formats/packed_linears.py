@@ -120,8 +120,8 @@ class PackedLinears(ABC):
         """As QuantizedFormat."""
 
         def plan(name: str, size: tuple[int, ...], scheme: Scheme) -> list[Planned]:
-            own = self.sizes(size[0], size[1], scheme)
-            return [Planned(name=_start(name) + part, size=dims, dtype=kind) for part, (dims, kind) in own.items()]
+            packed = self.sizes(size[0], size[1], scheme)
+            return [Planned(name=_start(name) + part, size=dims, dtype=kind) for part, (dims, kind) in packed.items()]
 
         return planned_tensors(model, plan)
 
@@ -197,14 +197,14 @@ class PackedLinears(ABC):
         parts = _parts(stored, their)
         where = Entries({}, f"{folder}: {_start(their)}qweight")
         found = self.unpacked(parts, (size[0], size[1]), scheme, where)
-        own = {"scales": found.scales.contiguous()} | ({} if found.order is None else {"order": found.order})
+        packed = {"scales": found.scales.contiguous()} | ({} if found.order is None else {"order": found.order})
         middle = fixed_zero(scheme) if scheme.packed else 128
         if scheme.zeros == "whole":
-            own["zeros"] = pack(found.zeros, scheme.bits)
+            packed["zeros"] = pack(found.zeros, scheme.bits)
         elif bool((found.zeros != middle).any()):
             raise where.fail("some zeros are not the middle code, where config.json says sym=true or codes have 8 bits")
-        own["codes"] = pack(found.codes, scheme.bits) if scheme.packed else (found.codes.int() - 128).to(torch.int8)
-        return own
+        packed["codes"] = pack(found.codes, scheme.bits) if scheme.packed else (found.codes.int() - 128).to(torch.int8)
+        return packed
 
 
 def _each(binding: Binding, matrix: QuantizedMatrix, shape: ModelShape) -> Iterator[tuple[str, Codes]]:
@@ -214,8 +214,8 @@ def _each(binding: Binding, matrix: QuantizedMatrix, shape: ModelShape) -> Itera
     middle = float(fixed_zero(matrix.scheme) if matrix.scheme.packed else 128)
     zeros = torch.full_like(matrix.scales.float(), middle) if matrix.zeros is None else matrix.every_zero()
     parts = (binding.transform.export([one], shape) for one in (codes, zeros.to(torch.uint8), matrix.scales))
-    for name, *own in zip(binding.theirs, *parts, strict=True):
-        yield name, Codes(*own)
+    for name, *packed in zip(binding.theirs, *parts, strict=True):
+        yield name, Codes(*packed)
 
 
 def whole_scheme(name: str, bits: int, group: int, symmetric: bool) -> Scheme:

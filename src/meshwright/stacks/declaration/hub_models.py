@@ -12,7 +12,7 @@ from meshwright.spec import ModelShape, presets
 from meshwright.spec.errors import PlanError
 
 TABLE = "hub_models.toml"
-UNSHAPED = ("of", "source", "parameters")
+UNSHAPED = ("base", "source", "parameters")
 """What a table says beside fields of its shape."""
 MARKS = re.compile(
     r"^(meta-)|-(hf|instruct|chat|base|it|pt|thinking|fp16|bf16|\d{4}|v\d(\.\d)?|bnb-4bit|bnb-nf4|unsloth)$"
@@ -68,7 +68,7 @@ def _fields(name: str) -> Mapping[str, Any]:
     if entry is None:
         return presets.published(name).fields
     changed = {key: value for key, value in entry.items() if key not in UNSHAPED}
-    base = {key: value for key, value in _fields(entry["of"]).items() if key != "unbuilt"}
+    base = {key: value for key, value in _fields(entry["base"]).items() if key != "unbuilt"}
     return {**base, **changed, "name": name}
 
 

@@ -105,8 +105,8 @@ def _keywords(
 def _defaults(function: ast.FunctionDef) -> Mapping[str, ast.expr]:
     """What a function's arguments are where nobody gives others."""
     names = [one.arg for one in function.args.args]
-    given = function.args.defaults
-    return dict(zip(names[len(names) - len(given) :], given, strict=True))
+    values = function.args.defaults
+    return dict(zip(names[len(names) - len(values) :], values, strict=True))
 
 
 def _called(node: ast.Call) -> str:

@@ -126,16 +126,16 @@ def accelerate_facts(plan: Plan) -> Facts:
 
 def resolve(facts: Facts) -> Facts:
     """Degrees and ZeRO stage that its file means."""
-    found = {**hf.resolved(facts), **_trainers_own(facts)}
-    kind = str(found.get("distributed", "MULTI_GPU"))
-    found["cp"], found["tp"] = found.get("cp_size") or 1, found.get("tp_size") or 1
+    completed = {**hf.resolved(facts), **_trainers_own(facts)}
+    kind = str(completed.get("distributed", "MULTI_GPU"))
+    completed["cp"], completed["tp"] = completed.get("cp_size") or 1, completed.get("tp_size") or 1
     if kind in ("MULTI_GPU", "NO"):
-        return {**found, "zero": 0, "dp_shard": 1}
+        return {**completed, "zero": 0, "dp_shard": 1}
     if kind == "DEEPSPEED":
-        return {**found, **zero_degrees(found.get("zero_stage", 2))}
+        return {**completed, **zero_degrees(completed.get("zero_stage", 2))}
     if kind != "FSDP":
         raise PlanError(f"distributed_type={kind} is not counted: take FSDP, MULTI_GPU or NO")
-    return {**found, **_sharded(found)}
+    return {**completed, **_sharded(completed)}
 
 
 def bounds(facts: Facts) -> Iterator[str]:

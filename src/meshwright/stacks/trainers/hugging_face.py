@@ -192,11 +192,11 @@ def trainer_facts(plan: Plan, word: str) -> Facts:
 
 def resolved(facts: Facts) -> Facts:
     """Precision, recomputation and adapters from the switches of these trainers; PlanError for a word that is none."""
-    found = {**facts, **adapters.adapter_facts(facts), **preference_facts(facts)}
-    found["precision"] = _precision(found)
-    checkpoints = found.get("checkpointing") or found.get("fsdp_checkpointing")
-    found["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
-    return found
+    completed = {**facts, **adapters.adapter_facts(facts), **preference_facts(facts)}
+    completed["precision"] = _precision(completed)
+    checkpoints = completed.get("checkpointing") or completed.get("fsdp_checkpointing")
+    completed["recompute"] = "full" if checkpoints and str(checkpoints).lower() != "false" else "none"
+    return completed
 
 
 PREFERENCES = {"dpo": True, "sigmoid": True, "hinge": True, "ipo": True, "kto_pair": True, "dpop": True,

@@ -129,8 +129,8 @@ def _stack(facts: Facts) -> Stack:
 
 def converters(facts: Facts) -> list[str]:
     """Of a list, or of names with commas between them; PlanError for one whose products are not counted."""
-    given = facts.get("converters") or (("float8",) if facts.get("float8_before") is True else ())
-    names = given.split(",") if isinstance(given, str) else [str(one) for one in given]
+    listed = facts.get("converters") or (("float8",) if facts.get("float8_before") is True else ())
+    names = listed.split(",") if isinstance(listed, str) else [str(converter) for converter in listed]
     found = [name.strip() for name in names if name.strip()]
     for name in found:
         if "float8" not in name or "grouped" in name:

@@ -48,37 +48,37 @@ def shape_named(facts: Facts) -> ModelShape | None:
 
 def registry_facts(called: str) -> Facts:
     """Module and flavor that a name of the registry means: `llama3_8b`, or `model_registry('8B')`."""
-    found = re.match(rf"({'|'.join(MODULES)})_(\w+?)(_.*)?$", called)
-    if not found:
+    match = re.match(rf"({'|'.join(MODULES)})_(\w+?)(_.*)?$", called)
+    if not match:
         return {}
-    flavor = found[2].replace("_", ".")
-    names = {other.lower(): other for module, other in (*READ.values(), *DEBUG) if module == found[1]}
-    tried = next((name for name in (f"{found[2]}{found[3] or ''}".replace("_", "."), flavor) if name in names), "")
-    return {"titan_module": found[1], "titan_flavor": names[tried]} if tried else {}
+    flavor = match[2].replace("_", ".")
+    names = {other.lower(): other for module, other in (*READ.values(), *DEBUG) if module == match[1]}
+    tried = next((name for name in (f"{match[2]}{match[3] or ''}".replace("_", "."), flavor) if name in names), "")
+    return {"titan_module": match[1], "titan_flavor": names[tried]} if tried else {}
 
 
 def noticed(entries: Sequence[Entry]) -> Facts:
     """The model of a Python configuration: by the registry's function, or by the flavor that it names; and its
     products of 8 bits, wherever the converter stands."""
-    found: Facts = {}
+    facts: Facts = {}
     for entry in entries:
         if entry.key == "import":
             module = re.search(r"models\.(\w+)", str(entry.value))
-            found |= {"titan_module": module[1]} if module and module[1] in MODULES else {}
+            facts |= {"titan_module": module[1]} if module and module[1] in MODULES else {}
         elif isinstance(entry.value, Called) and (flavor := re.match(r"model_registry\('([^']+)'\)", entry.value.name)):
-            found["titan_flavor"] = flavor[1]
+            facts["titan_flavor"] = flavor[1]
         if entry.key == "import":
             continue
         if "Float8Linear" in str(entry.value):
-            found["converters"] = ("float8",)
+            facts["converters"] = ("float8",)
         elif other := re.search(r"(MXFP8|NVFP4|Float8Grouped)\w*", str(entry.value)):
             raise PlanError(f"line {entry.line}: {other[0]} makes products that are not counted: take bf16 or float8")
         elif entry.key in ("=", "def"):
             named = entry.value.name if isinstance(entry.value, Called) else str(entry.value)
-            found = {**registry_facts(named), **found}
+            facts = {**registry_facts(named), **facts}
             if entry.key == "=" and registry_facts(named):
                 _check_stated(named, {one.key for one in entries})
-    return found
+    return facts
 
 
 def _check_stated(started: str, keys: set[str]) -> None:
