@@ -16,8 +16,11 @@ def check_request(
     data: str | Path | None = None, dtype: str | None = None, sequences: int = 0, limit: int | None = None,
     shots: int | None = None, checkpoint: str = LAST,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the names and configurations of the tasks for the harness. ArgumentError for arguments that are out of range or exclude one
-    another, RunError where there is no model, DataError for `tasks` and `data`, PlanError without the extra `eval`."""
+    """Return the names and configurations of the tasks for the harness.
+
+    ArgumentError for arguments that are out of range or exclude one another, RunError where there is no model,
+    DataError for `tasks` and `data`, PlanError without the extra `eval`.
+    """
     if tasks and data is not None:
         raise ArgumentError(f"tasks={tasks[0]} and data={data} cannot be scored together: give one of both")
     for name, number, least in (("limit", limit, 1), ("shots", shots, 0), ("sequences", sequences, 0)):
