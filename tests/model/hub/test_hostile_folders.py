@@ -211,6 +211,42 @@ def test_an_entry_of_any_other_kind_is_read_or_refused(name: str, tmp_path: Path
             mw.load(folder)
 
 
+@pytest.mark.parametrize("name", WAYS)
+def test_numbers_of_8_bits_without_a_scale_are_refused(name: str, tmp_path: Path) -> None:
+    """In each format of codes, where wider numbers belong: what they stand for is not known."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    exported(tmp_path / "hf", WIDE)
+    mw.quantize(tmp_path / "hf", WAYS[name], tmp_path / "codes", quality=False, format=name)
+    tensors = load_file(tmp_path / "codes" / WEIGHTS)
+    norm = next(one for one in tensors if "norm" in one)
+    tensors[norm] = tensors[norm].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "codes" / WEIGHTS)
+    with pytest.raises(HubError, match=rf"{norm} is \[128\] torch.float8_e4m3fn where"):
+        mw.load(tmp_path / "codes")
+
+
+@pytest.mark.parametrize("damage", ["without scales", "too few scales", "numbers in place of codes"])
+def test_a_matrix_of_8_bits_that_lost_its_scales_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    """Without one it was taken for a matrix of plain numbers, hundreds of times too large."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    exported(tmp_path / "hf", WIDE)
+    mw.quantize(tmp_path / "hf", "fp8", tmp_path / "codes", quality=False, format="compressed-tensors")
+    tensors, name = load_file(tmp_path / "codes" / WEIGHTS), "model.layers.0.self_attn.q_proj.weight"
+    if damage == "without scales":
+        del tensors[f"{name}_scale"]
+    elif damage == "too few scales":
+        tensors[f"{name}_scale"] = tensors[f"{name}_scale"][:-1]
+    else:
+        tensors[name] = tensors[name].to(torch.bfloat16)
+    save_file(tensors, tmp_path / "codes" / WEIGHTS)
+    with pytest.raises(HubError, match=rf"{name}(_scale)? is "):
+        mw.load(tmp_path / "codes")
+
+
 @pytest.mark.parametrize(("key", "value"), [("codes", "x"), ("scales", "x"), ("activations", "int3"), ("method", "")])
 def test_a_scheme_in_words_that_are_not_known_is_refused(key: str, value: str, tmp_path: Path) -> None:
     exported(tmp_path / "hf")

@@ -4,6 +4,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,13 @@ def test_fp8_by_blocks_is_read_with_its_scales(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"quantization_config": {"weight_block_size": [1000000000000, 16]}}')
     rewritten(tmp_path, lambda tensors: tensors.update({name + "_scale_inv": torch.full((1, 2), 2.0)}))
     assert torch.equal(loaded(tmp_path, shape)["layers.0.attention.o.weight"], 2 * stored[name].float())
+    before = (tmp_path / "model.safetensors").read_bytes()
+    no_number = torch.full((20, 24), torch.nan)
+    for part, wrong in ((name + "_scale_inv", no_number[:1, :2]), (name, no_number.to(torch.float8_e4m3fn))):
+        rewritten(tmp_path, methodcaller("update", {part: wrong}))
+        with pytest.raises(HubError, match=rf"{name} or its scales are infinite or NaN"):
+            loaded(tmp_path, shape)
+        (tmp_path / "model.safetensors").write_bytes(before)
     rewritten(tmp_path, lambda tensors: tensors.update({name + "_scale_inv": torch.ones(3, 3)}))
     with pytest.raises(HubError, match=r"scales \[3, 3\] do not fit"):
         loaded(tmp_path, shape)

@@ -191,7 +191,8 @@ def _block(folder: Path) -> tuple[int, int]:
 
 
 def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int], name: str) -> Tensor:
-    """fp8 weight (out, in) times the scale of its block (out / rows, in / columns, rounded up), in fp32."""
+    """fp8 weight (out, in) times the scale of its block (out / rows, in / columns, rounded up), in fp32. HubError for
+    scales that do not fit, and for products that are no numbers: short sequences would hide them."""
     rows, columns = block
     if weight.dim() != 2 or tuple(scale.shape) != (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)):
         raise HubError(
@@ -199,4 +200,7 @@ def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int], name: str)
         )
     rows, columns = map(min, block, weight.shape)  # a block may be larger than the matrix, by any number
     spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    return weight.float().mul_(spread[: weight.shape[0], : weight.shape[1]])
+    numbers = weight.float().mul_(spread[: weight.shape[0], : weight.shape[1]])
+    if not bool(numbers.isfinite().all()):
+        raise HubError(f"{name} or its scales are infinite or NaN: damaged; copy or download it again")
+    return numbers

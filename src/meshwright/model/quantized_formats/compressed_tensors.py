@@ -182,9 +182,9 @@ def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list
     adjusted = []
     for tensor in planned:
         there = stored.get(tensor.name)
-        if there is not None and tensor.dtype.is_floating_point and there.dtype.is_floating_point:
-            of_all = tensor.name.endswith("_scale") and there.size in ((), (1,), (1, 1))
-            of_blocks = tensor.name.endswith("_scale") and len(there.size) == 2 and there.size[1:] == tensor.size[1:]
+        if there is not None and tensor.name.endswith("_scale") and there.dtype.is_floating_point:
+            of_all = there.size in ((), (1,), (1, 1))
+            of_blocks = len(there.size) == 2 and there.size[1:] == tensor.size[1:]
             tensor = replace(tensor, size=there.size if of_all or of_blocks else tensor.size, dtype=there.dtype)
         adjusted.append(tensor)
     return adjusted
@@ -220,7 +220,7 @@ def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -
 def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
     """Parts of one matrix of theirs, with codes and zeros as ours are packed."""
     rows, columns = size
-    parts = {"scales": _spread(stored[f"{name}_scale"], rows, scheme.groups(columns), scheme)}
+    parts = {"scales": _spread(stored, f"{name}_scale", rows, scheme.groups(columns), scheme)}
     if _layout(scheme) != PACKED:
         return {"codes": stored[name].read(), **parts}
     shape = stored[f"{name}_shape"].read().tolist()
@@ -234,15 +234,16 @@ def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], sch
     return parts
 
 
-def _spread(stored: Stored, rows: int, groups: int, scheme: Scheme) -> Tensor:
+def _spread(stored: Mapping[str, Stored], name: str, rows: int, groups: int, scheme: Scheme) -> Tensor:
     """Scales (rows, groups), also of a whole matrix (1,), or of blocks (ceil(rows / group), groups)."""
-    scales = stored.read().to(getattr(torch, scheme.scales))
+    scales = stored[name].read().to(getattr(torch, scheme.scales))
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(rows, groups).contiguous()
     if len(scales) == rows:
         return scales
     if not scheme.group or len(scales) != -(-rows // scheme.group):
-        raise HubError(f"{stored.file}: scales {list(stored.size)} are none of {rows} outputs, nor of blocks of them")
+        sizes = list(stored[name].size)
+        raise HubError(f"{stored[name].file}: {name} is {sizes}, neither for {rows} outputs nor for blocks of them")
     return scales.repeat_interleave(scheme.group, 0)[:rows].contiguous()
 
 

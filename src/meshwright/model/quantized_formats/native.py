@@ -117,11 +117,16 @@ def check(folder: Path, planned: list[Planned], stored: Mapping[str, Stored]) ->
         raise HubError(f"{folder} {what}: it is damaged or not whole; quantize the model again")
     for one in planned:
         found = stored[one.name]
-        kinds = found.dtype, one.dtype
-        if found.size != one.size or (kinds[0] != kinds[1] and not all(kind.is_floating_point for kind in kinds)):
+        alike = found.dtype == one.dtype or (_is_wide(found.dtype) and _is_wide(one.dtype))
+        if found.size != one.size or not alike:
             raise HubError(
-                f"{folder}: {one.name} is {list(found.size)} {kinds[0]} where {list(one.size)} {kinds[1]} belongs"
+                f"{folder}: {one.name} is {list(found.size)} {found.dtype} where {list(one.size)} {one.dtype} belongs"
             )
+
+
+def _is_wide(dtype: torch.dtype) -> bool:
+    """Whether numbers mean the same in another such dtype. Those of 8 bits do not: they want a scale beside them."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _schemes(folder: Path, config: Mapping[str, Any]) -> dict[str, Scheme]:
