@@ -254,11 +254,12 @@ def schemes(which: str = "") -> str:
 
 
 def preset_table(which: str) -> str:
-    """devices, sources or models: what the presets say."""
+    """devices, sources, machines or models: what the presets say."""
     from docs import preset_tables
 
     made = {
         "devices": preset_tables.devices, "sources": preset_tables.device_sources, "models": preset_tables.models,
+        "machines": preset_tables.machines,
     }  # fmt: skip
     return made[which]()
 

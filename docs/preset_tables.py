@@ -40,6 +40,16 @@ def device_sources() -> str:
     return "\n".join(lines) + "\n"
 
 
+def machines() -> str:
+    """One row for each node that is sold under a name of its own."""
+    lines = ["| names | devices | network of a device, GB/s | source | certainty |", "|---|---|---|---|---|"]
+    for sold in presets.machines():
+        names = ", ".join(f"`{name}`" for name in sold.names)
+        network = _number(sold.network_bytes_per_s / 1e9)
+        lines.append(f"| {names} | `{sold.device}x{sold.devices}` | {network} | {sold.source} | {sold.certainty} |")
+    return "\n".join(lines) + "\n"
+
+
 def models() -> str:
     """One row for each, file by file."""
     lines = ["| name | parameters | published | the engine trains it |", "|---|---|---|---|"]

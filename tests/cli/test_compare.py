@@ -86,7 +86,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "does not exist" in refused(capsys, verb, tmp_path / "nowhere")
         assert "has no plan.yaml" in refused(capsys, verb, tmp_path)
         assert "no JSON" in refused(capsys, verb, damaged)
-        assert "is no run folder" in refused(capsys, verb, tmp_path / "file")
+        assert "is a file: give a run folder, which run= named" in refused(capsys, verb, tmp_path / "file")
         assert "--tolerance" in refused(capsys, verb, damaged, "--tolerance", "-1")
     assert "is a folder" in refused(capsys, "report", damaged, "--out", tmp_path)
     assert "make it first" in refused(capsys, "report", damaged, "--out", tmp_path / "a" / "b.html")

@@ -138,7 +138,7 @@ def test_the_saved_plan_is_the_best_one(tmp_path: Path, capsys: pytest.CaptureFi
         ([*SMALL, "--recipe", "noise_scale_every=10"], "compares micro-batches on one device"),
         (["plan", "llama-3.2-1b", "--cluster", "local"], "lacks memory_bytes, memory_bytes_per_s, bf16_flop_per_s"),
         (["plan", "llama-3.2-1b", "--cluster", "rtx4090x2", "--nodes", "2"], "lacks network_bytes_per_s"),
-        (["plan", "./no/such/folder", "--cluster", "h100x8"], "there is no such folder"),
+        (["plan", "./no/such/folder", "--cluster", "h100x8"], "model=./no/such/folder does not exist: give a preset"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def test_folders_are_the_callers_business(tmp_path: Path) -> None:
     plan = read(None, [f"model={tmp_path}", "model.layers=2"], read_folder=read_folder)
     assert (seen, plan.model.layers, plan.model.name) == ([tmp_path], 2, "gpt2-124m (changed)")
     assert "folders are not read here" in refusal(None, f"model={tmp_path}")
-    assert "there is no such folder" in refusal(None, "model=./nowhere")
+    assert "model=./nowhere does not exist: give a preset" in refusal(None, "model=./nowhere")
 
     def broken(folder: Path) -> FolderModel:
         raise HubError(f"{folder}: no config.json")
@@ -258,7 +258,7 @@ def test_mistakes_are_answered(plan_file: Path, text: str, line: str) -> None:
         ("resume=auto", "resume is not known: it belongs to `meshwright train`"),
         ("recipe.steps=" + "9" * 5000, "must be a whole number"),
         ("model.layers=100000000000", "model.layers=100000000000 must be"),
-        ("model=a/b", "model='a/b' is no preset, and no folder of that name is here. To use"),
+        ("model=a/b", "model=a/b does not exist: give a preset, a run folder, or a Hugging Face directory. To use"),
     ],
 )
 def test_mistaken_overrides_are_answered(override: str, line: str) -> None:
@@ -366,7 +366,7 @@ def test_the_last_word_says_how_long_a_run_is(words: list[str], length: tuple[in
 def test_a_model_that_is_not_there_is_no_preset_either() -> None:
     with pytest.raises(PlanError, match="no folder of that name is here"):
         read(None, ["model=hf_folder"])
-    with pytest.raises(PlanError, match="no folder of that name is here"):
+    with pytest.raises(PlanError, match="model=runs/mine does not exist: give a preset, a run folder, or a"):
         read(None, ["model=runs/mine"])
 
 

@@ -363,3 +363,34 @@ def test_a_node_larger_than_any_that_is_sold_is_said() -> None:
     assert presets.device_note("h100x64") == presets.device_note("64xH100") == note
     for name in ("h100x8", "v100x16", "gb200x72", "tpu-v5px64"):
         assert "one node" not in presets.device_note(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "number", "gigabytes"),
+    [
+        ("dgx-h100", "H100-SXM-80", 8, 50), ("DGX H100", "H100-SXM-80", 8, 50), ("p5.48xlarge", "H100-SXM-80", 8, 50),
+        ("p4d.24xlarge", "A100-SXM-40", 8, 6.25), ("a3-highgpu-8g", "H100-SXM-80", 8, 12.5),
+        ("Standard_ND96isr_H100_v5", "H100-SXM-80", 8, 50), ("BM.GPU.H100.8", "H100-SXM-80", 8, 50),
+        ("g5.12xlarge", "A10G", 4, 1.25), ("p3.2xlarge", "V100-SXM-16", 1, 6.25),
+    ],
+)  # fmt: skip
+def test_a_machine_is_named_as_its_seller_names_it(name: str, device: str, number: int, gigabytes: float) -> None:
+    cluster = presets.cluster(name, nodes=2)
+    assert (cluster.device.name, cluster.devices_per_node, cluster.nodes) == (device, number, 2)
+    assert cluster.device.network_bytes_per_s == gigabytes * 1e9
+    assert presets.device_note(name).startswith(f"{name} is taken as {number} {device}")
+
+
+def test_every_machine_has_a_known_device_and_no_name_of_one() -> None:
+    for sold in presets.machines():
+        assert sold.device in presets.device_names() and 1 <= sold.devices <= presets.LARGEST_NODE
+        for name in sold.names:
+            assert presets.machine(name) is sold and name not in presets._devices()
+    with pytest.raises(PlanError, match=r"cluster='dgx-h1000' is not known; nearest: dgx-h100"):
+        presets.cluster("dgx-h1000")
+
+
+def test_nodes_of_one_device_that_nobody_asked_for_are_said() -> None:
+    note = "h100 --nodes 8 is 8 nodes of one device. One node of 8 is --cluster h100x8."
+    assert presets.device_note("H100", 8) == note
+    assert presets.device_note("h100x1", 8) == presets.device_note("h100x8", 8) == presets.device_note("h100") == ""

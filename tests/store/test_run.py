@@ -162,9 +162,9 @@ def test_another_tokenizer_is_refused_once_trained(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"is no run folder: it has no plan\.yaml"):
+    with pytest.raises(RunError, match=r"has no plan\.yaml: give a run folder, which run= named"):
         RunFolder.open(tmp_path)
-    with pytest.raises(RunError, match="is no run folder: it does not exist"):
+    with pytest.raises(RunError, match="does not exist: give a run folder, which run= named"):
         RunFolder.open(tmp_path / "nowhere")
     (tmp_path / "plan.yaml").write_text("# mine, with comments\n")
     assert "a plan.yaml that belongs to no training run" in refusal(tmp_path)

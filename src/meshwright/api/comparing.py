@@ -137,11 +137,9 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
         raise PlanError("report needs a run folder at least")
     folders = [folder_of(run) for run in runs]
     target = Path(out) if out is not None else folders[0] / "report.html"
-    if target.name == "report.html" and not target.parent.is_dir():
-        raise RunError(f"{target.parent} is no run folder: it does not exist; give the folder that run= named")
-    check_page(target, "report.html")
     for folder in folders:
         RunFolder.open(folder)
+    check_page(target, "report.html")
     from meshwright.observe.report.report_page import page  # loads torch
 
     found = [open_run(folder) for folder in folders]

@@ -31,11 +31,13 @@ from meshwright.planfile.paths import located
 from meshwright.planfile.text import OVERRIDE, Given, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.hub_names import download_hint
+from meshwright.spec.hub_names import download_hint, missing
 from meshwright.spec.layout import AXES
 from meshwright.spec.plan import RANDOM, Plan
 
 DEFAULT_MODEL = "llama-tiny"
+FOLDERS = "a preset, a run folder, or a Hugging Face directory"
+"""What the name of a model may be."""
 MUST_SAY = ("model", "data", "run")
 """Keys that may be left out, but not be empty: an empty shell variable must not mean the default."""
 AUTO, MAY_BE_AUTO = "auto", ("dp_shard", "dp_replicate")
@@ -250,17 +252,18 @@ class _Reader:
                 return dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
             except PlanError as error:
                 if not (exists or file):
-                    hint = download_hint(name)
+                    hint = download_hint(name, f"{section}=")
                     near = presets.nearest(name.rpartition("/")[2].lower(), presets.model_names())
-                    # A list of presets helps nobody whose model is on the hub, unless one of them has such a name.
-                    unknown = f"{section}={name!r} is no preset, and" if hint and not near else f"{error};"
-                    raise PlanError(f"{unknown} no folder of that name is here{hint}") from None
+                    # A list of presets helps nobody who names a folder or a model of the hub, unless one is like it.
+                    if "/" in name and not (hint and near):
+                        raise PlanError(missing(name, FOLDERS, f"{section}=")) from None
+                    raise PlanError(f"{error}; no folder of that name is here{hint}") from None
         if not exists:
             if file:
                 raise PlanError(
                     f"{section}={name!r} is a file: give a preset, a folder with config.json, or a plan as .yaml"
                 )
-            raise PlanError(f"{section}={name!r}: there is no such folder; a preset has no slash, as {DEFAULT_MODEL}")
+            raise PlanError(missing(name, FOLDERS, f"{section}="))
         if not (folder / CONFIG).is_file() and (folder / EXPORTED / CONFIG).is_file():
             folder = folder / EXPORTED
         if self.read_folder is None:

@@ -13,7 +13,7 @@ from typing import NoReturn
 import yaml
 
 from meshwright.spec.errors import PlanError
-from meshwright.spec.hub_names import download_command, looks_like_hub_name
+from meshwright.spec.hub_names import whereabouts
 
 LARGEST_FILE_BYTES = 2**20
 DEEPEST = 16
@@ -35,9 +35,6 @@ class Given:
 
 def _hint(error: OSError, path: Path) -> str:
     if isinstance(error, FileNotFoundError):
-        if looks_like_hub_name(name := str(path)):
-            folder = path.name
-            return f". A model is given as model=FOLDER: run `{download_command(name)}`, then give model={folder}"
         return ": make one with `meshwright init > plan.yaml`"
     if not isinstance(error, IsADirectoryError):
         return ""
@@ -53,6 +50,9 @@ def parse_file(path: Path) -> Given:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and path.suffix not in (".yaml", ".yml"):
+            near = whereabouts(str(path), "model=")
+            raise PlanError(f"{path} does not exist: give a plan file, or a model as model=FOLDER{near}") from error
         raise PlanError(
             f"{path}: cannot be read, {(error.strerror or str(error)).lower()}{_hint(error, path)}"
         ) from error

@@ -1,6 +1,7 @@
-"""Names of models on the Hugging Face Hub: what one looks like, and the command that downloads it."""
+"""Names of models on the Hugging Face Hub, and paths of folders: which a missing one is, and what to do then."""
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -8,11 +9,46 @@ LONGEST = 96
 """Characters that the hub allows in `ORG/NAME`."""
 FILES = (".yaml", ".yml", ".json", ".gguf", ".safetensors")
 """Endings of files that people pass where they forget the leading `./`."""
+FOLDERS = frozenset(
+    ("adapters", "checkpoints", "ckpt", "ckpts", "configs", "data", "datasets", "experiments", "exports", "hf", "logs",
+     "models", "out", "output", "outputs", "results", "run", "runs", "tmp", "weights")
+)  # fmt: skip
+"""First words of paths that people write for folders of their own."""
+LISTED = 3
+"""Neighbours of a missing folder that are named."""
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Whether a name could be `ORG/NAME` of the hub: one slash, and not the path of a file."""
-    return len(name) <= LONGEST and HUB_NAME.fullmatch(name) is not None and Path(name).suffix not in FILES
+    """Whether a name could be `ORG/NAME` of the hub: one slash, and neither the path of a file nor in a folder of the
+    user's own."""
+    if len(name) > LONGEST or HUB_NAME.fullmatch(name) is None or Path(name).suffix in FILES:
+        return False
+    owner = Path(name.partition("/")[0])
+    # A folder with models in it may be named after their owner, as downloads of several are.
+    return owner.name.lower() not in FOLDERS and (not owner.is_dir() or any(owner.glob("*/config.json")))
+
+
+def missing(name: str, instead: str, argument: str = "") -> str:
+    """Say that a path does not exist, what to give `instead`, and then how to download a model of that name, or else
+    what lies beside the path. `argument`: the one that named it, as `model=`."""
+    return f"{argument}{name} does not exist: give {instead}{whereabouts(name, argument)}"
+
+
+def whereabouts(name: str, argument: str = "") -> str:
+    """What `missing` says at its end; `argument`: the one that takes a model."""
+    return download_hint(name, argument) or _beside(Path(name))
+
+
+def _beside(path: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir() and entry.name[0] != ".")
+    except OSError:
+        return ""
+    close = get_close_matches(path.name, names, LISTED)
+    if close or path.parent == Path():  # all folders of the working directory would be noise
+        return f"; nearest: {', '.join(str(path.parent / folder) for folder in close)}" if close else ""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"; {path.parent} holds {', '.join(names[:LISTED]) + more if names else 'no folder'}"
 
 
 def download_command(name: str, file: str = "") -> str:
@@ -20,9 +56,10 @@ def download_command(name: str, file: str = "") -> str:
     return " ".join(("hf download", name, *((file,) if file else ()), "--local-dir", name.rpartition("/")[2]))
 
 
-def download_hint(name: str) -> str:
-    """A sentence for a model that does not exist here but has a name as on the hub; otherwise empty."""
+def download_hint(name: str, argument: str = "") -> str:
+    """A sentence for a model that does not exist here but has a name as on the hub; otherwise empty. `argument`: the
+    one that takes it, as `model=`."""
     if not looks_like_hub_name(name):
         return ""
-    folder = name.rpartition("/")[2]
+    folder = argument + name.rpartition("/")[2]
     return f". To use the model of that name on the Hugging Face Hub, run `{download_command(name)}` and give {folder}"

@@ -13,7 +13,7 @@ from meshwright.data import Tokenizer
 from meshwright.model.hub.folder_config import GENERATION, read_json
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, RunError
-from meshwright.spec.hub_names import download_hint
+from meshwright.spec.hub_names import missing
 from meshwright.store import checkpoint_folder
 from meshwright.store.durable import one_line, replace_file
 from meshwright.store.lock import RunLock
@@ -21,14 +21,16 @@ from meshwright.store.lock import RunLock
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+RUN = "a run folder, which run= named"
+
+
 def no_model(path: Path) -> RunError:
     """Of a place that holds no model of any kind."""
-    exists = "is a file of another kind" if path.exists() else "does not exist"
-    what = "has neither plan.yaml nor config.json" if path.is_dir() else exists
-    return RunError(
-        f"{path} {what}: give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
-        f"{'' if path.exists() else download_hint(str(path))}"
-    )
+    instead = "a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
+    if not path.exists():
+        return RunError(missing(str(path), instead))
+    what = "has neither plan.yaml nor config.json" if path.is_dir() else "is a file of another kind"
+    return RunError(f"{path} {what}: give {instead}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,9 @@ class RunFolder:
     def open(cls, path: Path) -> "RunFolder":
         """Look into a run, going on or not: takes no lock and changes nothing. RunError, PlanError."""
         if not (path / "plan.yaml").is_file():
-            what = "has no plan.yaml" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-            raise RunError(f"{path} is no run folder: it {what}; give the folder that run= named")
+            if not path.exists():
+                raise RunError(missing(str(path), RUN))
+            raise RunError(f"{path} {'has no plan.yaml' if path.is_dir() else 'is a file'}: give {RUN}")
         return cls(path=path, plan=planfile.read(path / "plan.yaml"))
 
     @property

@@ -419,4 +419,4 @@ def test_a_hub_name_as_a_model_to_train_says_how_to_download_it(
     verb: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*verb, "model=acme/tiny-9b"]) == 2
-    assert "run `hf download acme/tiny-9b --local-dir tiny-9b` and give tiny-9b" in capsys.readouterr().err
+    assert "run `hf download acme/tiny-9b --local-dir tiny-9b` and give model=tiny-9b" in capsys.readouterr().err

@@ -21,7 +21,7 @@ AskedCluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME|FILE.toml",
-        help="Device and how many of it a node has: h100x8; or what calibrate wrote.",
+        help="Device and how many of it a node has: h100x8; a machine: p5.48xlarge; or what calibrate wrote.",
     ),
 ]
 RunCluster = Annotated[

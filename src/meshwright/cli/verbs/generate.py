@@ -48,6 +48,9 @@ def generate(
     ] = False,
 ) -> None:
     """Continue a prompt with a trained model; on a terminal the text appears while it is made."""
+    from meshwright.store.model_place import check_model
+
+    check_model(model, dtype=dtype, checkpoint=checkpoint)
     given = _ids(prompt_ids) if prompt_ids is not None else None
     heat = chosen_temperature(greedy, temperature)
     _check(prompt, given, prompts, max_new_tokens, samples)
@@ -57,9 +60,7 @@ def generate(
 
     from meshwright.api.offline_answers import questions_of, read_prompts
     from meshwright.serve.request_options import RequestOptions
-    from meshwright.store.model_place import check_model
 
-    check_model(model, dtype=dtype, checkpoint=checkpoint)
     options = RequestOptions(
         max_new_tokens=max_new_tokens, temperature=heat, top_k=top_k, top_p=top_p, seed=seed, n=samples
     )  # fmt: skip

@@ -170,7 +170,7 @@ def plan(
         if json and error.document:
             print_json(error.document)
         elif isinstance(error.answer, PlannedLayout):
-            show([*nearest_in_words(error.answer.prediction), *_which_device(cluster)])
+            show([*nearest_in_words(error.answer.prediction), *_which_device(cluster, nodes or 1)])
         raise
     if save:
         answer.save(save)
@@ -188,7 +188,7 @@ def plan(
         own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
     )
-    show([*in_words(answer.estimator, answer.found, asked), *_which_device(cluster)])
+    show([*in_words(answer.estimator, answer.found, asked), *_which_device(cluster, nodes or 1)])
     if answer.software:
         show(after_plan(answer, written))
     elif save:
@@ -206,13 +206,13 @@ def _of_gpus(cluster: str | None, gpus: int | None) -> str | None:
     return f"{split_cluster(cluster)[0]}x{gpus}"
 
 
-def _which_device(cluster: str | None) -> list[str]:
+def _which_device(cluster: str | None, nodes: int) -> list[str]:
     """A caution where a device's name says less than it should."""
     from meshwright.cli.terminal.screen_text import width, wrapped
     from meshwright.planner.machine.clusterfile import is_file
     from meshwright.spec.presets import device_note
 
-    note = "" if cluster is None or is_file(cluster) else device_note(cluster)
+    note = "" if cluster is None or is_file(cluster) else device_note(cluster, nodes)
     return list(wrapped(note, width(), "  ! ")) if note else []
 
 

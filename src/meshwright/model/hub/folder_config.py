@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.model.hub.config import dtype_from_config, shape_from_config
 from meshwright.spec.errors import HubError
-from meshwright.spec.hub_names import download_hint
+from meshwright.spec.hub_names import missing
 from meshwright.spec.shape import ModelShape
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -27,10 +27,8 @@ def read_config(folder: Path, *, quantized: bool = False) -> tuple[dict[str, Any
     its model is not supported.
     """
     if not folder.is_dir():
-        raise HubError(
-            f"{folder} is no folder: give a Hugging Face directory with config.json and *.safetensors"
-            f"{'' if folder.exists() else download_hint(str(folder))}"
-        )
+        instead = "a Hugging Face directory with config.json and *.safetensors"
+        raise HubError(f"{folder} is a file: give {instead}" if folder.exists() else missing(str(folder), instead))
     config = read_json(folder / CONFIG)
     if config is None:
         also = f"; it is a run: `meshwright export {folder} OUT` makes one" if (folder / "plan.yaml").is_file() else ""

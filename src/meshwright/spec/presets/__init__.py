@@ -7,7 +7,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
@@ -45,6 +45,24 @@ LONGEST = 80
 """Characters of an unknown name that are compared and repeated."""
 UNITS = {"_gib": ("_bytes", 2**30), "_tflop_per_s": ("_flop_per_s", 1e12), "_gb_per_s": ("_bytes_per_s", 1e9)}
 """Endings of keys in the files: what they become, and times what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A node that is sold under a name of its own."""
+
+    names: tuple[str, ...]
+    """As its seller writes it, in lower case, and what is in use beside that."""
+    device: str
+    """Preset of its devices."""
+    devices: int
+    """In one machine."""
+    network_bytes_per_s: float
+    """To other machines, per device, one direction; 0 = not known."""
+    source: str
+    """Where the numbers stand."""
+    certainty: str = ""
+    """Whether they were read there or recalled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +121,7 @@ def published(name: str, given: str = "") -> Published:
 
 def device(name: str, given: str = "") -> Device:
     """The device called `name` (or an alias); `local` is a device nothing is known of. Errors as `model`, about what
-    was `given`: cluster='h100x8'."""
+    was `given`: devices='h100'."""
     given = given or f"cluster.device={name[:LONGEST]!r}"
     return _devices()[_find(_device_key(name), _devices(), "cluster.device", given)]
 
@@ -117,7 +135,8 @@ def device_names() -> tuple[str, ...]:
 
 
 def cluster(name: str, nodes: int = 1) -> Cluster:
-    """`DEVICE` or `DEVICExN` (N of them in a node, as h100x8) on `nodes` nodes; errors as `model`."""
+    """`DEVICE`, `DEVICExN` (N of them in a node, as h100x8) or a machine (p5.48xlarge), `nodes` of them; errors as
+    `model`."""
     known, per_node = devices_in_node(name)
     return Cluster(device=known, devices_per_node=per_node, nodes=nodes)
 
@@ -125,15 +144,22 @@ def cluster(name: str, nodes: int = 1) -> Cluster:
 def devices_in_node(name: str) -> tuple[Device, int]:
     """The device and how many of it a node has; errors as `model`."""
     known, per_node = split_cluster(name)
-    found = device(known, f"cluster={name[:LONGEST]!r}")
+    if known not in _devices():
+        near = suggested(known, (*_devices(), *_machines()))
+        raise PlanError(f"cluster={name[:LONGEST]!r} is not known; {near}")
+    found = _devices()[known]
+    if (sold := machine(name)) is not None and sold.network_bytes_per_s:
+        found = replace(found, network_bytes_per_s=sold.network_bytes_per_s)
     if not 1 <= per_node <= MOST_IN_NODE:
         raise PlanError(f"cluster={name[:LONGEST]!r}: a node has 1 to {MOST_IN_NODE:,} devices, as {known}x8")
     return found, per_node
 
 
 def split_cluster(name: str) -> tuple[str, int]:
-    """`h100x8`, `8xH100`, `4x RTX 4090`, `GB200 NVL72` -> (device, its number in a node). Device names may hold an x
-    themselves (mi300x, rtx4090): a known one wins."""
+    """`h100x8`, `8xH100`, `4x RTX 4090`, `GB200 NVL72`, `p5.48xlarge` -> (device, its number in a node). Device names
+    may hold an x themselves (mi300x, rtx4090): a known one wins."""
+    if (sold := machine(name)) is not None:
+        return sold.device, sold.devices
     name = name.lower()
     if len(name) <= LONGEST and _device_key(name) not in _devices():
         if (first := COUNT_FIRST.fullmatch(name)) and (first[2][0].isalpha() or _device_key(first[2]) in _devices()):
@@ -141,6 +167,11 @@ def split_cluster(name: str) -> tuple[str, int]:
         if last := COUNT_LAST.fullmatch(name):
             return _device_key(last[1]), int(last[2])
     return _device_key(name), 1
+
+
+def machine(name: str) -> Machine | None:
+    """The machine that is sold under this name: `p5.48xlarge`, `a3-highgpu-8g`, `DGX H100`; None where none is."""
+    return _machines().get(re.sub(r"[\s_]+", "-", name.strip().lower()[:LONGEST]).removeprefix("standard-"))
 
 
 def _device_key(name: str) -> str:
@@ -174,9 +205,18 @@ def _spellings() -> Mapping[str, str]:
     return presets
 
 
-def device_note(name: str) -> str:
-    """Say what a cluster's name is taken for where people may mean another: an alias of a GPU that is also sold with
-    less memory, and a count that looks like all GPUs of several nodes. Empty where the name is plain."""
+def machines() -> tuple[Machine, ...]:
+    """Every machine, seller by seller."""
+    return tuple(dict.fromkeys(_machines().values()))
+
+
+def device_note(name: str, nodes: int = 1) -> str:
+    """Say what a cluster's name is taken for where that is not plain: a machine's, an alias of a GPU that is also sold
+    with less memory, a count that looks like all GPUs of several nodes, and nodes of one device where none was asked
+    for. Empty where the name is plain."""
+    if (sold := machine(name)) is not None:
+        network = f", with {sold.network_bytes_per_s / 1e9:g} GB/s of network each" if sold.network_bytes_per_s else ""
+        return f"{name} is taken as {sold.devices} {device(sold.device).name}{network}."
     kind, per_node = split_cluster(name)
     known = _devices().get(kind)
     if known is None:
@@ -188,6 +228,10 @@ def device_note(name: str) -> str:
     if others and not is_sized:
         named = ", ".join(f"{other} ({_devices()[other].memory_bytes / 2**30:.0f} GiB)" for other in others)
         notes.append(f"{kind} is taken as {known.name} ({known.memory_bytes / 2**30:.0f} GiB); there are also {named}.")
+    if nodes > 1 and per_node == 1 and _device_key(name) == kind:
+        notes.append(
+            f"{kind} --nodes {nodes} is {nodes} nodes of one device. One node of {nodes} is --cluster {kind}x{nodes}."
+        )
     if per_node > LARGEST_NODE and not kind.startswith(("gb", "tpu")):
         nodes = ceil(per_node / USUAL_NODE)
         notes.append(
@@ -251,6 +295,20 @@ def _devices() -> Mapping[str, Device]:
         for name, entry in table.items():
             names = [name, *entry.pop("aliases", [])]
             _add(found, names, Device(**dict(converted(key, value) for key, value in entry.items())))
+    return MappingProxyType(found)
+
+
+@cache
+def _machines() -> Mapping[str, Machine]:
+    """Name of a machine -> what it holds."""
+    found: dict[str, Machine] = {}
+    for table in _tables("machines"):
+        for seller in table.values():
+            source = {key: seller[key] for key in ("source", "certainty")}
+            for names, kind, count, gigabits in seller["machines"]:
+                sold = Machine(names=tuple(names.split()), device=kind, devices=count,
+                               network_bytes_per_s=gigabits * 1e9 / 8 / count, **source)  # fmt: skip
+                _add(found, list(sold.names), sold)
     return MappingProxyType(found)
 
 
