@@ -1,13 +1,18 @@
 """When a stage's gradients begin to be summed over data-parallel ranks."""
 
+from dataclasses import replace
+from math import prod
 from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case, case_batch
 from meshwright.parallel import build_engine, make_mesh
 from meshwright.parallel.mesh import Made
-from meshwright.spec import Layout
+from meshwright.spec import Layout, MoEShape
 from meshwright.spec.schedule import Action, last_of
 from meshwright.training.batches import Share, select, split
 from meshwright.training.step import MicroPass, Weights
@@ -55,3 +60,37 @@ def test_a_stage_is_reduced_while_its_last_backward_pass_goes_on() -> None:
     for found in on_ranks(4, begun, LAYOUTS):
         for each, (early, everything) in zip(LAYOUTS, found, strict=True):
             assert early == (everything if each["schedule"] == "1f1b" else 0), each
+
+
+class _Divisions(TorchDispatchMode):
+    """Elements of the largest tensor that is divided into a new one."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.div:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def divided() -> tuple[int, int]:
+    """(elements of the largest quotient of a step, of a rank's experts), where each rank has experts of its own."""
+    shape = replace(shrink("qwen3-30b-a3b"), moe=MoEShape(experts=4, top_k=2, ffn=96))
+    layout = Layout(dp_shard=2, ep=2, zero=2, compile="off")
+    mesh = make_mesh(layout)
+    engine = build_engine(shape, layout, mesh=mesh)
+    engine.train()
+    share = Share(index=mesh["data"].index, parts=2)
+    batches = split(select(case_batch(Case(shape=shape), 1), share), 2)
+    weights = Weights.of(engine, batches, 0.0, None)
+    with _Divisions() as divisions:
+        engine.forward_backward([MicroPass(batch, weights) for batch in batches])
+        engine.finish_gradients()
+    experts = [prod(box.sizes) for name, box in engine.local_boxes().items() if name.endswith("experts.up")]
+    return divisions.largest, experts[0]
+
+
+def test_gradients_of_a_rank_alone_are_not_copied_to_be_divided() -> None:
+    for largest, experts in on_ranks(2, divided):
+        assert largest < experts

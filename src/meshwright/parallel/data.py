@@ -75,7 +75,6 @@ def apply_data_parallel(
     _shard([model], mesh, "shard", dense, policy, frees=False)
     _prefetch([first[:1] or [model], *blocks, last[:1] or [model]])
     for module in sharded_modules(model):
-        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     register_fsdp_forward_method(model, "stage")
 
@@ -90,6 +89,8 @@ def _shard(
             return Shard(sharded_dim(parameter.shape, mesh[group].size))
 
         fully_shard(unit, mesh=ranks, reshard_after_forward=frees, mp_policy=policy, shard_placement_fn=placement)
+        if mesh[group].size * mesh["replicate"].size > 1:  # a rank alone would copy all that it divides
+            cast(FSDPModule, unit[0]).set_gradient_divide_factor(1.0)
         tell(unit[0], mesh["replicate"], mesh[group])
 
 
