@@ -95,6 +95,28 @@ def test_an_answer_is_not_trained_without_its_thoughts_unless_asked_for(source: 
     assert len(trained(source, row)) == 1, "of a prompt a template shows what it likes"
 
 
+HOW_TO_THINK = (
+    "The reasoning is enclosed within <think> </think> and <answer> </answer> tags, i.e., <think> reasoning here "
+    "</think> <answer> answer here </answer>."
+)
+"""The system prompt of DeepSeek-R1-Zero (arXiv:2501.12948, table 1), and of many sets of its answers."""
+
+
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "gemma"])
+def test_who_is_told_how_to_think_has_not_thought(name: str) -> None:
+    """Texts of a system and of users are whole with the tags that they spell; so is an answer that is shown whole."""
+    messages = [{"role": "system", "content": HOW_TO_THINK}, *turns(f"Why {HOW_TO_THINK}?", "Since 4 is even.")]
+    (found,) = rendered(TEMPLATES[name], messages)
+    assert found.text == theirs(TEMPLATES[name], messages)[0] and found.text.count("<think> reasoning") == 2
+    with pytest.raises(DataError, match=r"drops what message \d \((system|user)\) says"):
+        rendered("{% for m in messages %}{{ m.content.split('</think>')[-1] }}</s>{% endfor %}", messages)
+
+
+def test_an_answer_that_is_shown_with_its_thoughts_in_the_middle_is_whole() -> None:
+    found = trained(LLAMA3, turns("2+2", "First <think>sum</think> then 4."))
+    assert found == ["First <think>sum</think> then 4.<|eot_id|>"]
+
+
 def test_words_that_ask_may_show_more_than_an_answer_has() -> None:
     """DeepSeek asks with `<think>`, and drops thoughts of every answer: also one that begins with a tag."""
     plain = unmarked(DEEPSEEK)

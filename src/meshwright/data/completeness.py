@@ -30,31 +30,40 @@ def check_complete(
     """DataError where a text of a template leaves out what a message says, a call of a tool, a tool, or a thought of
     these `answers`; thoughts of other turns are no part of what a model sees."""
     squeezed = _squeezed(text)
-    said = [without_thoughts(str(message.get("content") or "")) for message in messages]
+    said = [_forms(message) for message in messages]
     missing = None if _stand_in_order(said, squeezed) else _missing(said, squeezed)
     if missing is not None:
         known = messages[missing]["role"] in ROLES
         raise (IncompleteRendering if known else MalformedRowError)(
             f"the chat template drops what message {missing + 1} ({messages[missing]['role']}) says: "
-            f"{said[missing].strip()[:60]!r} is not in the rendered text; take another data.template or another role"
+            f"{said[missing][-1].strip()[:60]!r} is not in the rendered text; take another data.template or another "
+            "role"
         )
     _check_thoughts(messages, answers, squeezed)
     _check_tools(messages, tools, template)
 
 
-def _stand_in_order(said: Sequence[str], text: str) -> bool:
+def _forms(message: Message) -> tuple[str, ...]:
+    """Contents that a text may have of a message, the whole first: thoughts of an answer alone may be left out. A
+    system message may spell `<think>` to say how to think."""
+    content = str(message.get("content") or "")
+    thinks = message["role"] == "assistant" or message["role"] not in ROLES
+    return (content, without_thoughts(content)) if thinks and "</think>" in content else (content,)
+
+
+def _stand_in_order(said: Sequence[tuple[str, ...]], text: str) -> bool:
     """Whether each content has a place behind the one before it, in a text without blanks."""
-    for content in said:
-        place, size = _place(content, text)
+    for forms in said:
+        place, size = _place(forms, text)
         if place < 0:
             return False
         text = text[place + size :]
     return True
 
 
-def _missing(said: Sequence[str], text: str) -> int | None:
+def _missing(said: Sequence[tuple[str, ...]], text: str) -> int | None:
     """The number of a content without a place of its own, in any order; the longest first: "hi" is in "hi there"."""
-    for number in sorted(range(len(said)), key=lambda number: -len(_squeezed(said[number]))):
+    for number in sorted(range(len(said)), key=lambda number: -len(_squeezed(said[number][0]))):
         place, size = _place(said[number], text)
         if place < 0:
             return number
@@ -66,7 +75,7 @@ def _check_thoughts(messages: Sequence[Message], answers: Sequence[int], squeeze
     """The same of what was thought before answers, which a model would learn to give without a thought."""
     for number in answers:
         for thought in _thoughts(messages[number]):
-            if _place(thought, squeezed)[0] < 0:
+            if _place((thought,), squeezed)[0] < 0:
                 raise IncompleteRendering(
                     f"the chat template drops the thoughts of message {number + 1}: {thought.strip()[:60]!r} is not in "
                     "the rendered text; take data.thinking=drop, or a data.template that writes them"
@@ -182,10 +191,13 @@ class _Signs:
         return sign + 0.5 if isinstance(argument, float) else sign
 
 
-def _place(content: str, squeezed: str) -> tuple[int, int]:
-    """(where a content stands in a text without blanks, as it is or as JSON spells it; its length); -1 = nowhere."""
+def _place(forms: Sequence[str], squeezed: str) -> tuple[int, int]:
+    """(where a content stands in a text without blanks, in the first of its forms that does, as it is or as JSON spells
+    it; its length); -1 = nowhere."""
     spellings = [
-        _squeezed(one) for one in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
+        _squeezed(one)
+        for content in forms
+        for one in (content, *(json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)))
     ]
     return next(((place, len(one)) for one in spellings if (place := squeezed.find(one)) >= 0), (-1, 0))
 
