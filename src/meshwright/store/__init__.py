@@ -1,1 +1,1 @@
-"""What a run folder holds on disk: metrics, checkpoints, random state, locks. Read and written without the trainer."""
+"""Contents of a run folder on disk: metrics, checkpoints, random state, locks. Independent of the trainer."""

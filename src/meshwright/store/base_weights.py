@@ -1,4 +1,4 @@
-"""The frozen weights beside which an adapter is trained: where its run began, and how they are known again."""
+"""Frozen base weights of an adapter run: the folder they come from, and the fingerprint that recognizes them."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,32 +26,36 @@ OTHERWISE = "or model.init=random for new weights"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseFolder:
-    """A folder that a run may begin with."""
+    """A model folder that a run can start from."""
 
     hub: HubFolder
     codes: QuantizedModel | None = None
-    """What it holds as codes; None = numbers alone."""
+    """The quantized weights in the folder. None = all weights are plain numbers."""
     base: str = ""
-    """As which model.lora.base."""
+    """The value of `model.lora.base` that describes the codes. Empty = no codes."""
     refusal: HubError | None = None
-    """Why nothing can be trained beside its codes."""
+    """Why no adapter can be trained beside these codes. None = one can."""
 
     def check(self) -> None:
-        """Before there is room for a model: HubError where files do not hold what the config says. Codes were checked
-        when they were opened."""
+        """Check that the files hold what config.json declares, before memory is taken for the model.
+
+        Codes were checked when they were opened. Raises HubError.
+        """
         if self.codes is None:
             check_weights(self.hub.path, self.hub.shape)
 
     def weights(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
-        """By our names, as files have them, a tensor or a matrix at a time; of what is not wanted nothing is read."""
+        """Yield (name, weight) one at a time, as stored, under Meshwright's names. Unwanted names are not read."""
         if self.codes is None:
             return stored_weights(self.hub.path, self.hub.shape, wanted)
         return decoded_weights(self.hub.path, self.codes, wanted)
 
 
 def open_weights(path: Path) -> BaseFolder:
-    """A folder of numbers or of codes, whether anything can be trained beside them or not. HubError where it is none,
-    or is damaged."""
+    """Open a folder of plain or quantized weights, trainable or not.
+
+    Raises HubError when the path holds no model or a damaged one.
+    """
     hub = open_folder(path)
     if not is_quantized(path):
         return BaseFolder(hub=hub)
@@ -63,33 +67,38 @@ def open_weights(path: Path) -> BaseFolder:
 
 
 def open_base(path: Path) -> BaseFolder:
-    """HubError where it is none, is damaged, or holds codes that nothing can be trained beside."""
-    found = open_weights(path)
-    if found.refusal is not None:
-        raise found.refusal
-    return found
+    """Open a folder that a run can start from.
+
+    Raises HubError when the path holds no model, a damaged one, or codes beside which nothing can be trained.
+    """
+    folder = open_weights(path)
+    if folder.refusal is not None:
+        raise folder.refusal
+    return folder
 
 
 def folder_of_weights(plan: Plan) -> BaseFolder:
-    """The folder of `model.init`. PlanError where it is not there, or holds other codes than the plan; HubError where
-    it is none."""
+    """Open the folder that `model.init` names.
+
+    Raises PlanError when it does not exist or its codes differ from the plan's, HubError when it holds no model.
+    """
     path = Path(plan.init)
     if not path.is_dir():
         raise PlanError(f"model.init={plan.init}: there is no such folder; give the one with the weights, {OTHERWISE}")
-    found = open_base(path)
-    found.check()
-    asked = "" if plan.model.lora is None else plan.model.lora.base
-    if found.base not in ("", asked):
-        there = f"take model.lora.base={found.base}" if asked else "take model.lora.rank=16, for an adapter beside them"
+    folder = open_base(path)
+    folder.check()
+    planned_base = "" if plan.model.lora is None else plan.model.lora.base
+    if folder.base not in ("", planned_base):
+        remedy = f"base={folder.base}" if planned_base else "rank=16, for an adapter beside them"
         raise PlanError(
-            f"model.init={plan.init} holds codes ({found.base}), which are frozen as they are: {there}, or the folder "
-            "that it was quantized from"
+            f"model.init={plan.init} holds codes ({folder.base}), which are frozen as they are: "
+            f"take model.lora.{remedy}, or the folder that it was quantized from"
         )
-    return found
+    return folder
 
 
 def base_fingerprint(plan: Plan) -> str:
-    """What an adapter's checkpoint keeps of the weights beside which it was trained; empty without adapters."""
+    """Return the string by which an adapter's checkpoint recognizes its base weights. Empty without adapters."""
     if plan.model.lora is None:
         return ""
     weights = f"random {plan.recipe.seed}" if plan.init == RANDOM else folder_of_weights(plan).hub.fingerprint()
@@ -97,13 +106,15 @@ def base_fingerprint(plan: Plan) -> str:
 
 
 def base_weights(plan: Plan, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
-    """The frozen weights, a tensor at a time, with codes where the plan has them; drawn ones in the `dtype` of the run,
-    those of files as there."""
+    """Yield the frozen weights one at a time, quantized where the plan asks for codes.
+
+    Random weights are drawn in `dtype`; weights from files keep their stored dtype.
+    """
     schemes = frozen_schemes(plan.model)
-    for name, found in _unrounded(plan, dtype):
-        if isinstance(found, Tensor) and name in schemes:
-            found = quantize_matrix(name, found, schemes[name])
-        yield name, found
+    for name, weight in _unrounded(plan, dtype):
+        if isinstance(weight, Tensor) and name in schemes:
+            weight = quantize_matrix(name, weight, schemes[name])
+        yield name, weight
 
 
 def _unrounded(plan: Plan, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
@@ -111,7 +122,7 @@ def _unrounded(plan: Plan, dtype: torch.dtype) -> Iterator[tuple[str, Tensor | Q
         yield from folder_of_weights(plan).weights()
         return
     for name, size in tensor_sizes(plan.model).items():
-        found = torch.zeros(size, dtype=torch.float32 if name.endswith("correction_bias") else dtype)
+        weight = torch.zeros(size, dtype=torch.float32 if name.endswith("correction_bias") else dtype)
         if not name.endswith("correction_bias"):
-            fill_initial(found, name, plan.model.base, plan.recipe.seed, whole=size)
-        yield name, found
+            fill_initial(weight, name, plan.model.base, plan.recipe.seed, whole=size)
+        yield name, weight

@@ -1,12 +1,12 @@
-"""Checkpoints: folders of safetensors shards plus state.json, which count once COMMIT is in them. No pickle.
+"""Checkpoints: folders of safetensors shards plus state.json, valid once they contain COMMIT. No pickle.
 
     checkpoints/step-000060/
-        shard-00001-model-00001-of-00002.safetensors   what rank 0 owned of every tensor; one series a rank
-        state.json                                     everything that is no tensor
-        COMMIT                                         step, score, size and hash of every file
+        shard-00001-model-00001-of-00002.safetensors   the shards that rank 0 owned; one series per rank
+        state.json                                     everything that is not a tensor
+        COMMIT                                         step, score, and the size and hash of every file
 
 Tensors may be DTensors: each rank writes its shards and reads what it needs, so a checkpoint loads under any layout.
-All ranks of `group` call `save` and `load` together, on a file system that they share; `stream` is for one process.
+All ranks of `group` call `save` and `load` together, on a shared file system; `stream` is for one process.
 """
 
 import errno
@@ -61,13 +61,19 @@ def save(
     group: dist.ProcessGroup | None = None,
     check: Callable[[], None] | None = None,
 ) -> Path:
-    """Write `folder/step-NNNNNN` and return it; it appears whole or not at all.
+    """Write `folder/step-NNNNNN` and return its path. The folder appears complete or not at all.
 
-    Kept afterwards: the `keep_last` newest and the one of the lowest score. A checkpoint of a later step belongs to a
-    course of training that was given up by resuming from before it, and goes too. `values` are those of rank 0. Needs
-    room for the new checkpoint beside all that are kept, and no memory beyond the tensors. CheckpointError: disk full
-    or not writable (earlier checkpoints stay), or values that are no JSON. `check` is called before each tensor is
-    written; what it raises ends the save on all ranks.
+    Afterwards the `keep_last` newest checkpoints and the one with the lowest score remain. Checkpoints of later steps
+    are removed: they belong to training that was abandoned by resuming from an earlier step.
+
+    Needs disk space for the new checkpoint beside all retained ones, and no memory beyond the tensors.
+
+    Args:
+        values: JSON state; rank 0's is written.
+        check: Called before each tensor is written. An exception ends the save on all ranks.
+
+    Raises:
+        CheckpointError: The disk is full or not writable (earlier checkpoints remain), or `values` is not JSON.
     """
     state = _encode_state(values)
     saving, target = checkpoint_folder.place_for(folder, step)
@@ -102,9 +108,9 @@ def save(
 def newest_whole(
     candidates: Sequence[Path], group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
 ) -> Path | None:
-    """The first of these that is as it was committed, to the byte; damaged ones are passed over with a warning.
+    """Return the first candidate whose bytes match its COMMIT. Log a warning for each damaged one before it.
 
-    None where there are none at all. CheckpointError: all are damaged, or one is of a newer version.
+    Returns None without candidates. Raises CheckpointError when all are damaged or one is of a newer version.
     """
     damaged: list[DamagedCheckpoint] = []
     for path in candidates:
@@ -113,8 +119,8 @@ def newest_whole(
         except DamagedCheckpoint as error:
             damaged.append(error)
             continue
-        for one in damaged if _rank(group) == 0 else ():
-            log.warning("passed over: %s", one)
+        for damage in damaged if _rank(group) == 0 else ():
+            log.warning("passed over: %s", damage)
         return path
     if not damaged:
         return None
@@ -123,7 +129,7 @@ def newest_whole(
 
 
 def named(checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None) -> Path:
-    """A checkpoint that a user gave, verified: it or none. CheckpointError."""
+    """Verify a checkpoint that the user named and return it. Raises CheckpointError; no other one is tried."""
     try:
         verify(checkpoint, group, begun)
     except DamagedCheckpoint as error:
@@ -135,8 +141,10 @@ def named(checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Calla
 def verify(
     checkpoint: Path, group: dist.ProcessGroup | None = None, begun: Callable[[], None] = lambda: None
 ) -> Commit:
-    """Compare every byte with what was committed, all ranks together: each hashes every n-th file. DamagedCheckpoint,
-    CheckpointError where it is of a newer version. `begun` is told of every file."""
+    """Compare every byte with COMMIT. All ranks call this together; each hashes every n-th file.
+
+    `begun` is called once per file. Raises DamagedCheckpoint, or CheckpointError for a newer version.
+    """
 
     def look() -> Commit:
         commit = commits.read(checkpoint)
@@ -155,12 +163,18 @@ def load(
     group: dist.ProcessGroup | None = None,
     verified: bool = False,
 ) -> dict[str, Any]:
-    """Fill `tensors` in place and return the values; nothing is touched before everything is verified.
+    """Fill `tensors` in place and return the saved values. Everything is verified before any tensor changes.
 
-    The names must be those saved (over all ranks), shapes and dtypes equal; with `subset` the checkpoint may hold more
-    (a model without its optimizer). Random states (rng.*) are filled where both sides have them. Costs two readings
-    of the files: hashes (`verified`: `verify` was called, and none are read), then tensors. DamagedCheckpoint;
-    CheckpointError: of another model, of a newer version.
+    Names (over all ranks), shapes and dtypes must equal the saved ones. Random states (rng.*) are filled where both
+    sides have them. The files are read twice: once for hashes, once for tensors.
+
+    Args:
+        subset: The checkpoint may hold further tensors, such as the optimizer beside a model.
+        verified: `verify` was called already, so the hashes are not read again.
+
+    Raises:
+        DamagedCheckpoint: A file differs from COMMIT.
+        CheckpointError: The checkpoint is of another model or of a newer version.
     """
     commit = _agreed(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
     reader = Reader(checkpoint)
@@ -173,20 +187,20 @@ def load(
 
 
 def values(checkpoint: Path) -> dict[str, Any]:
-    """What was saved beside the tensors, verified; reads no tensor. CheckpointError."""
+    """Read and verify the values saved beside the tensors. No tensor is read. Raises CheckpointError."""
     commit = commits.read(checkpoint)
     commits.check_hashes(checkpoint, [file for file in commit.files if file.name == STATE])
     return _decode_state(checkpoint, commit)
 
 
 def assigned(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> set[str]:
-    """Which of these this rank writes when all ranks of `group` save them: of equal pieces one rank has it to do.
+    """Return the names of the tensors that this rank writes in a save by all ranks of `group`.
 
-    Plans a save and writes nothing.
+    Identical pieces are written by one rank only. This plans a save and writes nothing.
     """
-    found = Assignment()
-    _write(tensors, found, group)
-    return found.names
+    assignment = Assignment()
+    _write(tensors, assignment, group)
+    return assignment.names
 
 
 def _write(
@@ -206,34 +220,34 @@ def _write(
 
 
 class _Planner(dcp.DefaultSavePlanner):
-    """Asks `check` before each tensor whether to go on."""
+    """Save planner that calls `check` before each tensor."""
 
     def __init__(self, check: Callable[[], None] | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.check = check
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The tensor to be written."""
+        """Return the tensor to be written."""
         if self.check is not None:
             self.check()
         return super().resolve_data(write_item)
 
 
 def _save_error(target: Path, error: OSError, needed_bytes: int) -> CheckpointError:
-    place = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
+    nearest_folder = next(path for path in (target.parent, *target.parent.absolute().parents) if path.is_dir())
     reason = f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
-    free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(place).free)} are free"
-    kept = "; earlier checkpoints are kept" if listing(target.parent) else ""
+    free = f"it needs {gib(needed_bytes)} and {gib(shutil.disk_usage(nearest_folder).free)} are free"
+    remaining = "; earlier checkpoints are kept" if listing(target.parent) else ""
     if error.errno == errno.EFBIG:
         free, advice = f"it needs {gib(needed_bytes)}", "raise the limit on the size of a file (ulimit -f) and resume"
     else:
         advice = "free some space" if error.errno in _SPACE else "fix that"
-        advice += " and resume" if kept else ", or choose another run="
-    return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{kept}: {advice}")
+        advice += " and resume" if remaining else ", or choose another run="
+    return CheckpointError(f"checkpoint {target} could not be saved: {reason}; {free}{remaining}: {advice}")
 
 
 def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str, Kind], everyone: set[str]) -> None:
-    """The first tensor that differs is named, with both shapes."""
+    """Raise CheckpointError naming the first tensor that differs, with both shapes."""
 
     def refuse(what: str) -> CheckpointError:
         return CheckpointError(
@@ -251,7 +265,7 @@ def _check_same(checkpoint: Path, tensors: Mapping[str, Tensor], saved: dict[str
 
 
 def _not_random(names: Iterable[str]) -> list[str]:
-    """Without the states of random generators, of which each rank has its own."""
+    """Drop the states of random generators, which differ by rank."""
     return [name for name in names if not name.startswith(RNG_PREFIX)]
 
 
@@ -264,7 +278,7 @@ def _described(kind: Kind) -> str:
 
 
 def _finite(score: float | None) -> float | None:
-    """NaN and infinity are no score: nothing is better or worse than NaN."""
+    """Return None for NaN and infinity, which cannot be ranked."""
     return score if score is not None and abs(score) < float("inf") else None
 
 
@@ -295,17 +309,17 @@ def _world(group: dist.ProcessGroup | None) -> int:
 
 
 def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run `look` on every rank; what one rank refuses, all refuse, so that none waits for it later."""
-    result: list[T] = []
+    """Run `look` on every rank. If one rank raises CheckpointError, all raise it, so that none hangs later."""
+    answers: list[T] = []
     refusal: CheckpointError | None = None
     try:
-        result.append(look())
+        answers.append(look())
     except CheckpointError as error:
         refusal = error
-    refusals = [found for found in (gathered(refusal, group) if _distributed() else [refusal]) if found]
+    refusals = [error for error in (gathered(refusal, group) if _distributed() else [refusal]) if error]
     if refusals:
         raise _also_said(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)
-    return result[0]
+    return answers[0]
 
 
 def _also_said(
@@ -315,7 +329,7 @@ def _also_said(
     *,
     elsewhere: bool = False,
 ) -> CheckpointError:
-    """Another sentence for an error, by the same rank."""
+    """Return `error` under another sentence, still attributed to the rank that raised it."""
     failure = kind(sentence)
     failure.said_elsewhere = error.said_elsewhere or elsewhere
     return failure

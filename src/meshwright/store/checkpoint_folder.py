@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the newest and the best, which are kept."""
+"""The folder of a run's checkpoints: list them, find the newest and the best, remove those no longer needed."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ from meshwright.store.durable import sync_folder
 
 _NAME = re.compile(r"step-(\d+)")
 MOST_OF_A_RECORD = 2**16
-"""Bytes in which the first record of metrics ends."""
+"""Upper bound in bytes of the first metrics record."""
 _SAVING, _REMOVING = ".saving-", ".removing-"
 
 log = logging.getLogger(__name__)
@@ -22,25 +22,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """One checkpoint of a folder."""
+    """One checkpoint in a run's folder."""
 
     path: Path
     step: int
     score: float | None = None
-    """The lower the better; None = not evaluated."""
+    """Held-out loss; lower is better. None = not evaluated."""
     size_bytes: int = 0
     problem: str = ""
-    """Why it cannot be used; empty = committed, and every file has its full length."""
+    """Why it cannot be used. Empty = committed, and every file has its full length."""
 
 
 def require(resume: str) -> None:
-    """Refuse a checkpoint to go on from that is no folder: CheckpointError. `resume`: auto, no, or its path."""
+    """Raise CheckpointError unless `resume` is auto, no, or the path of a folder."""
     if resume not in ("no", "auto") and not Path(resume).is_dir():
         raise CheckpointError(f"resume={resume} is no checkpoint: give resume=auto, resume=no or a checkpoint's folder")
 
 
 def refuse_taken(run: Path) -> None:
-    """Refuse a folder that already holds a run: RunError. Reads hardly more than names, so that it can come first."""
+    """Raise RunError when the folder already holds a run. Cheap: reads little more than file names."""
     saved = listing(run / "checkpoints")
     if saved or (run / "hf").exists() or _holds_a_record(run / "metrics.jsonl"):
         last = f" (last checkpoint: step {saved[-1].step})" if saved else ""
@@ -55,18 +55,20 @@ def _holds_a_record(metrics: Path) -> bool:
 
 
 def listing(folder: Path) -> list[Saved]:
-    """All checkpoints of a folder by rising step, the broken ones with their problem. Reads COMMITs and file sizes."""
-    found = []
+    """List all checkpoints by rising step, broken ones with their problem. Reads COMMIT files and file sizes only."""
+    checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = _NAME.fullmatch(path.name)
         if match and path.is_dir():
-            found.append(_look(path, int(match[1])))
-    return sorted(found, key=lambda saved: saved.step)
+            checkpoints.append(_look(path, int(match[1])))
+    return sorted(checkpoints, key=lambda saved: saved.step)
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint that is committed, with every file in its length (no byte is read); a broken one is passed
-    over with a warning in the log."""
+    """Return the newest committed checkpoint whose files have their full length. Contents are not read.
+
+    Broken checkpoints are skipped with a logged warning.
+    """
     for saved in reversed(listing(folder)):
         if not saved.problem:
             return saved.path
@@ -75,25 +77,25 @@ def latest(folder: Path) -> Path | None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """All checkpoints of a folder, damaged or not."""
+    """List the paths of all checkpoints, damaged or not, newest first."""
     return [saved.path for saved in reversed(listing(folder))]
 
 
 def is_one(path: Path) -> bool:
-    """Whether a folder is a checkpoint, or was to become one."""
+    """Return whether a folder is a checkpoint, complete or not."""
     return (path / commits.NAME).is_file() or (_NAME.fullmatch(path.resolve().name) is not None and path.is_dir())
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint of the lowest score, the earliest of equals; None where none was evaluated."""
-    found = _best([saved for saved in listing(folder) if not saved.problem])
-    return found.path if found else None
+    """Return the checkpoint with the lowest score, the earliest among equals. None when none was evaluated."""
+    lowest = _best([saved for saved in listing(folder) if not saved.problem])
+    return lowest.path if lowest else None
 
 
 def sweep(folder: Path) -> None:
-    """Clear what a killed process left behind; only for the process that owns the run folder.
+    """Clean up after a killed process. Only the process that holds the run folder may call this.
 
-    A save that was killed between its COMMIT and its last rename is complete: it is brought to an end. OSError.
+    A save killed between COMMIT and the final rename is complete, so it is published. Raises OSError.
     """
     if not folder.is_dir():
         return
@@ -109,13 +111,14 @@ def sweep(folder: Path) -> None:
 
 
 def place_for(folder: Path, step: int) -> tuple[Path, Path]:
-    """Where the checkpoint of a step is written, and where it then appears."""
+    """Return the temporary and the final path of the checkpoint of a step."""
     name = f"step-{step:06d}"
     return folder / (_SAVING + name), folder / name
 
 
 def publish(saving: Path, target: Path) -> None:
-    """Rename a complete checkpoint into place. One of the same name steps aside first; `sweep` mends a kill between."""
+    """Rename a complete checkpoint to its final path."""
+    # An older one of that name is moved aside first. `sweep` repairs a kill between the two renames.
     old = _hide(target) if target.exists() else None
     try:
         saving.rename(target)
@@ -129,16 +132,16 @@ def publish(saving: Path, target: Path) -> None:
 
 
 def keep(folder: Path, step: int, keep_last: int) -> None:
-    """After saving `step`: keep the newest `keep_last` and the best, remove the others and those of later steps.
+    """Apply retention after saving `step`: keep the newest `keep_last` and the best, remove all others.
 
-    Later steps belong to a course of training given up by resuming from before them. Broken checkpoints stay: nothing
-    is known about them. What cannot be removed stays with a warning, since the new checkpoint stands.
+    Later steps are removed too: they belong to training that was abandoned by resuming from before them. Broken
+    checkpoints remain, since nothing is known about them. A failed removal is logged, not raised.
     """
     sound = [saved for saved in listing(folder) if not saved.problem]
     current = [saved for saved in sound if saved.step <= step]
-    kept = [*current[-max(1, keep_last) :], _best(current)]
+    retained = [*current[-max(1, keep_last) :], _best(current)]
     for saved in sound:
-        if saved not in kept:
+        if saved not in retained:
             try:
                 _delete(_hide(saved.path))
             except OSError as error:
@@ -151,13 +154,13 @@ def discard(path: Path) -> None:
 
 
 def _hide(path: Path) -> Path:
-    """Out of the way in one step, so that nobody meets it half deleted."""
+    """Rename a checkpoint out of sight, so that no reader sees it half deleted."""
     return path.rename(path.with_name(f"{_REMOVING}{uuid.uuid4().hex[:8]}-{path.name}"))
 
 
 def _delete(path: Path) -> None:
-    """A hidden folder; on network file systems a file that somebody still reads holds it until the next sweep."""
-    try:
+    """Delete a hidden folder, or log why it must wait for the next sweep."""
+    try:  # on a network file system an open file keeps its folder alive
         shutil.rmtree(path)
     except OSError as error:
         log.warning("%s cannot be deleted yet: %s", path, error.strerror)
@@ -172,6 +175,6 @@ def _look(path: Path, step: int) -> Saved:
     return Saved(path=path, step=commit.step, score=commit.score, size_bytes=commit.size_bytes)
 
 
-def _best(found: Sequence[Saved]) -> Saved | None:
-    scored = [(saved.score, saved.step, saved) for saved in found if saved.score is not None]
+def _best(checkpoints: Sequence[Saved]) -> Saved | None:
+    scored = [(saved.score, saved.step, saved) for saved in checkpoints if saved.score is not None]
     return min(scored, key=lambda entry: entry[:2])[2] if scored else None

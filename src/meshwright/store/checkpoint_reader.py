@@ -1,6 +1,6 @@
-"""What is in a checkpoint, and its tensors one after another, whichever ranks wrote them.
+"""Reading of checkpoints: list their tensors, fill tensors in place, or stream them in one process.
 
-A tensor is put together from the boxes that ranks wrote; a model need not fit into memory for it to be exported.
+Each tensor is assembled from the boxes that the ranks wrote. Streaming exports a model larger than memory.
 """
 
 import math
@@ -21,29 +21,29 @@ from meshwright.spec.errors import CheckpointError
 from meshwright.store import commit as commits
 
 Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
-"""Whole shape and dtype of a tensor."""
+"""Global shape and dtype of a tensor."""
 
 RUN_BYTES = 256 * 2**20
-"""What `stream` reads at once."""
+"""Most bytes that `stream` reads at once."""
 ONE_PROCESS = r"torch\.distributed is disabled, unavailable or uninitialized"
-"""Begins the warning of torch that it saves or loads in one process, which is meant."""
+"""Start of the torch warning about single-process saves and loads, which are intended here."""
 
 
 class Reader(dcp.HuggingFaceStorageReader):
-    """Reads the heads of the files once, however often tensors are asked for."""
+    """Storage reader that reads the file headers once and reuses them."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(str(checkpoint))
-        self._found: Metadata | None = None
+        self._metadata: Metadata | None = None
 
     def read_metadata(self) -> Metadata:
-        """What is in the checkpoint, and where."""
-        if self._found is None:
-            self._found = super().read_metadata()
-        return self._found
+        """Return which tensors the checkpoint holds and where they are stored."""
+        if self._metadata is None:
+            self._metadata = super().read_metadata()
+        return self._metadata
 
     def kinds(self) -> dict[str, Kind]:
-        """Name -> (whole shape, dtype) of every tensor. CheckpointError."""
+        """Return {name: (global shape, dtype)} of every tensor. Raises CheckpointError."""
         try:
             entries = self.read_metadata().state_dict_metadata
         except Exception as error:  # safetensors raises classes of its own for a bad header
@@ -55,7 +55,7 @@ class Reader(dcp.HuggingFaceStorageReader):
         }
 
     def fill(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None, *, alone: bool) -> None:
-        """Read tensors in place, all ranks of `group` together, or this process `alone`."""
+        """Fill tensors in place: all ranks of `group` together, or this process `alone`."""
         with raised_as_is(), quiet():
             dcp.load(
                 dict(tensors),
@@ -67,16 +67,16 @@ class Reader(dcp.HuggingFaceStorageReader):
 
 
 def names(checkpoint: Path) -> dict[str, Kind]:
-    """Name -> (whole shape, dtype) of every tensor; reads the head of each file only. CheckpointError."""
+    """Return {name: (global shape, dtype)} of every tensor, from the file headers. Raises CheckpointError."""
     commits.check_sizes(checkpoint, commits.read(checkpoint))
     return Reader(checkpoint).kinds()
 
 
 def stream(checkpoint: Path, names: Iterable[str], *, verified: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, in this order, whole, for this process alone.
+    """Yield (name, full tensor) in the given order, for this process alone.
 
-    Everything is verified once, before the first; not if it was (`checkpoint.verify`). No more than RUN_BYTES, or one
-    tensor, are read ahead. CheckpointError as of checkpoint.load, and for a name that is not there.
+    All files are verified before the first tensor unless `verified` is set. At most RUN_BYTES, or one tensor, are read
+    ahead. Raises CheckpointError as `checkpoint.load` does, and for an unknown name.
     """
     if not verified:
         commit = commits.read(checkpoint)
@@ -92,7 +92,7 @@ def stream(checkpoint: Path, names: Iterable[str], *, verified: bool = False) ->
 
 
 def _runs(checkpoint: Path, names: Iterable[str], kinds: Mapping[str, Kind]) -> Iterator[list[str]]:
-    """Names in runs of at most RUN_BYTES; a larger tensor is alone."""
+    """Split names into runs of at most RUN_BYTES. A larger tensor forms its own run."""
     run: list[str] = []
     left = RUN_BYTES
     for name in names:
@@ -110,7 +110,7 @@ def _runs(checkpoint: Path, names: Iterable[str], kinds: Mapping[str, Kind]) -> 
 
 @contextmanager
 def raised_as_is() -> Iterator[None]:
-    """torch wraps what a rank raised (Ctrl-C too) in a CheckpointException of many lines: raise the cause itself."""
+    """Raise the cause itself in place of torch's many-line CheckpointException, which also wraps Ctrl-C."""
     try:
         yield
     except dcp.CheckpointException as error:
@@ -122,10 +122,9 @@ def raised_as_is() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns that it runs in one process; that is meant. Every other warning is let through.
-
-    Filters belong to the process: only its main thread may change them for a while (store.saver knows).
-    """
+    """Suppress torch's warning about single-process use, which is intended. Other warnings pass."""
+    # Warning filters are global to the process, so only the main thread may change them temporarily. `store.saver`
+    # installs one of its own for the thread that saves.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

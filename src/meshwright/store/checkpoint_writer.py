@@ -1,8 +1,8 @@
-"""Tensors on disk: one writer for torch's distributed checkpoint that streams safetensors files.
+"""Storage writer for torch's distributed checkpoint that streams safetensors files from the tensors.
 
-torch's own HuggingFaceStorageWriter builds each file twice in memory before it writes it. This one writes the same
-files (a test compares them; HuggingFaceStorageReader reads them) straight from the tensors and hashes on the way, so
-saving costs one read of the state and no copy of it: from a GPU one piece at a time per thread.
+torch's HuggingFaceStorageWriter builds each file twice in memory before writing it. This one writes the same files
+(a test compares them; HuggingFaceStorageReader reads them) straight from the tensors and hashes them on the way. A
+save therefore reads the state once and copies none of it; from a GPU, each thread holds one piece at a time.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from meshwright.spec.errors import CheckpointError
 from meshwright.store.commit import FileRecord, new_hash
 
 FILE_BYTES = 256 * 2**20
-"""A file holds at most so much (or one tensor): several are written and checked at a time, one is mapped to load."""
+"""Most bytes in one file, unless one tensor is larger. Small files are written and verified in parallel."""
 THREADS = 4
 
 
 class CheckpointWriter(StorageWriter):
-    """Each rank writes the shards it owns to `path`, in files named after the rank; `finish` gets all FileRecords.
+    """Writes each rank's shards to `path`, in files named after the rank.
 
-    `begin` runs on the coordinator before any rank writes, `end` on it after every rank has written; what they raise
-    reaches every rank.
+    The coordinator calls `begin` before any rank writes, and `end` with all FileRecords after every rank has written.
+    An exception in either reaches every rank.
     """
 
     def __init__(self, path: Path, begin: Callable[[], None], end: Callable[[list[FileRecord]], None]) -> None:
@@ -41,24 +41,24 @@ class CheckpointWriter(StorageWriter):
         self._end = end
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start anew, perhaps elsewhere."""
+        """Prepare for another save, to another path if one is given."""
         if checkpoint_id:
             self.path = Path(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare on a rank alone."""
+        """Do nothing: ranks need no preparation of their own."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Take the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell every rank its number (from 1), for its files' names."""
+        """Give every rank its number, from 1, for its file names."""
         self._begin()
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans, start=1)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items; a result carries the FileRecord of its file."""
+        """Write this rank's items. Each WriteResult carries the FileRecord of its file."""
         files = _files(plan.items)
         paths = [
             self.path / f"shard-{plan.storage_data:05d}-model-{i:05d}-of-{len(files):05d}.safetensors"
@@ -70,30 +70,30 @@ class CheckpointWriter(StorageWriter):
             return [WriteResult(item.index, _size_bytes(item), written) for item in items]
 
         with ThreadPoolExecutor(max(1, min(THREADS, os.cpu_count() or 1, len(files)))) as pool:
-            results = [result for per_file in pool.map(write, paths, files) for result in per_file]
+            writes = [write for per_file in pool.map(write, paths, files) for write in per_file]
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result(writes)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """All ranks have written: hand their files on."""
+        """Pass the records of all files to `end`, once every rank has written."""
         self._end(sorted({result.storage_data for rank in results for result in rank}, key=lambda file: file.name))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A folder of a file system, no address."""
+        """Return whether the id is a path rather than a URL."""
         return "://" not in str(checkpoint_id)
 
 
 class Assignment(CheckpointWriter):
-    """Writes nothing: keeps the names of the tensors that this rank would write."""
+    """Writer that only records the names of the tensors that this rank would write."""
 
     def __init__(self) -> None:
         super().__init__(Path(), lambda: None, lambda files: None)
         self.names: set[str] = set()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Note the items."""
+        """Record the names of the items."""
         self.names = {item.index.fqn for item in plan.items}
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
@@ -101,7 +101,7 @@ class Assignment(CheckpointWriter):
 
 
 def write_safetensors(path: Path, items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> FileRecord:
-    """Write one safetensors file, hashed on the way and on disk when this returns. OSError as it comes."""
+    """Write one safetensors file, hash it on the way, and fsync it. Raises OSError."""
     digest, size_bytes = new_hash(), 0
     with path.open("wb") as file:
         for piece in _stream(items, resolve):
@@ -114,26 +114,26 @@ def write_safetensors(path: Path, items: Sequence[WriteItem], resolve: Callable[
 
 
 def _stream(items: Sequence[WriteItem], resolve: Callable[[WriteItem], Any]) -> Iterator[bytes | memoryview]:
-    """Offsets of shards are in the metadata, as torch's reader expects them."""
+    """Yield the file's bytes. Shard offsets are in the header's metadata, where torch's reader expects them."""
     offsets = {item.index.fqn: {"saved_offsets": list(_data(item).chunk.offsets)} for item in items}
     planned = [Planned(name=item.index.fqn, size=tuple(_data(item).chunk.sizes), dtype=_dtype(item)) for item in items]
     yield header(planned, DCP_SHARDING_INFO=json.dumps(offsets), DCP_VERSION="1.0")
-    for item in items:
-        yield from pieces(resolve(item))
+    for tensor in items:
+        yield from pieces(resolve(tensor))
 
 
 def _files(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Cut into files. Wide dtypes first, so that every tensor of a file begins at a multiple of its element size."""
+    """Split items into files. Wide dtypes come first, so every tensor starts at a multiple of its element size."""
     files: list[list[WriteItem]] = []
     names: set[str] = set()
     room = 0
-    for item in sorted(items, key=lambda item: -_dtype(item).itemsize):
-        if not files or room < _size_bytes(item) or item.index.fqn in names:
+    for tensor in sorted(items, key=lambda item: -_dtype(item).itemsize):
+        if not files or room < _size_bytes(tensor) or tensor.index.fqn in names:
             files.append([])
             names, room = set(), FILE_BYTES
-        files[-1].append(item)
-        names.add(item.index.fqn)
-        room -= _size_bytes(item)
+        files[-1].append(tensor)
+        names.add(tensor.index.fqn)
+        room -= _size_bytes(tensor)
     return files
 
 

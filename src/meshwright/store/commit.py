@@ -1,4 +1,4 @@
-"""COMMIT: the last file written into a checkpoint; it lists every other one with size and hash, and itself by hash."""
+"""COMMIT: the last file written into a checkpoint. It lists the size and hash of every other file, and its own hash."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.store.durable import write_file
 
 FORMAT = 1
-"""Raised when an older program could misread what a newer one writes."""
+"""Increased whenever an older version could misread what a newer one writes."""
 NAME = "COMMIT"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -30,38 +30,40 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """What a checkpoint is made of."""
+    """Contents of a checkpoint."""
 
     step: int
     score: float | None
-    """The lower the better; None = not evaluated."""
+    """Held-out loss; lower is better. None = not evaluated."""
     files: tuple[FileRecord, ...]
 
     @property
     def size_bytes(self) -> int:
-        """Of all files, without COMMIT."""
+        """Total size of all files but COMMIT."""
         return sum(file.size_bytes for file in self.files)
 
 
 new_hash = hashlib.sha256
-"""1.1 GB/s a core where the processor has instructions for it (BLAKE2b 0.4), and it lets go of the GIL."""
+"""SHA-256: 1.1 GB/s per core with processor support (BLAKE2b: 0.4), and it releases the GIL."""
 
 
 def record(path: Path) -> FileRecord:
-    """Hash a file as it lies on disk."""
+    """Hash a file on disk."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, new_hash).hexdigest()
         return FileRecord(name=path.name, size_bytes=file.tell(), sha256=digest)
 
 
 def write(folder: Path, commit: Commit) -> None:
-    """Write COMMIT, durably; all else must be on disk before."""
+    """Write COMMIT durably. Every other file must be on disk already."""
     write_file(folder / NAME, _encode(commit))
 
 
 def read(folder: Path) -> Commit:
-    """Read COMMIT and check it against its own hash. DamagedCheckpoint where there is none, or no good one;
-    CheckpointError where it is of a newer version or may not be read."""
+    """Read COMMIT and check it against its own hash.
+
+    Raises DamagedCheckpoint when it is missing or invalid, CheckpointError for a newer version or without permission.
+    """
     try:
         raw = (folder / NAME).read_bytes()
     except FileNotFoundError:
@@ -74,7 +76,7 @@ def read(folder: Path) -> Commit:
 
 
 def check_sizes(folder: Path, commit: Commit) -> None:
-    """Every file is there in its full length: costs one look at each directory entry. DamagedCheckpoint."""
+    """Raise DamagedCheckpoint unless every file exists in full length. Costs one stat call per file."""
     for file in commit.files:
         try:
             size = (folder / file.name).stat().st_size
@@ -89,8 +91,10 @@ def check_sizes(folder: Path, commit: Commit) -> None:
 
 
 def check_hashes(folder: Path, files: Iterable[FileRecord], begun: Callable[[], None] = lambda: None) -> None:
-    """Every byte is as it was written: costs one reading of the files, on up to 8 threads, which tell `begun` of each.
-    DamagedCheckpoint."""
+    """Raise DamagedCheckpoint unless every byte matches. Reads the files once, on up to 8 threads.
+
+    `begun` is called by these threads, once per file.
+    """
     files = list(files)
 
     def look(file: FileRecord) -> str:
@@ -112,12 +116,12 @@ def _difference(folder: Path, file: FileRecord) -> str:
 
 
 def _damaged(folder: Path, what: str) -> DamagedCheckpoint:
-    """Without advice: whoever chose the checkpoint knows what else there is."""
+    """Build the error. The caller, who knows the alternatives, adds the remedy."""
     return DamagedCheckpoint(f"checkpoint {folder}: {what}")
 
 
 def _encode(commit: Commit) -> bytes:
-    """One way to write it, so that reading can compare byte for byte."""
+    """Encode canonically, so that `_decode` can compare byte for byte."""
     body = {
         "format": FORMAT,
         "step": commit.step,
@@ -149,7 +153,7 @@ def _decode(folder: Path, raw: bytes) -> Commit:
 
 
 def _makes_sense(commit: Commit) -> bool:
-    """Types and plain names: a hash proves that nothing changed, not that a friend wrote it."""
+    """Check types and file names. The hash proves that nothing changed, not that the author is trustworthy."""
     return (
         type(commit.step) is int
         and (commit.score is None or isinstance(commit.score, float | int))

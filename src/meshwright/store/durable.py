@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, also after a power cut."""
+"""Durable file writes: complete or absent, even after a power cut. Checks that a folder can be written."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from meshwright.spec.errors import PlanError, RunError
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write and fsync; for files inside a folder that is not visible yet. OSError as it comes."""
+    """Write and fsync a file in a folder that is not visible yet. Raises OSError."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -20,7 +20,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put `data` at `path` in one step: whoever reads sees the old file or the new one. OSError as it comes."""
+    """Replace a file atomically: readers see the old contents or the new. Raises OSError."""
     fresh = path.with_name(f".{path.name}.saving")
     try:
         write_file(fresh, data)
@@ -32,7 +32,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder (not the files' contents) survive a power cut."""
+    """Fsync a folder, so that its file names (not their contents) survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -41,24 +41,26 @@ def sync_folder(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Free in the file system where `path` is, or will be; None where it does not say, as some network ones."""
-    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    """Return the free bytes of the file system of `path`, which need not exist yet. None when it reports none."""
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     try:
-        return shutil.disk_usage(there).free
+        return shutil.disk_usage(nearest).free
     except OSError:
         return None
 
 
 def refuse_taken(path: Path, named: str) -> None:
-    """Refuse a folder to be made that holds something, or is a file: PlanError. `named`: the argument, as `out=`."""
+    """Raise PlanError when an output folder is a file or not empty. `named` is the argument, such as `out=`."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         what = "is not empty: take another folder, or empty this one" if path.is_dir() else "is there: name another"
         raise PlanError(f"{named}{path} {what}")
 
 
 def refuse_unwritable(path: Path, named: str = "run=") -> None:
-    """Refuse a folder that no file can be written to, where it is or will be: RunError. A full disk passes. `named`:
-    the argument, as `out=`."""
+    """Raise RunError when no file can be created in a folder, or in its nearest existing parent. A full disk passes.
+
+    `named` is the argument that named the folder, such as `out=`.
+    """
     nearest = path
     try:
         nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -73,7 +75,7 @@ def refuse_unwritable(path: Path, named: str = "run=") -> None:
 
 @contextmanager
 def one_line(path: Path, another: str = "run=") -> Iterator[None]:
-    """What the operating system refuses, as a sentence; `another`: what a user names to have it elsewhere."""
+    """Turn an OSError into a one-line RunError. `another` is the argument that chooses another path."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the kernel takes back when the process dies, however it dies."""
+"""Lock of a run folder. The kernel releases it when the process dies, however it dies."""
 
 import errno
 import fcntl
@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RunLock:
-    """A held lock. A POSIX record lock: not inherited by forked workers, so none of them can outlive it."""
+    """A POSIX record lock that is held. Forked workers do not inherit it, so none of them can outlive it."""
 
     path: Path
     handle: int
 
     @classmethod
     def take(cls, folder: Path) -> "RunLock":
-        """Lock `folder` for this process, or say who holds it. RunError; OSError where nothing can be written."""
+        """Lock `folder` for this process. Raises RunError naming the holder, OSError when the folder is read-only."""
         path = (folder / _NAME).resolve()
-        with _guard:  # a record lock does not keep a process from itself, and closing any handle would give it up
+        with _guard:  # record locks do not exclude their own process, and closing any handle releases them
             if path in _held:
                 raise RunError(f"this process already runs in {folder}: choose another run=")
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -45,7 +45,7 @@ class RunLock:
         return cls(path, handle)
 
     def release(self) -> None:
-        """Give the folder free; a second call does nothing."""
+        """Release the folder. A second call does nothing."""
         with _guard:
             if self.path in _held:
                 _held.discard(self.path)
@@ -72,7 +72,7 @@ def _sign(handle: int) -> None:
 
 def _holder(handle: int) -> str:
     try:
-        found = json.loads(os.pread(handle, 4096, 0))
-        return f"process {found['pid']} on {found['host']} since {found['since']}"
+        signature = json.loads(os.pread(handle, 4096, 0))
+        return f"process {signature['pid']} on {signature['host']} since {signature['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "it did not sign"

@@ -1,4 +1,4 @@
-"""Where a model is read from and written to: what can be wrong with that is said before torch is loaded."""
+"""Checks of model paths, dtypes and checkpoint names that run before torch is loaded."""
 
 from pathlib import Path
 from typing import Literal
@@ -11,19 +11,18 @@ from meshwright.store import checkpoint_folder
 from meshwright.store.run_folder import no_model
 
 AUTO = "auto"
-"""A dtype: fp32 on a CPU, as stored on a GPU."""
+"""Dtype choice: fp32 on a CPU, the stored dtype on a GPU."""
 LAST, BEST = "last", "best"
-"""Which checkpoint of a run: the newest that is whole, or that of the lowest held-out loss."""
+"""Checkpoint choice: the newest undamaged one, or the one with the lowest held-out loss."""
 Kind = Literal["run", "folder", "gguf", "adapter"]
 NAMES: dict[Kind, str] = {"folder": "a Hugging Face directory", "gguf": "a GGUF file", "adapter": "an adapter"}
 
 
 def check_model(path: Path, *, dtype: str | None = None, checkpoint: str = LAST, named: str = "") -> Kind:
-    """Return what kind of model lies at `path`: a run or one of its checkpoints, a Hugging Face directory, a GGUF file,
-    or an adapter in PEFT's format.
+    """Return the kind of the model at `path`: a run or its checkpoint, a Hugging Face directory, GGUF, or PEFT adapter.
 
-    `named`: the argument that named it, as `against=`. RunError where there is none, ArgumentError for a dtype or a
-    checkpoint that it cannot have.
+    `named` is the argument that named it, such as `against=`. Raises RunError when there is no model, ArgumentError
+    for an unknown dtype or checkpoint.
     """
     check_dtype(dtype, AUTO)
     kind = _kind(path)
@@ -47,19 +46,19 @@ def _kind(path: Path) -> Kind | None:
 
 
 def check_dtype(dtype: str | None, *more: str) -> None:
-    """ArgumentError where a dtype is none of fp32, bf16, fp16 and `more`; None is as stored."""
+    """Raise ArgumentError unless the dtype is None (as stored), fp32, bf16, fp16 or one of `more`."""
     if dtype is not None and dtype not in (*more, *PRECISIONS):
         raise ArgumentError(f"dtype={dtype} is not known: take one of {', '.join((*more, *PRECISIONS))}")
 
 
 def check_checkpoint(which: str) -> None:
-    """ArgumentError where a word names no checkpoint of a run."""
+    """Raise ArgumentError unless the word is last, best or the number of a step."""
     if which not in (LAST, BEST) and not which.isdigit():
         raise ArgumentError(f"checkpoint={which} is not known: take last, best, or the number of a step")
 
 
 def check_gguf_path(out: Path) -> None:
-    """PlanError where a GGUF file cannot be there."""
+    """Raise PlanError when a GGUF file cannot be created at this path."""
     if out.suffix != ".gguf":
         raise PlanError(f"out={out} is one GGUF file, whose name ends with .gguf: take {out}.gguf")
     if out.exists():

@@ -1,4 +1,4 @@
-"""The weights of a trained model as a run's checkpoint holds them, without its optimizer."""
+"""Model weights from a run's checkpoint, without the optimizer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +17,15 @@ from meshwright.store.model_place import BEST, LAST, check_checkpoint
 from meshwright.store.run_folder import RunFolder
 
 MASTER = "optimizer.master."
-"""Where a checkpoint of a run below fp32 keeps its weights in full."""
+"""Prefix of the fp32 master weights in checkpoints of runs with lower precision."""
 
 
 def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
-    """The run and the checkpoint that `source` means, verified: one of its checkpoints, or a run folder and `which` of
-    them: last, best, or the number of a step. ArgumentError, CheckpointError."""
+    """Return the run and the verified checkpoint that `source` names.
+
+    `source` is a checkpoint, or a run folder of which `which` chooses one: last, best, or the number of a step. Raises
+    ArgumentError, CheckpointError.
+    """
     if checkpoint_folder.is_one(source) and not (source / "plan.yaml").is_file():
         if which != LAST:
             raise ArgumentError(
@@ -32,16 +35,18 @@ def locate(source: Path, which: str = LAST) -> tuple[RunFolder, Path]:
     run = RunFolder.open(source)
     if which != LAST:
         return run, checkpoints.named(_chosen(run, which))
-    found = checkpoints.newest_whole(checkpoint_folder.newest_first(run.checkpoints))
-    if found is None:
+    newest = checkpoints.newest_whole(checkpoint_folder.newest_first(run.checkpoints))
+    if newest is None:
         raise CheckpointError(f"{source} holds no complete checkpoint yet: train it first, or go on with resume=auto")
-    return run, found
+    return run, newest
 
 
 def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The same of a run of this plan, of a checkpoint that was verified. An adapter is added to the weights beside
-    which it was trained (of codes what products restored), in fp32, a tensor at a time. HubError or PlanError where
-    those are not there any more, or are others."""
+    """Yield (name, weight) of a verified checkpoint, with an adapter merged into its base weights.
+
+    Merging is in fp32, one tensor at a time; quantized base weights are restored first. Raises HubError, PlanError or
+    CheckpointError when the base weights are missing or have changed.
+    """
     if plan.model.lora is None:
         yield from weights(checkpoint, wanted, verified=True)
         return
@@ -55,43 +60,45 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
     for name, stored in base_weights(plan, trained):
         tensor = stored if isinstance(stored, Tensor) else stored.restored(trained)
         low = adapter_parts(name, adapters)
-        kept = torch.float32 if name.endswith("correction_bias") else wanted  # as everywhere
-        yield name, (merged(tensor.float(), low, lora) if low else tensor).to(kept)
+        dtype = torch.float32 if name.endswith("correction_bias") else wanted  # routers stay in fp32 in all formats
+        yield name, (merged(tensor.float(), low, lora) if low else tensor).to(dtype)
 
 
 def _chosen(run: RunFolder, which: str) -> Path:
-    """The best one, or that of a step."""
-    there = checkpoint_folder.listing(run.checkpoints)
+    """Return the path of the best checkpoint, or of the one of a step."""
+    listing = checkpoint_folder.listing(run.checkpoints)
     if which == BEST:
-        found = checkpoints.best(run.checkpoints)
-        if found is None:
+        best = checkpoints.best(run.checkpoints)
+        if best is None:
             raise CheckpointError(
                 f"checkpoint=best: no checkpoint of {run.path} has a held-out loss, so that none is the best: take "
                 "checkpoint=last, or train with data.validation and checkpoints at evaluations"
             )
-        return found
+        return best
     check_checkpoint(which)
-    one = next((saved.path for saved in there if saved.step == int(which)), None)
-    if one is None:
-        steps = ", ".join(str(saved.step) for saved in there) or "none"
+    path = next((saved.path for saved in listing if saved.step == int(which)), None)
+    if path is None:
+        steps = ", ".join(str(saved.step) for saved in listing) or "none"
         raise CheckpointError(f"checkpoint={which}: {run.path} has no checkpoint of that step, it has: {steps}")
-    return one
+    return path
 
 
 def weights(checkpoint: Path, wanted: torch.dtype, *, verified: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a checkpoint by name, layer after layer, a few at a time; for fp32 the master weights, where there
-    are any. Everything is verified at the first one, unless it was (`locate`)."""
+    """Yield (name, weight) of a checkpoint, layer after layer. With `wanted` fp32, master weights where they exist.
+
+    All files are verified before the first weight unless `verified` is set, as after `locate`.
+    """
     kinds = checkpoints.names(checkpoint)
     chosen = {name: name.removeprefix("model.") for name in kinds if name.startswith("model.")}
     if wanted == torch.float32:
         masters = {name.removeprefix(MASTER): name for name in kinds if name.startswith(MASTER)}
         chosen = {masters.get(plain, name): plain for name, plain in chosen.items()}
-    # In this order what one tensor of the directory is made of lies close together.
+    # Layer order keeps together the parts from which an exporter builds one tensor.
     ordered = sorted(chosen, key=lambda name: _by_layer(chosen[name]))
     for name, tensor in checkpoints.stream(checkpoint, ordered, verified=verified):
         yield chosen[name], tensor
 
 
 def _by_layer(name: str) -> list[tuple[int, str]]:
-    """To sort names with layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

@@ -1,4 +1,4 @@
-"""Every random state of a process as plain tensors: what is drawn after a resume is what would have been drawn."""
+"""All random states of a process as plain tensors, so that a resumed run draws the same numbers."""
 
 import random
 from collections.abc import Mapping
@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 PREFIX = "rng."
-"""Names of random states in a checkpoint; a run resumed on other devices takes those that it finds."""
+"""Prefix of random states in a checkpoint. A run resumed on other devices loads those that exist."""
 _KIND = "MT19937"
 
 
 def rng_state(rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """States of Python's `random`, numpy, torch and the CUDA device that this process is on: (tensors, values).
+    """Return (tensors, values): the states of Python's `random`, numpy, torch and the current CUDA device.
 
-    Tensors are named rng.RANK.NAME, so that ranks do not overwrite each other; values are the same on every rank. The
-    device has no number: which GPUs a process sees, and in what order, may change from run to run.
-    Sources of randomness that are objects of their own (a Generator, numpy's default_rng) are not in it.
+    Tensors are named rng.RANK.NAME, so that ranks do not overwrite each other. The device has no number in the name:
+    which GPUs a process sees, and in what order, may change between runs. Generator objects are not included.
     """
     tensors = {"python": _python_state(), "numpy": _numpy_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -27,7 +26,7 @@ def rng_state(rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def set_rng_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any], rank: int = 0) -> None:
-    """Put back what `rng_state` gave; other names in `tensors` are passed over, missing ones leave a state as it is."""
+    """Restore the states from `rng_state`. Other names in `tensors` are ignored; a missing state stays unchanged."""
     if values.get("rng", _KIND) != _KIND:
         raise ValueError(f"random state of kind {values['rng']!r}, not {_KIND}")
     for name, state in tensors.items():
@@ -45,7 +44,10 @@ def set_rng_state(tensors: Mapping[str, Tensor], values: Mapping[str, Any], rank
 
 
 def _python_state() -> Tensor:
-    """627 numbers as float64, which holds 32-bit integers exactly: words, position, has a spare normal number, it."""
+    """Return 627 float64 numbers: words, position, whether a spare normal number exists, and that number.
+
+    float64 holds 32-bit integers exactly.
+    """
     _, words, spare = random.getstate()
     return torch.tensor([*words, spare is not None, spare or 0.0], dtype=torch.float64)
 
@@ -56,7 +58,7 @@ def _set_python_state(state: Tensor) -> None:
 
 
 def _numpy_state() -> Tensor:
-    """627 numbers, laid out in the same way."""
+    """Return 627 numbers in the same order."""
     state = np.random.get_state(legacy=False)
     assert isinstance(state, dict)
     if state["bit_generator"] != _KIND:

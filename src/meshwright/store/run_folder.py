@@ -1,4 +1,4 @@
-"""The run folder: where everything that a run leaves behind lies, and its metrics, a line a record."""
+"""The run folder: paths of everything that a run writes, and its metrics as JSON lines."""
 
 import json
 import math
@@ -25,7 +25,7 @@ RUN = "a run folder, which run= named"
 
 
 def no_model(path: Path) -> RunError:
-    """Of a place that holds no model of any kind."""
+    """Build the error for a path that holds no model of any kind."""
     instead = "a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
     if not path.exists():
         return RunError(missing(str(path), instead))
@@ -35,27 +35,31 @@ def no_model(path: Path) -> RunError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """RUN/: plan.yaml, tokenizer.json, metrics.jsonl, samples.jsonl, dryrun.json, ledger.json, loss.png,
-    reference.safetensors,
-    checkpoints/, hf/. A context manager."""
+    """A run's folder, also a context manager that releases its lock.
+
+    It holds plan.yaml, tokenizer.json, metrics.jsonl, samples.jsonl, dryrun.json, ledger.json, loss.png,
+    reference.safetensors, checkpoints/ and hf/.
+    """
 
     path: Path
     plan: Plan
     lock: RunLock | None = None
-    """Held by the process that writes; None = opened to look."""
+    """Held by the process that writes. None = opened for reading."""
 
     @classmethod
     def create(cls, path: Path, plan: Plan, tokenizer: Tokenizer | None, *, resume: bool = False) -> "RunFolder":
-        """Make the folder, or with `resume` go on in one, locked for this process until `close`.
+        """Create the folder, or continue in an existing one with `resume`. It is locked until `close`.
 
-        RunError: another process runs in it; it holds a run and `resume` is not given; it has another tokenizer; it
-        cannot be written. CheckpointError: a run is to be resumed and every checkpoint of it is broken.
+        Raises:
+            RunError: Another process uses it, it holds a run and `resume` is false, its tokenizer differs, or it
+                cannot be written.
+            CheckpointError: A run is to be resumed but all its checkpoints are broken.
         """
         if path.exists() and not path.is_dir():
             raise RunError(f"run={path} is a file, not a folder: choose another run=")
         with one_line(path):
             path.mkdir(parents=True, exist_ok=True)
-            if not (path / "checkpoints").exists() and _is_others(path / "plan.yaml", plan):
+            if not (path / "checkpoints").exists() and _is_another_plan(path / "plan.yaml", plan):
                 raise RunError(
                     f"{path} holds a plan.yaml that belongs to no training run; refusing to overwrite it: "
                     "choose another run="
@@ -70,7 +74,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Look into a run, going on or not: takes no lock and changes nothing. RunError, PlanError."""
+        """Open a run for reading, even while it is training. Takes no lock. Raises RunError, PlanError."""
         if not (path / "plan.yaml").is_file():
             if not path.exists():
                 raise RunError(missing(str(path), RUN))
@@ -79,78 +83,80 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line."""
+        """Path of the metrics: one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of step-NNNNNN."""
+        """Path of the folder that holds step-NNNNNN."""
         return self.path / "checkpoints"
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer's own file; tokenizer_config.json beside it names its marks."""
+        """Path of the tokenizer. tokenizer_config.json beside it names the special tokens."""
         return self.path / "tokenizer.json"
 
     @property
     def hf(self) -> Path:
-        """The model as a Hugging Face directory."""
+        """Path of the exported Hugging Face directory."""
         return self.path / "hf"
 
     @property
     def ledger(self) -> Path:
-        """What a step sends and holds."""
+        """Path of the ledger: bytes that a step communicates and holds."""
         return self.path / "ledger.json"
 
     @property
     def dry_run(self) -> Path:
-        """What the dry run before it said."""
+        """Path of the report of the dry run before training."""
         return self.path / "dryrun.json"
 
     @property
     def samples(self) -> Path:
-        """What the model answered while it was trained: one JSON object a line, as metrics."""
+        """Path of the samples generated during training: one JSON object per line."""
         return self.path / "samples.jsonl"
 
     @property
     def loss_plot(self) -> Path:
-        """The picture of the loss."""
+        """Path of the loss plot."""
         return self.path / "loss.png"
 
     def known_tokenizer(self, saved: Path) -> Tokenizer:
-        """The tokenizer that a checkpoint of the run was trained with. RunError where its file was lost or replaced:
-        with any other the tokens of the model mean something else."""
+        """Load the tokenizer that a checkpoint was trained with.
+
+        Raises RunError when its file is lost or replaced: with another tokenizer, token ids change their meaning.
+        """
         if not self.tokenizer.is_file():
             raise RunError(
                 f"{self.path} has lost its tokenizer.json, without which nobody knows what its tokens mean: put the "
                 "file back (an export has a copy; train with resume=auto makes it anew from the same text)"
             )
-        found, trained = Tokenizer.load(self.tokenizer), _tokenizer_of(saved)
-        if trained and found.fingerprint != trained:
+        tokenizer, trained = Tokenizer.load(self.tokenizer), _tokenizer_of(saved)
+        if trained and tokenizer.fingerprint != trained:
             raise RunError(
                 f"{self.tokenizer} is not the tokenizer that {saved.name} was trained with: put that one back"
             )
-        return found
+        return tokenizer
 
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text, as the model that the run began with says (generation_config.json)."""
+        """Return the end-of-text ids from the generation_config.json of the initial model."""
         return ids_of(self.generation.get("eos_token_id"))
 
     @property
     def generation(self) -> dict[str, object]:
-        """Its generation_config.json, which came with the weights that it began with."""
+        """Contents of generation_config.json, copied from the initial model."""
         return read_json(self.path / GENERATION) or {}
 
     def refuse_taken(self) -> None:
-        """RunError where the folder already holds a run. Also for asking early, before hours of encoding."""
+        """Raise RunError when the folder already holds a run. Cheap enough to call before hours of encoding."""
         checkpoint_folder.refuse_taken(self.path)
 
     def keep_plan(self) -> None:
-        """Write plan.yaml; of a run that goes on only once its checkpoint fits, for a refused plan replaces none."""
+        """Write plan.yaml. A resumed run does so once its checkpoint is accepted: a refused plan replaces nothing."""
         planfile.write(self.plan, self.path / "plan.yaml")
 
     def close(self) -> None:
-        """Let others run in the folder."""
+        """Release the folder's lock."""
         if self.lock:
             self.lock.release()
 
@@ -161,32 +167,32 @@ class RunFolder:
         self.close()
 
     def _prepare(self, tokenizer: Tokenizer | None, resume: bool) -> None:
-        """The lock is held: nobody else changes the folder now."""
+        """Check and prepare the locked folder."""
         checkpoint_folder.sweep(self.checkpoints)
-        found = checkpoint_folder.listing(self.checkpoints)
+        checkpoints = checkpoint_folder.listing(self.checkpoints)
         if not resume:
             self.refuse_taken()
-        if found and all(saved.problem for saved in found):
-            raise CheckpointError(f"no checkpoint of {self.path} can be used; the last one: {found[-1].problem}")
-        self._keep_tokenizer(tokenizer, [saved for saved in found if not saved.problem])
-        if not found:  # killed before its first checkpoint: the run starts again, and so do its metrics
+        if checkpoints and all(saved.problem for saved in checkpoints):
+            raise CheckpointError(f"no checkpoint of {self.path} can be used; the last one: {checkpoints[-1].problem}")
+        self._write_tokenizer(tokenizer, [saved for saved in checkpoints if not saved.problem])
+        if not checkpoints:  # killed before its first checkpoint: the run starts again, and so do its metrics
             self.metrics.unlink(missing_ok=True)
             self.samples.unlink(missing_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
-        if not found:
+        if not checkpoints:
             self.keep_plan()
 
-    def _keep_tokenizer(self, tokenizer: Tokenizer | None, trained: list[checkpoint_folder.Saved]) -> None:
-        """Of a run that has checkpoints it must be the same one; where the file was lost, the checkpoint tells."""
-        mine = tokenizer.fingerprint if tokenizer else ""
-        if trained and (self.tokenizer.exists() or mine != _tokenizer_of(trained[-1].path)):
+    def _write_tokenizer(self, tokenizer: Tokenizer | None, checkpoints: list[checkpoint_folder.Saved]) -> None:
+        """Write the tokenizer. In a run with checkpoints it must equal theirs, even if tokenizer.json was lost."""
+        fingerprint = tokenizer.fingerprint if tokenizer else ""
+        if checkpoints and (self.tokenizer.exists() or fingerprint != _tokenizer_of(checkpoints[-1].path)):
             before = Tokenizer.load(self.tokenizer).fingerprint if self.tokenizer.exists() else None
-            if before is None and mine:
+            if before is None and fingerprint:
                 raise RunError(
                     f"{self.path} has lost its tokenizer.json, and data.tokenizer is not known to be the same: put the "
                     "file back (an export has a copy), or choose another run="
                 )
-            if (before or "") != mine:
+            if (before or "") != fingerprint:
                 raise RunError(
                     f"{self.path} was trained with another tokenizer (its tokenizer.json), and tokens would change "
                     "their meaning: take the data.tokenizer it was begun with, or choose another run="
@@ -197,22 +203,22 @@ class RunFolder:
             self.tokenizer.unlink(missing_ok=True)
 
 
-def ids_of(value: object) -> tuple[int, ...]:
-    """Token ids of a generation config, which holds one, a list of them, or none."""
-    several: Sequence[object] = value if isinstance(value, list) else [value]
-    return tuple(number for number in several if isinstance(number, int))
+def ids_of(entry: object) -> tuple[int, ...]:
+    """Return the token ids of a generation config entry: an id, a list of ids, or nothing."""
+    ids: Sequence[object] = entry if isinstance(entry, list) else [entry]
+    return tuple(token for token in ids if isinstance(token, int))
 
 
 def keep(file: Path, document: Mapping[str, Any]) -> None:
-    """Write ledger.json or dryrun.json of a run. RunError: disk full."""
+    """Write ledger.json or dryrun.json of a run. Raises RunError when the disk is full."""
     with one_line(file):
         replace_file(file, (json.dumps(document, indent=1) + "\n").encode())
 
 
 class MetricsLog:
-    """Appends records to metrics.jsonl: one JSON object a line, each handed to the system at once.
+    """Appends records to metrics.jsonl, one JSON object per line, each passed to the operating system at once.
 
-    `silent`: write nothing, on all ranks but the first.
+    `silent` writes nothing; every rank but the first is silent.
     """
 
     def __init__(self, path: Path, *, silent: bool = False) -> None:
@@ -220,78 +226,77 @@ class MetricsLog:
         self._file: BinaryIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record; NaN and infinities become strings, since JSON has no such numbers. RunError: disk full."""
+        """Append one record, with NaN and infinities as strings, which JSON lacks. Raises RunError on a full disk."""
         if self.silent:
             return
-        line = json.dumps(_speakable(record), allow_nan=False) + "\n"
+        line = json.dumps(_as_json(record), allow_nan=False) + "\n"
         with one_line(self.path):
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
-            left = line.encode()
-            while left:  # an unbuffered write may take a part
-                left = left[self._file.write(left) :]
+            unwritten = line.encode()
+            while unwritten:  # an unbuffered write may be partial
+                unwritten = unwritten[self._file.write(unwritten) :]
 
     def sync(self) -> None:
-        """Force all records to the disk: before a checkpoint, so that it never knows more steps than they do."""
+        """Fsync all records. Called before a checkpoint, which must never be ahead of the metrics."""
         if self._file:
             with one_line(self.path):
                 os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; a later `append` opens it again."""
+        """Close the file. A later `append` reopens it."""
         if self._file:
             self._file.close()
             self._file = None
 
     def truncate_to(self, step: int) -> None:
-        """Drop the records after `step` and a torn last line, at once: what remains is as if the run had ended there.
+        """Atomically drop the records after `step` and an incomplete last line.
 
-        RunError: a line up to that step is damaged.
+        Raises RunError when a line up to that step is damaged.
         """
         self.close()
         if not self.path.exists():
             return
-        kept, last = [], 0
+        lines, last = [], 0
         for number, line in _whole_lines(self.path):
             try:
                 last = _parsed(self.path, number, line).get("step", last)
             except RunError:
                 if last < step:
                     raise
-                break  # what a power cut left after the records that count
+                break  # a power cut may damage lines after the last checkpoint, which are dropped anyway
             if last > step:
                 break
-            kept.append(line + b"\n")
+            lines.append(line + b"\n")
         with one_line(self.path):
-            replace_file(self.path, b"".join(kept))
+            replace_file(self.path, b"".join(lines))
 
     @staticmethod
     def read(path: Path) -> list[dict[str, Any]]:
-        """All records, NaN and infinities as numbers again; none where there is no file yet. RunError: a damaged line.
+        """Read all records, with NaN and infinities as numbers again. Empty when there is no file yet.
 
-        A last line without its end is still being written, and left out.
+        An incomplete last line is still being written, so it is skipped. Raises RunError for a damaged line.
         """
-        return [_heard(_parsed(path, number, line)) for number, line in _whole_lines(path)] if path.exists() else []
+        return [_from_json(_parsed(path, number, line)) for number, line in _whole_lines(path)] if path.exists() else []
 
     @staticmethod
     def losses(path: Path, every: int, most: int = 200) -> tuple[float, ...]:
-        """Of every n-th step (0: of none), the last ones: more than what a smoothed curve still holds. RunError."""
+        """Return the last `most` losses of every n-th step, or none for `every=0`. Raises RunError."""
         steps = [row for row in MetricsLog.read(path) if "kind" not in row] if every else []
         return tuple(row["loss"] for row in steps if row["step"] % every == 0)[-most:]
 
 
 def _tokenizer_of(saved: Path) -> str:
-    """The fingerprint of the tokenizer that a checkpoint was trained with; empty where it does not say."""
+    """Return the fingerprint of the tokenizer that a checkpoint was trained with. Empty when it records none."""
     try:
-        found = json.loads((saved / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((saved / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return ""
-    return str(found.get("tokenizer", "")) if isinstance(found, dict) else ""
+    return str(state.get("tokenizer", "")) if isinstance(state, dict) else ""
 
 
-def _is_others(path: Path, plan: Plan) -> bool:
-    """Whether a plan file would be lost if this plan were written there: not where it says the same, as after a profile
-    of the plan."""
+def _is_another_plan(path: Path, plan: Plan) -> bool:
+    """Return whether writing this plan would overwrite a different one. A profile of it leaves an equal file."""
     return path.exists() and path.read_text(encoding="utf-8", errors="replace") != planfile.content(plan, path.parent)
 
 
@@ -312,21 +317,21 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def refuse_constant(constant: str) -> None:
-    """For json.loads: NaN and infinities are errors."""
+    """Reject NaN and infinities. Pass as `parse_constant` to json.loads."""
     raise ValueError(f"{constant} is no JSON")
 
 
-def _speakable(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {name: _speakable(inner) for name, inner in value.items()}
-    return [_speakable(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {name: _as_json(inner) for name, inner in value.items()}
+    return [_as_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _heard(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {name: _heard(inner) for name, inner in value.items()}
-    return [_heard(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _from_json(inner) for name, inner in value.items()}
+    return [_from_json(inner) for inner in value] if isinstance(value, list) else value

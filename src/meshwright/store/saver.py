@@ -1,10 +1,10 @@
-"""When checkpoints are written: at once, or by a thread behind the back of the training.
+"""Scheduling of checkpoint saves: at once, or by a background thread while training continues.
 
-    step n  |copy|  step n+1     step n+2     ...           the training waits for the copy only
+    step n  |copy|  step n+1     step n+2     ...           training waits for the copy only
                  |write, hash, sync, commit|                the thread, with a Gloo group of its own
 
-One save is in flight at most: the next waits for it. What goes wrong in the thread is raised at the next step, on all
-ranks at the same one.
+At most one save is in flight; the next waits for it. An error in the thread is raised at the next step, on all ranks
+at the same one.
 """
 
 import logging
@@ -26,18 +26,20 @@ from meshwright.store.checkpoint_reader import ONE_PROCESS
 from meshwright.store.staging import Staging
 
 GRACE_S = 30.0
-"""How long an unforeseen end waits for a save under way: its ranks may wait for one that is dead."""
+"""Longest wait for a save in flight after a crash. Other ranks of the save may be waiting for a dead one."""
 
 log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves into one folder; within `with`, whose end waits for what is under way.
+    """Saves checkpoints into one folder. A context manager whose exit waits for the save in flight.
 
-    `group` is None to write at once, else a group of all ranks that nothing else uses (`mesh.saving_group`). `saved`
-    is told (step, path) of every checkpoint once it is committed, by the thread that calls the methods; `begun` of
-    every tensor that is about to be written, by the threads that write. In the background a save needs host memory for
-    what this rank writes, taken at the first and kept.
+    A background save needs host memory for what this rank writes. It is taken at the first save and reused.
+
+    Args:
+        group: A group of all ranks used for nothing else (`mesh.saving_group`). None = write at once.
+        saved: Called with (step, path) after each commit, by the thread that calls the methods.
+        begun: Called before each tensor is written, by the threads that write.
     """
 
     def __init__(
@@ -51,12 +53,12 @@ class Saver:
     ) -> None:
         self.folder, self.keep_last, self.group, self.saved, self.begun = folder, keep_last, group, saved, begun
         self.blocked_s = 0.0
-        """Seconds that callers waited, for copies, writing and saves before theirs."""
+        """Seconds that callers have waited, for copies, writes and earlier saves."""
         self._staging = Staging()
-        self._own: set[str] | None = None
+        self._assigned: set[str] | None = None
         self._flight: _Flight | None = None
         if group is not None:
-            # Here and not around the save: filters belong to the process, and its other threads may change them.
+            # Filters are global to the process and other threads may change them, so this one is not scoped to a save.
             warnings.filterwarnings("ignore", message=ONE_PROCESS)
 
     def save(
@@ -68,9 +70,9 @@ class Saver:
         *,
         last: bool = False,
     ) -> None:
-        """As checkpoint.save; `last`: nothing is computed meanwhile, so that a copy would gain nothing.
+        """Save as `checkpoint.save` does. `last`: training has ended, so write at once and skip the copy.
 
-        CheckpointError of this save where it is written at once, else of the one before.
+        Raises CheckpointError of this save when it is written at once, else of the previous one.
         """
         started = time.perf_counter()
         self._join()
@@ -89,7 +91,7 @@ class Saver:
         self.blocked_s += time.perf_counter() - started
 
     def failed(self) -> bool:
-        """Whether the save under way has failed on this rank. One that has ended well is told of here."""
+        """Return whether the save in flight has failed on this rank. Reports it to `saved` if it succeeded."""
         if self._flight is None or not self._flight.landed:
             return False
         if self._flight.error is not None:
@@ -99,23 +101,22 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way."""
+        """True while a save is in flight."""
         return self._flight is not None and not self._flight.landed
 
     def wait(self) -> None:
-        """Until nothing is under way; raises what went wrong."""
+        """Wait for the save in flight and raise its error."""
         started = time.perf_counter()
         self._join()
         self.blocked_s += time.perf_counter() - started
 
     def give_up(self) -> None:
-        """Some rank's save has failed: raises on every rank, the reason where it is known."""
+        """Raise on every rank after some rank's save failed, with the reason where it is known."""
         self.wait()
         raise CheckpointError(f"a checkpoint in {self.folder} could not be saved by another rank: see what it says")
 
     def settle(self, limit_s: float | None = None) -> None:
-        """Until nothing is under way, or `limit_s` have passed; what went wrong is only logged, since something else is
-        about to be raised."""
+        """Wait for the save in flight for at most `limit_s`. Its error is only logged: the caller raises another."""
         try:
             self._join(limit_s)
         except Exception as error:
@@ -131,14 +132,14 @@ class Saver:
             self.wait()
             return
         if self._flight is not None and not issubclass(kind, Exception):
-            self._flight.ended.set()  # Ctrl-C a second time: now
+            self._flight.ended.set()  # second Ctrl-C: abandon the save now
         self.settle(None if issubclass(kind, MeshwrightError | KeyboardInterrupt) else GRACE_S)
 
     def _to_write(self, tensors: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
-        """Those of which this rank writes its part: what several ranks hold is copied by one."""
-        if self._own is None:
-            self._own = checkpoint.assigned(tensors, group.process_group)
-        return {name: tensor for name, tensor in tensors.items() if name in self._own}
+        """Return the tensors that this rank writes. Of identical pieces on several ranks, one rank writes."""
+        if self._assigned is None:
+            self._assigned = checkpoint.assigned(tensors, group.process_group)
+        return {name: tensor for name, tensor in tensors.items() if name in self._assigned}
 
     def _join(self, limit_s: float | None = None) -> None:
         flight = self._flight
@@ -153,7 +154,7 @@ class Saver:
 
 @dataclass(slots=True)
 class _Flight:
-    """One save, here or in a thread."""
+    """One save, in this thread or another."""
 
     step: int
     begun: Callable[[], None]
@@ -163,8 +164,8 @@ class _Flight:
     _thread: Thread | None = None
 
     def start(self, save: Callable[[], Path]) -> None:
-        # A daemon: whoever stops waiting for it wants the process to end.
-        self._thread = Thread(target=self._run_and_keep, args=(save,), name="checkpoint", daemon=True)
+        # A daemon thread, so that the process can exit when nobody waits for the save any longer.
+        self._thread = Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
@@ -172,19 +173,19 @@ class _Flight:
         return self._thread is None or not self._thread.is_alive()
 
     def join(self, limit_s: float | None) -> bool:
-        """Whether it has landed in time."""
+        """Wait for at most `limit_s` and return whether the save has ended."""
         if self._thread is not None:
             self._thread.join(limit_s)
         return self.landed
 
-    def _run_and_keep(self, save: Callable[[], Path]) -> None:
+    def _run(self, save: Callable[[], Path]) -> None:
         try:
             self.path = save()
         except BaseException as error:
             self.error = error
 
     def check(self) -> None:
-        """Before each tensor that is written."""
+        """Raise CheckpointError if the save was interrupted. Called before each tensor is written."""
         self.begun()
         if self.ended.is_set():
             raise CheckpointError(f"the checkpoint of step {self.step} was interrupted; earlier ones are kept")

@@ -1,4 +1,4 @@
-"""A rank's box of a whole tensor, as torch's distributed checkpoint reads and writes it."""
+"""A rank's box of a global tensor, in the form that torch's distributed checkpoint reads and writes."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ from meshwright.spec.boxes import Box
 
 
 class Piece(Tensor):
-    """Looks like the whole tensor (shape, dtype) and holds `held`, the box of it that this rank has; no arithmetic.
+    """Tensor with the shape and dtype of the global one that holds only this rank's box, `held`. No arithmetic.
 
-    The four double-underscored methods are what torch.distributed.checkpoint asks of a tensor whose parts lie on
-    several ranks. Ranks that hold the same box all offer it; it is written once.
+    torch.distributed.checkpoint calls the four double-underscored methods of a tensor whose parts lie on several
+    ranks. Ranks with the same box all offer it; it is written once.
     """
 
     held: Tensor
@@ -23,7 +23,7 @@ class Piece(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, box: Box) -> "Piece":
-        """`held` has the sizes of the box; its memory is shared."""
+        """Wrap `held`, which has the sizes of the box. Its memory is shared."""
         assert tuple(held.shape) == box.sizes, (held.shape, box)
         piece = compat.wrapper(cls, box.whole, held)
         assert isinstance(piece, Piece)
@@ -39,14 +39,14 @@ class Piece(Tensor):
         raise NotImplementedError(f"{operation} on a piece of a tensor: take .held")
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch has an option more
-        """Box and dtype; the usual one would compute."""
+        """Return box and dtype. Tensor's own representation would compute."""
         return f"Piece({self.box}, {self.held.dtype})"
 
     def _chunk(self) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))
 
     def __create_write_items__(self, name: str, tensor: Tensor) -> list[WriteItem]:
-        """One item, none for an empty box."""
+        """Return one write item, or none for an empty box."""
         if not self.held.numel():
             return []
         data = TensorWriteData(
@@ -58,14 +58,14 @@ class Piece(Tensor):
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What is to be read."""
+        """Return the box to be read, or none for an empty one."""
         return [self._chunk()] if self.held.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Where it is read from and written to."""
+        """Return the local memory that is read or written."""
         return self.held
 
 
 def piece(held: Tensor, box: Box | None) -> Tensor:
-    """A Piece, or the tensor itself where this rank holds all of it."""
+    """Return a Piece, or the tensor itself when this rank holds all of it."""
     return held if box is None or box.sizes == box.whole else Piece(held, box)

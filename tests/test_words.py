@@ -1,0 +1,107 @@
+"""Code reads like plain English: names say what a thing is, docstrings begin with a verb or a noun of the field.
+
+A package joins READ once all its modules have been read and reworded; from then on these rules hold in it.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "meshwright"
+READ = ("store",)
+"""Packages whose words have been revised."""
+PRONOUNS = frozenset({"found", "one", "own", "some", "said", "kept", "given", "of", "place"})
+"""Names that point at a thing without naming it."""
+VAGUE = frozenset({"result", "value", "item", "res", "tmp", "obj"})
+"""Names that say as little. A function of at most VAGUE_LINES lines may use them."""
+VAGUE_LINES = 8
+OPENINGS = re.compile(r"(Of|What|As|Whether|Where|When|By|For|To|From|How|Who|Which|That|If|Also|Here|With|Without)\b")
+"""First words of docstrings that are neither a verb nor a noun of the field."""
+MOST_WORDS = 30
+"""Longest sentence of a docstring, in words."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def modules(package: str) -> list[tuple[Path, ast.Module]]:
+    """List the modules of a package with their syntax trees."""
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted((SOURCE / package).rglob("*.py"))]
+
+
+def assigned_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of every variable, parameter, attribute, function and class that the code defines."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.ExceptHandler(name=str(name)):
+                yield node.lineno, name
+
+
+def vague_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of vague names in functions of more than VAGUE_LINES lines.
+
+    The variable of a comprehension or a lambda lives for one expression, so it may be vague.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, Function) and (node.end_lineno or 0) - node.lineno >= VAGUE_LINES:
+            brief = {
+                hit
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.comprehension | ast.Lambda)
+                for hit in assigned_names(inner.target if isinstance(inner, ast.comprehension) else inner.args)
+            }
+            yield from (hit for hit in assigned_names(node) if hit[1].strip("_") in VAGUE and hit not in brief)
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of the docstrings of modules, classes, functions, and the attributes and constants below."""
+    for node in ast.walk(tree):
+        for statement in getattr(node, "body", None) if isinstance(getattr(node, "body", None), list) else ():
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text
+
+
+def long_sentences(text: str) -> list[str]:
+    """List the sentences of a docstring with more than MOST_WORDS words. Drawings and lists are skipped."""
+    paragraphs = [
+        part for part in re.split(r"\n\s*\n", text) if not re.search(r"^\s{8,}|\S   +\S|^\s*[-*|]", part, re.MULTILINE)
+    ]
+    sentences = [sentence for part in paragraphs for sentence in re.split(r"(?<=[.:;?!])\s+", " ".join(part.split()))]
+    return [sentence for sentence in sentences if len(sentence.split()) > MOST_WORDS]
+
+
+def violations(package: str, rule: str) -> list[str]:
+    """List what breaks a rule in a package, as path:line: text."""
+    lines = []
+    for path, tree in modules(package):
+        match rule:
+            case "pronouns":
+                hits = [(line, name) for line, name in assigned_names(tree) if name.strip("_") in PRONOUNS]
+            case "vague":
+                hits = list(vague_names(tree))
+            case "openings":
+                hits = [(line, text[:60]) for line, text in docstrings(tree) if OPENINGS.match(text)]
+            case _:
+                hits = [(line, long) for line, text in docstrings(tree) for long in long_sentences(text)]
+        lines += [f"{path.relative_to(ROOT)}:{line}: {text}" for line, text in hits]
+    return lines
+
+
+@pytest.mark.parametrize("rule", ["pronouns", "vague", "openings", "sentences"])
+@pytest.mark.parametrize("package", READ)
+def test_a_revised_package_keeps_its_words(package: str, rule: str) -> None:
+    assert not violations(package, rule)
