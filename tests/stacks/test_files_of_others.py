@@ -102,11 +102,35 @@ def test_the_file_that_a_file_names_is_read_where_it_lies(tmp_path: Path) -> Non
     assert answer.plan.layout.recompute == "full"  # unless disable_gradient_checkpointing says otherwise
 
 
-def test_a_named_file_that_is_not_there_says_its_stage_by_its_name_or_is_asked_for(tmp_path: Path) -> None:
+def test_a_named_file_that_is_not_there_says_its_stage_by_its_name_or_is_a_bound(tmp_path: Path) -> None:
     found = read(str(write(tmp_path, "a.yaml", FACTORY.replace("ds_z2", "ds_z3_config"))))
     assert found.facts["zero"] == 3 and any("taken as stage 3 of ZeRO by its name" in one for one in found.uncounted)
-    with pytest.raises(PlanError, match=r"it names configs/mine\.json, which is not beside it"):
-        read(str(write(tmp_path, "b.yaml", FACTORY.replace("ds_z2", "mine"))))
+    other = mw.plan_from(write(tmp_path, "b.yaml", FACTORY.replace("ds_z2", "mine")), cluster="h100x8")
+    assert other.config.bounds[0].startswith("configs/mine.json is not beside the file, and may shard the run")
+    sharded = mw.plan_from(write(tmp_path, "c.yaml", FACTORY.replace("ds_z2", "zero_3")), cluster="h100x8")
+    assert other.given.peak_bytes > sharded.given.peak_bytes
+
+
+def test_a_launcher_file_that_is_not_there_is_a_bound(tmp_path: Path) -> None:
+    """GL3MON/ChessLM scripts/train_sft_deepspeed.sh; accelerate's file beside a script of its own."""
+    text = (
+        "accelerate launch --config_file launcher.yaml finetune.py --model_name meta-llama/Llama-3.2-1B --bf16 "
+        "--max_seq_length 2048 --per_device_train_batch_size 1 --gradient_accumulation_steps 4 --packing\n"
+    )
+    answer = mw.plan_from(write(tmp_path, "a.sh", text), cluster="h100x8")
+    assert answer.plan.model.name == "llama-3.2-1b"
+    assert answer.config.bounds[0].startswith("launcher.yaml is not beside the file, and may shard the run")
+    staged = read(str(write(tmp_path, "b.sh", text.replace("launcher.yaml", "configs/stage3_no_offloading.conf"))))
+    assert staged.facts["zero"] == 3 and not staged.bounds
+
+
+def test_training_of_some_layers_is_a_bound_and_no_training_is_refused(tmp_path: Path) -> None:
+    frozen = FACTORY.replace("finetuning_type: full", "finetuning_type: freeze\nfreeze_trainable_layers: 2")
+    bounds = read(str(write(tmp_path, "a.yaml", frozen.replace("configs/ds_z2", "ds_z3")))).bounds
+    assert bounds == ("finetuning_type=freeze trains some layers only, which needs less memory: not counted.",)
+    for word in ("", "do_train: false\n", "do_predict: true\n"):
+        with pytest.raises(PlanError, match="do_train is off, or left out, so that nothing is trained"):
+            read(str(write(tmp_path, "b.yaml", FACTORY.replace("do_train: true\n", word))), "accelerate")
 
 
 @pytest.mark.parametrize(
@@ -248,6 +272,29 @@ def test_a_recipe_of_nemo_2(tmp_path: Path) -> None:
     plan = mw.plan_from(f"{write(tmp_path, 'r.py', NEMO_2)}:pretrain_recipe", cluster="h100x8", nodes=2).plan
     assert plan.model == presets.model("llama-3.1-8b") and (plan.layout.cp, plan.layout.zero) == (2, 1)
     assert (plan.recipe.sequence, plan.recipe.global_batch, plan.layout.micro_batch) == (8192, 512, 1)
+
+
+@pytest.mark.parametrize(("name", "model"), [("qwen2_1p5b", "qwen2-1.5b"), ("qwen25_500m", "qwen2.5-0.5b")])
+def test_a_recipe_of_nemo_2_says_its_size_in_letters(name: str, model: str, tmp_path: Path) -> None:
+    """NVIDIA/NeMo nemo/collections/llm/recipes/qwen2_1p5b.py (8cfedd72)."""
+    text = f'NAME = "{name}"\n{NEMO_2}'.replace("Llama31Config8B, LlamaModel", "x")
+    found = read(f"{write(tmp_path, 'r.py', text)}:pretrain_recipe")
+    assert found.shape is not None and found.shape.name == model
+
+
+def test_arguments_of_a_recipe_are_its_users(tmp_path: Path) -> None:
+    """In the manner of chuanli11/NeMo nemo/collections/llm/recipes/mixtral_8x22b.py: no default for num_nodes."""
+    text = NEMO_2.replace("pretrain_recipe(num_nodes: int = 1)", "pretrain_recipe(num_nodes: int)")
+    plan = mw.plan_from(f"{write(tmp_path, 'r.py', text)}:pretrain_recipe", cluster="h100x8", nodes=2).plan
+    assert plan.cluster.nodes == 2
+
+
+def test_flavors_that_no_registry_here_has_are_looked_up_by_their_names(tmp_path: Path) -> None:
+    """Flasew/torchtitan train_configs/llama2-13b.toml: torchtitan 0.1 had Llama 2."""
+    text = '[model]\nname = "llama2"\nflavor = "13B"\n[training]\nbatch_size = 4\nseq_len = 4096\n'
+    assert read(str(write(tmp_path, "a.toml", text))).shape == presets.model("llama-2-13b")
+    with pytest.raises(PlanError, match=r"model 'llama4-17bx16e' is not known.*`meshwright plan llama-3.1-8b --from a"):
+        read(str(write(tmp_path, "a.toml", text.replace("llama2", "llama4").replace("13B", "17bx16e"))))
 
 
 def test_options_in_quotes_are_words_of_their_own(tmp_path: Path) -> None:

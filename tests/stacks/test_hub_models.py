@@ -27,6 +27,7 @@ def test_a_published_shape_has_as_many_parameters_as_its_repository_says(name: s
         ("HuggingFaceTB/SmolLM2-1.7B-Instruct", "smollm2-1.7b"), ("HuggingFaceTB/SmolLM3-3B", "smollm3-3b"),
         ("microsoft/Phi-3.5-mini-instruct", "phi-3.5-mini"), ("HuggingFaceH4/zephyr-7b-beta", "mistral-7b-v0.1"),
         ("deepcogito/cogito-v1-preview-llama-3B", "llama-3.2-3b"), ("lmsys/vicuna-7b-v1.5", "llama-2-7b"),
+        ("Qwen/Qwen3Guard-Gen-0.6B", "qwen3-0.6b"), ("openlm-research/open_llama_3b_v2", "open-llama-3b"),
         ("Qwen/Qwen2.5-Coder-7B-Instruct", "qwen2.5-7b"), ("google/gemma-2b-it", "gemma-2b"),
         ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b-v0.2"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3"),
@@ -46,7 +47,7 @@ def test_a_name_means_its_published_shape(name: str, shape: str) -> None:
         ("scb10x/llama-3-typhoon-v1.5x-8b-instruct", "llama-3-8b"), ("a/Qwen2.5-7B-mine-v1", "qwen2.5-7b"),
         ("a/llama-3-1-8b-math-orca", "llama-3.1-8b"), ("a/qwen2-5-7b-x", "qwen2.5-7b"),
         ("a/llama-3-8b-1e-5", "llama-3-8b"), ("./gpt-oss-120b-w4a16-experts", "gpt-oss-120b"),
-        ("teknium/OpenHermes-2.5-Mistral-7B", "mistral-7b-v0.1"),
+        ("teknium/OpenHermes-2.5-Mistral-7B", "mistral-7b-v0.1"), ("a/vigogne-2-7b-instruct", "llama-2-7b"),
     ],
 )  # fmt: skip
 def test_a_copy_is_taken_by_family_and_size_and_that_is_said(name: str, shape: str, tmp_path: Path) -> None:

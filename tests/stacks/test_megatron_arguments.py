@@ -55,6 +55,15 @@ def test_widths_that_are_not_said_are_its_defaults(tmp_path: Path) -> None:
     assert grouped is not None and grouped.kv_heads == 1
 
 
+def test_more_learned_positions_than_a_preset_has_are_another_model(tmp_path: Path) -> None:
+    base = (
+        "torchrun pretrain_gpt.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 "
+        "--tokenizer-type GPT2BPETokenizer --micro-batch-size 1 --global-batch-size 64 --bf16"
+    )
+    found = [of(tmp_path, f"--max-position-embeddings {longest}", base).shape for longest in (1024, 2048)]
+    assert [(one.name, one.max_positions) for one in found if one] == [("gpt2-355m", 1024), ("custom", 2048)]
+
+
 def test_older_names_of_the_layout_are_read(tmp_path: Path) -> None:
     assert of(tmp_path, "--recompute-activations").facts["recompute"] == "selective"
     found = of(tmp_path, "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2").facts

@@ -396,7 +396,7 @@ def test_matrices_that_are_trained_whole_are_counted_as_peft_keeps_them(tmp_path
 
 
 FACTORY = (
-    "model_name_or_path: meta-llama/Llama-3.1-8B\nstage: dpo\nfinetuning_type: lora\ntemplate: llama3\n"
+    "model_name_or_path: meta-llama/Llama-3.1-8B\nstage: dpo\ndo_train: true\nfinetuning_type: lora\ntemplate: llama3\n"
     "cutoff_len: 1024\nper_device_train_batch_size: 2\nbf16: true\n"
 )
 """hiyouga/LLaMA-Factory examples/train_lora/qwen3_lora_dpo.yaml (ff6d4d12), shortened."""

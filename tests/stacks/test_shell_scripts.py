@@ -49,6 +49,35 @@ def test_an_open_quote_does_not_hide_the_rest(text: str) -> None:
     assert options(text) == {"--a": 1}
 
 
+PARSED = r"""
+while (( "$#" )); do
+  case "$1" in
+    --gradient_accumulation_steps)
+      steps="$2"; shift 2 ;;
+    -b|--bsz) bsz="$2"; shift 2 ;;
+  esac
+done
+bsz=${bsz:-4}
+export LOAD=${LOAD:-"--load checkpoints/first"}
+llamafactory-cli train --per_device_train_batch_size ${bsz} --gradient_accumulation_steps ${steps:-16} ${LOAD}
+"""
+"""In the manner of DtYXs/Pre-DPO scripts/train_simpo.sh."""
+
+
+def test_a_script_that_takes_options_has_the_values_that_it_takes_without_any() -> None:
+    assert options(PARSED) == {
+        "--per_device_train_batch_size": 4, "--gradient_accumulation_steps": 16, "--load": "checkpoints/first",
+    }  # fmt: skip
+
+
+def test_options_that_a_script_leaves_to_one_that_sources_it() -> None:
+    """NVIDIA/Megatron-LM examples/post_training/modelopt/conf/qwen/Qwen3-8B.sh."""
+    text = 'NAME=x\nMODEL_ARGS=" \\\n    --num-layers 36 \\\n    --swiglu \\\n    --hidden-size 4096 \\\n"\n'
+    assert options(text) == {"--num-layers": 36, "--swiglu": True, "--hidden-size": 4096}
+    assert {entry.line for entry in read(text) if entry.key == "--hidden-size"} == {5}
+    assert options(f"{text}torchrun pretrain_gpt.py --num-layers 2\n") == {"--num-layers": 2}
+
+
 def test_what_is_no_number_stays_text() -> None:
     assert options("--a $((1/0)) --b $((x*2)) --c 1\n")["--c"] == 1
 

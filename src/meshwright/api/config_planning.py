@@ -27,6 +27,7 @@ from meshwright.stacks.config_reading import ReadConfig, read
 from meshwright.stacks.declaration.option import Form
 from meshwright.stacks.declaration.software import TrainingSoftware
 from meshwright.stacks.file_forms import ENDINGS, option_word
+from meshwright.stacks.named_models import example
 from meshwright.stacks.stack_errors import sentences
 
 RECIPE = ("sequence", "global_batch", "precision", "steps", "learning_rate")
@@ -167,7 +168,10 @@ def plan_from(
     config = read(str(file), stack, folder_shape=_folder_shape, hub_shape=_hub_shape, given=named_shape)
     shape = config.shape
     if shape is None:
-        raise ArgumentError(f"{file} does not say which model it trains: give MODEL, a preset or a folder")
+        raise ArgumentError(
+            f"{file} does not say which model it trains: give MODEL, a preset or a folder, as "
+            f"`{example(config.paths[0])}`"
+        )
     if cluster is None:
         raise ArgumentError(
             f'cluster= is missing: {file} names no device; give one and how many a node has, as "h100x8"'

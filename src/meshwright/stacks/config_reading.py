@@ -21,6 +21,8 @@ from meshwright.stacks.trainer_table import READ, SOFTWARE, software
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FILE as LAUNCHER_FILE
 from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE
 
+ABSENT = "is not beside the file, and may shard the run, which needs less memory: not counted."
+"""Of a file that another names."""
 OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", {}, [])
 """Values of an option that matters by which it is off, beside False."""
 DECIDES = re.compile(
@@ -287,13 +289,13 @@ def _read_named(facts: Facts, path: Path, told: FileNotes) -> None:
             with told.collected():
                 said = _facts(LAUNCHER_FILE, entries_of(found), found, told)
                 facts.update({fact: value for fact, value in said.items() if facts.get(fact) is None})
-        elif kind := re.search(r"(zero)_?[0-3]|fsdp|multi_gpu|single_gpu", Path(launcher).name.lower()):
+        elif kind := re.search(r"(?:zero|stage)_?([0-3])(?!\d)|fsdp|multi_gpu|single_gpu", Path(launcher).name.lower()):
             kinds = {"fsdp": "FSDP", "multi_gpu": "MULTI_GPU", "single_gpu": "NO"}
             facts["distributed"] = kinds.get(kind[0], "DEEPSPEED")
-            facts.setdefault("zero_stage", int(kind[0][-1]) if kind[1] else None)
+            facts.setdefault("zero_stage", int(kind[1]) if kind[1] else None)
             told.uncounted.append(f"{launcher} is not beside the file: taken as {kind[0]} by its name.")
         else:
-            told.objections.append(f"{path}: it names {launcher}, which is not beside it: put it there")
+            told.bounds.append(f"{launcher} {ABSENT}")
     name = facts.get("deepspeed_file")
     if not isinstance(name, str) or not name:
         return
@@ -305,11 +307,12 @@ def _read_named(facts: Facts, path: Path, told: FileNotes) -> None:
             facts["zero_stage"] = said.get("zero")
             wanted = ("micro_batch", "accumulation", "global_batch", "overlaps", "travels", "optimizer_type")
             facts.update({fact: said[fact] for fact in wanted if said.get(fact) not in (None, "auto")})
-    elif stage := re.search(r"z(?:ero)?_?(?:stage)?_?([0-3])(?!\d)", Path(name).name):
+    elif stage := re.search(r"(?:z(?:ero)?_?(?:stage)?|stage)_?([0-3])(?!\d)", Path(name).name):
         facts["zero_stage"] = int(stage[1])
         told.uncounted.append(f"{name} is not beside the file: taken as stage {stage[1]} of ZeRO by its name.")
     else:
-        told.objections.append(f"{path}: it names {name}, which is not beside it: put it there")
+        facts["zero_stage"] = 0
+        told.bounds.append(f"{name} {ABSENT}")
 
 
 def _beside(path: Path, name: str) -> Path | None:

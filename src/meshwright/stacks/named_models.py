@@ -53,9 +53,16 @@ class NamedModel:
             notes.append(f"The model {name} is taken as {likely.name}, by its name: give MODEL for another.")
             return likely
         if name.startswith(OUTSIDE):
-            raise PlanError(f"{path}: model {name} is set outside the file: give MODEL, a preset or a folder")
+            raise PlanError(
+                f"{path}: model {name} is set outside the file: give MODEL, a preset or a folder, as `{example(path)}`"
+            )
         near = suggested(name.rstrip("/").rpartition("/")[2].lower(), presets.model_names())
         raise PlanError(
-            f"{path}: model {name!r} is not known here: give MODEL, a preset or a folder with its config.json; {near}"
-            f"{download_hint(name)}"
+            f"{path}: model {name!r} is not known here: give MODEL, a preset or a folder with its config.json, as "
+            f"`{example(path)}`; {near}{download_hint(name)}"
         )
+
+
+def example(path: Path) -> str:
+    """The command that gives a model beside a file which names none that is known."""
+    return f"meshwright plan llama-3.1-8b --from {path.name}"

@@ -95,7 +95,8 @@ def likely_preset(name: str) -> ModelShape | None:
     none does, or where the name speaks of other parts than the family's. A guess: to be said."""
     for part in reversed(name.lower().replace("_", "-").split("/")):
         exact = preset_of_hub(part) if part else None
-        tuned = next((preset for pattern, preset in _table()["tuned"].items() if re.fullmatch(pattern, part)), None)
+        matches = ((re.fullmatch(pattern, part), preset) for pattern, preset in _table()["tuned"].items())
+        tuned = next((match.expand(preset) for match, preset in matches if match), None)
         if exact is not None or tuned:
             return exact or published_shape(str(tuned))
         sized = FAMILY.search(part)

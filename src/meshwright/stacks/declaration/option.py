@@ -84,6 +84,8 @@ class Option:
 
     def _number(self, entry: Entry) -> Any:
         value, whole = entry.value, self.fact in COUNTED
+        if isinstance(value, Called) and value.name.isidentifier():
+            value = f"{OUTSIDE}{value.name}"  # an argument of the function that makes the configuration
         if value in (None, "auto"):
             return None
         if str(value).startswith(OUTSIDE):

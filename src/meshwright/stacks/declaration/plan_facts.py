@@ -160,6 +160,9 @@ def _same(known: ModelShape, facts: Facts) -> bool:
     sizes = all(
         getattr(known, name) == facts.get(name, getattr(known, name)) for name in SIZES if facts.get(name) is not None
     )
+    longest = facts.get("max_positions")
+    if known.positions == "learned" and longest not in (None, known.max_positions):
+        return False
     experts = facts.get("moe_experts") or 0
     if known.moe is None or not experts:
         return sizes and known.moe is None and not experts

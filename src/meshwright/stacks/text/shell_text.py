@@ -17,7 +17,9 @@ ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 QUOTED = r"\"(?:\\.|[^\"\\])*\"|'[^']*'"
 BREAK = re.compile(rf"\\[^\n]|{QUOTED}|(?<!\S)#[^\n]*|\n", re.DOTALL)
 """Ends of lines, beside what they are not to be looked for in: strings, comments, escaped characters."""
-ASSIGNED = re.compile(rf"(?:^|[\s;])([A-Za-z_]\w*)(\+?)=(?![(])({QUOTED}|{ARITHMETIC.pattern}|[^\s;#]*)", re.DOTALL)
+ASSIGNED = re.compile(
+    rf"(?:^|[\s;])([A-Za-z_]\w*)(\+?)=(?![(])({QUOTED}|{ARITHMETIC.pattern}|(?:\$\{{[^}}\n]*\}}|[^\s;#])*)", re.DOTALL
+)
 PROGRAMS = ("trl", "swift")
 """Trainers whose verb says what is trained."""
 SCRIPT = "script"
@@ -25,6 +27,8 @@ SCRIPT = "script"
 LONGEST = 100_000
 """Characters of a line: a variable may hold others, and they others."""
 ASSIGNMENT = r"[A-Za-z_]\w*\+?="
+BRANCH = re.compile(r"^\s*(?:-{1,2}[\w-]+\s*\|?\s*)+\)")
+"""Begins a branch of `case`: the script reads an option of its own there, and passes none on."""
 
 
 def write(settings: Sequence[Setting], title: Sequence[str]) -> str:
@@ -51,9 +55,16 @@ def read(text: str) -> list[Entry]:
         for name, more, value, _ in ASSIGNED.findall(line):
             known = _known(value.strip("\"'"), names)
             names[name] = names.get(name, "") + known if more else known
-        words += [(word, number) for word in _words(_known(line, names), number)]
+        words += [(word, number) for word in _words(BRANCH.sub("", _known(line, names)), number)]
     lines = text.splitlines()
-    return [replace(one, line=_line_of(one, lines)) for one in _entries(words)]
+    entries = list(_entries(words)) or list(_entries(_left_to_others(names)))
+    return [replace(one, line=_line_of(one, lines)) for one in entries]
+
+
+def _left_to_others(names: dict[str, str]) -> list[tuple[str, int]]:
+    """Options in variables of a script without a command that has any: one that sources it passes them on."""
+    held = (value for value in names.values() if re.match(r"\s*--[A-Za-z]", value))
+    return [(word, 1) for value in held for word in _words(value.replace("\\\n", " "), 1)]
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
@@ -78,10 +89,19 @@ def _line_of(one: Entry, lines: Sequence[str]) -> int:
 
 
 def _known(text: str, names: dict[str, str]) -> str:
-    found = VARIABLE.sub(lambda found: names.get(found[1], found[2] or found[0]), text)
+    found = VARIABLE.sub(lambda found: _held(found, names), text)
     if len(found) > LONGEST:
         raise PlanError(f"a line of more than {LONGEST:,} characters, once its variables are known: no options")
     return ARITHMETIC.sub(lambda found: _computed(found[1], names) or found[0], found)
+
+
+def _held(found: re.Match[str], names: dict[str, str]) -> str:
+    """Of a variable, what the script sets; its own default where it sets nothing, or what comes from outside."""
+    name, default = found.groups()
+    held = names.get(name)
+    if held is None or (default and held.startswith("$")):
+        return (default or found[0]).strip("\"'")
+    return held
 
 
 def _computed(text: str, names: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ import yaml
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.text.option_text import Entry, Setting, nested
 
-VARIABLE = re.compile(r"\$\{([\w.]+)\}")
+VARIABLE = re.compile(r"\$\{(\.?[\w.]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 """Numbers that PyYAML takes for text: 3e-4 has no point."""
 
@@ -54,14 +54,17 @@ def read(text: str) -> list[Entry]:
 
 
 def _interpolated(entries: list[Entry]) -> list[Entry]:
-    """`${a.b}` as a whole value is the value of that key (OmegaConf): several trainers' files have it."""
+    """`${a.b}` as a whole value is the value of that key, `${.b}` of one beside it (OmegaConf)."""
     values = {entry.key: entry.value for entry in entries}
 
-    def known(value: Any) -> Any:
-        name = VARIABLE.fullmatch(value) if isinstance(value, str) else None
-        return values.get(name[1], value) if name else value
+    def known(entry: Entry) -> Any:
+        name = VARIABLE.fullmatch(entry.value) if isinstance(entry.value, str) else None
+        if name is None:
+            return entry.value
+        beside = entry.key.rpartition(".")[0] if name[1].startswith(".") else ""
+        return values.get(f"{beside}{name[1]}", entry.value)
 
-    return [replace(entry, value=known(entry.value)) for entry in entries]
+    return [replace(entry, value=known(entry)) for entry in entries]
 
 
 def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.planner.cost.stack import Stack
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import Plan
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, as_shell
@@ -99,13 +98,14 @@ ACCELERATE_FILE = ConfigFile(
 )
 
 
-SCRIPTS = as_shell(replace(hf.RUN_CLM, refused={**hf.RUN_CLM.refused, **hf.OWN_ADAPTERS, **hf.OWN_PARTS}, options=(
+BESIDE = {**hf.RUN_CLM.refused, **hf.OWN_ADAPTERS, **hf.OWN_PARTS}
+SCRIPTS = hf.with_model_name(as_shell(replace(hf.RUN_CLM, refused=BESIDE, options=(
     *hf.RUN_CLM.options,
     Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
     Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed", also=("deepspeed_config_file",)),
     Option(key="config_file", fact="accelerate_file", meaning="how ranks share"),
     Option(key="num_processes", fact="devices", meaning="GPUs of all nodes"),
-)))  # fmt: skip
+))))  # fmt: skip
 """Arguments of a script over transformers' Trainer, of whatever program."""
 
 
@@ -179,10 +179,6 @@ def _sharded(found: Facts) -> Facts:
     return {"zero": zero, "dp_shard": 1 if zero == 0 else shard, "dp_replicate": None if zero == 0 else copies}
 
 
-def _stack(facts: Facts) -> Stack:
-    return hf.DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else hf.FSDP
-
-
 def _facts(plan: Plan) -> Facts:
     return {**hf.trainer_facts(plan, "accelerate"), **accelerate_facts(plan)}
 
@@ -205,7 +201,7 @@ AXES = {
 ACCELERATE_FSDP = TrainingSoftware(
     word="accelerate",
     title="accelerate 1.x with FSDP2, and transformers' Trainer",
-    stack=_stack,
+    stack=hf.stack_of,
     offered={**hf.OFFERED, "tp": (1,), "cp": (1,), "sp": (False,), "zero": (0, 2, 3)},
     reasons={**hf.REASONS, "tp": "run_clm.py loads whole models", "cp": "run_clm.py reads whole sequences"},
     split_refusal=hf.fsdp_refusal,

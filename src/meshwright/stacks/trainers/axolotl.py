@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from meshwright.planner.cost.stack import Stack
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.shape import ModelShape
@@ -27,6 +26,7 @@ YAML = ConfigFile(
                meaning="the backward pass makes blocks again"),
         Option(key="optimizer", fact="optimizer", meaning="AdamW with two states"),
         Option(key="attn_implementation", fact="attention_kernel", meaning="of attention"),
+        Option(key="eager_attention", fact="writes_scores", meaning="the weights of attention are written"),
         Option(key="rl", fact="rl", meaning="a loss over pairs of answers"),
         Option(key="plugins", fact="plugins", meaning="what replaces parts of it"),
         Option(key="learning_rate", fact="learning_rate", meaning="yours to choose"),
@@ -90,7 +90,6 @@ YAML = ConfigFile(
         "fsdp_config.fsdp_final_state_dict_type", "profiler_*", "include_*", "streaming*", "pretrain_multipack_*",
     ),
     refused={
-        "eager_attention": "writes the weights of attention",
         "selective_checkpointing": "keeps some operations of a block",
         "qat": "rounds weights in training",
         **{f"qat.{name}": "rounds weights in training" for name in ("activation_dtype", "weight_dtype", "group_size")},
@@ -117,10 +116,6 @@ YAML = ConfigFile(
     },
     title="configuration for axolotl train",
 )  # fmt: skip
-
-
-def _stack(facts: Facts) -> Stack:
-    return hf.DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else hf.FSDP
 
 
 def split_refusal(shape: ModelShape, layout: Layout) -> str:
@@ -163,7 +158,7 @@ def _is_sharded(facts: Facts) -> bool:
 
 def _has_fsdp(facts: Facts) -> bool:
     shards = ("fsdp_version", "resharded", "wrap", "fsdp_words", "strategy")
-    return any(facts.get(name) for name in shards) or "resharded" in facts
+    return any(facts.get(name) for name in shards) or facts.get("resharded") is not None
 
 
 def resolve(facts: Facts) -> Facts:
@@ -188,7 +183,7 @@ def _launch(plan: Plan) -> LaunchCommand:
 AXOLOTL = TrainingSoftware(
     word="axolotl",
     title="axolotl 0.21 with FSDP2",
-    stack=_stack,
+    stack=hf.stack_of,
     offered={**hf.OFFERED, "tp": (1,), "sp": (False,), "zero": (2, 3)},
     reasons={**hf.REASONS, "tp": "its models are cut where transformers has a plan for it", "zero": "it has FSDP2"},
     split_refusal=split_refusal,

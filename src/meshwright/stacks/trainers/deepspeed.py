@@ -103,7 +103,7 @@ FSDP_FACTS = frozenset({
 def _stack(facts: Facts) -> Stack:
     """Where a file does not say, stage 3 alone hides reductions: runtime/zero/config.py, overlap_comm_valid."""
     hidden = str(facts.get("overlaps", facts.get("zero", 3) == 3)).lower() != "false"
-    found = hf.DEEPSPEED if hidden else replace(hf.DEEPSPEED, hides_gradients=0.0)
+    found = hf.with_attention(hf.DEEPSPEED if hidden else replace(hf.DEEPSPEED, hides_gradients=0.0), facts)
     travels = facts.get("travels")
     return replace(found, gradient_exchange_bytes=4.0 if travels == "fp32" else 2.0) if travels else found
 

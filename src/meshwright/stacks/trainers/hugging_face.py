@@ -41,6 +41,23 @@ DEEPSPEED = replace(
     "masters in flat buffers)",
 )
 """Nor of this."""
+EAGER_SCORES = 4.0
+"""eager_attention_forward of modeling_llama.py keeps the softmax in fp32 and a copy in 16 bits."""
+
+
+def stack_of(facts: Facts) -> Stack:
+    """Sharded by DeepSpeed or FSDP, with the attention that the file names."""
+    return with_attention(DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else FSDP, facts)
+
+
+def with_attention(stack: Stack, facts: Facts) -> Stack:
+    """The same with weights of attention in memory, where a file asks for transformers' eager attention."""
+    written = facts.get("attention_kernel") == "eager" or str(facts.get("flash_word")).lower() == "disabled"
+    if not written and not is_on(facts.get("writes_scores")):
+        return stack
+    return replace(stack, attention="unfused", score_kept=EAGER_SCORES)
+
+
 PREFERENCE_OPTIONS = (
     Option(key="beta", fact="preference_beta", meaning="of a loss over pairs of answers"),
     Option(key="precompute_ref_log_probs", fact="asked_before", meaning="the frozen copy is asked before the run"),
@@ -227,10 +244,8 @@ def objections(facts: Facts) -> Iterator[str]:
     optimizer = str(facts.get("optimizer") or ADAMW[0])
     if optimizer not in ADAMW and not SMALLER.search(optimizer.lower()):
         yield f"optimizer {optimizer} is not counted: take one of {', '.join(ADAMW)}"
-    if facts.get("attention_kernel") == "eager":
-        yield "attn_implementation=eager writes the weights of attention, which is not counted: take sdpa"
-    if str(facts.get("flash_word")).lower() == "disabled":
-        yield "flash_attn=disabled writes the weights of attention, which is not counted: take auto"
+    if facts.get("trains") is not None and not is_on(facts["trains"]):
+        yield "do_train is off, or left out, so that nothing is trained"
     stage = str(facts.get("stage") or "sft")
     if stage not in ("sft", "pt", "dpo"):
         yield f"stage={stage} {STAGES.get(stage, 'is a loss of its own')}, which is not counted: take sft, pt or dpo"
@@ -246,6 +261,8 @@ def bounds(facts: Facts) -> Iterator[str]:
         yield f"Answers of a pair are two full sequences{copy}: shorter ones need less memory and time: not counted."
         if pairs["reference"] and adapters.is_adapted(facts):
             yield "Adapters are switched off in place of a frozen copy, which needs less memory: not counted."
+    if facts.get("adapter") == adapters.FROZEN:
+        yield "finetuning_type=freeze trains some layers only, which needs less memory: not counted."
     optimizer = str(facts.get("optimizer") or ADAMW[0])
     if optimizer not in ADAMW and SMALLER.search(optimizer.lower()):
         yield f"optimizer {optimizer} keeps smaller states than AdamW in fp32, which needs less memory: not counted."
@@ -255,6 +272,13 @@ def bounds(facts: Facts) -> Iterator[str]:
         yield f"gradient_checkpointing={facts['checkpointing']} keeps inputs of blocks {ON_HOST}: not counted."
     if facts.get("mixed_precision") == "fp8":
         yield "mixed_precision=fp8 makes products of 8 bits, which takes less time: not counted."
+
+
+def with_model_name(file: ConfigFile) -> ConfigFile:
+    """The same arguments of a script that calls the model's name `--model_name`, as TRL's did, or `--model`."""
+    options = (replace(one, also=(*one.also, "--model_name", "--model")) if one.fact == "hub" else one
+               for one in file.options)  # fmt: skip
+    return replace(file, options=tuple(options))
 
 
 def is_on(switch: object) -> bool:

@@ -19,6 +19,7 @@ YAML = ConfigFile(
         *(one for one in hf.TRAINER if one.key != "attn_implementation"),
         Option(key="flash_attn", fact="flash_word", meaning="kernel of attention"),
         Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
+        Option(key="do_train", fact="trains", default=False, meaning="else it evaluates, or writes a model"),
         Option(key="pref_loss", fact="pair_loss", meaning="of pairs of answers, where the stage is dpo"),
         Option(key="stage", fact="stage", meaning="loss over the next token"),
         Option(key="finetuning_type", fact="adapter", default="lora", meaning="adapters, or all weights"),
@@ -39,6 +40,7 @@ YAML = ConfigFile(
         "train_on_prompt", "quantization_type", "quantization_method", "neat_packing", "ray_*", "resources_per_worker",
         "placement_strategy", "num_workers", "loraplus_*", "pissa_*", "create_new_adapter", "mix_strategy",
         "media_dir", "image_*", "video_*", "enable_thinking", "rope_scaling_note", "low_cpu_mem_usage", "swanlab_*",
+        "gradient_checkpointing",
         "use_swanlab", "upcast_*", "lora_bias_trainable", "use_rslora", "freeze_*", "ddp_*", "galore_*", "apollo_*",
     ),
     refused={

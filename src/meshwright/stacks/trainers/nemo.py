@@ -14,6 +14,7 @@ from meshwright.stacks.text.option_text import Called, Entry
 from meshwright.stacks.text.python_text import NAMED
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import megatron_lm as megatron
+from meshwright.stacks.trainers import nemo_yaml
 
 RECIPES = {
     "llama-3.1-8b": ("llama", "llama31_8b"), "llama-3.1-70b": ("llama", "llama31_70b"),
@@ -124,6 +125,8 @@ RECIPE_2 = ConfigFile(
 
 def _stack(facts: Facts) -> Stack:
     found = megatron.stack_of(facts)
+    if facts.get("writes_scores"):
+        found = replace(found, attention="fused-softmax")
     return replace(found, gradient_exchange_bytes=4.0 if facts.get("wide_reduction", False) else 2.0)
 
 
@@ -144,6 +147,8 @@ def _facts(plan: Plan) -> Facts:
 
 
 def _resolve(facts: Facts) -> Facts:
+    if nemo_yaml.MARK in facts:
+        return nemo_yaml.resolve(facts)
     for fact, key in NEEDED.items():
         if facts.get(fact) is None:
             raise PlanError(f"{key} is not stated, and the recipe's own value is not read: state it in the file")
@@ -159,10 +164,11 @@ def noticed(entries: Sequence[Entry]) -> Facts:
     called = [entry.value.name for entry in entries if entry.key == "=" and isinstance(entry.value, Called)]
     found = next((known for known in RECIPES.values() for name in called if name.startswith(f"{known[1]}_")), None)
     module = next((str(entry.value) for entry in entries if entry.key == NAMED), "")
-    if sized := re.fullmatch(r"([a-z]+)(\d?)(\d?)_(?:nemotron_)?([\dx]+b)\w*", module):
+    if sized := re.fullmatch(r"([a-z]+)(\d?)(\d?)_(?:nemotron_)?([\dxp]+b|\d00m)(?:_\w*)?", module):
         number = ".".join(filter(None, sized.group(2, 3)))
         dash = "" if sized[1] == "qwen" or not number else "-"
-        return {"hub": f"{sized[1]}{dash}{number}-{sized[4]}"} | ({"recipe": found} if found else {})
+        size = f"0.{sized[4][0]}b" if sized[4].endswith("m") else sized[4].replace("p", ".")
+        return {"hub": f"{sized[1]}{dash}{number}-{size}"} | ({"recipe": found} if found else {})
     imported = ",".join(str(entry.value) for entry in entries if entry.key == "import")
     sizes = re.search(r"\b(Llama|Qwen|Mixtral|Gemma)(\d?)(\d?)Config(\d\w*)", imported)
     named = {}
@@ -225,7 +231,7 @@ NEMO = TrainingSoftware(
             tail='    return config\n\n\nif __name__ == "__main__":\n    pretrain(planned(), forward_step)\n',
         ),
     ),
-    also_read=(RECIPE_2,),
+    also_read=(RECIPE_2, nemo_yaml.YAML),
     facts=_facts,
     resolve=_resolve,
     noticed=noticed,

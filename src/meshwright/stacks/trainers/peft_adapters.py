@@ -23,6 +23,8 @@ WHOLE = {
 """Names of matrices that are trained whole -> ours."""
 KINDS = ("lora", "qlora", "True", "true")
 OFF = ("full", "False", "false", "None", "")
+FROZEN = "freeze"
+"""All weights but those of some layers stay as they are: LLaMA-Factory's."""
 FULL_OPTIONS = (
     Option(key="lora_alpha", fact="lora_alpha", meaning="factor of adapters, times their rank"),
     Option(key="lora_target_modules", fact="lora_targets", also=("lora_target",), meaning="matrices with adapters"),
@@ -60,7 +62,7 @@ def adapter_facts(facts: Facts) -> Facts:
 def objections(facts: Facts) -> Iterator[str]:
     """Ways of tuning that are neither adapters nor all weights."""
     kind = str(facts.get("adapter"))
-    if kind not in (*KINDS, *OFF):
+    if kind not in (*KINDS, *OFF, FROZEN):
         yield f"adapter={kind} trains other parameters than low-rank adapters, which is not counted: take lora"
     coded = _on(facts, "base_4bit") or _on(facts, "base_8bit") or facts.get("base_bits")
     if coded and not is_adapted(facts):

@@ -58,9 +58,12 @@ def registry_facts(called: str) -> Facts:
 
 
 def noticed(entries: Sequence[Entry]) -> Facts:
-    """The model of a Python configuration: by the registry's function, or by the flavor that it names; and its
-    products of 8 bits, wherever the converter stands."""
+    """The model, by family and flavor; of a Python configuration by the registry's function, or by the flavor that it
+    names; and its products of 8 bits, wherever the converter stands."""
+    said = {entry.key: entry.value for entry in entries}
     facts: Facts = {}
+    if said.get("model.name") and said.get("model.flavor"):
+        facts["hub"] = f"{said['model.name']}-{said['model.flavor']}"
     for entry in entries:
         if entry.key == "import":
             module = re.search(r"models\.(\w+)", str(entry.value))

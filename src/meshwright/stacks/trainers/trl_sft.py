@@ -83,7 +83,7 @@ SFT = ConfigFile(
 
 
 COMMAND = replace(
-    as_shell(SFT),
+    hf.with_model_name(as_shell(SFT)),
     marks=(*(f"--{key}" for key in ("max_length", "packing", "use_peft", "completion_only_loss", "assistant_only_loss",
                                     "dataset_text_field", "accelerate_config", "use_bnb_nested_quant")),
            *(f"{SCRIPT}:{name}" for name in ("sft.py", "run_sft.py", "trl sft"))),
@@ -94,8 +94,9 @@ COMMAND = replace(
 def _stack(facts: Facts) -> Stack:
     """Losses over pairs hold all logits."""
     if facts.get("pairs"):
-        return hf.DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else hf.FSDP
-    return FUSED_DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else FUSED_HEAD
+        return hf.stack_of(facts)
+    fused = FUSED_DEEPSPEED if facts.get("distributed") == "DEEPSPEED" else FUSED_HEAD
+    return hf.with_attention(fused, facts)
 
 
 def _facts(plan: Plan) -> Facts:
