@@ -147,7 +147,7 @@ def test_what_a_block_gathers_is_what_the_whole_model_reads(name: str) -> None:
                 inputs = Inputs(one, "products", number, size[-1], lambda which, hear: text.listen(1, which, hear))
                 for expert in range(number):
                     rows = torch.cat([x.split(counts)[expert] for x, counts in heard[one]])
-                    found = inputs.of(expert)
+                    found = inputs.statistics(expert)
                     assert found.rows == len(rows)
                     if len(rows):
                         assert torch.allclose(found.gram, rows.t() @ rows / len(rows), rtol=1e-3, atol=1e-4), one

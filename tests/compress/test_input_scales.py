@@ -129,6 +129,6 @@ def test_statistics_are_sums_over_batches() -> None:
     sampled = InputStatistics("some", "sample")
     for _ in range(20):
         sampled.add(numbers(100, 8))
-    assert 100 < len(sampled.some_rows) <= 256
+    assert 100 < len(sampled.sampled_rows) <= 256
     with pytest.raises(PlanError, match="some reads activations that are infinite or NaN"):
         found.add(torch.full((1, 8), float("inf")))

@@ -1,14 +1,15 @@
 """Smaller models from trained ones.
 
-    clipping     narrower ranges; what needs no data is in kernels/weight_codes.py
-    layer_inputs activations of a model on text: which columns are outliers
+    stream            weights of a model, one matrix at a time -> a folder with codes
     calibrated_model  methods that need text, block by block (block_model, calibrated_block, finished_blocks):
-                 gptq; input_scales (AWQ, SmoothQuant) and input_folds, where they go; input_statistics
-    bit_budget   how many bits each matrix has under a budget of bytes; sensitivity: what it goes by
-    stream       a folder's weights, a matrix at a time -> a folder with codes
-    quality      the model before and after on held-out text
-    distill_student, distill_sequences   a student of some of its teacher's layers; a file of what a teacher answers
+                      gptq; input_scales (AWQ, SmoothQuant), folded into the model by input_folds; input_statistics
+    clipping          narrower ranges of groups. Methods without data are in kernels/weight_codes.py
+    layer_inputs      activations of a model on text, and which columns are outliers
+    bit_budget        bits of each matrix under a budget of bytes, chosen by sensitivity
+    quality           predictions before and after, compared on held-out text
+    distill_student   a student with a subset of its teacher's layers
+    distill_sequences a file of a teacher's answers
 
-A method that needs activations of each matrix goes beside `gptq`, and takes what `input_statistics` gathers. A file
-format goes into `model/quantized_formats`, and is added to its table.
+Add a method that needs the activations of each matrix beside `gptq`; it receives what `input_statistics` gathers. Add
+a file format to the table in `model/quantized_formats`.
 """

@@ -1,4 +1,4 @@
-"""A model of which one block at a time has memory, on the text that it is calibrated with."""
+"""A model that holds one block in memory at a time, together with its calibration text."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,12 +14,12 @@ from meshwright.spec.shape import ModelShape
 from meshwright.training.batches import Batch
 
 
-class _Enough(Exception):
-    """Everything that was asked for of a batch was heard."""
+class _StopForward(Exception):
+    """Ends a forward pass once the requested activations were observed."""
 
 
 class BlockModel:
-    """The model, the text, and what the next block reads of it: (B, S, D) for each batch."""
+    """The model, the text, and the hidden states (B, S, D) of each batch at the input of the next block."""
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, batches: Iterable[Batch]) -> None:
         self.batches, self.dtype = list(batches), dtype
@@ -33,22 +33,24 @@ class BlockModel:
 
     @torch.no_grad()
     def enter(self, weights: Mapping[str, Tensor]) -> None:
-        """Begin with what the first block reads; the embedding, and learned positions, by name."""
+        """Compute the inputs of the first block from the embedding, and learned positions, by name."""
         parts: list[nn.Module] = [self.model.embed]
         parts += [self.model.positions] if self.model.shape.positions == "learned" else []
         for part in parts:
             part.to_empty(device=self.device)
-        places = self.model.state_dict()
+        parameters = self.model.state_dict()
         for name, tensor in weights.items():
-            places[name].copy_(tensor)
+            parameters[name].copy_(tensor)
         self.hidden = [self.model.enter(batch.tokens, _positions(batch)) for batch in self.batches]
         for part in parts:
             part.to("meta")
 
     @contextmanager
     def block(self, layer: int, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Block]:
-        """One block with its weights by name, inside; afterwards its memory is free again. No weight is held beside the
-        next."""
+        """Materialize one block with its weights inside `with`, and free its memory afterwards.
+
+        Weights are consumed one at a time.
+        """
         block = self.model.blocks[layer]
         block.to_empty(device=self.device)
         self.fill(layer, weights)
@@ -59,30 +61,30 @@ class BlockModel:
 
     @torch.no_grad()
     def fill(self, layer: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Give weights, by name, to a block that has memory."""
-        prefix, places = f"layers.{layer}.", self.model.blocks[layer].state_dict()
+        """Copy weights, by name, into a block that has memory."""
+        prefix, parameters = f"layers.{layer}.", self.model.blocks[layer].state_dict()
         for name, tensor in weights:
-            places[name.removeprefix(prefix)].copy_(tensor)
+            parameters[name.removeprefix(prefix)].copy_(tensor)
             del tensor
 
     @torch.no_grad()
-    def listen(self, layer: int, name: str, hear: Callable[[Tensor, Counts | None], None]) -> None:
-        """Let a block run until the matrix of this name was reached, for each batch; `hear` is given what it reads."""
+    def listen(self, layer: int, name: str, observe: Callable[[Tensor, Counts | None], None]) -> None:
+        """Run a block on each batch up to the matrix of this name, and call `observe` with its inputs."""
 
-        def seen(_: str, x: Tensor, counts: Counts | None) -> None:
-            hear(x, counts)
-            raise _Enough
+        def stop_at(_: str, x: Tensor, counts: Counts | None) -> None:
+            observe(x, counts)
+            raise _StopForward
 
-        with reading(self.model, [name], seen):
+        with reading(self.model, [name], stop_at):
             for number in range(len(self.batches)):
                 try:
                     self._output(layer, number)
-                except _Enough:
+                except _StopForward:
                     continue
 
     @torch.no_grad()
     def step(self, layer: int) -> None:
-        """From what a block reads to what the next one does."""
+        """Replace the hidden states by the outputs of a block."""
         for number in range(len(self.batches)):
             self.hidden[number] = self._output(layer, number)
 

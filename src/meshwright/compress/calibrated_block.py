@@ -1,5 +1,8 @@
-"""One block: inputs are scaled where that helps, then matrices are rounded in the order in which they are applied, each
-by what it reads behind those that are rounded already."""
+"""Calibrated quantization of one block.
+
+Inputs are scaled where that helps. Then matrices are rounded in the order in which they are applied, each on the inputs
+that it receives from the matrices already rounded.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +22,12 @@ from meshwright.kernels.weight_codes import relative_error
 from meshwright.spec.quantization_schemes import Scheme
 
 Parts = dict[str, Tensor | QuantizedMatrix]
-"""Parameters of a block by name, as they are written."""
+"""Parameters of a block by name, in the form in which they are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBlock:
-    """What became of one."""
+    """A block after quantization."""
 
     parts: Parts
     layers: tuple[QuantizedLayer, ...]
@@ -34,23 +37,31 @@ class QuantizedBlock:
 def quantize_block(
     text: BlockModel, layer: int, weights: Mapping[str, Tensor], schemes: Mapping[str, Scheme], stored: torch.dtype
 ) -> QuantizedBlock:
-    """`weights` of a block by name, as they are stored; `schemes` of its matrices; `stored`: dtype of what has none.
-    The block is the text's next one. PlanError for weights or activations that are not finite."""
+    """Quantize the next block of the text.
+
+    Args:
+        weights: Parameters of the block by name, as stored.
+        schemes: Schemes of its matrices by name.
+        stored: Dtype of the parameters without a scheme.
+
+    Raises:
+        PlanError: Weights or activations are not finite.
+    """
     with text.block(layer, weights.items()):
-        for place in folds(text.model.shape, layer, schemes):
-            _scale(text, layer, place, schemes, stored)
+        for target in folds(text.model.shape, layer, schemes):
+            _scale(text, layer, target, schemes, stored)
         live = text.model.state_dict()
-        made: dict[str, QuantizedMatrix] = {}
+        matrices: dict[str, QuantizedMatrix] = {}
         records: dict[str, QuantizedLayer] = {}
         for group in input_groups(schemes):
             wanted: Wanted = "products" if any(schemes[name].weighs_errors for name in group) else "sample"
             inputs = _inputs(text, layer, group[0], live[group[0]], wanted)
             for name in group:
-                made[name], records[name] = _rounded(name, live[name], schemes[name], inputs)
+                matrices[name], records[name] = _rounded(name, live[name], schemes[name], inputs)
             for name in group:
-                live[name].copy_(made[name].restored(live[name].dtype))
-        kept = {name: live[name].to(tensor.dtype) for name, tensor in weights.items() if name not in made}
-    parts: Parts = {name: made[name] if name in made else kept[name] for name in weights}
+                live[name].copy_(matrices[name].restored(live[name].dtype))
+        plain = {name: live[name].to(tensor.dtype) for name, tensor in weights.items() if name not in matrices}
+    parts: Parts = {name: matrices[name] if name in matrices else plain[name] for name in weights}
     return QuantizedBlock(parts, tuple(records[name] for name in schemes))
 
 
@@ -59,20 +70,20 @@ def _rounded(
 ) -> tuple[QuantizedMatrix, QuantizedLayer]:  # fmt: skip
     matrix, rare = quantize_calibrated(name, weight, scheme, inputs if scheme.weighs_errors else None)
     scaled = scheme.scales_inputs and weight.dim() == 2
-    error = output_error(weight, matrix, inputs.of()) if scaled else None
+    error = output_error(weight, matrix, inputs.statistics()) if scaled else None
     return matrix, layer_of(name, matrix, relative_error(weight, matrix), uncalibrated=rare, output_error=error)
 
 
 def advance(text: BlockModel, layer: int, parts: Mapping[str, Tensor | QuantizedMatrix]) -> None:
-    """From what a block reads to what the next one does, with its parts as they are written."""
+    """Advance the text past a block, using its parts as they are stored."""
     with text.block(layer, restored_parts(parts, text.dtype)):
         text.step(layer)
 
 
 def restored_parts(parts: Mapping[str, Tensor | QuantizedMatrix], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Parameters as numbers, one after the other: none is restored beside the next."""
-    for name, one in parts.items():
-        yield name, one.restored(dtype) if isinstance(one, QuantizedMatrix) else one
+    """Yield (name, tensor) with codes restored to numbers, one at a time."""
+    for name, part in parts.items():
+        yield name, part.restored(dtype) if isinstance(part, QuantizedMatrix) else part
 
 
 def _inputs(text: BlockModel, layer: int, name: str, weight: Tensor, wanted: Wanted) -> Inputs:
@@ -80,27 +91,27 @@ def _inputs(text: BlockModel, layer: int, name: str, weight: Tensor, wanted: Wan
     return Inputs(name, wanted, number, weight.shape[-1], partial(text.listen, layer))
 
 
-def _scale(text: BlockModel, layer: int, place: Fold, schemes: Mapping[str, Scheme], stored: torch.dtype) -> None:
-    """Find and fold scales at one place, where all its readers are of one method that has some."""
-    methods = {schemes[name].method for name in place.readers}
+def _scale(text: BlockModel, layer: int, target: Fold, schemes: Mapping[str, Scheme], stored: torch.dtype) -> None:
+    """Compute input scales for one target and fold them into the model, if its readers share a scaling method."""
+    methods = {schemes[name].method for name in target.readers}
     live = text.model.state_dict()
-    first = live[place.readers[0]]
+    first = live[target.readers[0]]
     if methods in ({"awq"}, {"awq-gptq"}):
-        inputs = _inputs(text, layer, place.readers[0], first, "products")
+        inputs = _inputs(text, layer, target.readers[0], first, "products")
     elif methods == {"smooth"}:
-        inputs = _inputs(text, layer, place.readers[0], first, "sample")
+        inputs = _inputs(text, layer, target.readers[0], first, "sample")
     else:
         return
     number = len(first) if first.dim() == 3 else 1
-    found = []
-    for one in range(number):
-        seen = inputs.of(one)
-        matrices = [live[name].view(number, *live[name].shape[-2:])[one].float() for name in place.readers]
-        kinds = [schemes[name] for name in place.readers]
+    scales = []
+    for index in range(number):
+        seen = inputs.statistics(index)
+        matrices = [live[name].view(number, *live[name].shape[-2:])[index].float() for name in target.readers]
+        kinds = [schemes[name] for name in target.readers]
         if not seen.rows or not enough(seen, number, first.shape[-1]):
-            found.append(torch.ones(first.shape[-1], device=first.device))
+            scales.append(torch.ones(first.shape[-1], device=first.device))
         elif inputs.wanted == "products":
-            found.append(awq_scales(matrices, seen.gram, seen.mean, kinds, place.tied))
+            scales.append(awq_scales(matrices, seen.gram, seen.mean, kinds, target.tied))
         else:
-            found.append(smooth_scales(matrices, seen.peaks, seen.some_rows, kinds, place.tied))
-    fold(text.model, place, found, stored)
+            scales.append(smooth_scales(matrices, seen.peaks, seen.sampled_rows, kinds, target.tied))
+    fold(text.model, target, scales, stored)

@@ -1,7 +1,7 @@
-"""A model's matrices by a method that needs text: block after block, with one block and what it reads in memory.
+"""Calibrated quantization of a model: block after block, with one block and its inputs in memory.
 
-Blocks that are done stay in a folder beside the one that is made (finished_blocks.py). A run that was killed finds them
-there, applies them to the text and goes on with the next: it ends with the same bits.
+Finished blocks are stored in a folder beside the output (finished_blocks.py). After a kill, the next run loads them,
+applies them to the text and continues with the first missing block. Its output is identical to the bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,19 +26,19 @@ from meshwright.training.batches import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """All blocks are done."""
+    """A model whose blocks are all quantized."""
 
     weights: Weights
-    """The model's parameters, read as they are asked for."""
+    """The model's parameters, read lazily."""
     layers: tuple[QuantizedLayer, ...]
     resumed: int
-    """Blocks that an earlier run had made."""
+    """Number of blocks taken from an earlier run."""
     finished: FinishedBlocks
-    """To be removed once the weights are where they belong."""
+    """Temporary files, to be removed once the weights are written."""
 
 
 def check_text(model: QuantizedModel, batches: Sequence[Batch]) -> None:
-    """DataError where the text has fewer tokens than a matrix has inputs: rounding would fit the text alone."""
+    """Raise DataError when the text has fewer tokens than a matrix has inputs, which would overfit the text."""
     sizes = quantizable(model.shape)
     widest = max(model.schemes, key=lambda name: sizes[name][-1])
     tokens, inputs = sum(batch.valid for batch in batches), sizes[widest][-1]
@@ -57,8 +57,17 @@ def calibrate(
     dtype: torch.dtype,
     done: Callable[[int, int], None] = lambda block, blocks: None,
 ) -> Calibrated:
-    """Quantize every block, with activations in `dtype`; `done` hears of each. `out`: the folder that will be made.
-    PlanError for weights or activations that are not finite; DataError for too little text."""
+    """Quantize every block.
+
+    Args:
+        out: Output folder, beside which finished blocks are stored.
+        dtype: Dtype of the activations.
+        done: Called with (block, blocks) after each block.
+
+    Raises:
+        PlanError: Weights or activations are not finite.
+        DataError: The text is too short.
+    """
     check_text(model, batches)
     finished = FinishedBlocks(out)
     try:
@@ -76,22 +85,22 @@ def _blocks(
 ) -> tuple[tuple[QuantizedLayer, ...], int]:  # fmt: skip
     shape, sizes = model.shape, quantizable(model.shape)
     text = BlockModel(shape, dtype, whole_rows(batches))
-    begin = _named(original, model, ["embed.weight"] + ["positions.weight"] * (shape.positions == "learned"))
-    print_of = Fingerprint((shape, str(dtype), str(model.dtype), torch.__version__))
+    entry_weights = _named(original, model, ["embed.weight"] + ["positions.weight"] * (shape.positions == "learned"))
+    fingerprint = Fingerprint((shape, str(dtype), str(model.dtype), torch.__version__))
     for batch in text.batches:
         read = {"tokens": batch.tokens, "positions": batch.positions, "documents": batch.documents}
-        print_of.add({name: one for name, one in read.items() if one is not None})
-    print_of.add(begin)
-    text.enter(begin)
+        fingerprint.add({name: tensor for name, tensor in read.items() if tensor is not None})
+    fingerprint.add(entry_weights)
+    text.enter(entry_weights)
     layers: list[QuantizedLayer] = []
     resumed = 0
     for number, weights in _by_layer(original.weights(model.dtype), model):
-        own = {name: model.schemes[name] for name in weights if name in model.schemes}
-        key = print_of.add(weights, [(name, astuple(scheme)) for name, scheme in own.items()])
-        block = finished.find(number, key, own, sizes)
+        schemes = {name: model.schemes[name] for name in weights if name in model.schemes}
+        key = fingerprint.add(weights, [(name, astuple(scheme)) for name, scheme in schemes.items()])
+        block = finished.find(number, key, schemes, sizes)
         resumed += block is not None
         if block is None:
-            block = quantize_block(text, number, weights, own, model.dtype)
+            block = quantize_block(text, number, weights, schemes, model.dtype)
             finished.save(number, key, block)
         advance(text, number, block.parts)
         layers += block.layers
@@ -100,14 +109,15 @@ def _blocks(
 
 
 def whole_rows(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """Without rows that fill a batch up and do not count."""
+    """Yield the batches without padding rows, whose tokens all have weight 0."""
     for batch in batches:
         keep = torch.tensor([count > 0 for count in batch.valid_of_rows], device=batch.tokens.device)
         if len(keep) != len(batch.tokens) or bool(keep.all()):
             yield batch
         elif bool(keep.any()):
             documents, positions = (
-                one if one is None or len(one) != len(keep) else one[keep] for one in (batch.documents, batch.positions)
+                rows if rows is None or len(rows) != len(keep) else rows[keep]
+                for rows in (batch.documents, batch.positions)
             )
             yield Batch(
                 tokens=batch.tokens[keep], targets=batch.targets[keep], valid=batch.valid, documents=documents,
@@ -116,44 +126,44 @@ def whole_rows(batches: Sequence[Batch]) -> Iterator[Batch]:
 
 
 def _named(original: OriginalModel, model: QuantizedModel, names: list[str]) -> dict[str, Tensor]:
-    """Some parameters; reading ends with the last."""
-    found: dict[str, Tensor] = {}
+    """Read the named parameters, and stop after the last of them."""
+    parameters: dict[str, Tensor] = {}
     for name, tensor in original.weights(model.dtype):
         if name in names:
-            found[name] = tensor
-        if len(found) == len(names):
+            parameters[name] = tensor
+        if len(parameters) == len(names):
             break
-    return found
+    return parameters
 
 
 def _by_layer(
     weights: Iterator[tuple[str, Tensor]], model: QuantizedModel
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:  # fmt: skip
-    """The parameters of one layer after the other, each by name, in the order of the shape."""
+    """Yield (layer, parameters by name), layer after layer, in the order of the shape."""
     names = list(tensor_sizes(model.shape))
-    of: dict[int, list[str]] = {}
+    layer_names: dict[int, list[str]] = {}
     for name in names:
         if (layer := layer_number(name)) is not None:
-            of.setdefault(layer, []).append(name)
+            layer_names.setdefault(layer, []).append(name)
     waiting: dict[str, Tensor] = {}
     number = 0
     for name, tensor in weights:
         if layer_number(name) is None:
             continue
         waiting[name] = tensor
-        while number in of and all(one in waiting for one in of[number]):
-            yield number, {one: waiting.pop(one) for one in of[number]}
+        while number in layer_names and all(other in waiting for other in layer_names[number]):
+            yield number, {other: waiting.pop(other) for other in layer_names[number]}
             number += 1
 
 
 def layer_number(name: str) -> int | None:
-    """Of a parameter; None outside the layers."""
+    """Return the layer of a parameter, or None outside the layers."""
     first, _, rest = name.partition(".")
     return int(rest.partition(".")[0]) if first == "layers" else None
 
 
 def _weights(finished: FinishedBlocks, original: OriginalModel, model: QuantizedModel) -> Weights:
-    """Of the blocks that are done, and what is outside of blocks as it was."""
+    """Yield the parameters outside of blocks unchanged, then those of the finished blocks."""
     sizes = quantizable(model.shape)
     schemes: Mapping[str, Scheme] = model.schemes
     for name, tensor in original.weights(model.dtype):

@@ -1,5 +1,6 @@
-"""Sequence-level distillation (Kim and Rush 2016, arXiv:1606.07947): a teacher answers prompts, and a student is tuned
-on what it said. The teacher's tokens do not matter: this is how a student with another tokenizer learns.
+"""Sequence-level distillation (Kim and Rush 2016, arXiv:1606.07947): a teacher answers prompts for a student to learn.
+
+Only the text of the answers is used, so student and teacher may have different tokenizers.
 """
 
 import json
@@ -21,21 +22,21 @@ if TYPE_CHECKING:
     from meshwright.model.generate import Generation
 
 AT_ONCE = 64
-"""Prompts that are given to the teacher together."""
+"""Prompts per batch of the teacher."""
 READERS = {".jsonl": jsonl, ".json": json_array, ".parquet": parquet}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt, and the row that its answer makes."""
+    """A prompt, and the row that it forms with its answer."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Of a conversation, up to the answer."""
+    """Messages of a conversation before the answer."""
     text: str = ""
-    """Of a continuation."""
+    """Prompt of a continuation."""
 
     def row(self, answer: str) -> dict[str, Any]:
-        """As `tune` reads it."""
+        """Return the row in the form that `tune` reads."""
         if self.messages:
             return {"messages": [*map(dict, self.messages), {"role": "assistant", "content": answer}]}
         return {"prompt": self.text, "completion": answer}
@@ -43,12 +44,12 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSearch:
-    """How an answer is found: by sampling, or by beams where there is more than one."""
+    """Settings of the teacher's generation: sampling, or beam search with more than one beam."""
 
     beams: int = 1
     temperature: float = 0.0
     samples: int = 1
-    """Answers to each prompt; beams find one."""
+    """Answers per prompt. Beam search returns one."""
     max_new_tokens: int = 256
     seed: int = 0
 
@@ -66,46 +67,48 @@ class AnswerSearch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenAnswers:
-    """What became of the prompts."""
+    """Counts of the answers written and dropped."""
 
     written: int
     left_out: int
-    """Answers that did not end within max_new_tokens, from which a student would learn not to end, or say nothing."""
+    """Answers that were empty or did not end within max_new_tokens. Students would learn from them never to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answerer:
-    """A teacher with what it reads and writes by."""
+    """A teacher with its tokenizer and chat template."""
 
     respond: "Respond"
     tokenizer: Tokenizer
     template: ChatTemplate
     stop_ids: tuple[int, ...]
 
-    def ids(self, asked: Question) -> list[int]:
-        """Of a prompt."""
-        if not asked.messages:
-            return self.tokenizer.begin(asked.text)
-        text = self.template.render(list(asked.messages), prompt=True).text
-        found: list[int] = self.tokenizer.encode(text, special=True).tolist()
-        return found
+    def ids(self, question: Question) -> list[int]:
+        """Return the token ids of a prompt."""
+        if not question.messages:
+            return self.tokenizer.begin(question.text)
+        text = self.template.render(list(question.messages), prompt=True).text
+        ids: list[int] = self.tokenizer.encode(text, special=True).tolist()
+        return ids
 
     def write(self, questions: Iterator[Question], out: Path, how: AnswerSearch, limit: int = 0) -> WrittenAnswers:
-        """A row for each answer; the file appears whole or not at all. DataError where no answer ended, or where the
-        file is there."""
+        """Write a row per answer. The file appears complete or not at all.
+
+        Raises DataError when no answer ended or the file exists.
+        """
         if out.exists():
             raise DataError(f"{out} is there already: name another file")
         fresh, written, left_out = out.with_name(f".{out.name}.{os.getpid()}"), 0, 0
         try:
             with fresh.open("w", encoding="utf-8") as file:
                 asked = islice(questions, limit) if limit else questions
-                while some := list(islice(asked, AT_ONCE)):
-                    for one, prompt, found in self._answered(some, how, written + left_out):
-                        answer = self._ended(prompt, found)
+                while batch := list(islice(asked, AT_ONCE)):
+                    for question, prompt, generation in self._answered(batch, how, written + left_out):
+                        answer = self._ended(prompt, generation)
                         if not answer.strip():
                             left_out += 1
                             continue
-                        file.write(json.dumps(one.row(answer), ensure_ascii=False) + "\n")
+                        file.write(json.dumps(question.row(answer), ensure_ascii=False) + "\n")
                         written += 1
             if not written:
                 raise DataError(
@@ -118,29 +121,33 @@ class Answerer:
                 fresh.unlink(missing_ok=True)
         return WrittenAnswers(written=written, left_out=left_out)
 
-    def _ended(self, prompt: Sequence[int], found: "Generation") -> str:
-        """The text of an answer that ended; empty where it did not."""
-        ended = bool(found.ids) and found.ids[-1] in self.stop_ids
-        return self.tokenizer.text_behind(prompt, found.ids[:-1]) if ended else ""
+    def _ended(self, prompt: Sequence[int], generation: "Generation") -> str:
+        """Return the text of an answer that ended, or an empty string."""
+        ended = bool(generation.ids) and generation.ids[-1] in self.stop_ids
+        return self.tokenizer.text_behind(prompt, generation.ids[:-1]) if ended else ""
 
     def _answered(
-        self, some: Sequence[Question], how: AnswerSearch, before: int
+        self, batch: Sequence[Question], how: AnswerSearch, before: int
     ) -> Iterator[tuple[Question, list[int], "Generation"]]:
-        """Each answer with its question and the ids of that."""
-        prompts = [self.ids(one) for one in some]
-        asked = [pair for pair in zip(some, prompts, strict=True) for _ in range(how.samples)]
+        """Yield (question, ids of its prompt, answer) of each answer."""
+        prompts = [self.ids(question) for question in batch]
+        asked = [pair for pair in zip(batch, prompts, strict=True) for _ in range(how.samples)]
         for pair, answer in zip(asked, self.respond(prompts, how, before), strict=True):
             yield *pair, answer
 
 
 Respond = Callable[[Sequence[Sequence[int]], AnswerSearch, int], Sequence["Generation"]]
-"""Answers to prompts, `samples` to each, one behind the other. The number is that of the answers before: sampled ones
-have seeds of their own."""
+"""(prompts, settings, number of earlier answers) -> answers, `samples` in a row for each prompt.
+
+The number of earlier answers gives each sampled answer its own seed."""
 
 
 def questions(path: Path) -> Iterator[Question]:
-    """The prompts of a file, in its order: conversations without their last answer, prompts with or without a
-    completion, the prompts of preferences. DataError names the row that has none."""
+    """Yield the prompts of a file in order.
+
+    Rows may be conversations (without their last answer), prompts with or without a completion, or preferences. Raises
+    DataError naming a row without a prompt.
+    """
     reader = READERS.get(path.suffix)
     if reader is None:
         raise DataError(f"{path} holds no rows of prompts: give .jsonl, .json or .parquet")
@@ -151,22 +158,22 @@ def _question(row: Row) -> Question:
     where, fields = row
     if not isinstance(fields, Malformed) and set(fields) == {"prompt"}:
         fields = {**fields, "completion": "" if isinstance(fields["prompt"], str) else []}
-        asked = fields["prompt"]
-        found = Question(text=asked) if isinstance(asked, str) else Question(messages=tuple(asked))
+        prompt = fields["prompt"]
+        question = Question(text=prompt) if isinstance(prompt, str) else Question(messages=tuple(prompt))
     else:
-        one = sample((where, fields))
-        found = _of_sample(one.chosen if isinstance(one, Preference) else one)
-    if not found.messages and not found.text:
+        parsed = sample((where, fields))
+        question = _from_sample(parsed.chosen if isinstance(parsed, Preference) else parsed)
+    if not question.messages and not question.text:
         raise DataError(f"{spoken(where)}: has no prompt that a teacher could answer")
-    return found
+    return question
 
 
-def _of_sample(one: object) -> Question:
-    if isinstance(one, Continuation):
-        return Question(text=one.prompt)
-    if not isinstance(one, Conversation):
+def _from_sample(parsed: object) -> Question:
+    if isinstance(parsed, Continuation):
+        return Question(text=parsed.prompt)
+    if not isinstance(parsed, Conversation):
         return Question()
-    turns = list(one.messages)
+    turns = list(parsed.messages)
     while turns and turns[-1].get("role") != "assistant":
         turns.pop()
     return Question(messages=tuple(turns[:-1]))

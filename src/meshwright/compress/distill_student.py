@@ -1,7 +1,7 @@
-"""A student made of its teacher: some of its layers, and all else as it is.
+"""Students built from a subset of their teacher's layers; everything else is copied.
 
-Layers are taken at equal distances, the first and the last among them (Shleifer and Rush 2020, arXiv:2010.13002). The
-student is written as a Hugging Face folder into the user's cache, by content, and a run begins with its weights.
+Layers are taken at equal distances, including the first and the last (Shleifer and Rush 2020, arXiv:2010.13002). The
+student is written as a Hugging Face folder into the user's cache, addressed by content. A run starts from it.
 """
 
 import hashlib
@@ -23,11 +23,14 @@ from meshwright.training.precision import DTYPES
 from meshwright.training.teacher import TeacherFolder, folder_of
 
 _FORMAT = 1
-"""Raised whenever the same teacher would give other files."""
+"""Increased whenever the same teacher would produce different files."""
 
 
 def spread(layers: int, wanted: int) -> list[int]:
-    """So many of a teacher's layers, at equal distances, both ends among them: 4 of 12 are 0, 4, 7, 11. PlanError."""
+    """Return the indices of `wanted` layers at equal distances, with both ends: 4 of 12 are 0, 4, 7, 11.
+
+    Raises PlanError unless 1 <= wanted < layers.
+    """
     if not 1 <= wanted < layers:
         raise PlanError(
             f"layers={wanted} of a teacher of {layers} must be at least 1 and below {layers}: take layers={layers // 2}"
@@ -35,26 +38,30 @@ def spread(layers: int, wanted: int) -> list[int]:
     return [round(index * (layers - 1) / max(1, wanted - 1)) for index in range(wanted)]
 
 
-def shape_of_layers(teacher: ModelShape, kept: Sequence[int]) -> ModelShape:
-    """The teacher's shape with some of its layers; PlanError where these are of other kinds than it has there."""
-    found = replace(teacher, layers=len(kept), name=f"{teacher.name.removesuffix(' (changed)')}-{len(kept)}-layers")
-    for own, layer in enumerate(kept):
-        same = found.is_moe_layer(own) == teacher.is_moe_layer(layer)
-        if not same or found.window_of(own) != teacher.window_of(layer):
+def shape_of_layers(teacher: ModelShape, layers: Sequence[int]) -> ModelShape:
+    """Return the teacher's shape with only these layers. Raises PlanError when their kinds do not fit its pattern."""
+    student = replace(
+        teacher, layers=len(layers), name=f"{teacher.name.removesuffix(' (changed)')}-{len(layers)}-layers"
+    )
+    for index, layer in enumerate(layers):
+        same = student.is_moe_layer(index) == teacher.is_moe_layer(layer)
+        if not same or student.window_of(index) != teacher.window_of(layer):
             raise PlanError(
-                f"layers={len(kept)}: layer {layer} of the teacher is of another kind (experts, or a window) than "
-                f"layer {own} of a student of {len(kept)} layers: give the student as a folder, or as sizes"
+                f"layers={len(layers)}: layer {layer} of the teacher is of another kind (experts, or a window) than "
+                f"layer {index} of a student of {len(layers)} layers: give the student as a folder, or as sizes"
             )
-    return found
+    return student
 
 
 def student_of_layers(teacher: Path, wanted: int) -> Path:
-    """The folder of a student with `wanted` layers of a teacher, a Hugging Face folder or a run; made where it is not
-    there yet. PlanError, HubError, RunError, CheckpointError."""
+    """Return the folder of a student with `wanted` layers of a teacher, created unless it is cached.
+
+    The teacher is a Hugging Face folder or a run. Raises PlanError, HubError, RunError, CheckpointError.
+    """
     source = folder_of(teacher)
-    kept = spread(source.shape.layers, wanted)
-    shape = shape_of_layers(source.shape, kept)
-    digest = hashlib.blake2b(repr((_FORMAT, source.fingerprint(), kept)).encode(), digest_size=8).hexdigest()
+    layers = spread(source.shape.layers, wanted)
+    shape = shape_of_layers(source.shape, layers)
+    digest = hashlib.blake2b(repr((_FORMAT, source.fingerprint(), layers)).encode(), digest_size=8).hexdigest()
     out = default_root() / "students" / digest / shape.name
     if out.is_dir():
         return out
@@ -63,7 +70,7 @@ def student_of_layers(teacher: Path, wanted: int) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         export_folder(
             out,
-            model_tensors=_chosen(source.numbers(dtype), kept),
+            model_tensors=_chosen(source.numbers(dtype), layers),
             shape=shape,
             tokenizer=None if source.tokenizer is None else Tokenizer.load(source.tokenizer),
             dtype=dtype,
@@ -80,9 +87,9 @@ def _dtype(source: TeacherFolder) -> torch.dtype:
     return DTYPES[run.plan.recipe.precision]
 
 
-def _chosen(weights: Iterator[tuple[str, Tensor]], kept: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
-    """The layers that are kept, by their new numbers, and what is in no layer."""
-    numbers = {layer: own for own, layer in enumerate(kept)}
+def _chosen(weights: Iterator[tuple[str, Tensor]], layers: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters outside of layers and those of the chosen layers, renumbered."""
+    numbers = {layer: index for index, layer in enumerate(layers)}
     for name, tensor in weights:
         first, _, rest = name.partition(".")
         if first != "layers":

@@ -1,10 +1,10 @@
-"""Blocks that are quantized already, in a folder beside the one that is made: what a run that was killed goes on from.
+"""Quantized blocks stored in a folder beside the output, from which a killed run resumes.
 
-.OUT.blocks/00003/model.safetensors    parameters of block 3; of matrices the parts, as NAME.codes and NAME.scales
-.OUT.blocks/00003/block.json           a key, the sha256 of the file, and what is said of the matrices
+.OUT.blocks/00003/model.safetensors    parameters of block 3; matrices as NAME.codes and NAME.scales
+.OUT.blocks/00003/block.json           a key, the sha256 of the file, and the report of each matrix
 
-The key hashes what the block was made from: schemes, text and weights, of the block and of all before it. A block of
-other content is made again, and so is one whose file was damaged. A block's folder appears whole or not at all.
+The key hashes the inputs of the block: schemes, text and weights, of this block and of all before it. A block with
+another key or a damaged file is recomputed. A block's folder appears complete or not at all.
 """
 
 import hashlib
@@ -30,19 +30,19 @@ from meshwright.store.commit import record as record_of
 
 RECORD = "block.json"
 VERSION = 1
-"""Of methods and files: blocks of another one are made again."""
+"""Version of methods and files. Blocks of another version are recomputed."""
 WHOLE_BYTES = 1000 * GB
-"""A block is one file."""
+"""Shard size above that of any block, so that a block is one file."""
 
 
 class Fingerprint:
-    """Of everything so far; blocks have those of all before them."""
+    """Running hash over the inputs of all blocks so far."""
 
     def __init__(self, about: object) -> None:
         self._hash = hashlib.sha256(repr((VERSION, about)).encode())
 
     def add(self, tensors: Mapping[str, Tensor], about: object = None) -> str:
-        """With these; the key so far."""
+        """Add tensors and metadata, and return the key so far."""
         self._hash.update(repr(about).encode())
         for name, tensor in tensors.items():
             self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -52,62 +52,62 @@ class Fingerprint:
 
 
 class FinishedBlocks:
-    """In one folder."""
+    """The finished blocks of one output folder."""
 
     def __init__(self, out: Path) -> None:
         self.path = out.with_name(f".{out.name}.blocks")
 
     def save(self, number: int, key: str, block: QuantizedBlock) -> None:
-        """Put one there, durably. OSError as it comes."""
+        """Store a block durably. Raises OSError."""
         folder = self._folder(number)
         shutil.rmtree(folder, ignore_errors=True)
-        for rest in self.path.glob(f".{folder.name}.partial-*"):  # of a process that was killed
+        for rest in self.path.glob(f".{folder.name}.partial-*"):  # left behind by a killed process
             shutil.rmtree(rest, ignore_errors=True)
         tensors = dict(_flat(block.parts))
-        planned = [Planned(name=name, size=tuple(one.shape), dtype=one.dtype) for name, one in tensors.items()]
+        planned = [Planned(name=name, size=tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in tensors.items()]
         with fresh_folder(folder) as partial:
             with ShardWriter(partial, planned, WHOLE_BYTES) as writer:
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
-            layers = [asdict(one) for one in block.layers]
+            layers = [asdict(report) for report in block.layers]
             record = {"key": key, "sha256": record_of(partial / SINGLE).sha256, "layers": layers}
             (partial / RECORD).write_text(json.dumps(record), encoding="utf-8")
 
     def find(
         self, number: int, key: str, schemes: Mapping[str, Scheme], sizes: Mapping[str, Any]
     ) -> QuantizedBlock | None:
-        """One that was made from the same, with matrices of these schemes and sizes; None = it must be made."""
+        """Load a block with this key, whose matrices have these schemes and sizes. None = it must be computed."""
         folder = self._folder(number)
         try:
             record = read_json(folder / RECORD) or {}
             if record.get("key") != key or record.get("sha256") != record_of(folder / SINGLE).sha256:
                 return None
-            layers = tuple(QuantizedLayer(**one) for one in record["layers"])
+            layers = tuple(QuantizedLayer(**report) for report in record["layers"])
             return QuantizedBlock(self.parts(number, schemes, sizes), layers)
         except (HubError, OSError, TypeError, KeyError):
             return None
 
     def parts(self, number: int, schemes: Mapping[str, Scheme], sizes: Mapping[str, Any]) -> Parts:
-        """Parameters of a block that is there, by name."""
-        stored, found = stored_tensors(self._folder(number)), Parts()
+        """Read the parameters of a stored block, by name."""
+        stored, parameters = stored_tensors(self._folder(number)), Parts()
         for full in stored:
-            name, _, part = full.rpartition(".")
-            if name not in schemes or part not in PARTS:
-                found[full] = stored[full].read()
-            elif name not in found:
+            name, _, leaf = full.rpartition(".")
+            if name not in schemes or leaf not in PARTS:
+                parameters[full] = stored[full].read()
+            elif name not in parameters:
                 parts: dict[str, Any] = {
-                    one: stored[f"{name}.{one}"].read() for one in PARTS if f"{name}.{one}" in stored
+                    part: stored[f"{name}.{part}"].read() for part in PARTS if f"{name}.{part}" in stored
                 }
-                found[name] = QuantizedMatrix(scheme=schemes[name], size_in=sizes[name][-1], **parts)
-        return found
+                parameters[name] = QuantizedMatrix(scheme=schemes[name], size_in=sizes[name][-1], **parts)
+        return parameters
 
     @property
     def bytes(self) -> int:
-        """Of the files of parameters that are there."""
+        """Size of the stored parameter files."""
         return sum(file.stat().st_size for file in self.path.glob(f"[0-9]*/{SINGLE}"))
 
     def remove(self) -> None:
-        """All of them."""
+        """Delete all stored blocks."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _folder(self, number: int) -> Path:
@@ -115,10 +115,10 @@ class FinishedBlocks:
 
 
 def _flat(parts: Mapping[str, Tensor | QuantizedMatrix]) -> list[tuple[str, Tensor]]:
-    found: list[tuple[str, Tensor]] = []
-    for name, one in parts.items():
-        if isinstance(one, QuantizedMatrix):
-            found += [(f"{name}.{part}", tensor.cpu()) for part, tensor in one.tensors.items()]
+    tensors: list[tuple[str, Tensor]] = []
+    for name, parameter in parts.items():
+        if isinstance(parameter, QuantizedMatrix):
+            tensors += [(f"{name}.{part}", tensor.cpu()) for part, tensor in parameter.tensors.items()]
         else:
-            found.append((name, one.cpu()))
-    return found
+            tensors.append((name, parameter.cpu()))
+    return tensors

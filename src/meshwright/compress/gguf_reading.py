@@ -1,4 +1,4 @@
-"""What an opened GGUF file gives beside weights: its tokenizer as an object, and as a file where one is asked for."""
+"""Tokenizer and generation settings of an opened GGUF file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,25 +13,28 @@ if TYPE_CHECKING:
     from meshwright.model.gguf.gguf_model import GGUFModel
 
 
-def gguf_tokenizer(found: "GGUFModel") -> Tokenizer | None:
-    """None where the file has none that is read here. HubError where it is damaged, or larger than the model."""
-    if found.vocabulary is None:
+def gguf_tokenizer(model: "GGUFModel") -> Tokenizer | None:
+    """Return the tokenizer of a GGUF file, or None if it has no supported one.
+
+    Raises HubError when it is damaged or larger than the model's vocabulary.
+    """
+    vocabulary = model.vocabulary
+    if vocabulary is None:
         return None
-    one = found.vocabulary
     try:
-        templates = {"template": found.chat_template, "tool_template": found.tool_template}
-        tokenizer = Tokenizer(one.text, bos=one.bos, eos=one.eos, **templates)
+        templates = {"template": model.chat_template, "tool_template": model.tool_template}
+        tokenizer = Tokenizer(vocabulary.text, bos=vocabulary.bos, eos=vocabulary.eos, **templates)
     except DataError as error:
-        raise HubError(f"{found.path}: {error}") from error
+        raise HubError(f"{model.path}: {error}") from error
     except Exception as error:  # the library raises bare Exception
-        raise HubError(f"{found.path}: its tokenizer is damaged: {' '.join(str(error).split())}") from error
-    if tokenizer.vocab > found.shape.vocab:
-        raise HubError(f"{found.path}: its tokenizer has {tokenizer.vocab} tokens, its model {found.shape.vocab}")
+        raise HubError(f"{model.path}: its tokenizer is damaged: {' '.join(str(error).split())}") from error
+    if tokenizer.vocab > model.shape.vocab:
+        raise HubError(f"{model.path}: its tokenizer has {tokenizer.vocab} tokens, its model {model.shape.vocab}")
     return tokenizer
 
 
 def kept_tokenizer(tokenizer: Tokenizer) -> str:
-    """A tokenizer.json of it in the user's cache, for what reads text with a file's name."""
+    """Write a tokenizer.json into the user's cache and return its path."""
     folder = default_root() / "tokenizers" / f"gguf-{tokenizer.fingerprint}"
     with lock(folder):
         if not (folder / "tokenizer.json").is_file():
@@ -40,12 +43,12 @@ def kept_tokenizer(tokenizer: Tokenizer) -> str:
     return str(folder / "tokenizer.json")
 
 
-def gguf_generation(found: "GGUFModel") -> dict[str, object] | None:
-    """As a generation config has it: the tokens that end a text."""
-    ends = found.vocabulary.stop_ids if found.vocabulary else ()
+def gguf_generation(model: "GGUFModel") -> dict[str, object] | None:
+    """Return the end-of-text ids in the form of generation_config.json, or None."""
+    ends = model.vocabulary.stop_ids if model.vocabulary else ()
     return {"eos_token_id": list(ends)} if ends else None
 
 
 def is_gguf_path(path: Path) -> bool:
-    """Whether a path is a GGUF file, or is meant to be one."""
+    """Return whether a path is a GGUF file or is named like one."""
     return path.suffix == ".gguf" or is_gguf(path)

@@ -1,4 +1,4 @@
-"""A model's weights as a GGUF file, a tensor at a time; its size is known before a byte is written."""
+"""Writing of GGUF files, one tensor at a time. The size is known before the first byte is written."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,36 +26,45 @@ from meshwright.spec.shape import ModelShape
 from meshwright.store.run_folder import ids_of
 
 CHECKED = 2**24
-"""Numbers that are encoded and compared at once."""
+"""Weights encoded and compared per step."""
 FLOAT_NAMES = {dtype: name for name, dtype in FLOAT_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFPlan:
-    """Everything of a file but its data."""
+    """All of a GGUF file but its data."""
 
     shape: ModelShape
     keys: Mapping[str, Value]
     tensors: Sequence[PlannedBlocks]
     note: str
-    """What a user of the file must know; empty = nothing."""
+    """Caveat for users of the file. Empty = none."""
 
     @property
     def bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the whole file."""
         return gguf_bytes(self.keys, self.tensors)
 
     @property
     def coded(self) -> int:
-        """How many numbers are in codes."""
-        return sum(math.prod(one.size) for one in self.tensors if not is_float(one.kind.name))
+        """Number of weights stored as codes."""
+        return sum(math.prod(tensor.size) for tensor in self.tensors if not is_float(tensor.kind.name))
 
 
 def plan_gguf(
-    original: OriginalModel, dtype: torch.dtype, scheme: GGUFScheme | None = None, kept: Sequence[str] = ()
+    original: OriginalModel, dtype: torch.dtype, scheme: GGUFScheme | None = None, plain: Sequence[str] = ()
 ) -> GGUFPlan:
-    """Lay a file out. `scheme`: of its matrices, None = all are numbers of `dtype`; `kept`: our names of those that are
-    so all the same. PlanError where llama.cpp would not run the model as it is."""
+    """Plan the contents of a file.
+
+    Args:
+        original: The model to write.
+        dtype: Dtype of matrices without codes.
+        scheme: Scheme of the matrices. None = no codes.
+        plain: Matrices without codes despite the scheme, by Meshwright's names.
+
+    Raises:
+        PlanError: llama.cpp cannot run the model unchanged.
+    """
     shape = original.shape
     why = ungguffable(shape)
     if why:
@@ -64,9 +73,9 @@ def plan_gguf(
     for binding in gguf_bindings(shape, architecture_of(shape)):
         for name, size in binding.theirs.items():
             if not stays_wide(name, size):
-                plain = scheme is None or any(one in kept for one in binding.ours)
+                stays_plain = scheme is None or any(ours in plain for ours in binding.ours)
                 kinds[name] = BLOCK_TYPES[
-                    float_type if plain or scheme is None else scheme.kind_of(name, size[-1], shape)
+                    float_type if stays_plain or scheme is None else scheme.kind_of(name, size[-1], shape)
                 ]
     tokenizer = original.tokenizer
     words, note = vocabulary_keys(
@@ -87,10 +96,12 @@ def write_gguf(
     plan: GGUFPlan,
     seen: Callable[[QuantizedLayer], None] = lambda layer: None,
 ) -> int:
-    """Write the file from weights in fp32, so that norms lose nothing; it appears whole or not at all. Its bytes.
-    `seen` hears of each matrix in codes. HubError where `out` is taken, PlanError for weights that are not finite or
-    too large."""
-    planned = {one.name: one for one in plan.tensors}
+    """Write the file and return its size in bytes. It appears complete or not at all.
+
+    Weights are read in fp32, so that norms lose nothing. `seen` is called with the report of each coded matrix. Raises
+    HubError when `out` exists, PlanError for weights that are not finite or too large.
+    """
+    planned = {tensor.name: tensor for tensor in plan.tensors}
     with fresh_file(out) as partial:
         with GGUFWriter(partial, plan.keys, plan.tensors) as writer:
             factors = frequency_factors(plan.shape)
@@ -103,8 +114,8 @@ def write_gguf(
 
 
 def _bound(shape: ModelShape, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[Binding, list[Tensor]]]:
-    """Bindings with all of their tensors, in the order in which the last one of each comes."""
-    binding_of = {name: one for one in gguf_bindings(shape, architecture_of(shape)) for name in one.ours}
+    """Yield each binding with its tensors, once the last of them was read."""
+    binding_of = {name: binding for binding in gguf_bindings(shape, architecture_of(shape)) for name in binding.ours}
     pending: dict[str, Tensor] = {}
     for name, tensor in weights:
         if shape.tied and name == "head.weight":
@@ -120,7 +131,7 @@ def _bound(shape: ModelShape, weights: Iterator[tuple[str, Tensor]]) -> Iterator
 def _encoded(
     binding: Binding, tensor: Tensor, planned: PlannedBlocks, seen: Callable[[QuantizedLayer], None]
 ) -> Tensor:  # fmt: skip
-    """Bytes of one tensor, made and checked some rows at a time, so that nothing of its size stands beside it."""
+    """Return the bytes of one tensor, encoded and checked a few rows at a time to bound the memory."""
     kind, name, columns = planned.kind.name, next(iter(binding.ours)), planned.size[-1]
     rows = tensor.reshape(-1, columns)
     raw = torch.empty(len(rows), planned.kind.num_bytes((1, columns)), dtype=torch.uint8)

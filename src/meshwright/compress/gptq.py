@@ -1,11 +1,10 @@
-"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): columns are rounded one after the other, and those that are left take
-over the error of each.
+"""GPTQ (Frantar et al. 2022, arXiv:2210.17323): round columns in turn, and let the remaining ones absorb each error.
 
-    H = mean of x x^T over what the matrix reads;  H + damping mean(diag H) I;  U U^T-factor of its inverse, U upper
+    H = mean of x x^T over the inputs;  H + damping mean(diag H) I;  U U^T-factor of its inverse, U upper
     for each column j, largest H_jj first:   e = (w_j - rounded w_j) / U_jj;   w_k -= e U_jk for every k after j
 
-Scales are those of the whole matrix before a column is rounded (static groups), so that the order of columns costs
-nothing when the matrix is used. Columns are updated in blocks: those of later blocks once for each block.
+Scales are computed from the whole matrix before any column is rounded (static groups), so the order of columns costs
+nothing at inference. Columns are updated in blocks; those of later blocks once per block.
 """
 
 from typing import NamedTuple
@@ -17,27 +16,30 @@ from meshwright.kernels.quantized_matrix import nearest_codes, numbers_of
 from meshwright.spec.quantization_schemes import Scheme
 
 DAMPING = 0.01
-"""Of the mean of the diagonal, added to it."""
+"""Share of the diagonal's mean that is added to the diagonal."""
 GROWTH, TURNS = 10.0, 6
-"""Of the damping, while the sum has no Cholesky factor."""
+"""Factor on the damping while no Cholesky factor exists, and number of attempts."""
 COLUMNS = 128
-"""Of a block."""
+"""Columns per block."""
 
 
 class Order(NamedTuple):
-    """In which order columns are rounded, and how much each passes on."""
+    """Order in which columns are rounded, and the factor by which errors spread."""
 
     columns: Tensor
-    """(K,) int64: the order."""
+    """Column indices in rounding order (K,) int64."""
     factor: Tensor
-    """U (K, K), upper, of columns in that order."""
+    """Upper factor U (K, K), in rounding order."""
 
 
 def quantize_columns(
     weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros: Tensor | None, block: int = COLUMNS
 ) -> Tensor:
-    """Codes (N, K), one an element, of weight (N, K) for inputs with mean products `gram` (K, K); scales and zeros
-    (N, groups). Arithmetic is in gram's dtype. An input that was zero throughout is rounded to nearest."""
+    """Return codes (N, K), one per element, of weight (N, K) for inputs with mean products `gram` (K, K).
+
+    Scales and zeros are (N, groups). Arithmetic is in gram's dtype. Columns whose input is always zero are rounded to
+    nearest.
+    """
     order = ordered(gram)
     group = (order.columns // (scheme.group or weight.shape[1])).tolist()
     wide = weight.detach().to(gram.dtype)[:, order.columns]
@@ -48,10 +50,10 @@ def quantize_columns(
         end = min(start + block, size)
         errors = torch.empty_like(wide[:, start:end])
         for column in range(start, end):
-            own = wide[:, column]
-            at = step[:, group[column]], None if zero is None else zero[:, group[column]]
-            codes[:, column] = found = nearest_codes(scheme, own, *at)
-            error = (own - numbers_of(scheme, found, *at)) / order.factor[column, column]
+            weights = wide[:, column]
+            grid = step[:, group[column]], None if zero is None else zero[:, group[column]]
+            codes[:, column] = rounded = nearest_codes(scheme, weights, *grid)
+            error = (weights - numbers_of(scheme, rounded, *grid)) / order.factor[column, column]
             wide[:, column:end] -= error.unsqueeze(1) * order.factor[column, column:end]
             errors[:, column - start] = error
         wide[:, end:] -= errors @ order.factor[start:end, end:]
@@ -59,21 +61,23 @@ def quantize_columns(
 
 
 def ordered(gram: Tensor) -> Order:
-    """Columns by their diagonal, the largest first, and the upper Cholesky factor of the inverse of what is between
-    them. ArithmeticError where no damping makes that positive."""
-    found = gram.clone()
-    diagonal = found.diagonal()
+    """Sort columns by falling diagonal, and return the upper Cholesky factor of the inverse in that order.
+
+    Raises ArithmeticError when no damping makes the matrix positive definite.
+    """
+    damped = gram.clone()
+    diagonal = damped.diagonal()
     dead = diagonal <= 0
-    found[dead, :] = 0.0
-    found[:, dead] = 0.0
+    damped[dead, :] = 0.0
+    damped[:, dead] = 0.0
     usual = diagonal[~dead].mean() if not bool(dead.all()) else torch.ones((), dtype=gram.dtype, device=gram.device)
     diagonal[dead] = usual
     columns = diagonal.masked_fill(dead, 0.0).argsort(descending=True, stable=True)
-    found = found[columns][:, columns]
+    damped = damped[columns][:, columns]
     damping = DAMPING * usual
     for _ in range(TURNS):
-        found.diagonal().add_(damping)
-        lower, failed = torch.linalg.cholesky_ex(found)
+        damped.diagonal().add_(damping)
+        lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not int(failed) and bool(upper.isfinite().all()):

@@ -1,10 +1,10 @@
-"""Where scales of inputs go, so that nothing is left to do when a model runs: into what makes the inputs.
+"""Folding of input scales into the modules that produce the inputs, so that inference costs nothing extra.
 
     norm gain, and bias, / s       attention_norm -> q, k, v;  mlp_norm -> gate, up;  q_norm -> q_up;  kv_norm -> kv_up
     rows of a matrix / s           up -> down where a gate multiplies between;  v -> o, one s for all queries of a head
 
-The readers' columns are multiplied by s: no logit changes but by rounding. A routed layer's norm keeps its gain: the
-router reads it, too. So do the inputs of a matrix behind GELU, which is not linear.
+The readers' columns are multiplied by s, so logits change by rounding only. A routed layer's norm is not scaled, since
+the router reads it too. Nor are the inputs of a matrix after GELU, which is not linear.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,52 +16,52 @@ from torch import Tensor, nn
 from meshwright.spec.shape import ModelShape
 
 SHARED_INPUT = (("q", "k", "v", "q_down", "kv_down"), ("q_up",), ("kv_up",), ("o",), ("gate", "up"), ("down",))
-"""Matrices of one part that read the same, in the order in which they are applied."""
+"""Matrices of one module that read the same inputs, in the order in which they are applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold:
-    """One place where scales can go."""
+    """A module that can absorb scales, and the matrices that read its outputs."""
 
     source: str
-    """The norm, or the matrix, whose outputs are divided: the path of a module, or of a stack of experts."""
+    """Path of the norm, matrix, or stack of experts whose outputs are divided."""
     readers: tuple[str, ...]
-    """Matrices, by name, whose columns are multiplied."""
+    """Names of the matrices whose columns are multiplied."""
     heads: tuple[int, int] = (0, 0)
-    """Of v: key heads, and queries of each; (0, 0) elsewhere."""
+    """Key heads and queries per key head when the source is v, else (0, 0)."""
 
     def tied(self, strength: Tensor) -> Tensor:
-        """(K,) with the largest of those that have one scale together in place of each."""
+        """Replace each entry of (K,) by the largest of those that must share one scale."""
         keys, queries = self.heads
         if not keys:
             return strength
         largest = strength.view(keys, queries, -1).amax(1, keepdim=True)
         return largest.expand(keys, queries, -1).flatten()
 
-    def of_source(self, scales: Tensor) -> Tensor:
-        """Of the source's outputs, from those of the readers' inputs (K,)."""
+    def source_scales(self, scales: Tensor) -> Tensor:
+        """Return the scales of the source's outputs from those of the readers' inputs (K,)."""
         keys, queries = self.heads
         return scales.view(keys, queries, -1)[:, 0].flatten() if keys else scales
 
 
 def input_groups(names: Collection[str]) -> list[tuple[str, ...]]:
-    """Names of a layer's matrices by what they read, in the order in which they are applied."""
+    """Group the names of a layer's matrices by the inputs that they read, in the order in which they are applied."""
     parts = dict.fromkeys(_part(name) for name in names)
-    found = []
+    groups = []
     for part in parts:
         for leaves in SHARED_INPUT:
-            own = tuple(name for name in names if _part(name) == part and _leaf(name) in leaves)
-            found += [own] if own else []
-    return found
+            group = tuple(name for name in names if _part(name) == part and _leaf(name) in leaves)
+            groups += [group] if group else []
+    return groups
 
 
 def folds(shape: ModelShape, layer: int, quantized: Collection[str]) -> list[Fold]:
-    """Of one layer, those whose matrices are all quantized."""
+    """List the folds of one layer whose matrices are all quantized."""
     return [
-        one
-        for one in _every(shape, f"layers.{layer}.", shape.is_moe_layer(layer))
-        if all(name in quantized for name in one.readers)
-        and (one.source.endswith("_norm") or not {one.source, f"{one.source}.weight"}.isdisjoint(quantized))
+        target
+        for target in _every(shape, f"layers.{layer}.", shape.is_moe_layer(layer))
+        if all(name in quantized for name in target.readers)
+        and (target.source.endswith("_norm") or not {target.source, f"{target.source}.weight"}.isdisjoint(quantized))
     ]
 
 
@@ -89,30 +89,30 @@ def _every(shape: ModelShape, layer: str, routed: bool) -> Iterator[Fold]:
 
 
 @torch.no_grad()
-def fold(model: nn.Module, place: Fold, scales: list[Tensor], stored: torch.dtype) -> None:
-    """Put scales (K,), of a stack one for each, into a model, whose norms are kept in the dtype `stored`."""
-    parent, _, leaf = place.source.rpartition(".")
+def fold(model: nn.Module, target: Fold, scales: list[Tensor], stored: torch.dtype) -> None:
+    """Fold scales (K,), one per matrix of a stack, into a model whose norms are stored in dtype `stored`."""
+    parent, _, leaf = target.source.rpartition(".")
     owner = model.get_submodule(parent)
     source = getattr(owner, leaf)
     if isinstance(source, nn.Parameter):  # a stack of experts
-        for number, one in enumerate(scales):
-            source[number].div_(one.unsqueeze(1))
-            _reader(model, place.readers[0])[number].mul_(one)
+        for number, scale in enumerate(scales):
+            source[number].div_(scale.unsqueeze(1))
+            _reader(model, target.readers[0])[number].mul_(scale)
         return
-    (one,) = scales
-    if place.source.endswith("_norm"):
-        one = _norm_divided(source.weight, one, stored)
+    (scale,) = scales
+    if target.source.endswith("_norm"):
+        scale = _norm_divided(source.weight, scale, stored)
     else:
-        source.weight.div_(place.of_source(one).unsqueeze(1))
+        source.weight.div_(target.source_scales(scale).unsqueeze(1))
     if getattr(source, "bias", None) is not None:
-        source.bias.div_(place.of_source(one))
+        source.bias.div_(target.source_scales(scale))
         source.bias.copy_(source.bias.to(stored))
-    for name in place.readers:
-        _reader(model, name).mul_(one)
+    for name in target.readers:
+        _reader(model, name).mul_(scale)
 
 
 def _norm_divided(gain: Tensor, scales: Tensor, stored: torch.dtype) -> Tensor:
-    """Divide a gain, rounded as it is stored, and give the scales that this is exactly."""
+    """Divide a gain, rounded to its stored dtype, and return the scales that this division realizes exactly."""
     wanted = (gain / scales).to(stored).to(gain.dtype)
     exact = torch.where((wanted == 0) | ~wanted.isfinite(), torch.ones_like(gain), gain / wanted)
     gain.copy_(torch.where(exact == 1, gain, wanted))
@@ -121,8 +121,8 @@ def _norm_divided(gain: Tensor, scales: Tensor, stored: torch.dtype) -> Tensor:
 
 def _reader(model: nn.Module, name: str) -> Tensor:
     where, _, leaf = name.rpartition(".")
-    found: Tensor = getattr(model.get_submodule(where), leaf)
-    return found
+    weight: Tensor = getattr(model.get_submodule(where), leaf)
+    return weight
 
 
 def _part(name: str) -> str:

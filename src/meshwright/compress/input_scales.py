@@ -1,9 +1,9 @@
-"""Scales of inputs that make a matrix easier to round: W x = (W s) (x / s), found on what it reads.
+"""Input scales that make a matrix easier to round, W x = (W s) (x / s), chosen on calibration inputs.
 
     AWQ          (Lin et al. 2023, arXiv:2306.00978)   s = mean |x| ^ a: weights of strong inputs are rounded finer
     SmoothQuant  (Xiao et al. 2022, arXiv:2211.10438)  s = max |x| ^ a / max |W| ^ (1 - a): outliers move to weights
 
-The exponent a is what makes the error of the outputs smallest, of those tried; 0 is no scaling for AWQ.
+Of the exponents tried, the one with the smallest output error is taken. For AWQ, a = 0 means no scaling.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +17,25 @@ from meshwright.spec.quantization_schemes import Scheme
 
 Tied = Callable[[Tensor], Tensor]
 EXPONENTS = 20
-"""Tried between 0 and 1."""
+"""Number of exponents tried between 0 and 1."""
 LARGEST = 1e4
-"""Of a scale, and 1 over it."""
+"""Largest scale; its inverse is the smallest."""
 
 
 def awq_scales(
     weights: Sequence[Tensor], gram: Tensor, mean: Tensor, schemes: Sequence[Scheme], tied: Tied
 ) -> Tensor:  # fmt: skip
-    """s (K,) for matrices (N, K) that read the same inputs, of mean products gram (K, K) and mean magnitude (K,).
-    `tied`: (K,) made equal where inputs have one scale together."""
+    """Return AWQ scales (K,) for matrices (N, K) that share inputs with mean products gram (K, K) and magnitudes (K,).
+
+    `tied` makes entries of a (K,) equal where inputs must share one scale.
+    """
 
     def error(scales: Tensor) -> Tensor:
-        found = torch.zeros((), device=gram.device)
+        total = torch.zeros((), device=gram.device)
         for weight, scheme in zip(weights, schemes, strict=True):
             wrong = _restored(weight * scales, scheme) / scales - weight
-            found = found + ((wrong @ gram) * wrong).sum()
-        return found
+            total = total + ((wrong @ gram) * wrong).sum()
+        return total
 
     strength = tied(mean).clamp(min=1e-8)
     return _best([_centred(strength**a) for a in _exponents()], error)
@@ -42,17 +44,19 @@ def awq_scales(
 def smooth_scales(
     weights: Sequence[Tensor], peaks: Tensor, sample: Tensor, schemes: Sequence[Scheme], tied: Tied
 ) -> Tensor:  # fmt: skip
-    """s (K,) for matrices (N, K) that read the same inputs, of largest magnitude peaks (K,), some of them sample
-    (R, K). `tied` as above."""
+    """Return SmoothQuant scales (K,) for matrices (N, K) that share inputs with peaks (K,) and sampled rows (R, K).
+
+    `tied` is as in `awq_scales`.
+    """
     largest = tied(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)).clamp(min=1e-5)
     wanted = [sample @ weight.t() for weight in weights]
 
     def error(scales: Tensor) -> Tensor:
         codes, steps = row_codes(sample / scales)
-        found = torch.zeros((), device=sample.device)
+        total = torch.zeros((), device=sample.device)
         for weight, scheme, y in zip(weights, schemes, wanted, strict=True):
-            found = found + ((codes * steps) @ _restored(weight * scales, scheme).t() - y).square().sum()
-        return found
+            total = total + ((codes * steps) @ _restored(weight * scales, scheme).t() - y).square().sum()
+        return total
 
     strength = tied(peaks).clamp(min=1e-5)
     tried = [_centred(strength**a / largest ** (1 - a)) for a in _exponents()]
@@ -60,13 +64,13 @@ def smooth_scales(
 
 
 def _exponents() -> list[float]:
-    return [place / EXPONENTS for place in range(EXPONENTS)]
+    return [step / EXPONENTS for step in range(EXPONENTS)]
 
 
 def _centred(scales: Tensor) -> Tensor:
-    """Times what makes the largest and the smallest equally far from 1."""
-    found: Tensor = (scales / (scales.amax() * scales.amin()).sqrt()).clamp(1 / LARGEST, LARGEST)
-    return found
+    """Normalize scales so that the largest and the smallest are equally far from 1, as factors."""
+    centred: Tensor = (scales / (scales.amax() * scales.amin()).sqrt()).clamp(1 / LARGEST, LARGEST)
+    return centred
 
 
 def _best(tried: Sequence[Tensor], error: Callable[[Tensor], Tensor]) -> Tensor:

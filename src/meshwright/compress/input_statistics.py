@@ -1,4 +1,4 @@
-"""What a matrix reads on text, summed up: mean products of its inputs, their magnitudes and peaks, and some rows."""
+"""Statistics of a matrix's inputs on calibration text: mean products, magnitudes, peaks, and sampled rows."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,43 +11,43 @@ from meshwright.kernels.experts import Counts
 from meshwright.spec.errors import PlanError
 
 Wanted = Literal["products", "sample"]
-"""What is kept beside magnitudes and peaks."""
-SAMPLE, OF_BATCH = 256, 32
-"""Rows that are kept as they are, at most, and about how many of each batch."""
+"""Statistics gathered beside magnitudes and peaks."""
+SAMPLE, BATCH_SAMPLE = 256, 32
+"""Most sampled rows in total, and approximate number per batch."""
 PRODUCTS_BYTES = 2 * 2**30
-"""Of the products of a stack of experts that are in memory at once; one expert's are in any case."""
+"""Most bytes of products of a stack of experts in memory at once, unless one expert needs more."""
 
 
 @dataclass(slots=True)
 class InputStatistics:
-    """Of the inputs (K) of one matrix, fp32."""
+    """Statistics of the inputs (K) of one matrix, in fp32."""
 
     name: str
     wanted: Wanted
     rows: int = 0
-    """That were seen."""
+    """Rows seen."""
     products: Tensor = field(default_factory=lambda: torch.empty(0))
-    """(K, K), the sum of x x^T."""
+    """Sum of x x^T (K, K)."""
     magnitudes: Tensor = field(default_factory=lambda: torch.empty(0))
-    """(K,), the sum of |x|."""
+    """Sum of |x| (K,)."""
     peaks: Tensor = field(default_factory=lambda: torch.empty(0))
-    """(K,), the largest |x|."""
+    """Largest |x| (K,)."""
     sample: list[Tensor] = field(default_factory=list)
-    """Some rows of each batch, (R, K) each."""
+    """Sampled rows (R, K) of each batch."""
 
     def add(self, x: Tensor) -> None:
-        """x (R, K), R of at least 1. PlanError for what is not finite."""
-        own, size = x.float(), x.shape[1]
+        """Add rows x (R, K), R at least 1. Raises PlanError for infinities and NaN."""
+        rows, size = x.float(), x.shape[1]
         if not self.rows:
-            self.magnitudes, self.peaks = own.new_zeros(size), own.new_zeros(size)
-            self.products = own.new_zeros(size, size) if self.wanted == "products" else self.products
-        self.rows += len(own)
-        self.magnitudes += own.abs().sum(0)
-        self.peaks = torch.maximum(self.peaks, own.abs().amax(0))
+            self.magnitudes, self.peaks = rows.new_zeros(size), rows.new_zeros(size)
+            self.products = rows.new_zeros(size, size) if self.wanted == "products" else self.products
+        self.rows += len(rows)
+        self.magnitudes += rows.abs().sum(0)
+        self.peaks = torch.maximum(self.peaks, rows.abs().amax(0))
         if self.wanted == "products":
-            self.products.addmm_(own.t(), own)
+            self.products.addmm_(rows.t(), rows)
         else:
-            self.sample.append(own[:: max(1, len(own) // OF_BATCH)].clone())
+            self.sample.append(rows[:: max(1, len(rows) // BATCH_SAMPLE)].clone())
         if not bool(self.magnitudes.isfinite().all() & self.products.isfinite().all()):
             raise PlanError(
                 f"{self.name} reads activations that are infinite or NaN on the calibration text: such a model cannot "
@@ -55,8 +55,8 @@ class InputStatistics:
             )
 
     @property
-    def some_rows(self) -> Tensor:
-        """At most SAMPLE (R, K), spread over the batches."""
+    def sampled_rows(self) -> Tensor:
+        """At most SAMPLE rows (R, K), spread over the batches."""
         every = torch.cat(self.sample)
         return every[:: -(-len(every) // SAMPLE)]
 
@@ -72,29 +72,31 @@ class InputStatistics:
 
 
 Gather = Callable[[str, Callable[[Tensor, Counts | None], None]], None]
-"""(name of a matrix, what hears its inputs of every batch)."""
+"""(name of a matrix, callback for its inputs of every batch) -> None."""
 
 
 class Inputs:
-    """Of a matrix, or of each of a stack: gathered when they are asked for, as many of a stack at once as
-    PRODUCTS_BYTES hold."""
+    """Input statistics of a matrix, or of each matrix of a stack, gathered on demand.
+
+    A pass over the text gathers as many matrices of a stack as PRODUCTS_BYTES hold.
+    """
 
     def __init__(self, name: str, wanted: Wanted, number: int, columns: int, gather: Gather) -> None:
         self.name, self.wanted, self.number, self.gather = name, wanted, number, gather
         self.at_once = max(1, PRODUCTS_BYTES // (4 * columns**2)) if wanted == "products" else number
-        self.found: dict[int, InputStatistics] = {}
+        self._gathered: dict[int, InputStatistics] = {}
 
-    def of(self, number: int = 0) -> InputStatistics:
-        """One matrix's. `rows` is 0 where an expert was given none."""
-        if number not in self.found:
-            some = range(number, min(number + self.at_once, self.number))
-            self.found = {one: InputStatistics(self.name, self.wanted) for one in some}
-            self.gather(self.name, self._hear)
-        return self.found[number]
+    def statistics(self, number: int = 0) -> InputStatistics:
+        """Return the statistics of one matrix. `rows` is 0 for an expert that received no tokens."""
+        if number not in self._gathered:
+            window = range(number, min(number + self.at_once, self.number))
+            self._gathered = {index: InputStatistics(self.name, self.wanted) for index in window}
+            self.gather(self.name, self._add)
+        return self._gathered[number]
 
-    def _hear(self, x: Tensor, counts: Counts | None) -> None:
+    def _add(self, x: Tensor, counts: Counts | None) -> None:
         flat = x.detach().reshape(-1, x.shape[-1])
         sizes = [len(flat)] if counts is None else counts if isinstance(counts, list) else counts.tolist()
         for number, rows in enumerate(flat.split(sizes)):
-            if number in self.found and len(rows):
-                self.found[number].add(rows)
+            if number in self._gathered and len(rows):
+                self._gathered[number].add(rows)

@@ -1,4 +1,4 @@
-"""What matrices read: activations of a model on text, gathered as it runs."""
+"""Observation of the inputs of matrices while a model runs on text, and the outlier columns among them."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,14 +17,14 @@ from meshwright.model.moe import Experts
 from meshwright.training.batches import Batch
 
 InputCallback = Callable[[str, Tensor, Counts | None], None]
-"""(name of a matrix, what it reads (..., in), of a stack of experts: rows of each)."""
+"""(name of a matrix, its inputs (..., in), rows per expert of a stack) -> None."""
 MOST = 1 / 8
-"""Share of columns that outliers may be; beyond it those with the largest activations are taken."""
+"""Largest share of outlier columns. Beyond it, those with the largest activations are taken."""
 
 
 @contextmanager
 def reading(model: Transformer, names: Iterable[str], seen: InputCallback) -> Iterator[None]:
-    """Inside, `seen` hears what the matrices of these names read, experts' too."""
+    """Call `seen` with the inputs of the named matrices, including experts, inside `with`."""
     wanted = set(names)
     hooks: list[Any] = []
     kernels: dict[str, Kernels] = {}
@@ -33,7 +33,7 @@ def reading(model: Transformer, names: Iterable[str], seen: InputCallback) -> It
             where = name.rpartition(".")[0]
             module = model.get_submodule(where)
             if isinstance(module, Linear):
-                hooks.append(module.register_forward_pre_hook(_heard(name, seen)))
+                hooks.append(module.register_forward_pre_hook(_hook(name, seen)))
             elif isinstance(module, Experts):
                 kernels.setdefault(where, module.kernels)
                 watched = partial(_expert_linear, module, where, wanted, seen, kernels[where].expert_linear)
@@ -46,34 +46,34 @@ def reading(model: Transformer, names: Iterable[str], seen: InputCallback) -> It
             setattr(model.get_submodule(where), "kernels", before)  # noqa: B010  (a module's attributes have no types)
 
 
-def _heard(name: str, seen: InputCallback) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    def hear(module: nn.Module, given: tuple[Any, ...]) -> None:
-        seen(name, given[0], None)
+def _hook(name: str, seen: InputCallback) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        seen(name, arguments[0], None)
 
-    return hear
+    return hook
 
 
 def _expert_linear(
     experts: Experts, where: str, wanted: Container[str], seen: InputCallback, product: Any, rows: Tensor,
     weights: Tensor, counts: Any,
 ) -> Tensor:  # fmt: skip
-    """As kernels.expert_linear, of one of the stacks."""
+    """Compute kernels.expert_linear of one stack and report its inputs."""
     leaf = next(leaf for leaf in ("gate", "up", "down") if getattr(experts, leaf, None) is weights)
     if f"{where}.{leaf}" in wanted:
         seen(f"{where}.{leaf}", rows, counts)
-    found: Tensor = product(rows, weights, counts)
-    return found
+    outputs: Tensor = product(rows, weights, counts)
+    return outputs
 
 
 @torch.no_grad()
 def column_peaks(model: Transformer, batches: Iterable[Batch], names: Iterable[str]) -> dict[str, Tensor]:
-    """The largest magnitude (in,) fp32 that each input of a matrix had."""
+    """Return the largest magnitude (in,) fp32 of each input column, by matrix."""
     peaks: dict[str, Tensor] = {}
 
     def seen(name: str, x: Tensor, _: Counts | None) -> None:
         if x.numel():
-            own = x.detach().flatten(0, -2).abs().amax(0).float()
-            peaks[name] = torch.maximum(peaks[name], own) if name in peaks else own
+            peak = x.detach().flatten(0, -2).abs().amax(0).float()
+            peaks[name] = torch.maximum(peaks[name], peak) if name in peaks else peak
 
     with reading(model, names, seen):
         for batch in batches:
@@ -82,15 +82,17 @@ def column_peaks(model: Transformer, batches: Iterable[Batch], names: Iterable[s
 
 
 def run(model: Transformer, batch: Batch) -> Tensor:
-    """Last hidden states (B, S, D) of a batch."""
+    """Return the last hidden states (B, S, D) of a batch."""
     hidden, _ = model.hidden(batch.tokens, positions=batch.positions, documents=batch.documents)
     return hidden
 
 
 def outlier_columns(peaks: Mapping[str, Tensor], threshold: float) -> dict[str, Tensor]:
-    """Inputs (O,) int32 whose peak is more than `threshold` times that of the median input, of each matrix that has
-    any. The measure is relative: a model may have any scale."""
-    found = {}
+    """Return the input columns (O,) int32 whose peak exceeds `threshold` times the median peak, by matrix.
+
+    Matrices without outliers are left out. The measure is relative, so the scale of the model does not matter.
+    """
+    outliers = {}
     for name, peak in peaks.items():
         usual = peak.median()
         usual = peak.mean() if usual == 0 else usual
@@ -99,5 +101,5 @@ def outlier_columns(peaks: Mapping[str, Tensor], threshold: float) -> dict[str, 
         if len(columns) > most:
             columns = peak.topk(most).indices.sort().values
         if len(columns):
-            found[name] = columns.to(torch.int32)
-    return found
+            outliers[name] = columns.to(torch.int32)
+    return outliers

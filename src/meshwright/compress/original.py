@@ -1,4 +1,4 @@
-"""The model that is made smaller: a run folder, one of its checkpoints, a Hugging Face directory, or a GGUF file."""
+"""The model to be compressed: a run folder, one of its checkpoints, a Hugging Face directory, or a GGUF file."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from meshwright.store.run_folder import no_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalModel:
-    """What is read of it beside weights, which come a matrix at a time."""
+    """A model to be compressed, with lazily read weights."""
 
     shape: ModelShape
     dtype: torch.dtype
-    """Of its weights, as they are stored."""
+    """Dtype of the stored weights."""
     weights: Callable[[torch.dtype], Iterator[tuple[str, Tensor]]]
-    """Parameters by our names, layer after layer, in a dtype."""
+    """dtype -> parameters in that dtype by Meshwright's names, layer after layer."""
     tokenizer: Tokenizer | None
     chat_template: str | None
     generation: Mapping[str, object] | None
@@ -37,19 +37,22 @@ class OriginalModel:
 
 
 def open_original(path: Path, which: str) -> OriginalModel:
-    """RunError where there is no model; CheckpointError or HubError where it is damaged; PlanError for an adapter."""
+    """Open a model of any kind.
+
+    Raises RunError when there is none, CheckpointError or HubError when it is damaged, PlanError for an adapter.
+    """
     if (path / "plan.yaml").is_file() or checkpoint_folder.is_one(path):
-        return _of_run(path, which)
+        return _open_run(path, which)
     if (path / "config.json").is_file():
-        return _of_directory(path)
+        return _open_directory(path)
     if is_gguf_path(path):
-        return _of_gguf(path)
+        return _open_gguf(path)
     if is_adapter(path):
         raise PlanError(f"{path} is an adapter: quantize the run that trained it, or its merged model")
     raise no_model(path)
 
 
-def _of_run(path: Path, which: str) -> OriginalModel:
+def _open_run(path: Path, which: str) -> OriginalModel:
     from meshwright.training.precision import DTYPES
 
     run, checkpoint = locate(path, which)
@@ -65,15 +68,15 @@ def _of_run(path: Path, which: str) -> OriginalModel:
     )
 
 
-def _of_gguf(path: Path) -> OriginalModel:
-    found = open_gguf(path)
+def _open_gguf(path: Path) -> OriginalModel:
+    model = open_gguf(path)
     return OriginalModel(
-        shape=found.shape, dtype=found.dtype, weights=found.weights, tokenizer=gguf_tokenizer(found),
-        chat_template=found.chat_template, generation=gguf_generation(found), dropout=0.0,
+        shape=model.shape, dtype=model.dtype, weights=model.weights, tokenizer=gguf_tokenizer(model),
+        chat_template=model.chat_template, generation=gguf_generation(model), dropout=0.0,
     )  # fmt: skip
 
 
-def _of_directory(path: Path) -> OriginalModel:
+def _open_directory(path: Path) -> OriginalModel:
     folder = open_numbers(path)
 
     def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

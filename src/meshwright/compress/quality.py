@@ -1,4 +1,4 @@
-"""A model before and after, on held-out text: how far its predictions moved, and which matrix is to blame."""
+"""Comparison of a model before and after compression: shift of its predictions, and output error of each matrix."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,33 +15,33 @@ from meshwright.model.linear import Linear
 from meshwright.training.batches import Batch
 
 LOGITS = 2**24
-"""Logits that are alive at once, of each model."""
-SHARES = (0.0, *(place / 20 for place in range(1, 20)), 0.98, 0.99, 0.995, 0.999, 1.0)
-"""Of tokens, in order of their divergence."""
+"""Logits of each model in memory at once."""
+SHARES = (0.0, *(step / 20 for step in range(1, 20)), 0.98, 0.99, 0.995, 0.999, 1.0)
+"""Quantiles of the divergence that are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """Of one model's predictions against another's."""
+    """Predictions of one model compared with another's."""
 
     tokens: int
     kl: float
-    """Mean over tokens of KL(before || after), in nats."""
+    """Mean KL(before || after) over tokens, in nats."""
     kl_error: float
-    """Its standard error over tokens."""
+    """Standard error of `kl` over tokens."""
     kl_p99: float
-    """Of 99 % of tokens it is no larger."""
+    """99th percentile of the KL over tokens."""
     top1: float
-    """Share of tokens for which both find the same one likeliest."""
+    """Share of tokens whose most likely prediction is equal in both models."""
     perplexity_before: float
     perplexity_after: float
     kl_quantiles: tuple[tuple[float, float], ...] = ()
-    """Shares of tokens, and the KL that theirs is no larger than."""
+    """(share of tokens, largest KL among them), by rising share."""
 
 
 @torch.no_grad()
 def compare(before: Transformer, after: Transformer, batches: Iterable[Batch]) -> Quality:
-    """Over all valid targets of the batches, of which there is one at least."""
+    """Compare two models over all valid targets of the batches, at least one."""
     rows = [torch.cat(parts) for parts in zip(*_rows(before, after, batches), strict=True)]
     divergence, agreed, first, second = (row.double() for row in rows)
     count = len(divergence)
@@ -60,7 +60,7 @@ def compare(before: Transformer, after: Transformer, batches: Iterable[Batch]) -
 
 
 def _quantile(ordered: Tensor, share: float) -> float:
-    """Of so large a share of the numbers none is larger."""
+    """Return the smallest entry that is at least as large as this share of all entries."""
     return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
 
 
@@ -78,22 +78,24 @@ def _rows(
 def token_rows(
     before: Transformer, after: Transformer, first: Tensor, second: Tensor, targets: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """KL, agreement, and nats before and after, of some tokens each (N,), fp32 on the host: of the last hidden states
-    (B, S, D) of both models, where targets (B, S) are valid."""
+    """Yield KL, agreement, and loss before and after, for slices of tokens (N,) each, fp32 on the host.
+
+    Inputs are the last hidden states (B, S, D) of both models. Only valid targets (B, S) count.
+    """
     size, wanted = max(1, LOGITS // before.shape.vocab), targets.flatten()
     states = first.flatten(0, 1), second.flatten(0, 1)
-    for some in (wanted >= 0).nonzero().squeeze(1).split(size):
+    for indices in (wanted >= 0).nonzero().squeeze(1).split(size):
         pair = zip((before, after), states, strict=True)
-        p, q = (_log_probabilities(model, own[some]) for model, own in pair)
+        p, q = (_log_probabilities(model, hidden[indices]) for model, hidden in pair)
         divergence = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
-        target = wanted[some].unsqueeze(1)
-        found = (
+        target = wanted[indices].unsqueeze(1)
+        columns = (
             divergence,
             (p.argmax(-1) == q.argmax(-1)).float(),
             -p.gather(1, target)[:, 0],
             -q.gather(1, target)[:, 0],
         )
-        yield tuple(one.cpu() for one in found)  # type: ignore[misc]  # four of them
+        yield tuple(column.cpu() for column in columns)  # type: ignore[misc]  # four of them
 
 
 def _log_probabilities(model: Transformer, hidden: Tensor) -> Tensor:
@@ -105,24 +107,23 @@ def _log_probabilities(model: Transformer, hidden: Tensor) -> Tensor:
 def output_errors(
     before: Transformer, after: Transformer, names: Iterable[str], batches: Iterable[Batch]
 ) -> Mapping[str, float]:
-    """|y - y'|^2 / |y|^2 of each quantized layer by itself, on what it reads in the model before; of experts there is
-    none here."""
+    """Return |y - y'|^2 / |y|^2 of each quantized layer but experts, on its inputs in the model before."""
     sums: dict[str, Tensor] = {}
     layers = [name for name in names if name.endswith(".weight")]
 
     def seen(name: str, x: Tensor, _: Counts | None) -> None:
         where = name.removesuffix(".weight")
-        one, other = (model.get_submodule(where) for model in (before, after))
-        assert isinstance(one, Linear) and isinstance(other, Linear)
-        y = one.kernels.linear(x, one.weight).float()
-        codes = other.quantized
+        original, compressed = (model.get_submodule(where) for model in (before, after))
+        assert isinstance(original, Linear) and isinstance(compressed, Linear)
+        y = original.kernels.linear(x, original.weight).float()
+        codes = compressed.quantized
         quantized = (
-            other.kernels.linear(x, other.weight)  # a file that is read as restored weights
+            compressed.kernels.linear(x, compressed.weight)  # a file that is read as restored weights
             if codes is None
-            else other.kernels.quantized_linears(x, [codes.matrix], [None])[0]
+            else compressed.kernels.quantized_linears(x, [codes.matrix], [None])[0]
         ).float()
-        found = torch.stack(((y - quantized).square().sum(), y.square().sum())).double()
-        sums[name] = sums[name] + found if name in sums else found
+        error = torch.stack(((y - quantized).square().sum(), y.square().sum())).double()
+        sums[name] = sums[name] + error if name in sums else error
 
     with reading(before, layers, seen):
         for batch in batches:

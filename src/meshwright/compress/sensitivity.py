@@ -1,8 +1,8 @@
-"""How far a model's predictions move when some of its matrices are rounded, measured on text.
+"""Sensitivity: shift of a model's predictions when a group of its matrices is rounded, measured on text.
 
-Each group of matrices that read the same is rounded by itself, to the fewest bits and to nearest: the divergence of the
-model with that group is its sensitivity. With other bits the divergence is taken to follow the square of the weights'
-error: it is second order in small changes.
+Each group of matrices that share inputs is rounded alone, to nearest and to the fewest bits. The divergence of the
+model is the group's sensitivity. For other bit widths the divergence is scaled by the squared error of the weights,
+since it is second order in small changes.
 """
 
 from collections.abc import Sequence
@@ -26,28 +26,28 @@ from meshwright.training.batches import Batch
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGroup:
-    """Matrices that read the same inputs."""
+    """Matrices that share inputs, and the cost of each way to store them."""
 
     names: tuple[str, ...]
     choices: tuple[BitChoice, ...]
-    """What each scheme of a ladder costs."""
+    """Bytes and divergence for each scheme of the ladder."""
 
 
 @torch.no_grad()
 def measured_groups(
     model: Transformer, names: Sequence[str], ladder: Sequence[Scheme], batches: Sequence[Batch]
 ) -> list[MeasuredGroup]:
-    """All groups of these matrices, measured on the batches. PlanError for weights that are not finite."""
+    """Measure all groups of these matrices on the batches. Raises PlanError for weights that are not finite."""
     sizes, before = quantizable(model.shape), [run(model, batch) for batch in batches]
-    beside = _beside(model)
-    found = []
+    twin = _twin(model)
+    groups = []
     for group in input_groups(names):
-        errors = [sum(_put(model, beside, name, scheme) for name in group) for scheme in reversed(ladder)]
-        errors.reverse()  # the last one put is that of the fewest bits
-        lost = _divergence(model, beside, before, batches)
+        errors = [sum(_round(model, twin, name, scheme) for name in group) for scheme in reversed(ladder)]
+        errors.reverse()  # the ladder ran backwards, so the matrices now have the fewest bits
+        lost = _divergence(model, twin, before, batches)
         for name in group:
-            _assign(beside, name, model.get_parameter(name))
-        found.append(
+            _assign(twin, name, model.get_parameter(name))
+        groups.append(
             MeasuredGroup(
                 group,
                 tuple(
@@ -56,23 +56,23 @@ def measured_groups(
                 ),
             )
         )
-    return found
+    return groups
 
 
-def _beside(model: Transformer) -> Transformer:
-    """Another model with the same tensors."""
-    found = skeleton(model.shape).eval()
-    found.load_state_dict(model.state_dict(), assign=True)
+def _twin(model: Transformer) -> Transformer:
+    """Return a second model that shares the tensors."""
+    twin = skeleton(model.shape).eval()
+    twin.load_state_dict(model.state_dict(), assign=True)
     if model.shape.positions == "rope":
-        found.inverse = model.inverse
-    return found.requires_grad_(False)
+        twin.inverse = model.inverse
+    return twin.requires_grad_(False)
 
 
-def _put(model: Transformer, beside: Transformer, name: str, scheme: Scheme) -> float:
-    """Give a matrix rounded by a scheme to the model beside; the squared error of its weights."""
+def _round(model: Transformer, twin: Transformer, name: str, scheme: Scheme) -> float:
+    """Assign a matrix rounded by a scheme to the twin, and return the squared error of its weights."""
     weight = model.get_parameter(name)
     rounded = quantize_matrix(name, weight, scheme).dequantized()
-    _assign(beside, name, rounded.to(weight.dtype))
+    _assign(twin, name, rounded.to(weight.dtype))
     return float((rounded - weight.float()).square().sum())
 
 
@@ -82,13 +82,13 @@ def _assign(model: Transformer, name: str, weight: Tensor) -> None:
 
 
 def _divergence(
-    model: Transformer, beside: Transformer, before: Sequence[Tensor], batches: Sequence[Batch]
+    model: Transformer, twin: Transformer, before: Sequence[Tensor], batches: Sequence[Batch]
 ) -> float:  # fmt: skip
-    """Mean KL(model || beside) over the targets of the batches; never below 0."""
+    """Return the mean KL(model || twin) over the targets of the batches, at least 0."""
     rows = [
         divergence
         for states, batch in zip(before, batches, strict=True)
-        for divergence, *_ in token_rows(model, beside, states, run(beside, batch), batch.targets)
+        for divergence, *_ in token_rows(model, twin, states, run(twin, batch), batch.targets)
     ]
     return max(0.0, float(torch.cat(rows).double().mean()))
 

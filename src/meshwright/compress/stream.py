@@ -1,4 +1,4 @@
-"""From a model's weights to a folder with codes, a matrix at a time: never more than one is in memory."""
+"""Quantization of a model into a folder of codes, with one matrix in memory at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,39 +21,39 @@ MAX_SHARD_BYTES = 5 * GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedLayer:
-    """What became of one matrix."""
+    """Report of one quantized matrix."""
 
     name: str
     scheme: str
     bytes: int
     weight_error: float
-    """|W - W'| / |W|."""
+    """Relative error of the weights, |W - W'| / |W|."""
     outliers: float
-    """Share of its inputs that stay in 16 bit."""
+    """Share of input columns that stay in 16 bit."""
     uncalibrated: int = 0
-    """Experts that the calibration text hardly reached: they are rounded to nearest."""
+    """Number of experts with too few calibration rows, which were rounded to nearest."""
     output_error: float | None = None
-    """|y - y'|^2 / |y|^2 on the calibration text, of a matrix whose inputs were scaled."""
+    """Output error |y - y'|^2 / |y|^2 on the calibration text. None unless its inputs were scaled."""
 
 
 def layer_of(
     name: str, matrix: QuantizedMatrix, weight_error: float, *, uncalibrated: int = 0, output_error: float | None = None
 ) -> QuantizedLayer:  # fmt: skip
-    """What is said of a matrix."""
-    kept = 0 if matrix.columns is None else len(matrix.columns)
+    """Build the report of a matrix."""
+    outlier_columns = 0 if matrix.columns is None else len(matrix.columns)
     return QuantizedLayer(
         name=name,
         scheme=matrix.scheme.name,
-        bytes=sum(one.numel() * one.element_size() for one in matrix.tensors.values()),
+        bytes=sum(part.numel() * part.element_size() for part in matrix.tensors.values()),
         weight_error=weight_error,
-        outliers=kept / matrix.size_in,
+        outliers=outlier_columns / matrix.size_in,
         uncalibrated=uncalibrated,
         output_error=output_error,
     )
 
 
 def predicted_bytes(form: QuantizedFormat, model: QuantizedModel) -> int:
-    """Of all files of weights, headers included, before one is written. PlanError where the format cannot hold it."""
+    """Predict the size of all weight files with headers. Raises PlanError when the format cannot hold the model."""
     why = form.refusal(model)
     if why:
         raise PlanError(why)
@@ -69,9 +69,21 @@ def write_quantized(
     seen: Callable[[QuantizedLayer], None],
     calibrated: Weights | None = None,
 ) -> int:
-    """Write the folder, which appears whole or not at all; the bytes of its files of weights. `columns`: of which
-    matrices stay as they are; `seen` hears of each matrix. `calibrated`: all parameters, where they were quantized
-    before. HubError where `out` is taken, PlanError for weights that are not finite."""
+    """Write the folder and return the size of its weight files. It appears complete or not at all.
+
+    Args:
+        out: Folder to create.
+        original: Source of the weights.
+        model: Schemes and dtype of the parameters.
+        form: File format.
+        columns: Outlier columns of each matrix, stored unquantized.
+        seen: Called with the report of each matrix.
+        calibrated: All parameters, if they were quantized beforehand.
+
+    Raises:
+        HubError: `out` exists.
+        PlanError: Weights are not finite.
+    """
     weights = _quantized(original, model, columns, seen) if calibrated is None else calibrated
     with fresh_folder(out) as partial:
         with ShardWriter(partial, form.planned(model), MAX_SHARD_BYTES) as writer:
@@ -100,7 +112,7 @@ def _quantized(
 
 
 def model_bytes(model: QuantizedModel) -> int:
-    """Of the same parameters without codes."""
+    """Return the size of the parameters without codes."""
     from meshwright.model.hub.weight_names import tensor_sizes
 
     return sum(torch.Size(size).numel() for size in tensor_sizes(model.shape).values()) * model.dtype.itemsize
