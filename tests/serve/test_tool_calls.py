@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any
 
 import pytest
+from pydantic_core import from_json
 
 from meshwright.data.chat_template import DEFAULT, ChatTemplate
 from meshwright.serve.request_options import RequestOptions
@@ -44,6 +45,30 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {}, date(2026, 1, 1))
+
+
+WRITTEN = {
+    "hermes": '<tool_call>{"name": "f", "arguments": ARGUMENTS}</tool_call>',
+    "llama-json": '{"name": "f", "parameters": ARGUMENTS}',
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": ARGUMENTS}]',
+    "mistral-names": "[TOOL_CALLS]f[ARGS]ARGUMENTS",
+    "deepseek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>ARGUMENTS"  # noqa: RUF001
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",  # noqa: RUF001
+}
+"""A call in the words of each family."""
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_arguments_are_json_that_can_be_sent(family: str) -> None:
+    """By a strict reader, pydantic's; what Python alone takes for JSON is content. A server that sends half a surrogate
+    pair fails."""
+    for kept in ('{"x": "\\ud83d\\ude00"}', '{"x": 1e5, "y": "\\u0000"}', '{"\u2028": "\U0001f600"}'):
+        [call] = read_answer(BY_NAME[family], WRITTEN[family].replace("ARGUMENTS", kept)).calls
+        assert from_json(call.arguments.encode(), allow_inf_nan=False) == from_json(kept)
+    for refused in ("NaN", "-Infinity", "1e999", '"\\ud83d"', '{"\\udc00": 1}', "[[-1e999]]"):
+        text = WRITTEN[family].replace("ARGUMENTS", f'{{"x": {refused}}}')
+        found = read_answer(BY_NAME[family], text)
+        assert not found.calls and found.content.strip() == text
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

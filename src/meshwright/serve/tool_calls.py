@@ -114,7 +114,12 @@ def _call(value: Any, name: str | None = None) -> ToolCall | None:
                 return None
     if not isinstance(name, str) or not name or not isinstance(value, dict):
         return None
-    return ToolCall(name, json.dumps(value, ensure_ascii=False))
+    try:  # Python reads what is no JSON: NaN, numbers without end, half a surrogate pair; no client could
+        arguments = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        (name + arguments).encode()
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(name, arguments)
 
 
 def json_call(text: str, name: str | None = None) -> ToolCall | None:
