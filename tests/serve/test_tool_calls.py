@@ -3,12 +3,14 @@
 import json
 import random
 from datetime import date
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from pydantic_core import from_json
 
 from meshwright.data.chat_template import DEFAULT, ChatTemplate
+from meshwright.serve.answer_text import opened_thought
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.tool_calls import FAMILIES, ToolFamily, family_of, read_answer
 from meshwright.serve.tool_choice import forced_call
@@ -204,6 +206,45 @@ def test_a_call_is_found_whatever_is_said_before(text: str, content: str, calls:
     assert (found.content, [one.name for one in found.calls]) == (content, calls)
     assert all(json.loads(one.arguments) == {} for one in found.calls)
     grown(family, text)
+
+
+def by_vllm(text: str, opened: bool) -> tuple[str, str]:
+    """(thought, what follows), by the rule of vLLM's reasoning parsers (deepseek_r1, qwen3): up to the first end of a
+    thought all is thought where the prompt or the answer opens one, and all of it where the end is missing."""
+    if not opened and not text.startswith("<think>"):
+        return "", text
+    thought, end, said = text.partition("</think>")
+    return thought + end, said
+
+
+@pytest.mark.parametrize("opened", ["", "<think>"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"<think>I could say {CALL}</think>Sunny.",
+        f"<think>I could say {CALL}</think>{CALL}",
+        f"<think>I could say {CALL}",
+        f"I could say {CALL}</think>\n\n{CALL}",
+        f"I could say {CALL}</think>Sunny.",
+        f"I could say {CALL}",
+        f"<think></think>{CALL}{CALL}",
+    ],
+)
+def test_a_call_inside_of_a_thought_is_no_call(text: str, opened: str) -> None:
+    thought, said = by_vllm(text, bool(opened))
+    family = BY_NAME["hermes"]
+    whole = read_answer(family, text, opened=opened)
+    assert len(whole.calls) == said.count(CALL)
+    assert whole.content == thought + read_answer(family, said).content
+    seen = [read_answer(family, text[:size], ended=False, opened=opened) for size in range(len(text) + 1)]
+    for before, after in pairwise([*seen, whole]):
+        assert after.content.startswith(before.content) and after.calls[: len(before.calls)] == before.calls
+
+
+def test_a_prompt_says_whether_it_opens_a_thought() -> None:
+    """The ends of prompts of DeepSeek-R1, of Qwen3 that is told not to think, of Magistral and of any other."""
+    assert opened_thought("<|Assistant|><think>\n") == "<think>" and opened_thought("[/INST][THINK]") == "[THINK]"
+    assert opened_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n") == opened_thought("What is <think>?") == ""
 
 
 def test_json_without_arguments_is_no_bare_call() -> None:

@@ -1,5 +1,6 @@
 """Options of `meshwright serve` for its engine: what each does, seen through the command line and HTTP."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,9 @@ def serve(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
             found.engine = server.engine
 
         monkeypatch.setattr(serving, "run", once)
-        assert main(["serve", str(run), "--port", "0", "--exact", *map(str, words)]) == 0
-        *_, found.configuration = capsys.readouterr().out.splitlines()  # below the address, where progress ends
-        assert found.configuration.startswith("configuration: ")
+        assert main(["serve", str(run), "--port", "0", "--exact", "--verbose", *map(str, words)]) == 0
+        said = capsys.readouterr().out
+        found.configuration = " ".join(said[said.index("  settings ") :].split())  # below the address
         return found
 
     return served
@@ -160,3 +161,21 @@ def test_a_draft_with_another_vocabulary(run: Path, capsys: pytest.CaptureFixtur
     export_folder(tmp_path / "other", model_tensors=other.state_dict().items(), **given)
     said = refused(capsys, "serve", run, "--port", "0", "--draft", tmp_path / "other")
     assert "take a draft model with the same tokenizer" in said
+
+
+def test_what_a_user_may_change_is_printed_with_its_option(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(serving, "run", asked_once)
+    assert main(["serve", str(run), "--port", "0", "--most-sequences", "5", "--guess-tokens", "6"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    below = lines[next(place for place, line in enumerate(lines) if "answers at" in line) + 1 :]
+    assert [line[2:12].strip() for line in below if line[2] != " "] == [
+        "model", "context", "cache", "at once", "access", "guesses", "more",
+    ]  # fmt: skip
+    said = " ".join(" ".join(below).split())
+    assert max(map(len, below)) <= 100 and "5 answers (--most-sequences)" in said and "6 tokens by look-up" in said
+    main(["serve", "--help"])
+    known = capsys.readouterr().out
+    assert all(option in known for option in re.findall(r"--[a-z-]+", said))

@@ -78,3 +78,28 @@ def test_bytes_of_chats_are_known() -> None:
 @pytest.mark.parametrize("ids", [[262, 259, 270], [3 + 0xE6, 3 + 0x97, 3 + 0xA5]])
 def test_spelled_behind_others(ids: list[int]) -> None:
     assert b"".join(map(TOKENIZER.token_bytes, ids)).decode() == TOKENIZER.text_behind([1, 260], ids)
+
+
+def test_special_tokens_are_left_out_of_texts_unless_they_are_wanted() -> None:
+    """As vLLM's skip_special_tokens, which is true by default; `tokenizers` says which tokens those are."""
+    said = [{"role": "user", "content": PROMPT}]
+    drawn = {**ASKED, "logit_bias": {"1": 4}}  # <s> is drawn often
+    bodies: dict[str, Any] = {
+        "/v1/completions": {"prompt": PROMPT, "logprobs": 0},
+        "/v1/chat/completions": {"messages": said},
+    }
+    more: tuple[dict[str, Any], ...] = ({}, {"skip_special_tokens": False})
+    asked = [(path, {**drawn, **body, **field}) for path, body in bodies.items() for field in more]
+    answers = asked_once(HttpServer(NAME, model, ServerOptions(port=0), EXACT), *asked)
+    for (_, body), answer in zip(asked, answers, strict=True):
+        [choice] = answer["choices"]
+        skipped = body.get("skip_special_tokens", True)
+        assert choice["token_ids"].count(1) > 3
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        special = [token for token in range(3) if not TOKENIZER._library.decode([token], skip_special_tokens=True)]
+        spelled = [token for token in choice["token_ids"] if not (skipped and token in special)]
+        assert text == TOKENIZER.text_behind(choice["prompt_token_ids"], spelled)
+        assert ("<s>" in text) is not skipped and 1 in special
+        if "text" in choice:
+            offsets = choice["logprobs"]["text_offset"]
+            assert offsets == sorted(offsets) and offsets[-1] <= len(text)

@@ -1,30 +1,36 @@
 """Text of an answer while it grows: up to a stop string, holding back what may begin one."""
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Final, final
 
 from meshwright.data.text_stream import TextStream
 from meshwright.data.tokenizer import Tokenizer
+
+THOUGHTS: Final = {"<think>": "</think>", "[THINK]": "[/THINK]"}
+"""Marks around a thought: of Qwen, DeepSeek and others; of Mistral."""
 
 
 @final
 class AnswerText:
     """Turns tokens into text that is certain: whole characters, and nothing that a stop string may begin with."""
 
-    __slots__ = ("_held", "_stops", "_stream", "stopped")
+    __slots__ = ("_held", "_hidden", "_stops", "_stream", "stopped")
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], prompt_ids: Sequence[int], stops: Sequence[str],
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | None = None, hidden: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """`decode`: token ids -> text; `tokenizer`: whose `decode` it is, which makes it fast."""
+        """`decode`: token ids -> text; `tokenizer`: whose `decode` it is, which makes it fast; `hidden`: tokens to
+        leave out."""
         self._stream, self._stops = TextStream(decode, prompt_ids, tokenizer and tokenizer.texts), stops
-        self._held = ""
+        self._held, self._hidden = "", hidden
         self.stopped = False
         """Whether a stop string came: no more text follows."""
 
     def push(self, token: int) -> str:
         """Text that became certain with a token."""
+        if token in self._hidden:
+            return ""
         piece = self._stream.push(token)
         return self._read(piece) if self._stops else piece
 
@@ -46,6 +52,23 @@ class AnswerText:
         sure = len(held) - kept
         self._held = held[sure:]
         return held[:sure]
+
+
+def opened_thought(prompt: str) -> str:
+    """The mark of a thought that a prompt leaves open, as templates of DeepSeek-R1 and QwQ do; empty where it does
+    not."""
+    return next((opener for opener in THOUGHTS if prompt.rstrip().endswith(opener)), "")
+
+
+def behind_thought(text: str, opened: str = "") -> int:
+    """Where an answer goes on behind the thought that it begins with; its length where the thought has no end.
+    `opened`: as `opened_thought` says of the prompt."""
+    start = text.lstrip()
+    opener = opened or next((mark for mark in THOUGHTS if start.startswith(mark)), "")
+    if not opener:
+        return 0
+    end = text.find(THOUGHTS[opener])
+    return len(text) if end < 0 else end + len(THOUGHTS[opener])
 
 
 def begun(text: str, stop: str) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from meshwright.data.chat_template import ChatTemplate
-from meshwright.serve.answer_text import begun
+from meshwright.serve.answer_text import begun, behind_thought
 from meshwright.spec.errors import ArgumentError
 
 _DECODER: Final = json.JSONDecoder()
@@ -282,9 +282,19 @@ def family_of(template: ChatTemplate) -> ToolFamily:
     )
 
 
-def read_answer(family: ToolFamily, text: str, *, ended: bool = True) -> ToolReading:
-    """Content and calls of an answer, or while it grows (`ended` False) what of them is certain. A call that is cut off
-    or written wrongly is content."""
+def read_answer(family: ToolFamily, text: str, *, ended: bool = True, opened: str = "") -> ToolReading:
+    """Content and calls of an answer, or while it grows (`ended` False) what of them is certain.
+
+    A call that is cut off or written wrongly is content. So is one inside of a thought, as with vLLM's reasoning
+    parsers: a model that weighs a call has not made it. `opened`: as `opened_thought` says of the prompt.
+    """
+    behind = behind_thought(text, opened)
+    said = _read_said(family, text[behind:], ended=ended)
+    return ToolReading(text[:behind] + said.content, said.calls)
+
+
+def _read_said(family: ToolFamily, text: str, *, ended: bool) -> ToolReading:
+    """The same of a text without a thought."""
     content, calls, after_call, position = "", list[ToolCall](), False, 0
     for begin, behind in _openings(family, text):
         if begin < position:

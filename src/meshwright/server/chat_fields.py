@@ -111,6 +111,11 @@ class ChatFields(AnswerFields):
             raise refused("max_tokens and max_completion_tokens contradict each other: give one", "max_tokens")
 
     @property
+    def with_special(self) -> bool:
+        """Also where the model may call tools: some models write calls in special tokens."""
+        return super().with_special or (bool(self.tools) and self.tool_choice != "none")
+
+    @property
     def likeliest(self) -> int | None:
         """As `logprobs` and `top_logprobs` say together."""
         return (self.top_logprobs or 0) if self.logprobs else None

@@ -34,10 +34,13 @@ class CompletionShape:
     prefix_of_id = "cmpl"
 
     def __init__(
-        self, tokenizer: Tokenizer | None, likeliest: int | None, prompts: Sequence[EchoedPrompt], n: int
-    ) -> None:
-        """`prompts`: what is repeated before the answers of each, `n` to one; none = nothing is."""
+        self, tokenizer: Tokenizer | None, likeliest: int | None, prompts: Sequence[EchoedPrompt], n: int,
+        *, with_special: bool = True,
+    ) -> None:  # fmt: skip
+        """`prompts`: what is repeated before the answers of each, `n` to one; none = nothing is. `with_special`:
+        answers spell special tokens."""
         self._tokenizer, self._likeliest, self._prompts, self._n = tokenizer, likeliest, prompts, n
+        self._hidden = frozenset[int]() if with_special or tokenizer is None else tokenizer.special_ids
         self._places: dict[int, _Places] = {}
 
     @property
@@ -80,7 +83,9 @@ class CompletionShape:
         return prompt.text, logprobs
 
     def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
-        return None if self._likeliest is None else self._listed(part.choice, part.ids, part.logprobs, part.top)
+        if self._likeliest is None:
+            return None
+        return self._listed(part.choice, part.ids, part.logprobs, part.top, self._hidden)
 
     def _listed(
         self,
@@ -88,10 +93,13 @@ class CompletionShape:
         ids: Sequence[int],
         logprobs: Sequence[float | None],
         top: Sequence[list[tuple[int, float]] | None],
+        hidden: frozenset[int] = frozenset(),
     ) -> dict[str, Any]:
         spelled = [spell(self._tokenizer, token) for token in ids]
         places = self._places.setdefault(choice, _Places(self._tokenizer))
-        offsets = [places.next(token, text) for token, text in zip(ids, spelled, strict=True)]
+        offsets = [
+            places.next(token, text, in_text=token not in hidden) for token, text in zip(ids, spelled, strict=True)
+        ]
         rows = zip(ids, logprobs, top, strict=True) if self._likeliest else ()
         likeliest = [None if some is None else self._by_text([*some, (token, own)]) for token, own, some in rows]
         return {
@@ -114,8 +122,10 @@ class _Places:
         self._stream = TextStream(tokenizer.decode, (), tokenizer.texts) if tokenizer else None
         self._end = 0
 
-    def next(self, token: int, spelled: str) -> int:
-        """The place of a token, which moves on behind it."""
+    def next(self, token: int, spelled: str, *, in_text: bool = True) -> int:
+        """The place of a token, which moves on behind it where the token is in the text."""
+        if not in_text:
+            return self._end
         begin, piece = self._end, spelled if self._stream is None else self._stream.push(token)
         self._end += len(piece)
         return self._end - len(spelled) if piece.endswith(spelled) else begin  # behind bytes that waited for it

@@ -86,6 +86,8 @@ class EngineTask:
     """Whether log-probabilities of new tokens are wanted."""
     keeps_ids: bool = False
     """Whether the ids of new tokens are wanted."""
+    with_special: bool = False
+    """Whether special tokens are spelled in the text."""
     arrived: float = field(default_factory=monotonic)
     listener: TaskListener | None = None
     number: int = -1
@@ -109,7 +111,8 @@ class EngineTask:
         tokenizer = self.tokenizer
         if tokenizer is None:
             return None
-        return AnswerText(tokenizer.decode, self.prompt, self.options.stop, tokenizer)
+        hidden = frozenset[int]() if self.with_special else tokenizer.special_ids
+        return AnswerText(tokenizer.decode, self.prompt, self.options.stop, tokenizer, hidden)
 
     @property
     def tokens(self) -> int:

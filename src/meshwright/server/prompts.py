@@ -50,6 +50,7 @@ def tasks_of(
             scored=scored,
             with_logprobs=with_logprobs,
             keeps_ids=with_logprobs or fields.return_token_ids,
+            with_special=fields.with_special,
         )
         for ids, tokens in zip(prompts, most, strict=True)
     ]

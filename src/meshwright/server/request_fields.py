@@ -70,6 +70,7 @@ class AnswerFields(CheckedFields):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] = Field(default_factory=list)
     stop_token_ids: list[Token] = Field(default_factory=list, max_length=MOST_IDS)
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
@@ -124,6 +125,11 @@ class AnswerFields(CheckedFields):
         _check_best(self)
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options needs stream=true", "stream_options")
+
+    @property
+    def with_special(self) -> bool:
+        """Whether special tokens are spelled in the text of an answer."""
+        return not self.skip_special_tokens
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import asyncio
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from meshwright.data.chat_prompt import template_of
+from meshwright.serve.answer_text import opened_thought
 from meshwright.server.access import Tenant
 from meshwright.server.answer_document import AnswerDocument
 from meshwright.server.answering import Admission, Answering, ClientGone
@@ -36,6 +38,8 @@ from meshwright.spec.errors import printable
 
 CLIENT_GONE = 499
 """In the log, for a request whose client left."""
+THOUGHT_TOKENS = 8
+"""At the end of a prompt: a mark that opens a thought, spelled in letters, and blanks behind it."""
 LONGEST_PATH = 200
 """Characters of a requested path that the log shows."""
 
@@ -164,7 +168,9 @@ async def completions(call: Call) -> Response | None:
     def shape(tasks: list[EngineTask]) -> CompletionShape:
         pairs = zip(given, tasks, strict=True) if fields.echo else ()
         echoed = [EchoedPrompt(one if isinstance(one, str) else decode(one), task) for one, task in pairs]
-        return CompletionShape(card.tokenizer, fields.likeliest, echoed, fields.answers)
+        return CompletionShape(
+            card.tokenizer, fields.likeliest, echoed, fields.answers, with_special=fields.with_special
+        )
 
     return await _answered(call, fields, card, ids, shape)
 
@@ -178,6 +184,8 @@ async def chat_completions(call: Call) -> Response | None:
     forced = use.forced if use else None
     begun, settings = forced.prefix if forced else "", fields.chat_template_kwargs
     ids = await reader.chat(rows, use.tools if use else None, begun, settings)
+    if use is not None and card.tokenizer is not None:
+        use = replace(use, thought=opened_thought(card.tokenizer.decode(ids[-THOUGHT_TOKENS:])))
     shape = ChatShape(card.tokenizer, fields.likeliest, use)
     return await _answered(call, fields, card, [ids], lambda _: shape, forced.json_schema if forced else None)
 

@@ -20,11 +20,13 @@ class ToolUse:
     tools: Sequence[dict[str, Any]]
     forced: ForcedCall | None
     """None = the model may call, or say something."""
+    thought: str = ""
+    """The mark of a thought that the prompt leaves open."""
 
     def read(self, text: str, *, ended: bool) -> ToolReading:
         """What is certain of an answer that grows, or all of it."""
         if self.forced is None:
-            return read_answer(self.family, text, ended=ended)
+            return read_answer(self.family, text, ended=ended, opened=self.thought)
         call = self.forced.read(text) if ended else None
         return ToolReading("" if call or not ended else text, (call,) if call else ())
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from meshwright.cli.inputs import engine_arguments as asked
+from meshwright.cli.terminal.server_settings import in_full, in_short
 from meshwright.cli.verbs.chat import say_of_template
 from meshwright.spec.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
 
@@ -88,6 +89,7 @@ def serve(
     max_request_seconds: Annotated[float, _limit("From a request's arrival to its last token.")] = 600.0,
     stall_seconds: Annotated[float, _limit("A reader that takes nothing for so long is cut off.")] = 30.0,
     drain_seconds: Annotated[float, _limit("From SIGTERM on, for the answers that grow.")] = 30.0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print all settings, not only the common ones.")] = False,
 ) -> None:
     """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""
     from meshwright.server.access import read_keys
@@ -135,20 +137,12 @@ def serve(
 
     def ready(server: "HttpServer") -> None:
         say_of_template(loaded[0])  # not before: what is refused is one line alone
-        found = server.engine
-        if found is not None and found.model.embed.weight.device.type != "cpu":
-            print(f"attention of rows that decode: {found.attention}", flush=True)
-            print(f"CUDA graphs of steps: {found.cuda_graphs}", flush=True)
-            limits = found.options
-            print(f"a step: {limits.most_tokens:,} tokens and {limits.most_sequences} answers at most", flush=True)
-        if sampling:
-            values = " ".join(f"{name}={value}" for name, value in sampling.items())
-            print(f"where a request says nothing, as generation_config.json: {values}", flush=True)
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
-        shown = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
-        print(f"configuration: {' '.join(f'{key}={value}' for key, value in shown.items())}", flush=True)
+        settings = {"tp": tp, "ep": ep, **configuration(server, engine, draft, adapters)}
+        lines = in_full(settings) if verbose else in_short(server, settings, sampling)
+        print(*lines, sep="\n", flush=True)
 
     if tp > 1:
         from meshwright.observe.ranks import start_server
