@@ -11,7 +11,7 @@ from meshwright.api.arguments import HasPlan, checked
 from meshwright.api.documents import check_new_file
 from meshwright.api.plan_reading import plan_of, read_plan, words_of
 from meshwright.api.training_run import Lines, TrainAnswer, run
-from meshwright.planfile.overrides import said
+from meshwright.planfile.overrides import overridden_keys
 from meshwright.planfile.writing import dump
 from meshwright.spec import Data, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
@@ -126,7 +126,7 @@ def _named_teacher(words: Sequence[Any], teacher: str) -> str:
 def _text_of_teacher(words: Sequence[Any], teacher: str) -> list[str]:
     """The data of a teacher that is a run, as a word; nothing where the words name a text, or are a whole plan."""
     folder = Path(teacher).expanduser()
-    if any(plan_of(word) is not None or "=" not in str(word) or said(str(word)) & TEXTS for word in words):
+    if any(plan_of(word) is not None or "=" not in str(word) or overridden_keys(str(word)) & TEXTS for word in words):
         return []
     if not teacher or not (folder / "plan.yaml").is_file():
         return []

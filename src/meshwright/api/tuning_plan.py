@@ -16,7 +16,7 @@ from meshwright.api.tuning_defaults import (
 )
 from meshwright.data.numbered_rows import check_objective
 from meshwright.data.preparation import holds_pairs
-from meshwright.planfile.overrides import said
+from meshwright.planfile.overrides import overridden_keys
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
@@ -26,7 +26,7 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     """(plan, resume), as read_plan, with the defaults of fine-tuning; those that were taken are said in `notes`."""
     given = [str(word) for word in words if plan_of(word) is None]
     whole = len(given) < len(words) or any("=" not in word for word in given)
-    keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in said(word)}
+    keys = {key for word in given if "=" in word and not word.startswith("resume=") for key in overridden_keys(word)}
     alone = (processes or 1) == 1 or any(key.partition(".")[0] == "layout" for key in keys)
     shared = {} if alone else SHARED
     added = {} if whole else {**defaults_of(DEFAULTS, keys), **shared}

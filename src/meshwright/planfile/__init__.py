@@ -1,8 +1,8 @@
-"""The edge: plan files and `key=value` become a Plan, and a Plan becomes a file. Below it nothing sees a dict.
+"""Conversion between plan files, `key=value` overrides and Plan. No other package handles a plan as a dict.
 
-text      YAML or an override -> keys and words, each with the place it stands at
-names     which keys there are, what else they are called elsewhere, which is nearest to a slip
-paths     what a relative path of a file is relative to
+text      YAML or an override -> keys and words, each with its position
+keys      the known keys, their names in other tools, and the nearest key to a typo
+paths     the folder that a relative path of a file refers to
 reading   words -> Plan
 writing   Plan -> file, the commented file of `init`, the JSON Schema
 """

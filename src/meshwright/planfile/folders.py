@@ -1,4 +1,4 @@
-"""What a plan takes of a folder with weights."""
+"""Model settings that a plan takes from a folder with weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,42 +12,53 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderModel:
-    """Of a Hugging Face folder, or of a run."""
+    """Shape and quantization of a Hugging Face folder or a run."""
 
     shape: ModelShape
     codes: str = ""
-    """As what its matrices are held there, a `model.lora.base`; empty = as numbers."""
+    """Quantization of the matrices as a value of `model.lora.base`. Empty = plain numbers."""
     refusal: MeshwrightError | None = None
-    """Why nothing can be trained beside its codes, which no word of `model.lora.base` names."""
+    """Why no adapter can be trained beside codes that `model.lora.base` cannot name. None = one can."""
 
 
 ReadFolder = Callable[[Path], FolderModel]
 
 
 def fields_of(
-    found: FolderModel, fields: Mapping[str, Any], section: str, name: str, *, weights: bool
+    folder: FolderModel, fields: Mapping[str, Any], section: str, name: str, *, weights: bool
 ) -> dict[str, Any]:
-    """Fields of a model whose shape, and with `weights` its numbers, are a folder's; `fields` are put on top of them.
-    Codes are held as they are; a teacher's that have no name are restored to numbers. PlanError where nothing can be
-    trained beside them, or others are asked for."""
-    known = asdict(found.shape)
+    """Return the fields of a model from a folder.
+
+    Codes are used as they are; those of a teacher without a name in `model.lora.base` are restored to numbers.
+
+    Args:
+        folder: The model in the folder.
+        fields: Fields that the plan sets on top.
+        section: `model` or `teacher`.
+        name: The folder as the plan names it.
+        weights: The weights are taken too, not only the shape.
+
+    Raises:
+        PlanError: Nothing can be trained beside the codes, or the plan asks for other ones.
+    """
+    known = asdict(folder.shape)
     if not weights:
         return known
-    if section == "model" and found.refusal is not None:
-        raise found.refusal
-    if not found.codes:
+    if section == "model" and folder.refusal is not None:
+        raise folder.refusal
+    if not folder.codes:
         return known
     if section != "model":
-        return known | {"lora": {"rank": 1, "targets": NONE, "base": found.codes}}
+        return known | {"lora": {"rank": 1, "targets": NONE, "base": folder.codes}}
     lora = fields.get("lora")
     if not isinstance(lora, Mapping):
         raise PlanError(
-            f"model={name} holds codes ({found.codes}), beside which adapters are trained: give model.lora.rank=16, or "
-            "the folder that it was quantized from"
+            f"model={name} holds codes ({folder.codes}), beside which adapters are trained: give model.lora.rank=16, "
+            "or the folder that it was quantized from"
         )
-    if lora.get("base", found.codes) != found.codes:
+    if lora.get("base", folder.codes) != folder.codes:
         raise PlanError(
-            f"model={name} is quantized to {found.codes} already, and model.lora.base={lora['base']} would round it a "
+            f"model={name} is quantized to {folder.codes} already, and model.lora.base={lora['base']} would round it a "
             "second time: leave it out, or give the folder that it was quantized from"
         )
-    return known | {"lora": {"base": found.codes}}
+    return known | {"lora": {"base": folder.codes}}

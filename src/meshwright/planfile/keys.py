@@ -1,4 +1,4 @@
-"""Names of the plan file: which keys there are, what other tools call them, and which is nearest to a slip."""
+"""Names of the keys of a plan file, their names in other tools, and suggestions for unknown keys."""
 
 from dataclasses import is_dataclass
 from functools import cache
@@ -12,15 +12,15 @@ SHORTHAND = {
     "model": "preset", "teacher": "preset", "data": "path", "cluster": "preset", "cluster.device": "preset",
     "model.lora": "rank",
 }  # fmt: skip
-"""A section given as one word: which key of the section the word is the value of."""
+"""Section that may be a single word -> the key that the word sets."""
 STARTS_FROM = ("model", "teacher", "cluster", "cluster.device")
-"""Sections with the extra key `preset`: begin with that one and change what else is given."""
+"""Sections with the extra key `preset`: start from the preset and apply the other keys to it."""
 INSTEAD = {"data.path": "mixture", "data.mixture": "path"}
-"""Keys that stand in place of another key of their section: a change of one takes the other away."""
+"""Key -> the alternative key that it replaces. Setting one removes the other."""
 LENGTHS = ("recipe.steps", "recipe.epochs", "recipe.tokens")
-"""Keys that say how long a run is; the last two are 0 where they do not."""
+"""Keys for the length of a run. The last two are 0 when unused."""
 MOVED = {"init": ("model", "init"), "teacher_init": ("teacher", "init")}
-"""Field of the Plan -> section and key that it has in a file: a shape has no weights, a model has."""
+"""Field of Plan -> its section and key in a file: a ModelShape has no weights, but a model section does."""
 
 SWITCH = {"true": "full", "false": "none"}
 ALIASES: dict[str, dict[str, str]] = {
@@ -192,10 +192,10 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     "cluster": {"gpus_per_node": "devices_per_node", "num_nodes": "nodes", "nnodes": "nodes", "gpu": "device"},
 }
-"""Section -> name used by other tools -> ours. Read, with a note that says so."""
+"""Section -> name used by other tools -> key. Aliases are read with a note."""
 ALIASES["teacher"] = ALIASES["model"]
 MODELS = ("model", "teacher")
-"""Sections that are one: a preset, a folder, or sizes."""
+"""Sections that describe a model: a preset, a folder, or sizes."""
 
 WORDS = {
     "gradient_checkpointing": SWITCH,
@@ -209,13 +209,13 @@ WORDS = {
     "mixed_precision": {"no": "fp32"},
     "dtype": {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"},
 }
-"""Alias -> its values -> ours, where the other tools' values differ too."""
+"""Alias -> values of the other tools -> Meshwright's values, where these differ too."""
 
 RENAMED = {
     "recipe.min_learning_rate": "recipe.min_learning_rate_ratio",
     "recipe.schedule": "recipe.learning_rate_schedule",
 }
-"""Keys of earlier versions -> what they are called now. They are refused, for their names misled."""
+"""Keys of earlier versions -> their names now. They are refused, since their names misled."""
 
 NOT_A_KEY = {
     "gradient_accumulation_steps": "it follows from recipe.global_batch = layout.micro_batch x accumulation x dp",
@@ -229,41 +229,41 @@ NOT_A_KEY = {
     "world_size": "it is the product of the degrees of layout",
     "resume": "it belongs to `meshwright train`, outside the plan",
 }
-"""Names that people expect here and that have no key of their own: what to do."""
+"""Expected names without a key of their own -> what to do instead."""
 
 
 @cache
 def sections() -> dict[str, dict[str, Any]]:
-    """Section ("" = the plan itself, `model.moe`, `recipe.batch_ramp` ...) -> key -> type, read off the dataclasses."""
-    found: dict[str, dict[str, Any]] = {}
-    _collect(Plan, "", found)
+    """Return {section: {key: type}}, read from the dataclasses. The section "" is the plan itself."""
+    types: dict[str, dict[str, Any]] = {}
+    _collect(Plan, "", types)
     for section in STARTS_FROM:
-        found[section]["preset"] = str
+        types[section]["preset"] = str
     for key, (section, name) in MOVED.items():
-        found[section][name] = found[""].pop(key)
-    return found
+        types[section][name] = types[""].pop(key)
+    return types
 
 
 def join(section: str, key: str) -> str:
-    """The dotted name of a key."""
+    """Return the dotted name of a key."""
     return f"{section}.{key}" if section else key
 
 
-def own_name(section: str, key: str) -> str:
-    """Our name of a key: hyphens count as underscores, aliases become the name they stand for; else the key itself."""
+def canonical_key(section: str, key: str) -> str:
+    """Return the canonical name of a key: hyphens become underscores and aliases are resolved."""
     plain = key.replace("-", "_")
     if plain in sections()[section]:
         return plain
     return ALIASES.get(section, {}).get(plain, key)
 
 
-def own_word(key: str, word: str) -> str:
-    """Our word for a value given under an alias."""
+def canonical_word(key: str, word: str) -> str:
+    """Return the canonical word for a value written under an alias."""
     return WORDS.get(key.replace("-", "_"), {}).get(word.lower(), word)
 
 
 def suggestion(section: str, key: str) -> str:
-    """What to do about a key that is not known: its new name, why it has none, or the dotted name nearest to it."""
+    """Explain an unknown key: its new name, why it has none, or the nearest known key."""
     plain = key.replace("-", "_").lower()
     if join(section, plain) in RENAMED:
         return f"it is now {RENAMED[join(section, plain)]}"
@@ -274,30 +274,30 @@ def suggestion(section: str, key: str) -> str:
     elsewhere = _everywhere()
     if plain in elsewhere:
         return f"did you mean {elsewhere[plain]}?"
-    close = [names[found] for names in (here, elsewhere) for found in nearest(plain, names, 1)]
+    close = [names[close_name] for names in (here, elsewhere) for close_name in nearest(plain, names, 1)]
     return f"the nearest known key is {close[0]}" if close else "no key is like it; `meshwright init` prints them"
 
 
 @cache
 def _everywhere() -> dict[str, str]:
-    """Every key and alias -> its dotted name; of equal names, that of the section nearest to the top."""
-    found: dict[str, str] = {}
+    """Return {key or alias: dotted name}. Among equal names, the section nearest to the top wins."""
+    dotted: dict[str, str] = {}
     for section, keys in sorted(sections().items(), key=lambda item: item[0].count(".")):
         names = {name: name for name in keys if name != "preset"} | ALIASES.get(section, {})
-        for name, own in names.items():
-            found.setdefault(name, join(section, own))
-    return found
+        for name, key in names.items():
+            dotted.setdefault(name, join(section, key))
+    return dotted
 
 
-def _collect(kind: Any, section: str, found: dict[str, dict[str, Any]]) -> None:
-    found[section] = dict(get_type_hints(kind))
-    for key, hint in found[section].items():
+def _collect(kind: Any, section: str, types: dict[str, dict[str, Any]]) -> None:
+    types[section] = dict(get_type_hints(kind))
+    for key, hint in types[section].items():
         part = part_of(hint)
         if part is not None:
-            _collect(part, join(section, key), found)
+            _collect(part, join(section, key), types)
 
 
 def part_of(hint: Any) -> Any | None:
-    """The dataclass inside a type: of `MoEShape | None`, of `tuple[BatchStage, ...]`; None for plain values."""
+    """Return the dataclass inside a type such as `MoEShape | None` or `tuple[BatchStage, ...]`, or None."""
     inner = [arg for arg in get_args(hint) if arg not in (NoneType, Ellipsis)] if not is_dataclass(hint) else [hint]
     return inner[0] if len(inner) == 1 and is_dataclass(inner[0]) else None

@@ -1,41 +1,44 @@
-"""The short forms of a mixture, written out: `data=a.jsonl:0.7,b.jsonl:0.3`, and lists of such words or mappings."""
+"""Short forms of a mixture: `data=a.jsonl:0.7,b.jsonl:0.3`, and lists of such words or mappings."""
 
 import re
 
-from meshwright.planfile.text import Given
+from meshwright.planfile.text import Node
 from meshwright.spec.errors import PlanError
 
 MAY_BE_MIXED = ("data", "data.path", "data.mixture")
 WEIGHTED = r"(.+):(\d+\.?\d*(?:[eE][+-]?\d+)?|\.\d+)"
-"""A source as a word: PATH:WEIGHT."""
+"""Pattern of a source as one word, PATH:WEIGHT."""
 _FORM = "data=a.jsonl:0.7,b.jsonl:0.3"
 
 
-def mixture_of(given: Given) -> Given | None:
-    """The list of `data.mixture` that a value of one of MAY_BE_MIXED means; None where it is one path or a mapping.
+def mixture_of(node: Node) -> Node | None:
+    """Return the `data.mixture` list that a value of one of MAY_BE_MIXED describes, or None for a path or mapping.
 
-    A word is a mixture where two parts or more, with commas between, end in `:WEIGHT`. PlanError where some do only.
+    A word is a mixture when it has at least two parts, separated by commas, that end in `:WEIGHT`. Raises PlanError
+    when only some of them do.
     """
-    if isinstance(given.value, list):
-        return Given([_source(item) for item in given.value], given.where) if given.value else None
-    if not isinstance(given.value, str) or "," not in given.value:
+    if isinstance(node.value, list):
+        return Node([_source(source) for source in node.value], node.where) if node.value else None
+    if not isinstance(node.value, str) or "," not in node.value:
         return None
-    parts = given.value.split(",")
+    parts = node.value.split(",")
     weighted = [part for part in parts if re.fullmatch(WEIGHTED, part)]
     if not weighted:
         return None
     if len(weighted) < len(parts):
         bare = next(part for part in parts if part not in weighted)
-        raise PlanError(f"data={given.value}: {bare or 'one part'} has no weight: give each its own, as {_FORM}")
-    return Given([_source(Given(part, given.where)) for part in parts], given.where)
+        raise PlanError(f"data={node.value}: {bare or 'one part'} has no weight: give each its own, as {_FORM}")
+    return Node([_source(Node(part, node.where)) for part in parts], node.where)
 
 
-def _source(item: Given) -> Given:
-    """One source: `PATH:WEIGHT` as its keys, a mapping as it is."""
-    if not isinstance(item.value, str):
-        return item
-    found = re.fullmatch(WEIGHTED, item.value)
-    if found is None:
-        raise PlanError(f"data: {item.value} has no weight: give {{path: {item.value}, weight: 1}}, or {item.value}:1")
-    path, weight = (Given(word, item.where) for word in found.groups())
-    return Given({"path": path, "weight": weight}, item.where)
+def _source(source: Node) -> Node:
+    """Return one source: the keys of `PATH:WEIGHT`, or a mapping unchanged."""
+    if not isinstance(source.value, str):
+        return source
+    match = re.fullmatch(WEIGHTED, source.value)
+    if match is None:
+        raise PlanError(
+            f"data: {source.value} has no weight: give {{path: {source.value}, weight: 1}}, or {source.value}:1"
+        )
+    path, weight = (Node(word, source.where) for word in match.groups())
+    return Node({"path": path, "weight": weight}, source.where)

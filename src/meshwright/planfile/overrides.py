@@ -1,41 +1,43 @@
-"""What overrides of a plan name, and which of them say how long a run is."""
+"""Keys that overrides set, and which override decides the length of the run."""
 
 from collections.abc import Iterator, Sequence
 
-from meshwright.planfile.keys import LENGTHS, join, own_name, sections
-from meshwright.planfile.text import Given, parse_override
+from meshwright.planfile.keys import LENGTHS, canonical_key, join, sections
+from meshwright.planfile.text import Node, parse_override
 
 
-def said(override: str) -> set[str]:
-    """Dotted names, ours, of the keys that an override sets: `recipe.max-steps=5` and `recipe={steps: 5}` set
-    recipe.steps."""
-    path, value = parse_override(override)
-    found = ""
+def overridden_keys(override: str) -> set[str]:
+    """Return the canonical dotted names of the keys that an override sets.
+
+    `recipe.max-steps=5` and `recipe={steps: 5}` both set recipe.steps.
+    """
+    path, node = parse_override(override)
+    section = ""
     for key in path:
-        found = join(found, own_name(found, key) if found in sections() else key)
-    return set(_named(found, value))
+        section = join(section, canonical_key(section, key) if section in sections() else key)
+    return set(_named(section, node))
 
 
-def _named(name: str, given: Given) -> Iterator[str]:
-    if not isinstance(given.value, dict):
+def _named(name: str, node: Node) -> Iterator[str]:
+    if not isinstance(node.value, dict):
         yield name
         return
-    for key, item in given.value.items():
-        yield from _named(join(name, own_name(name, key) if name in sections() else key), item)
+    for key, child in node.value.items():
+        yield from _named(join(name, canonical_key(name, key) if name in sections() else key), child)
 
 
-def of_one_length(overrides: Sequence[str]) -> Sequence[str]:
-    """The overrides; the last that says how long the run is takes the other keys of LENGTHS away."""
+def with_one_length(overrides: Sequence[str]) -> Sequence[str]:
+    """Return the overrides plus those that reset the other LENGTHS: the last override of the length wins."""
     for override in reversed(overrides):
-        if keys := said(override) & set(LENGTHS):
+        if keys := overridden_keys(override) & set(LENGTHS):
             return [*overrides, *(f"{key}=0" for key in LENGTHS[1:] if key not in keys)]
     return overrides
 
 
-def passed_over(overrides: Sequence[str]) -> Iterator[str]:
-    """What is said of overrides whose length of the run is not taken."""
-    found = [(override, keys) for override in overrides if (keys := said(override) & set(LENGTHS))]
-    for override, keys in found[:-1]:
-        last, taken = found[-1]
+def ignored_lengths(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a note for each override of the length that a later one replaces."""
+    lengths = [(override, keys) for override in overrides if (keys := overridden_keys(override) & set(LENGTHS))]
+    for override, keys in lengths[:-1]:
+        last, taken = lengths[-1]
         if keys - taken:
             yield f"{override} is not taken: {last} says how long the run is, and comes later"

@@ -1,6 +1,6 @@
-"""From a plan file and overrides to a Plan: names are made ours, presets unfolded, words given types by pydantic.
+"""Plan files and overrides -> Plan: keys become canonical, presets are expanded, pydantic gives words their types.
 
-Every problem is found before one is reported: the first in one line, and how many more there are.
+All problems are collected before one is reported: the first in one line, with the number of others.
 """
 
 import math
@@ -18,17 +18,17 @@ from meshwright.planfile.keys import (
     MODELS,
     SHORTHAND,
     STARTS_FROM,
+    canonical_key,
+    canonical_word,
     join,
-    own_name,
-    own_word,
     part_of,
     sections,
     suggestion,
 )
 from meshwright.planfile.mixtures import MAY_BE_MIXED, mixture_of
-from meshwright.planfile.overrides import of_one_length, passed_over
+from meshwright.planfile.overrides import ignored_lengths, with_one_length
 from meshwright.planfile.paths import located
-from meshwright.planfile.text import OVERRIDE, Given, parse_file, parse_override, shown
+from meshwright.planfile.text import OVERRIDE, Node, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
 from meshwright.spec.hub_names import download_hint, missing
@@ -37,13 +37,13 @@ from meshwright.spec.plan import RANDOM, Plan
 
 DEFAULT_MODEL = "llama-tiny"
 FOLDERS = "a preset, a run folder, or a Hugging Face directory"
-"""What the name of a model may be."""
+"""Description of what a model name may be, for messages."""
 MUST_SAY = ("model", "data", "run")
-"""Keys that may be left out, but not be empty: an empty shell variable must not mean the default."""
+"""Keys that may be omitted but not empty: an empty shell variable must not select the default."""
 AUTO, MAY_BE_AUTO = "auto", ("dp_shard", "dp_replicate")
-"""Degrees that take what is there, so that a run goes on with fewer processes, or more."""
+"""Degrees that adapt to the number of processes, so that a run can continue with fewer or more."""
 CONFIG, EXPORTED = "config.json", "hf"
-"""Of a Hugging Face directory; and where a run holds its own."""
+"""Config file of a Hugging Face directory, and the folder of a run's export."""
 EXPONENT = re.compile(r"[+-]?\d+(\.\d+)?[eE]\+?\d{1,2}")
 
 
@@ -55,95 +55,105 @@ def read(
     notes: list[str] | None = None,
     processes: int = 1,
 ) -> Plan:
-    """The plan in a file (None: the default plan) with `key=value` overrides, which win, applied in their order.
+    """Read a plan file (None: the default plan) and apply `key=value` overrides in order. Overrides win.
 
-    Relative paths in the file are of the file's folder, those of overrides of the current one (planfile/paths.py).
-    `read_folder` reads the shape of a Hugging Face folder where `model` is one. Its weights are then taken,
-    unless `model.init` says otherwise, and its tokenizer, where `data.tokenizer` is auto. What was read under another
-    tool's name is said in `notes`, or as a warning. `layout.dp_shard=auto` (or dp_replicate) is what `processes` leave
-    to it. PlanError names the place, the key and the nearest legal value; whether the plan can run is `Plan.check`'s
-    question.
+    Relative paths in the file start at the file's folder, those of overrides at the current folder (planfile/paths.py).
+    `layout.dp_shard=auto` (or dp_replicate) becomes the number that `processes` leave for it. `Plan.check` decides
+    whether the plan can run.
+
+    Args:
+        path: The plan file.
+        overrides: Overrides as KEY=VALUE.
+        read_folder: Reads the shape of a Hugging Face folder named by `model`. Its weights are used unless `model.init`
+            is set, and its tokenizer when `data.tokenizer` is auto.
+        notes: Receives a note for each key read under another tool's name. None = these become warnings.
+        processes: Number of processes.
+
+    Raises:
+        PlanError: Names the position, the key and the nearest legal value.
     """
     reader = _Reader(read_folder)
-    tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Given({}, "")
+    tree = located(reader.named(parse_file(Path(path)), ""), Path(path)) if path is not None else Node({}, "")
     assert isinstance(tree.value, dict)
-    tree.value.setdefault("model", Given(DEFAULT_MODEL, ""))
-    for override in of_one_length(overrides):
+    tree.value.setdefault("model", Node(DEFAULT_MODEL, ""))
+    for override in with_one_length(overrides):
         tree = reader.overridden(tree, override)
     plan = reader.plan(reader.filled(tree, processes))
     for note in reader.notes:
         if notes is None:
             warnings.warn(note, stacklevel=2)
     if notes is not None:
-        notes += [*passed_over(overrides), *reader.notes]
+        notes += [*ignored_lengths(overrides), *reader.notes]
     return plan
 
 
 class _Reader:
-    """One reading: collects problems and notes on the way."""
+    """Reads one plan, collecting problems and notes on the way."""
 
     def __init__(self, read_folder: ReadFolder | None) -> None:
         self.read_folder = read_folder
         self.problems: list[PlanError] = []
         self.notes: list[str] = []
         self.inits = dict.fromkeys(MODELS, RANDOM)
-        """Where the weights of each model are."""
+        """Source of the weights of each model."""
 
     def refuse(self, where: str, sentence: str) -> None:
-        self.problems.append(PlanError(_placed(where, sentence)))
+        self.problems.append(PlanError(_with_position(where, sentence)))
 
-    def named(self, given: Given, section: str) -> Given:
-        """The same with our names for every key of a section; unknown and doubled keys are noted as problems."""
-        if isinstance(given.value, list):
-            return Given([self.named(item, section) for item in given.value], given.where)
-        if not isinstance(given.value, dict):
-            return given
-        found: dict[str, Given] = {}
-        given_as: dict[str, str] = {}
-        for key, item in given.value.items():
-            name = own_name(section, key)
-            if join(section, name) in MAY_BE_MIXED and (mixture := mixture_of(item)):
-                key, name, item = self._mixed(section, mixture)
+    def named(self, node: Node, section: str) -> Node:
+        """Return the node with canonical keys. Unknown and duplicate keys are recorded as problems."""
+        if isinstance(node.value, list):
+            return Node([self.named(child, section) for child in node.value], node.where)
+        if not isinstance(node.value, dict):
+            return node
+        by_name: dict[str, Node] = {}
+        written_as: dict[str, str] = {}
+        for key, child in node.value.items():
+            name = canonical_key(section, key)
+            if join(section, name) in MAY_BE_MIXED and (mixture := mixture_of(child)):
+                key, name, child = self._mixed(section, mixture)
             if name not in sections()[section]:
                 # Only the first problem is told, and a search for the nearest name takes a millisecond.
                 advice = "" if self.problems else f": {suggestion(section, key)}"
-                self.refuse(item.where, f"{join(section, shown(key))} is not known{advice}")
-            elif name in found:
-                self.refuse(item.where, f"{join(section, name)} is given twice, as {given_as[name]} and as {key}")
+                self.refuse(child.where, f"{join(section, shown(key))} is not known{advice}")
+            elif name in by_name:
+                self.refuse(child.where, f"{join(section, name)} is given twice, as {written_as[name]} and as {key}")
             else:
-                given_as[name] = key
-                found[name] = self._item(section, key, name, item)
-        return Given(found, given.where)
+                written_as[name] = key
+                by_name[name] = self._item(section, key, name, child)
+        return Node(by_name, node.where)
 
-    def _mixed(self, section: str, mixture: Given) -> tuple[str, str, Given]:
-        """The key, its name and the value that a mixture in a short form is in a section."""
+    def _mixed(self, section: str, mixture: Node) -> tuple[str, str, Node]:
+        """Return the key, canonical name and node of a mixture in short form."""
         if section:
             return "mixture", "mixture", mixture
-        return "data", "data", Given({"mixture": mixture}, mixture.where)
+        return "data", "data", Node({"mixture": mixture}, mixture.where)
 
-    def _item(self, section: str, key: str, name: str, item: Given) -> Given:
+    def _item(self, section: str, key: str, name: str, child: Node) -> Node:
         if key.replace("-", "_") != name:
-            self.notes.append(_placed(item.where, f"{join(section, key)} is read as {join(section, name)}"))
-            if isinstance(item.value, str):
-                item = Given(own_word(key, item.value), item.where)
-        child = join(section, name)
-        return self.named(item, child) if child in sections() else item
+            self.notes.append(_with_position(child.where, f"{join(section, key)} is read as {join(section, name)}"))
+            if isinstance(child.value, str):
+                child = Node(canonical_word(key, child.value), child.where)
+        subsection = join(section, name)
+        return self.named(child, subsection) if subsection in sections() else child
 
-    def overridden(self, tree: Given, override: str) -> Given:
-        """The tree with the value at one dotted key replaced; data=PATH leaves the other keys of data as they are."""
-        path, value = parse_override(override)
-        name = own_name("", path[0])
-        if len(path) == 1 and isinstance(value.value, str) and name in SHORTHAND and name not in STARTS_FROM:
+    def overridden(self, tree: Node, override: str) -> Node:
+        """Return the tree with one dotted key replaced. data=PATH leaves the other keys of data unchanged."""
+        path, node = parse_override(override)
+        name = canonical_key("", path[0])
+        if len(path) == 1 and isinstance(node.value, str) and name in SHORTHAND and name not in STARTS_FROM:
             path = (name, SHORTHAND[name])
-        if len(path) == 1 and isinstance(value.value, list) and name == "data":
+        if len(path) == 1 and isinstance(node.value, list) and name == "data":
             path = (name, "mixture")
         for key in reversed(path):
-            value = Given({key: value}, value.where)
-        return _put(tree, self.named(value, ""), len(path), "")
+            node = Node({key: node}, node.where)
+        return _put(tree, self.named(node, ""), len(path), "")
 
-    def filled(self, tree: Given, processes: int) -> Given:
-        """The tree with a number for a degree that is `auto`: the processes over the other degrees, rounded down; too
-        many processes are then refused like those of any other layout. ZeRO has nobody to share with on one rank."""
+    def filled(self, tree: Node, processes: int) -> Node:
+        """Return the tree with a number for a degree that is `auto`: processes over the other degrees, rounded down.
+
+        Too many processes are refused later, like those of any layout. On one rank ZeRO is set to 0.
+        """
         if not isinstance(tree.value, dict):
             return tree
         layout = tree.value.get("layout")
@@ -161,63 +171,63 @@ class _Reader:
         if not all(word.isdecimal() and int(word) for word in degrees.values()):
             return tree  # said with the rest of the layout
         number = max(1, processes // math.prod(map(int, degrees.values())))
-        items[axis] = Given(str(number), items[axis].where)
+        items[axis] = Node(str(number), items[axis].where)
         degrees[axis] = str(number)
         zero = items.get("zero")
         if zero is not None and zero.value != "0" and degrees["dp_shard"] == degrees["cp"] == "1":
-            items["zero"] = Given("0", zero.where)
+            items["zero"] = Node("0", zero.where)
             self.notes.append(f"layout.zero={zero.value} has nobody to share with on {processes} process: read as 0")
-        return Given({**tree.value, "layout": Given(items, layout.where)}, tree.where)
+        return Node({**tree.value, "layout": Node(items, layout.where)}, tree.where)
 
-    def plan(self, tree: Given) -> Plan:
-        """The Plan of a named tree; raises the first problem."""
+    def plan(self, tree: Node) -> Plan:
+        """Return the Plan of a tree with canonical keys, or raise the first problem."""
         assert isinstance(tree.value, dict)
         values: dict[str, Any] = {}
         for key, hint in sections()[""].items():
-            given = tree.value.get(key)
-            if given is not None and (given.value is not None or key in MUST_SAY):
-                values[key] = self._section(key, hint, given)
+            node = tree.value.get(key)
+            if node is not None and (node.value is not None or key in MUST_SAY):
+                values[key] = self._section(key, hint, node)
         if self.problems:
             self._raise()
-        found = Plan(**values, init=self.inits["model"], teacher_init=self.inits["teacher"])
-        found = replace(found, recipe=found.recipe.over()) if found.recipe.tokens else found
-        source = found.init if found.init != RANDOM else found.teacher_init  # a student speaks as its teacher does
-        own = os.path.join(source, "tokenizer.json")
-        if source == RANDOM or found.data.tokenizer != AUTO or not os.path.isfile(own):
-            return found
-        return replace(found, data=replace(found.data, tokenizer=own))
+        plan = Plan(**values, init=self.inits["model"], teacher_init=self.inits["teacher"])
+        plan = replace(plan, recipe=plan.recipe.over()) if plan.recipe.tokens else plan
+        source = plan.init if plan.init != RANDOM else plan.teacher_init  # a student speaks as its teacher does
+        tokenizer = os.path.join(source, "tokenizer.json")
+        if source == RANDOM or plan.data.tokenizer != AUTO or not os.path.isfile(tokenizer):
+            return plan
+        return replace(plan, data=replace(plan.data, tokenizer=tokenizer))
 
-    def _section(self, key: str, hint: Any, given: Given) -> Any:
-        """One top-level value; None where it has problems."""
+    def _section(self, key: str, hint: Any, node: Node) -> Any:
+        """Return one top-level value, or None after recording its problems."""
         from meshwright.planfile.validation import check
 
         try:
-            value, misfits = check(key, hint, self._unfolded(given, key, hint))
+            checked, misfits = check(key, hint, self._unfolded(node, key, hint))
         except PlanError as error:
             path = re.split(r"[^a-z_0-9.]", str(error), maxsplit=1)[0].split(".")[1:]
-            self.problems.append(type(error)(_placed(_place(given, path), str(error))))
+            self.problems.append(type(error)(_with_position(_position(node, path), str(error))))
             return None
         for path, sentence in misfits:
-            self.refuse(_place(given, path), sentence)
-        return value
+            self.refuse(_position(node, path), sentence)
+        return checked
 
-    def _unfolded(self, given: Given, section: str, hint: Any) -> Any:
-        """Plain values for pydantic: presets opened, shorthands written out, words made ready for their type."""
-        if isinstance(given.value, str) and section in SHORTHAND:
-            given = Given({SHORTHAND[section]: given}, given.where)
+    def _unfolded(self, node: Node, section: str, hint: Any) -> Any:
+        """Return plain values for pydantic: presets expanded, shorthands written out, words prepared for their type."""
+        if isinstance(node.value, str) and section in SHORTHAND:
+            node = Node({SHORTHAND[section]: node}, node.where)
         part = part_of(hint)
-        if isinstance(given.value, list):
-            return [self._unfolded(item, section, part) if part else item.value for item in given.value]
-        if not isinstance(given.value, dict):
-            return _word(hint, given.value)
+        if isinstance(node.value, list):
+            return [self._unfolded(child, section, part) if part else child.value for child in node.value]
+        if not isinstance(node.value, dict):
+            return _word(hint, node.value)
         if part is None:
             return {}
         types = sections()[section]
-        fields = {key: self._unfolded(item, join(section, key), types[key]) for key, item in given.value.items()}
+        fields = {key: self._unfolded(child, join(section, key), types[key]) for key, child in node.value.items()}
         return self._started(fields, section) if section in STARTS_FROM else fields
 
     def _started(self, fields: dict[str, Any], section: str) -> dict[str, Any]:
-        """What the preset of a section gives, changed by the other fields."""
+        """Return the fields of a section: those of its preset, changed by the others."""
         name = fields.pop("preset", None)
         init = fields.pop("init", None) if section in MODELS else None
         self.inits |= {} if init is None else {section: self._init(section, init)}
@@ -234,14 +244,17 @@ class _Reader:
         return _merged(base, fields)
 
     def _init(self, section: str, value: Any) -> str:
-        """`model.init` or `teacher.init`; whether the folder is there is asked when its weights are read."""
+        """Return `model.init` or `teacher.init`. Whether the folder exists is checked when its weights are read."""
         if isinstance(value, str) and value:
             return value if value == RANDOM else os.path.expanduser(value)
         raise PlanError(f"{section}.init must be random, or a Hugging Face folder whose weights are taken")
 
     def _model(self, section: str, name: str, fields: Mapping[str, Any], *, weights: bool) -> dict[str, Any]:
-        """Fields of a preset or of the folder at this path: a path that looks like one is one, then names go first.
-        `weights`: those of a folder are taken. `fields`: what is put on top."""
+        """Return the fields of a preset or of a folder.
+
+        A name that looks like a path is one; otherwise preset names come first. `weights`: those of a folder are used.
+        `fields`: what the plan sets on top.
+        """
         try:
             folder = Path(name).expanduser()
             exists, file = folder.is_dir(), folder.is_file()
@@ -280,7 +293,7 @@ class _Reader:
 
 
 def _word(hint: Any, word: str | None) -> Any:
-    """A word, ready for pydantic: whole numbers may be written 1e6, and numbers among fixed choices are numbers."""
+    """Prepare a word for pydantic: 1e6 is a whole number, and numbers among fixed choices become numbers."""
     if word is None or hint is str:
         return word
     if hint is int and EXPONENT.fullmatch(word):
@@ -291,44 +304,44 @@ def _word(hint: Any, word: str | None) -> Any:
     return word
 
 
-def _put(tree: Given, over: Given, levels: int, section: str) -> Given:
-    """`tree` with what lies `levels` keys deep in `over` put in; a shorthand on the way is written out first."""
+def _put(tree: Node, over: Node, levels: int, section: str) -> Node:
+    """Return `tree` with the node `levels` keys deep in `over` inserted. Shorthands on the way are written out."""
     if levels == 0 or not isinstance(over.value, dict):
         return over
     if isinstance(tree.value, str) and section in SHORTHAND:
-        tree = Given({SHORTHAND[section]: tree}, tree.where)
+        tree = Node({SHORTHAND[section]: tree}, tree.where)
     items = dict(tree.value) if isinstance(tree.value, dict) else {}
-    for key, item in over.value.items():
+    for key, child in over.value.items():
         items.pop(INSTEAD.get(join(section, key), ""), None)
-        items[key] = _put(items.get(key, Given(None, "")), item, levels - 1, join(section, key))
-    return Given(items, tree.where or over.where)
+        items[key] = _put(items.get(key, Node(None, "")), child, levels - 1, join(section, key))
+    return Node(items, tree.where or over.where)
 
 
 def _merged(base: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the fields changed; mappings in both are merged the same way."""
+    """Return `base` with the fields changed. Mappings in both are merged recursively."""
     merged = dict(base)
-    for key, value in fields.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], value) if both else value
+    for key, change in fields.items():
+        both = isinstance(change, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], change) if both else change
     return merged
 
 
-def _place(given: Given, path: Sequence[str | int]) -> str:
-    """The place of the deepest thing along a path that somebody wrote."""
-    return next((step.where for step in reversed([given, *_along(given, path)]) if step.where), "")
+def _position(node: Node, path: Sequence[str | int]) -> str:
+    """Return the position of the deepest written node along a path."""
+    return next((step.where for step in reversed([node, *_along(node, path)]) if step.where), "")
 
 
-def _along(given: Given, path: Sequence[str | int]) -> Iterator[Given]:
+def _along(node: Node, path: Sequence[str | int]) -> Iterator[Node]:
     for key in path:
-        value = given.value
-        if isinstance(value, dict) and key in value:
-            given = value[str(key)]
-        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-            given = value[key]
+        below = node.value
+        if isinstance(below, dict) and key in below:
+            node = below[str(key)]
+        elif isinstance(below, list) and isinstance(key, int) and key < len(below):
+            node = below[key]
         else:
             return
-        yield given
+        yield node
 
 
-def _placed(where: str, sentence: str) -> str:
+def _with_position(where: str, sentence: str) -> str:
     return sentence if where in ("", OVERRIDE) else f"{where}: {sentence}"

@@ -1,8 +1,8 @@
-"""YAML as keys and words. What a word means (a number, a switch, a name) is decided later, by the field it is given to.
+"""YAML as keys and words. The field that receives a word decides whether it is a number, a switch or a name.
 
 So `1e-4` is a number where a number belongs, `no` is a word where a name belongs, and `run: 007` keeps its zeros: the
-guesses of YAML 1.1 are not made. Only mappings, lists and words are read; tags, anchors and aliases are refused, so a
-small file cannot become a large one or make an object.
+guesses of YAML 1.1 are not made. Only mappings, lists and words are read. Tags, anchors and aliases are refused, so a
+small file can neither expand to a large one nor create objects.
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,16 @@ EMPTY_WORDS = ("", "~", "null", "Null", "NULL")
 OVERRIDE = "KEY=VALUE"
 QUOTE = " (a word with * & # : [ or { needs quotes)"
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's parser is ten times faster; some builds of PyYAML lack it."""
+"""YAML parser. libyaml's is ten times faster, but some builds of PyYAML lack it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What stands at a place: a word, nothing (None), a list or a mapping."""
+class Node:
+    """A YAML node with its position: a word, nothing (None), a list or a mapping."""
 
-    value: "str | list[Given] | dict[str, Given] | None"
+    value: "str | list[Node] | dict[str, Node] | None"
     where: str
-    """`plan.yaml:7`, OVERRIDE, or empty for what nobody wrote."""
+    """Position such as `plan.yaml:7`, or OVERRIDE. Empty for defaults."""
 
 
 def _hint(error: OSError, path: Path) -> str:
@@ -44,8 +44,8 @@ def _hint(error: OSError, path: Path) -> str:
     return f": give a plan file, or model={path}/ for a model's folder, or data={path}/ for a folder of texts"
 
 
-def parse_file(path: Path) -> Given:
-    """The mapping in a YAML file; PlanError where there is none, or none that can be read."""
+def parse_file(path: Path) -> Node:
+    """Parse the mapping in a YAML file. Raises PlanError when the file is missing, unreadable or not a mapping."""
     try:
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
@@ -64,17 +64,17 @@ def parse_file(path: Path) -> Given:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PlanError(f"{path}: byte {error.start} is not UTF-8 text, so it is no plan") from error
-    found = parse(text, str(path), lines=True)
-    if found.value is None:
+    node = parse(text, str(path), lines=True)
+    if node.value is None:
         raise PlanError(f"{path}: is empty; make a plan with `meshwright init > plan.yaml`")
-    if not isinstance(found.value, dict):
-        raise PlanError(f"{found.where}: a plan is a mapping such as `model: llama-tiny`")
-    return found
+    if not isinstance(node.value, dict):
+        raise PlanError(f"{node.where}: a plan is a mapping such as `model: llama-tiny`")
+    return node
 
 
-def parse_override(text: str) -> tuple[tuple[str, ...], Given]:
-    """`recipe.steps=500` -> (("recipe", "steps"), 500). `{...}` and `[...]` are YAML, anything else is a word."""
-    key, equals, value = text.partition("=")
+def parse_override(text: str) -> tuple[tuple[str, ...], Node]:
+    """Parse `recipe.steps=500` into (("recipe", "steps"), 500). `{...}` and `[...]` are YAML, the rest are words."""
+    key, equals, word = text.partition("=")
     path = tuple(part.strip() for part in key.split("."))
     if not equals or not all(path) or len(path) > DEEPEST:
         raise PlanError(f"{shown(text)} is not KEY=VALUE, such as recipe.steps=500")
@@ -82,22 +82,22 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Given]:
         text.encode()
     except UnicodeEncodeError as error:
         raise PlanError(f"{shown(key)} holds bytes that are no UTF-8 text") from error
-    return path, _override_value(value.strip())
+    return path, _override_value(word.strip())
 
 
-def _override_value(value: str) -> Given:
-    """A glob as `[ab]*.txt` begins like a list but is none; it stays a word, for the field to accept or refuse."""
-    if value[:1] in ("{", "["):
+def _override_value(word: str) -> Node:
+    """Parse the value of an override. A glob such as `[ab]*.txt` looks like a list but stays a word."""
+    if word[:1] in ("{", "["):
         try:
-            return parse(value, OVERRIDE)
+            return parse(word, OVERRIDE)
         except PlanError as error:
-            if value[0] == "{":
-                raise PlanError(f"{shown(value)}{str(error).removeprefix(OVERRIDE)}") from None
-    return Given(None if value in EMPTY_WORDS else value, OVERRIDE)
+            if word[0] == "{":
+                raise PlanError(f"{shown(word)}{str(error).removeprefix(OVERRIDE)}") from None
+    return Node(None if word in EMPTY_WORDS else word, OVERRIDE)
 
 
-def parse(text: str, name: str, lines: bool = False) -> Given:
-    """One YAML document; PlanError with the line where it cannot be read. `lines` adds line numbers to the places."""
+def parse(text: str, name: str, lines: bool = False) -> Node:
+    """Parse one YAML document. Raises PlanError with the line. `lines` adds line numbers to positions."""
     try:
         return _Builder(text, name, lines).document()
     except yaml.MarkedYAMLError as error:
@@ -109,23 +109,23 @@ def parse(text: str, name: str, lines: bool = False) -> Given:
 
 
 class _Builder:
-    """From parser events to Given; recursion is bounded by DEEPEST."""
+    """Builds nodes from parser events. Recursion is bounded by DEEPEST."""
 
     def __init__(self, text: str, name: str, lines: bool) -> None:
         self.events: Iterator[yaml.Event] = yaml.parse(text, Loader=LOADER)
         self.name = name
         self.lines = lines
 
-    def document(self) -> Given:
-        found = None
+    def document(self) -> Node:
+        root = None
         for event in self.events:
             if isinstance(event, yaml.DocumentStartEvent):
-                if found is not None:
+                if root is not None:
                     self.refuse(event, "a second document begins: a plan is one document")
-                found = self.node(next(self.events), 0)
-        return found or Given(None, self.name)
+                root = self.node(next(self.events), 0)
+        return root or Node(None, self.name)
 
-    def node(self, event: yaml.Event, depth: int) -> Given:
+    def node(self, event: yaml.Event, depth: int) -> Node:
         if isinstance(event, yaml.AliasEvent):
             self.refuse(event, f"*{event.anchor} is a YAML alias, which is not read: put a word with * into quotes")
         if getattr(event, "anchor", None):
@@ -135,33 +135,33 @@ class _Builder:
         if depth > DEEPEST:
             self.refuse(event, f"nested more than {DEEPEST} deep, so it is no plan")
         if isinstance(event, yaml.MappingStartEvent):
-            return Given(self.mapping(depth), self.where(event))
+            return Node(self.mapping(depth), self.where(event))
         if isinstance(event, yaml.SequenceStartEvent):
-            return Given(self.sequence(depth), self.where(event))
+            return Node(self.sequence(depth), self.where(event))
         assert isinstance(event, yaml.ScalarEvent)
         empty = not event.style and event.value in EMPTY_WORDS
-        return Given(None if empty else event.value, self.where(event))
+        return Node(None if empty else event.value, self.where(event))
 
-    def mapping(self, depth: int) -> dict[str, Given]:
-        found: dict[str, Given] = {}
+    def mapping(self, depth: int) -> dict[str, Node]:
+        entries: dict[str, Node] = {}
         while not isinstance(event := next(self.events), yaml.MappingEndEvent):
             key = self.node(event, depth + 1)
             if not isinstance(key.value, str):
                 self.refuse(event, "a key is missing or is not a word")
-            if key.value in found:
-                first = found[key.value].where.rpartition(":")[2] if self.lines else ""
+            if key.value in entries:
+                first = entries[key.value].where.rpartition(":")[2] if self.lines else ""
                 self.refuse(
                     event, f"{shown(key.value)} is given twice" + (f" (first in line {first})" if first else "")
                 )
-            value = self.node(next(self.events), depth + 1)
-            found[key.value] = Given(value.value, key.where)
-        return found
+            entry = self.node(next(self.events), depth + 1)
+            entries[key.value] = Node(entry.value, key.where)
+        return entries
 
-    def sequence(self, depth: int) -> list[Given]:
-        found = []
+    def sequence(self, depth: int) -> list[Node]:
+        entries = []
         while not isinstance(event := next(self.events), yaml.SequenceEndEvent):
-            found.append(self.node(event, depth + 1))
-        return found
+            entries.append(self.node(event, depth + 1))
+        return entries
 
     def where(self, event: yaml.Event) -> str:
         return f"{self.name}:{event.start_mark.line + 1}" if self.lines else self.name
@@ -171,6 +171,6 @@ class _Builder:
 
 
 def shown(text: str, most: int = 80) -> str:
-    """What somebody wrote, fit for one line of a message: cut, and escaped where it would not print."""
+    """Return a user's text for a one-line message: truncated, and escaped where it is not printable."""
     text = text if len(text) <= most else text[:most] + "..."
     return text if text.isprintable() else ascii(text)

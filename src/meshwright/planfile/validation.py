@@ -1,5 +1,7 @@
-"""Words and mappings against the types of the dataclasses, by pydantic. Imported when the first plan is read: it costs
-half of what a verb may take to start."""
+"""Validation of words and mappings against the types of the dataclasses, by pydantic.
+
+Imported only when the first plan is read: it takes half of the start-up budget of a verb.
+"""
 
 from functools import cache
 from types import UnionType
@@ -11,16 +13,16 @@ from meshwright.planfile.keys import SHORTHAND
 from meshwright.planfile.text import shown
 
 EXPECTED = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "tuple": "a list"}
-"""First word of pydantic's error type -> what is said instead."""
+"""First word of pydantic's error type -> the expectation as the message words it."""
 
 Misfit = tuple[tuple[str | int, ...], str]
-"""Where below the checked key something does not fit, and the sentence that says so."""
+"""Path below the checked key to a value that does not fit, and the message."""
 
 
-def check(key: str, hint: type | UnionType, value: object) -> tuple[Any, list[Misfit]]:
-    """`value` as an instance of `hint`, or what does not fit. A PlanError of a dataclass itself is raised as it is."""
+def check(key: str, hint: type | UnionType, plain: object) -> tuple[Any, list[Misfit]]:
+    """Return `value` as an instance of `hint`, and all misfits. A dataclass's own PlanError is raised unchanged."""
     try:
-        return _adapter(hint).validate_python(value), []
+        return _adapter(hint).validate_python(plain), []
     except ValidationError as error:
         errors = error.errors(include_url=False, include_context=True)
         return None, [(details["loc"], _sentence(key, dict(details))) for details in errors]
@@ -32,7 +34,7 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def _sentence(section: str, details: dict[str, Any]) -> str:
-    """One pydantic error: key, given value, what is expected."""
+    """Return the message of one pydantic error: key, given value, expectation."""
     key = ".".join([section, *map(str, details["loc"])])
     kind = str(details["type"])
     if kind == "missing":
@@ -46,9 +48,9 @@ def _sentence(section: str, details: dict[str, Any]) -> str:
     return f"{key}={_shown(details['input'])} must be {expected}"
 
 
-def _shown(value: object) -> str:
-    if value is None:
+def _shown(plain: object) -> str:
+    if plain is None:
         return "(nothing)"
-    if isinstance(value, dict | list | tuple):
-        return "{...}" if isinstance(value, dict) else "[...]"
-    return shown(str(value))
+    if isinstance(plain, dict | list | tuple):
+        return "{...}" if isinstance(plain, dict) else "[...]"
+    return shown(str(plain))

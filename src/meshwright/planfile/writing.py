@@ -1,6 +1,6 @@
-"""From a Plan to a file, and the two descriptions of the file: the commented default plan and its JSON Schema.
+"""Plan -> file, and the two descriptions of the file: the commented default plan and its JSON Schema.
 
-Both are made from the dataclasses and the sentences under their fields, so they cannot fall behind.
+Both are generated from the dataclasses and the docstrings of their fields, so they cannot become outdated.
 """
 
 import ast
@@ -38,15 +38,18 @@ A Hugging Face folder gives its weights too: model: ./hf; without them: model: {
 
 
 def dump(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON-like values, presets written out, so that it means the same wherever it is read."""
+    """Return the plan as JSON-like values with presets expanded, so that it means the same everywhere."""
     return {key: _plain(value) for key, value in as_document(plan).items()}
 
 
 def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: str = "run=") -> None:
-    """Put the plan into a file, whole or not at all; `read` gives the same plan back. PlanError where it cannot be.
+    """Write the plan to a file atomically, so that `read` returns the same plan. Raises PlanError.
 
-    `open_warmup`: a number of warm-up steps that follows from the number of steps is written as -1, so that it still
-    does where that is changed. `another`: what a user names to have the file elsewhere.
+    Args:
+        plan: The plan.
+        path: The file.
+        open_warmup: Write a warm-up that follows from the number of steps as -1, so that it still does after a change.
+        another: The argument that chooses another file, for messages.
     """
     path = Path(path)
     text = content(plan, path.parent, open_warmup=open_warmup)
@@ -66,15 +69,15 @@ def write(plan: Plan, path: Path | str, *, open_warmup: bool = False, another: s
 
 
 def content(plan: Plan, folder: Path, *, open_warmup: bool = False) -> str:
-    """What `write` puts into a file in `folder`."""
-    found = written(dump(plan), folder)
+    """Return the text that `write` puts into a file in `folder`."""
+    document = written(dump(plan), folder)
     if open_warmup and plan.recipe == replace(plan.recipe, warmup_steps=-1):
-        found["recipe"]["warmup_steps"] = -1
-    return str(yaml.safe_dump(found, sort_keys=False, width=WIDTH))
+        document["recipe"]["warmup_steps"] = -1
+    return str(yaml.safe_dump(document, sort_keys=False, width=WIDTH))
 
 
 def commented() -> str:
-    """The default plan as YAML, a comment on every key; reads back as the plan that `read(None)` gives."""
+    """Return the default plan as YAML with a comment on every key. It reads back as `read(None)`."""
     plan = Plan(model=presets.model(DEFAULT_MODEL))
     words = {"model": DEFAULT_MODEL, "cluster": plan.cluster.device.name}
     lines = [f"# {line}" for line in HEAD.splitlines()]
@@ -82,13 +85,13 @@ def commented() -> str:
         if key in MOVED:
             continue
         lines.append("")
-        value = getattr(plan, key)
-        if key in words or value is None or part_of(sections()[""][key]) is None:
-            lines += _line(f"{key}: {_yaml(words.get(key, value))}", about)
+        setting = getattr(plan, key)
+        if key in words or setting is None or part_of(sections()[""][key]) is None:
+            lines += _line(f"{key}: {_yaml(words.get(key, setting))}", about)
         else:
             lines += _line(f"{key}:", about)
-            defaults = {field.name: field.default for field in fields(value)}
-            for name, sentence in _sentences(type(value)).items():
+            defaults = {field.name: field.default for field in fields(setting)}
+            for name, sentence in _sentences(type(setting)).items():
                 hint = sections()[key][name]
                 lines += _line(f"  {name}: {_yaml(_plain(defaults[name]))}", _choices(hint) + sentence)
         if key == "model":
@@ -97,27 +100,27 @@ def commented() -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the plan file, for editors: every key with its sentence, unknown keys refused."""
+    """Return the JSON Schema (2020-12) of the plan file: every key with its docstring, unknown keys refused."""
     from pydantic import TypeAdapter
 
-    found = TypeAdapter(Plan).json_schema()
+    document = TypeAdapter(Plan).json_schema()
     kinds = {section: Plan if not section else _kind(section) for section in sections()}
-    found = {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "Meshwright plan"}
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document, "title": "Meshwright plan"}
     for key, (section, name) in MOVED.items():
-        found["$defs"][kinds[section].__name__]["properties"][name] = {
-            **found["properties"].pop(key),
+        document["$defs"][kinds[section].__name__]["properties"][name] = {
+            **document["properties"].pop(key),
             "description": _sentences(Plan)[key],
         }
     for section, kind in kinds.items():
-        _describe(found if not section else found["$defs"][kind.__name__], kind)
+        _describe(document if not section else document["$defs"][kind.__name__], kind)
     for section in SHORTHAND:
-        _allow_word(found, section, kinds)
-    _allow_list(found)
+        _allow_word(document, section, kinds)
+    _allow_list(document)
     for axis in MAY_BE_AUTO:
-        degree = found["$defs"]["Layout"]["properties"][axis]
+        degree = document["$defs"]["Layout"]["properties"][axis]
         degree["anyOf"] = [{"type": degree.pop("type")}, {"const": AUTO}]
-    found.pop("required")
-    return found
+    document.pop("required")
+    return document
 
 
 def _plain(value: Any) -> Any:
@@ -127,12 +130,12 @@ def _plain(value: Any) -> Any:
 
 
 def _yaml(value: Any) -> str:
-    """One value in YAML's flow style."""
+    """Return one value in YAML's flow style."""
     return str(yaml.safe_dump(value, default_flow_style=True, width=10**6)).removesuffix("\n").removesuffix("\n...")
 
 
 def _line(start: str, about: str) -> list[str]:
-    """`key: value` and its comment beside it, going on below where it is long."""
+    """Return `key: value` with its comment beside it, wrapped where it is long."""
     column = max(COMMENT_COLUMN, len(start) + 2)
     wrapped = textwrap.wrap(about, WIDTH - column - 2)
     return [f"{start if i == 0 else '':<{column}}# {text}" for i, text in enumerate(wrapped)] or [start]
@@ -143,23 +146,23 @@ def _choices(hint: Any) -> str:
 
 
 def _kind(section: str) -> Any:
-    """The dataclass of a section."""
+    """Return the dataclass of a section."""
     parent, _, key = section.rpartition(".")
     return part_of(sections()[parent][key])
 
 
 def _sentences(kind: Any) -> dict[str, str]:
-    """Field -> the string under it in the source of its dataclass."""
+    """Return {field: docstring}, read from the source of a dataclass."""
     [body] = [node.body for node in ast.parse(textwrap.dedent(inspect.getsource(kind))).body if hasattr(node, "body")]
-    found = {field.name: "" for field in fields(kind)}
+    sentences = {field.name: "" for field in fields(kind)}
     for above, below in pairwise(body):
         if isinstance(above, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            found[ast.unparse(above.target)] = " ".join(str(below.value.value).split())
-    return found
+            sentences[ast.unparse(above.target)] = " ".join(str(below.value.value).split())
+    return sentences
 
 
 def _describe(part: dict[str, Any], kind: Any) -> None:
-    """Put the sentences of a dataclass into its schema and refuse other keys."""
+    """Add the docstrings of a dataclass to its schema and refuse other keys."""
     part["description"] = inspect.getdoc(kind)
     part["additionalProperties"] = False
     for name, sentence in _sentences(kind).items():
@@ -167,11 +170,11 @@ def _describe(part: dict[str, Any], kind: Any) -> None:
             part["properties"][name]["description"] = sentence
 
 
-def _allow_word(found: dict[str, Any], section: str, kinds: dict[str, Any]) -> None:
-    """A section may be one word, and where it has a preset its other keys may be left out."""
+def _allow_word(document: dict[str, Any], section: str, kinds: dict[str, Any]) -> None:
+    """Let a section be one word. With a preset, its other keys become optional."""
     parent, _, key = section.rpartition(".")
-    holder = found["$defs"][kinds[parent].__name__] if parent else found
-    part = found["$defs"][kinds[section].__name__]
+    holder = document["$defs"][kinds[parent].__name__] if parent else document
+    part = document["$defs"][kinds[section].__name__]
     word: dict[str, Any] = {"type": "string"}
     if section in STARTS_FROM:
         names = presets.model_names() if section in MODELS else presets.device_names()
@@ -179,21 +182,21 @@ def _allow_word(found: dict[str, Any], section: str, kinds: dict[str, Any]) -> N
         part["properties"]["preset"] = {**word, "description": f"Start from this {join(section, 'preset')}."}
         if "required" in part:
             part["anyOf"] = [{"required": ["preset"]}, {"required": part.pop("required")}]
-    of_word = part["properties"].get(SHORTHAND[section], {}).get("type")
-    if of_word and section not in STARTS_FROM:
-        word["type"] = of_word
+    word_type = part["properties"].get(SHORTHAND[section], {}).get("type")
+    if word_type and section not in STARTS_FROM:
+        word["type"] = word_type
     known = holder["properties"][key]
-    none = [one for one in known.get("anyOf", ()) if one.get("type") == "null"]
+    null = [option for option in known.get("anyOf", ()) if option.get("type") == "null"]
     about = known.get("description", "")
     whole = {"$ref": f"#/$defs/{kinds[section].__name__}"}
-    default = {name: known[name] for name in ("default",) if none}
-    holder["properties"][key] = {"anyOf": [word, whole, *none], **default, "description": about}
+    default = {name: known[name] for name in ("default",) if null}
+    holder["properties"][key] = {"anyOf": [word, whole, *null], **default, "description": about}
 
 
-def _allow_list(found: dict[str, Any]) -> None:
-    """`data` may be a list of the sources of a mixture, and each of them a word, `PATH:WEIGHT`."""
-    one = {
+def _allow_list(document: dict[str, Any]) -> None:
+    """Let `data` be a list of the sources of a mixture, each possibly a word, `PATH:WEIGHT`."""
+    source = {
         "anyOf": [{"type": "string", "pattern": f"^{WEIGHTED}$"}, {"$ref": f"#/$defs/{_kind('data.mixture').__name__}"}]
     }
-    found["$defs"][_kind("data").__name__]["properties"]["mixture"]["items"] = one
-    found["properties"]["data"]["anyOf"].append({"type": "array", "items": one})
+    document["$defs"][_kind("data").__name__]["properties"]["mixture"]["items"] = source
+    document["properties"]["data"]["anyOf"].append({"type": "array", "items": source})
