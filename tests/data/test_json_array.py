@@ -83,7 +83,7 @@ def test_a_broken_array_is_refused_where_json_refuses_it(rows: list[Any], block:
         (b'{"a": []}', "x.json holds dict, not an array of objects: give one object a line in a .jsonl file"),
         (b"", "x.json, line 1, column 1: broken JSON, Expecting value"),
         (b"[{'a': 1}]", None),
-        (b'[{"a": "\xff"}]', "x.json, row 1: not UTF-8 text"),
+        (b'[{"a": "\xff\xc3\xa9"}]', "x.json, row 1: not UTF-8 text"),
         (b'[{"a": "\xc3', "x.json, line 1, column 8: broken JSON, Unterminated string starting at"),
         (b'[{"a": \xff}]', "x.json, line 1, column 8: broken JSON, not UTF-8 text"),
         (b'[{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}]", None),

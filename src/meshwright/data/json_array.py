@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn, final
 
+from meshwright.data.encodings import BEGINNING, check_begins_as_utf8, not_utf8
 from meshwright.spec.errors import DataError
 
 _BLOCK: Final = 2**20
@@ -28,6 +29,8 @@ def objects(path: Path) -> Iterator[tuple[int, Any, str]]:
     refused."""
     try:
         with path.open("rb") as file:
+            check_begins_as_utf8(path, file.read(BEGINNING))
+            file.seek(0)
             yield from _ArrayReader(path, iter(lambda: file.read(_BLOCK), b"")).objects()
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
@@ -74,9 +77,9 @@ class _ArrayReader:
                 if complaint and end > len(self._buffer) - _NEAR and not self._ended:  # more digits may follow
                     self._read(_BLOCK)
                     continue
-                undecoded = self._undecoded and _UNDECODED.search(self._buffer, self._place, end)
-                self._place = end
-                return element, "not UTF-8 text" if undecoded else complaint
+                row, self._place = self._buffer[self._place : end] if self._undecoded else "", end
+                undecoded = _UNDECODED.search(row)
+                return element, not_utf8(row.encode(errors="surrogateescape")) if undecoded else complaint
             except json.JSONDecodeError as error:
                 if self._ended or not self._may_go_on(error):
                     self._broken(error.msg, error.pos)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from meshwright.data.encodings import check_begins_as_utf8, conversion, narrow_encoding
 from meshwright.spec.errors import DataError
 
 PIECE = 2**16
@@ -66,6 +67,8 @@ def read(path: Path) -> Iterator[str]:
 
 def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset: int) -> str:
     """Text of the next block (`b""` = the file ends), read `offset` bytes into the file."""
+    if not offset:
+        check_begins_as_utf8(path, block)
     nul = block.find(0)
     if nul >= 0:
         raise DataError(f"{path} is binary, not text: NUL byte at {offset + nul}; leave it out of data.path")
@@ -74,7 +77,8 @@ def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offse
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
         position = offset - pending + error.start
+        encoding = narrow_encoding(error.object[error.start : error.start + _NEAR])
         raise DataError(
-            f"{path} is not UTF-8 text: byte {position} is 0x{error.object[error.start]:02x}; "
-            "convert it (iconv -t utf-8) or leave it out of data.path"
+            f"{path} is not UTF-8 text: byte {position} is 0x{error.object[error.start]:02x}; it seems to be "
+            f"{encoding}: {conversion(encoding)} or leave it out of data.path"
         ) from error

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.data.encodings import BEGINNING, check_begins_as_utf8, not_utf8
 from meshwright.data.json_array import MOST_CHARACTERS
 from meshwright.data.json_array import objects as json_array_objects
 from meshwright.spec.errors import DataError, MalformedRowError
@@ -100,6 +101,8 @@ def jsonl(path: Path) -> Iterator[Row]:
     """Every line, blank lines passed over."""
     try:
         with path.open("rb") as file:
+            check_begins_as_utf8(path, file.read(BEGINNING))
+            file.seek(0)
             for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), b""), start=1):
                 where = f"{path}, line {number}"
                 if len(line) > MOST_CHARACTERS:
@@ -194,7 +197,7 @@ def _line(line: bytes, where: str) -> Mapping[str, Any] | Malformed:
     try:
         row = json.loads(line.rstrip())
     except UnicodeDecodeError:
-        return Malformed(f"{where}: not UTF-8 text")
+        return Malformed(f"{where}: {not_utf8(line)}")
     except json.JSONDecodeError as error:
         return Malformed(f"{where}, column {error.colno}: broken JSON, {error.msg}")
     except (ValueError, RecursionError) as error:
