@@ -1,18 +1,21 @@
 """Arguments of calls that a template leaves out: found wherever transformers' text lacks them, and nowhere else."""
 
 import json
+from collections.abc import Iterator
 from datetime import date
 from typing import Any
 
 import pytest
 
-from meshwright.data import rendering
+from meshwright.data import completeness, rendering
 from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.rendering import Policy
 from meshwright.data.samples import Conversation, sample
 from meshwright.spec.errors import DataError
 
-HEAD = "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+HEAD = (
+    "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+)
 TAIL = "{% endfor %}<|end|>{% endfor %}"
 NAME = "[{{ c.function.name }}]"
 ITEMS = "{% for k, v in c.function.arguments.items() %}"
@@ -26,20 +29,54 @@ TEMPLATES = {
     "no numbers": NAME + ITEMS + "{% if v is boolean or v is not number %}{{ k }}={{ v }};{% endif %}{% endfor %}",
     "no objects": NAME + ITEMS + "{% if v is not mapping %}{{ k }}={{ v }};{% endif %}{% endfor %}",
     "keys alone": NAME + ITEMS + "{{ k }};{% endfor %}",
+    "values alone": NAME + ITEMS + "{{ v }};{% endfor %}",
+    "no nulls": NAME + ITEMS + "{% if v is not none %}{{ k }}={{ v }};{% endif %}{% endfor %}",
+    "loud names": NAME + ITEMS + "{{ k | upper }}={{ v }};{% endfor %}",
+    "one by its name": NAME + "{{ c.function.arguments.at }}",
+    "names alone at the top": NAME + ITEMS + "{{ k }}={{ v.values() | list if v is mapping else v }};{% endfor %}",
     "the first of a list": NAME + ITEMS + "{{ k }}={{ v[0] if v is sequence and v is not string else v }};{% endfor %}",
 }
-ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "an integer": ({"at": "x", "n": 7}, {"at": "x", "n": 8}),
-    "a float": ({"at": "x", "n": 7.25}, {"at": "x", "n": 8.5}),
-    "true": ({"at": "x", "n": True}, {"at": "x", "n": False}),
-    "false": ({"n": False}, {"n": True}),
-    "0": ({"n": 0}, {"n": 1}),
-    "a number in an object": ({"at": {"deep": {"n": 7}}}, {"at": {"deep": {"n": 8}}}),
-    "a boolean in an object": ({"at": {"deep": {"n": True}}}, {"at": {"deep": {"n": False}}}),
-    "a text in an object": ({"at": {"deep": "x"}}, {"at": {"deep": "y"}}),
-    "the second of a list": ({"at": [1, 2]}, {"at": [1, 3]}),
-    "a boolean in a list": ({"at": [True, False]}, {"at": [True, True]}),
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "an integer": {"at": "x", "n": 7},
+    "a float": {"at": "x", "n": 7.25},
+    "true": {"at": "x", "n": True},
+    "false": {"n": False},
+    "0": {"n": 0},
+    "a text": {"at": "x"},
+    "a number in an object": {"at": {"deep": {"n": 7}}},
+    "a boolean in an object": {"at": {"deep": {"n": True}}},
+    "a text in an object": {"at": {"deep": "x"}},
+    "the second of a list": {"at": [1, 2]},
+    "a boolean in a list": {"at": [True, False]},
+    "null": {"at": "x", "n": None},
+    "null alone": {"n": None},
+    "many booleans": {f"flag_{number}": number % 3 == 0 for number in range(12)},
+    "nothing": {},
 }
+NULLABLE = [{"type": "function", "function": {"name": "look", "parameters": {
+    "type": "object", "properties": {"at": {"type": "string"}, "n": {"type": ["string", "null"]}},
+}}}]  # fmt: skip
+
+
+def others(argument: Any) -> Iterator[Any]:
+    """The same with one name or one value that is another."""
+    if isinstance(argument, dict):
+        for name, part in argument.items():
+            yield {(f"{other}s" if other == name else other): one for other, one in argument.items()}
+            yield from ({**argument, name: other} for other in others(part))
+    elif isinstance(argument, list):
+        for place, part in enumerate(argument):
+            yield from ([*argument[:place], other, *argument[place + 1 :]] for other in others(part))
+    else:
+        yield (
+            not argument
+            if isinstance(argument, bool)
+            else "z"
+            if argument is None
+            else f"{argument}z"
+            if isinstance(argument, str)
+            else argument + 1
+        )
 
 
 def turns(arguments: Any) -> list[Any]:
@@ -49,7 +86,7 @@ def turns(arguments: Any) -> list[Any]:
 
 def theirs(source: str, arguments: Any) -> str:
     utils = pytest.importorskip("transformers").utils.chat_template_utils
-    found = utils.render_jinja_template(conversations=[turns(arguments)], chat_template=source)
+    found = utils.render_jinja_template(conversations=[turns(arguments)], chat_template=source, tools=NULLABLE)
     return str(found[0][0])
 
 
@@ -58,15 +95,46 @@ def theirs(source: str, arguments: Any) -> str:
 @pytest.mark.parametrize("spelled", [False, True])
 def test_an_argument_is_missed_where_another_one_gives_the_same_text(kind: str, template: str, spelled: bool) -> None:
     """Transformers renders both; arguments may be given as objects or as their JSON."""
-    source = HEAD + TEMPLATES[template] + TAIL
-    one, other = ARGUMENTS[kind]
-    dropped = theirs(source, one) == theirs(source, other)
-    ours = ChatTemplate(source, {}, date(2026, 1, 1))
-    given = sample(("chat.jsonl:1", {"messages": turns(json.dumps(one) if spelled else one)}))
+    source, arguments = HEAD + TEMPLATES[template] + TAIL, ARGUMENTS[kind]
+    text = theirs(source, arguments)
+    dropped = any(theirs(source, other) == text for other in others(arguments))
+    given = sample(
+        ("chat.jsonl:1", {"messages": turns(json.dumps(arguments) if spelled else arguments), "tools": NULLABLE})
+    )
     assert isinstance(given, Conversation)
+    ours = ChatTemplate(source, {}, date(2026, 1, 1))
     if dropped:
         with pytest.raises(DataError, match="drops what a tool call of message 2 is given: "):
             rendering.conversation(given, ours, Policy(train_on="all"))
     else:
         [marked] = rendering.conversation(given, ours, Policy(train_on="all"))
-        assert marked.text == theirs(source, one)
+        assert marked.text == text
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "renderings"),
+    [
+        ("json", {"at": "x", "n": 7}, 1),
+        ("json", {f"flag_{number}": True for number in range(200)}, 2),
+        ("words", {f"n_{number}": number for number in range(200)}, 2),
+        ("loud names", {f"n_{number}": None for number in range(200)}, 3 + 8),
+        ("json", {"flags": [True] * 200}, 2 + 8),
+        ("one by its name", {"at": "x"}, 3),
+    ],
+)
+def test_renderings_of_a_check_do_not_grow_with_arguments(
+    template: str, arguments: dict[str, Any], renderings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the one that is trained on: once with signs, once with other words where it has none, then one by one."""
+    counted = []
+
+    def render(self: ChatTemplate, *given: Any, **more: Any) -> Any:
+        counted.append(given)
+        return plain(self, *given, **more)
+
+    messages, plain = turns(arguments), ChatTemplate.render
+    ours = ChatTemplate(HEAD + TEMPLATES[template] + TAIL, {}, date(2026, 1, 1))
+    text = ours.render(messages, NULLABLE).text
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    completeness.check_complete(messages, NULLABLE, [1], text, ours)
+    assert len(counted) == renderings

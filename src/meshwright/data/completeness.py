@@ -4,7 +4,9 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 from meshwright.data.chat_template import THOUGHTS, ChatTemplate
@@ -18,6 +20,13 @@ _SIGN: Final = f"mw{secrets.randbits(64):x}"
 """Begins what stands for names: letters and digits, which no filter of a template changes."""
 _NUMBER: Final = (100_000_000 + secrets.randbelow(900_000_000)) * 10**6
 """Added to the place of a number, it stands for that number: 15 digits, which a float has, too."""
+_ANY_SIGN: Final = re.compile(rf"({_SIGN}[an]\d+e|{_NUMBER // 10**6}\d{{6}})")
+_MOST_RENDERED: Final = 8
+"""Words of a conversation that are changed one by one."""
+_GIVEN: Final = (
+    "what a tool call of message {number} is given: {shown} is not in the rendered text; take a data.template that "
+    "writes arguments"
+)
 
 
 class IncompleteRendering(DataError):
@@ -91,9 +100,10 @@ def _thoughts(message: Message) -> list[str]:
 
 
 def _check_tools(messages: Sequence[Message], tools: Any, template: ChatTemplate) -> None:
-    """The same of calls, their arguments at any depth included, and of the tools themselves. A tool may be called
-    `get`, which stands in any text, so the conversation is rendered once more with signs in place of these words. A
-    template may write `true` and numbers in its own way: then another one in its place must change the text."""
+    """The same of calls, the names and values of their arguments at any depth included, and of the tools themselves. A
+    tool may be called `get`, which stands in any text, so the conversation is rendered once more with signs in place
+    of these words. What has no sign, as `true`, or none in this template, is lost where another word in its place
+    changes nothing. At most _MOST_RENDERED + 3 renderings."""
     if not tools and not any(message.get("tool_calls") for message in messages):
         return
 
@@ -102,31 +112,92 @@ def _check_tools(messages: Sequence[Message], tools: Any, template: ChatTemplate
         signed = [signs.message(number, message) for number, message in enumerate(messages, start=1)]
         return template.render(signed, signed_tools or None).text
 
-    signs = _Signs()
-    text = rendered(signs)
-    missing = next((complaint for sign, complaint in signs.complaints.items() if sign not in text), None)
-    unsigned = (index for index, (sign, _) in enumerate(signs.numbers) if not sign or sign not in text)
-    if missing is None:
-        missing = next((signs.numbers[index][1] for index in unsigned if rendered(_Signs(index)) == text), None)
-    if missing is not None:
-        raise IncompleteRendering(f"the chat template drops {missing}")
+    signs, text = _Signs(), ""
+    with contextlib.suppress(DataError):  # a template that looks for an argument by its name finds none
+        text = rendered(signs)
+    kept = {word.index for word in signs.words if word.sign and word.sign in text}
+    if not text or any(sign not in text for sign in (*signs.complaints, *signs.names)):
+        signs = _Signs(signs_names=False)
+        text = rendered(signs)
+    lost = next((complaint for sign, complaint in signs.complaints.items() if sign not in text), None)
+    if lost is None:
+        lost = _lost_in([word for word in signs.words if word.index not in kept], signs, text, rendered)
+    if lost is not None:
+        raise IncompleteRendering(f"the chat template drops {lost}")
+
+
+def _lost_in(words: "Sequence[_Word]", signs: "_Signs", text: str, rendered: "Callable[[_Signs], str]") -> str | None:
+    """What a text says of the first of these words, which no sign shows in it, that may be another one. All are changed
+    at once: where one stands alone behind a sign, and what is written there changes, it is no more in doubt. Others are
+    changed one by one, the last first: a template that takes the first of a list drops those behind it."""
+    if len(words) > 1:
+        with contextlib.suppress(DataError):
+            changed = rendered(_Signs(signs_names=signs.signs_names, changed={word.index for word in words}))
+            before, behind = (_behind_signs(one) for one in (text, changed))
+            places = [signs.behind(word, before) for word in words]
+            alone = Counter(places)
+            words = [
+                word for word, place in zip(words, places, strict=True)
+                if alone[place] > 1 or before.get(place) == behind.get(place)
+            ]  # fmt: skip
+    for word in list(reversed(words))[:_MOST_RENDERED]:
+        with contextlib.suppress(DataError):
+            if rendered(_Signs(signs_names=signs.signs_names, changed=(word.index,))) == text:
+                return word.complaint
+    return None
+
+
+def _behind_signs(text: str) -> dict[str, str]:
+    """Sign -> what stands between it and the next one, wherever it is."""
+    parts = _ANY_SIGN.split(text)
+    found: dict[str, str] = {}
+    for sign, part in zip(parts[1::2], parts[2::2], strict=True):
+        found[sign] = f"{found.get(sign, '')}\0{part}"
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word:
+    """An argument's name or value that may be changed by itself."""
+
+    index: int
+    sign: str
+    """Of a name or a number; empty = it has none."""
+    place: int
+    """Signs that were given before it."""
+    complaint: str
 
 
 @final
 class _Signs:
     """Words and numbers that no conversation has, and what it means that a rendered one lacks them."""
 
-    def __init__(self, changed: int = -1) -> None:
-        """`changed`: the place in `numbers` of the one that is another than with other signs."""
+    def __init__(self, *, signs_names: bool = True, changed: Container[int] = ()) -> None:
+        """`signs_names`: of arguments, too. `changed`: places in `words` of those that are others than elsewhere."""
         self.complaints: dict[str, str] = {}
-        self.numbers: list[tuple[str, str]] = []
-        """(sign, complaint) of numbers and of booleans, which have no sign."""
+        self.words: list[_Word] = []
+        self.signs_names = signs_names
+        self.names: list[str] = []
+        """Signs of arguments' names."""
+        self._given: list[str] = []
         self._changed = changed
 
     def _sign(self, complaint: str) -> str:
         sign = f"{_SIGN}n{len(self.complaints)}e"
         self.complaints[sign] = complaint
+        self._given.append(sign)
         return sign
+
+    def _word(self, sign: str, complaint: str) -> bool:
+        """Whether the next word is changed."""
+        index = len(self.words)
+        self.words.append(_Word(index=index, sign=sign, place=len(self._given), complaint=complaint))
+        self._given += filter(None, (sign,))
+        return index in self._changed
+
+    def behind(self, word: _Word, written: Container[str]) -> str:
+        """The last sign before a word that is written; empty = none."""
+        return next((sign for sign in reversed(self._given[: word.place]) if sign in written), "")
 
     def tool(self, tool: Any) -> Any:
         """A tool whose name is a sign."""
@@ -137,7 +208,7 @@ class _Signs:
         return self._named(tool, complaint)
 
     def message(self, number: int, message: Message) -> Message:
-        """A message whose calls have signs as their names, and as the texts of their arguments."""
+        """A message whose calls have signs as their names, and as names and texts of their arguments."""
         calls = message.get("tool_calls")
         if not isinstance(calls, list | tuple):
             return message
@@ -168,26 +239,33 @@ class _Signs:
         return {**call, "function": function} if "function" in call else function
 
     def _argument(self, argument: Any, number: int) -> Any:
-        """An argument with signs as its texts and numbers, at any depth."""
-        if isinstance(argument, str | bool | int | float):
-            shown = repr(argument[:60]) if isinstance(argument, str) else json.dumps(argument)
-            complaint = (
-                f"what a tool call of message {number} is given: {shown} is not in the rendered text; take a "
-                "data.template that writes arguments"
-            )
-            return self._sign(complaint) if isinstance(argument, str) else self._number(argument, complaint)
+        """An argument with signs as its names, texts and numbers, at any depth."""
         if isinstance(argument, Mapping):
-            return {name: self._argument(part, number) for name, part in argument.items()}
-        return [self._argument(part, number) for part in argument] if isinstance(argument, list | tuple) else argument
+            return {self._name(str(name), number): self._argument(part, number) for name, part in argument.items()}
+        if isinstance(argument, list | tuple):
+            return [self._argument(part, number) for part in argument]
+        complaint = _GIVEN.format(
+            number=number, shown=repr(argument[:60]) if isinstance(argument, str) else json.dumps(argument)
+        )
+        if isinstance(argument, str):
+            return self._sign(complaint)
+        if argument is None:
+            return _SIGN if self._word("", complaint) else None
+        return self._value(argument, complaint)
 
-    def _number(self, argument: float, complaint: str) -> float:
-        index = len(self.numbers)
-        is_changed = index == self._changed
+    def _name(self, name: str, number: int) -> str:
+        sign = f"{_SIGN}a{len(self.words)}e"
+        self.names += [sign] * self.signs_names
+        is_changed = self._word(sign if self.signs_names else "", _GIVEN.format(number=number, shown=repr(name[:60])))
+        return f"{sign}z" if is_changed else sign if self.signs_names else name
+
+    def _value(self, argument: float, complaint: str) -> float:
+        """A number or boolean: another one, where it is changed."""
         if isinstance(argument, bool):
-            self.numbers.append(("", complaint))
-            return argument != is_changed
-        sign = _NUMBER + index + 500_000 * is_changed
-        self.numbers.append((str(sign), complaint))
+            return argument != self._word("", complaint)
+        index = len(self.words)
+        sign = _NUMBER + index + 500_000 * (index in self._changed)
+        self._word(str(sign), complaint)
         return sign + 0.5 if isinstance(argument, float) else sign
 
 
