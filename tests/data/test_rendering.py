@@ -13,6 +13,8 @@ from meshwright.data import rendering
 from meshwright.data.chat_template import DEFAULT, ChatTemplate
 from meshwright.data.rendering import Marked, Policy
 from meshwright.data.samples import Conversation, sample
+from meshwright.server.chat_fields import ChatMessage
+from meshwright.server.checked_fields import checked_fields
 from meshwright.spec.errors import DataError
 from tests.data.chats_for_tests import (
     CHATML,
@@ -295,6 +297,32 @@ def test_what_a_template_drops_or_refuses_is_said(source: str, fields: Any, sent
     with pytest.raises(DataError) as error:
         rendered(source, fields)
     assert str(error.value) == sentence
+
+
+ONE_CALL = (
+    "{% for m in messages %}[{{ m.role }}]{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}{{ m.content + m.tool_calls[0].function.name }}"
+    "{{ m.tool_calls[0].function.arguments | tojson }}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+)
+"""As templates of Llama 3.1 ask for calls, and as DeepSeek-V3's adds them to a content."""
+
+
+def test_what_a_turn_leaves_empty_is_trained_as_a_server_writes_it() -> None:
+    """Logs of servers have `tool_calls: []` in plain answers, and `content: null` beside calls."""
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom"}'}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "u", "tool_calls": []},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "sun", "tool_call_id": "call00001", "tool_calls": None},
+        {"role": "assistant", "content": "a", "tool_calls": []},
+    ]
+    (found,) = rendered(ONE_CALL, messages)
+    given = [{name: one for name, one in message.items() if one is not None} for message in messages]
+    served = [checked_fields(ChatMessage, message).row for message in given]
+    assert found.text == ChatTemplate(ONE_CALL, SPELLED, DAY).render(served).text
+    plain = [{name: one for name, one in message.items() if one} for message in messages]
+    plain[1] |= {"content": "", "tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "Rom"}}}]}
+    assert found.text == theirs(ONE_CALL, plain)[0]
 
 
 def test_a_role_that_nobody_knows_is_refused() -> None:

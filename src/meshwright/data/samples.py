@@ -275,10 +275,14 @@ def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
 
 
 def _turn(turn: Any, what: str) -> Message:
-    """A message without fields that are null; its content is text, or several parts that are."""
+    """A message without fields that are null and without a list of no calls, which some templates take for calls; its
+    content is text, or several parts that are. Beside calls it may be missing: then it is the empty text that a server
+    writes in its place."""
     if not isinstance(turn, Mapping):
         raise DataError(f"{what} is {type(turn).__name__}, not an object")
     found = {name: without_null(value) for name, value in turn.items() if value is not None}
+    if found.get("tool_calls") == []:
+        del found["tool_calls"]
     if not isinstance(found.get("role"), str) or not found["role"]:
         raise DataError(f"{what} has no role, it has: {_columns(turn) or 'nothing'}")
     found["role"] = "assistant" if found["role"] == "model" else found["role"]  # as templates are given it
@@ -293,7 +297,7 @@ def _turn(turn: Any, what: str) -> Message:
         raise DataError(f"{what} ({found['role']}) has neither content nor tool_calls")
     if content is not None and not isinstance(content, str):
         raise DataError(f"{what}: the content is {type(content).__name__}, not text")
-    return found
+    return {"content": "", **found}
 
 
 def _check_calls(calls: Any, what: str) -> None:
