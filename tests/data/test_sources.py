@@ -45,6 +45,16 @@ def test_a_file_a_folder_and_a_glob(folder: Path) -> None:
     assert texts(f"{folder}/*.jsonl") == everything[2:]
 
 
+def test_rows_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """Not at what Python and Unicode call ends of lines; a mark of byte order before the first row is none of its."""
+    first = "one\u2028two\u2029three\u0085four"
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in (first, "last")]
+    for mark in ("", "\ufeff"):
+        for end in ("\n", "\r\n"):
+            (tmp_path / "rows.jsonl").write_bytes((mark + end.join([*rows, ""])).encode())
+            assert texts(tmp_path / "rows.jsonl") == [("rows.jsonl:1", first), ("rows.jsonl:2", "last")]
+
+
 def test_the_standard_library_is_python_without_tests() -> None:
     source = Source(Data(path="stdlib"))
     names = [path.as_posix() for path in source.files]

@@ -267,6 +267,17 @@ def test_echo_scores_the_prompt(client: openai.OpenAI) -> None:
     assert more.text_offset == [len("".join(more.tokens[:place])) for place in range(len(more.tokens))]
 
 
+def test_a_stream_repeats_the_prompt_with_its_scores(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"echo": True, "max_tokens": 4, "logprobs": 2}
+    whole = ask(client, "completion", **asked).choices[0]
+    parts = [choice for chunk in ask(client, "completion", **asked, stream=True) for choice in chunk.choices]
+    assert "".join(part.text for part in parts) == whole.text
+    for key in ("tokens", "text_offset", "token_logprobs"):
+        joined = [one for part in parts if part.logprobs for one in getattr(part.logprobs, key)]
+        right = getattr(whole.logprobs, key)
+        assert joined == (near(right) if key == "token_logprobs" else right)
+
+
 @pytest.mark.parametrize("prompt", [["a", "bb"], [[65, 66], [67]], [70, 71]], ids=["texts", "lists", "ids"])
 def test_several_prompts(client: openai.OpenAI, prompt: Any) -> None:
     found = ask(client, "completion", prompt=prompt, n=2, temperature=1.0, seed=5)

@@ -327,6 +327,13 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert [saved.step for saved in checkpoint.listing(tmp_path)] == [7]
 
 
+def test_the_newest_is_that_of_the_last_step_and_not_of_the_last_name(tmp_path: Path) -> None:
+    for step in (999_998, 999_999, 1_000_000, 1_000_001):
+        small(tmp_path, step, None, keep_last=2)
+    assert [saved.step for saved in checkpoint.listing(tmp_path)] == [1_000_000, 1_000_001]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-1000001"
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.none() | st.integers(0, 3).map(float), min_size=1, max_size=7), st.integers(1, 3))
 def test_the_rule_of_keeping(tmp_path: Path, scores: list[float | None], keep_last: int) -> None:
