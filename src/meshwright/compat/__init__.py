@@ -1,4 +1,4 @@
-"""Private names of torch and of the C library, in one place, each with its reason."""
+"""Private names of torch and of the C library in one package, each with the reason why it is needed."""
 
 import platform
 from collections.abc import Iterator
@@ -63,12 +63,15 @@ _CANNOT = (AttributeError, TypeError, ValueError, RuntimeError)
 
 
 DispatchMode = TorchDispatchMode
-"""What sees every operation. torch documents it and has no public name for it."""
+"""Base class of modes that observe every operation. torch documents it without a public name."""
 
 
 class BareMode(TorchDispatchMode):
-    """The same for a program of which nothing is compiled: torch wraps the methods of modes to keep torch.compile out
-    of them, at microseconds a call, unless a mode says that there is no need."""
+    """Dispatch mode for programs without compiled code, with less overhead.
+
+    torch wraps the methods of modes to keep torch.compile out of them, at microseconds per call, unless a mode opts
+    out.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -76,62 +79,67 @@ class BareMode(TorchDispatchMode):
 
 
 def _leaves_avx512() -> bool:
-    """Not where torch has not both libraries, or the processor is Intel's or has no AVX-512."""
-    both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    if not both or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """Return whether MKL leaves AVX-512 unused here and oneDNN is available: an AVX-512 processor not from Intel."""
+    has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    if not has_both or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    told = platform.processor()
+    description = platform.processor()
     with suppress(OSError):
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    return "GenuineIntel" not in told
+        description = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return "GenuineIntel" not in description
 
 
 _LEAVES_AVX512 = _leaves_avx512()
-"""Found once: what torch asks itself is nothing that the compiler can follow."""
+"""Evaluated once at import, since the compiler cannot trace these checks."""
 
 
 def blas_is_slow() -> bool:
-    """Whether oneDNN's fp32 products are the faster ones: MKL takes AVX-512 on Intel's processors alone, oneDNN on all.
-    `torch.backends.cpu` knows the instructions and not whose processor it is."""
+    """Return whether oneDNN has the faster fp32 products: MKL uses AVX-512 on Intel's processors only, oneDNN on all.
+
+    `torch.backends.cpu` reports the instructions but not the vendor.
+    """
     return _LEAVES_AVX512
 
 
 def onednn_product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """a (..., K) contiguous times b (N, K) transposed, plus bias (N,), by oneDNN; torch calls it from compiled code."""
+    """Return a (..., K) contiguous times b (N, K) transposed, plus bias (N,), by oneDNN.
+
+    torch calls this operation in compiled code.
+    """
     bias = None if bias is None else bias.contiguous()  # it reads N numbers, whatever the stride
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
-    return found
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
+    return out
 
 
 def onednn_packed(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix (N, K) in the order in which `onednn_product` reads its second operand fastest: opaque memory."""
-    found: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-    return found
+    """Return a matrix (N, K) in the opaque layout that `onednn_product` reads fastest."""
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    return packed
 
 
 def is_hooked(module: torch.nn.Module) -> bool:
-    """Whether something runs around the module's forward; torch lets hooks be added, but not be asked for."""
+    """Return whether hooks run around the module's forward. torch can add hooks but has no query for them."""
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def softmax_backward(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Gradient of a softmax over the last dim from its result: weights * (gradient - sum(gradient * weights)).
+    """Return the gradient of a softmax over the last dim, weights * (gradient - sum(gradient * weights)).
 
-    The fused operation autograd itself calls has no public name; by hand it is three passes more.
+    `weights` is the output of the softmax. The fused operation that autograd calls has no public name. Without it,
+    three more passes are needed.
     """
     fused = getattr(torch.ops.aten, "_softmax_backward_data", None)
     if fused is None:
         return weights * (gradient - (gradient * weights).sum(-1, keepdim=True))
-    result: torch.Tensor = fused(gradient, weights, -1, weights.dtype)
-    return result
+    out: torch.Tensor = fused(gradient, weights, -1, weights.dtype)
+    return out
 
 
 def add_wide_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: int = 1) -> None:
-    """total (M, N) fp32 = beta total + a (M, K) b (K, N), of 16-bit tensors too, whose sums then never leave fp32. With
-    beta = 0 the total is not read, whatever it holds.
+    """Compute total (M, N) fp32 = beta total + a (M, K) b (K, N) in place; 16-bit operands are accumulated in fp32.
 
-    A GPU's library adds to fp32 by itself; the overload that says so is in torch.ops only, and for CUDA only. Elsewhere
-    the product is rounded to its operands' dtype first.
+    With beta = 0, `total` is not read. On a GPU, the library accumulates into fp32 by an overload that exists in
+    torch.ops for CUDA only. Elsewhere the product is first rounded to the dtype of its operands.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=beta)
@@ -147,35 +155,42 @@ def scaled_product(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """a (M, K) and b (N, K) of 8 bits, with scales (M, 1) and (N, 1) fp32 -> a b^T + bias (M, N). Fast accumulation:
-    without it the kernel with a scale for each row is several times slower."""
-    found: torch.Tensor = torch._scaled_mm(
+    """Return a b^T + bias (M, N) of 8-bit a (M, K) and b (N, K), with fp32 scales (M, 1) and (N, 1).
+
+    Fast accumulation is on: without it, the kernel with row scales is several times slower.
+    """
+    product: torch.Tensor = torch._scaled_mm(
         a, b.t(), scale_a=a_scales, scale_b=b_scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True
     )
-    return found
+    return product
 
 
 HAS_SCALED_GROUPS = hasattr(torch, "_scaled_grouped_mm")
-"""Whether this torch has grouped products of 8-bit operands. Private in 2.11 to 2.13; the public name of later ones
-(torch.nn.functional.scaled_grouped_mm) takes recipes of scales, and calls the same kernel."""
+"""True if this torch has grouped products of 8-bit operands.
+
+The name is private in 2.11 to 2.13. The public one of later versions (torch.nn.functional.scaled_grouped_mm) takes
+recipes of scales and calls the same kernel.
+"""
 
 
 def scaled_grouped_product(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, ends: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """Products of runs that end at `ends` (X,) int32, of 8 bits. a (M, K) and b (X, N, K), scales (M,) and (X, N):
-    runs of rows of a, each times its b transposed -> (M, N). a (M, K) and b (N, K), scales (X M,) and (X N,): runs of
-    both along K -> (X, M, N). Fast accumulation, as in `scaled_product`."""
-    found: torch.Tensor = torch._scaled_grouped_mm(
+    """Return the products of 8-bit groups that end at `ends` (X,) int32, with fast accumulation.
+
+    With a (M, K) and b (X, N, K), scales (M,) and (X, N): each group of rows of a times its b transposed -> (M, N).
+    With a (M, K) and b (N, K), scales (X M,) and (X N,): groups of both along K -> (X, M, N).
+    """
+    product: torch.Tensor = torch._scaled_grouped_mm(
         a, b.transpose(-2, -1), a_scales, b_scales, offs=ends, out_dtype=dtype, use_fast_accum=True
     )
-    return found
+    return product
 
 
 @cache
 def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch has the overload, and it adds and writes: tried once, on ones."""
+    """Return whether this torch has the fp32 overload of addmm and it works, tested once on ones."""
     if device.type != "cuda" or not hasattr(torch.ops.aten.addmm, "dtype_out"):
         return False
     ones, total = torch.ones(16, 16, dtype=dtype, device=device), torch.full((16, 16), torch.nan, device=device)
@@ -188,8 +203,11 @@ def _adds_wide(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Has the sizes, not the values, of torch's fused RMS norm on a GPU: keeps its input and one fp32 number a row.
-    The operation itself is composed of plain ones wherever no GPU is, which keep two fp32 copies of the input more."""
+    """Stand-in for torch's fused RMS norm on a GPU, with its sizes but not its values.
+
+    It saves its input and one fp32 number per row. Without a GPU, torch composes the operation from plain ones, which
+    save two more fp32 copies of the input.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -203,37 +221,41 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """What rms_norm calls on a GPU, for fake tensors that stand in for a GPU's; see cuda_attention."""
-    found: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    """Return the shape that rms_norm has on a GPU, for fake tensors that stand in for GPU tensors.
+
+    See cuda_attention.
+    """
+    normalized: torch.Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return normalized
 
 
 def time_limit(group: Any) -> timedelta | None:
-    """How long a collective of a process group may take; None = this torch does not say.
+    """Return the timeout of a process group's collectives, or None if this torch does not expose it.
 
-    torch gives every group that is made later a limit of its own (30 minutes), whatever was asked for at first, and
-    has no public question for it.
+    torch gives each later group a timeout of its own (30 minutes) whatever the first one was, without a public query.
     """
     try:
-        found = group._get_backend(torch.device("cpu")).options._timeout
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):
         return None
-    return found if isinstance(found, timedelta) else None
+    return timeout if isinstance(timeout, timedelta) else None
 
 
 def limit_gpu_collectives(group: Any, limit: timedelta) -> bool:
-    """Let the collectives of a process group on GPUs end after `limit`, those on the host as before; False where it has
-    no GPU backend. torch takes one limit for all backends of a group, and sets another by private names only."""
+    """Set the timeout of a group's GPU collectives only, and return False if it has no GPU backend.
+
+    torch takes one timeout for all backends of a group. Another one can be set by private names only.
+    """
     with suppress(*_CANNOT):
-        found = group._get_backend(torch.device("cuda"))
-        if found.name() != "gloo":  # which serves both, with one limit
-            found._set_default_timeout(limit)
+        backend = group._get_backend(torch.device("cuda"))
+        if backend.name() != "gloo":  # which serves both, with one limit
+            backend._set_default_timeout(limit)
             return True
     return False
 
 
 def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bool = False) -> dist.Work | None:
-    """torch.distributed.all_gather_into_tensor, whose name changed in 2.13 and warns by its old one."""
+    """Call torch.distributed.all_gather_into_tensor, whose name changed in 2.13 and whose old name warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work: dist.Work | None = gather(out, x, group=group, async_op=async_op)
     return work
@@ -242,18 +264,18 @@ def all_gather_into(out: torch.Tensor, x: torch.Tensor, group: Any, async_op: bo
 def reduce_scatter_into(
     out: torch.Tensor, x: torch.Tensor, group: Any, op: Any = dist.ReduceOp.SUM, async_op: bool = False
 ) -> dist.Work | None:
-    """torch.distributed.reduce_scatter_tensor, likewise."""
+    """Call torch.distributed.reduce_scatter_tensor, renamed likewise."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     work: dist.Work | None = scatter(out, x, op=op, group=group, async_op=async_op)
     return work
 
 
 GATHER, SCATTER = torch.ops.c10d._allgather_base_.default, torch.ops.c10d._reduce_scatter_base_.default
-"""What these two call, in every torch."""
+"""Operations that these two functions call in every version of torch."""
 
 
 def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """A tensor of a subclass with a shape but no memory; torch documents this only by its own subclasses."""
+    """Return a tensor of a subclass with a shape but no memory. torch uses this in its own subclasses only."""
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
         kind, torch.Size(shape), dtype=like.dtype, device=like.device
     )
@@ -261,32 +283,34 @@ def wrapper(kind: type[torch.Tensor], shape: tuple[int, ...], like: torch.Tensor
 
 
 def real_tensors() -> AbstractContextManager[Any]:
-    """Inside, no mode takes part in operations, so that tensors hold numbers even where a dry run has taken them away.
+    """Suspend all dispatch modes inside `with`, so that tensors hold numbers even during a dry run.
 
-    torch has no public way out of a mode that somebody further up has entered.
+    torch has no public way to leave a mode that a caller entered.
     """
     return _disable_current_modes()
 
 
 def operation_name(operation: Any) -> str:
-    """`mm` of aten::mm.default. torch prints an operation with its overload; the bare name has no public question."""
+    """Return `mm` for aten::mm.default. torch prints operations with their overload and has no public bare name."""
     return getattr(operation, "_opname", "") or str(operation or "")
 
 
-def heard_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
-    """(ns, address, bytes: below 0 where memory ends) of a CPU's memory, in no order, from a profiler that listened to
-    memory and has stopped. torch's public figures of memory are sums by operation; events are in Kineto's tree only."""
+def profiled_allocations(profile: Any) -> Iterator[tuple[int, int, int]]:
+    """Yield (ns, address, bytes) of CPU allocations from a finished memory profile, unordered. Frees have bytes < 0.
+
+    torch's public memory figures are sums per operation. Single events exist only in Kineto's tree.
+    """
     waiting = list(profile.profiler.kineto_results.experimental_event_tree())
     while waiting:
         node = waiting.pop()
-        kind, told = node.typed
-        if kind.name == "Allocation" and told.device.type == "cpu":
-            yield node.start_time_ns, told.ptr, told.alloc_size
+        kind, allocation = node.typed
+        if kind.name == "Allocation" and allocation.device.type == "cpu":
+            yield node.start_time_ns, allocation.ptr, allocation.alloc_size
         waiting.extend(node.children)
 
 
-def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
-    """(name, start, end) in seconds of what a GPU did. The public `events()` are all of the host's too."""
+def profiled_kernels(profile: Any) -> list[tuple[str, float, float]]:
+    """Return (name, start, end) in seconds of all GPU activity. The public `events()` include those of the host."""
     return [
         (event.name(), event.start_ns() / 1e9, event.end_ns() / 1e9)
         for event in profile.profiler.kineto_results.events()
@@ -295,8 +319,10 @@ def heard_kernels(profile: Any) -> list[tuple[str, float, float]]:
 
 
 def record_allocations(entries: int) -> bool:
-    """Have a GPU's allocator keep its last so many events, without tracebacks; False where this torch or this allocator
-    cannot (cudaMallocAsync). torch documents it (CUDA memory usage), under a private name, and may change it."""
+    """Let a GPU's allocator record its last `entries` events without tracebacks. Return False if it cannot.
+
+    cudaMallocAsync cannot, for example. torch documents this (CUDA memory usage) under a private name.
+    """
     with suppress(*_CANNOT):
         torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries, clear_history=True)
         return True
@@ -304,23 +330,23 @@ def record_allocations(entries: int) -> bool:
 
 
 def recorded_allocations() -> dict[str, Any] | None:
-    """End what `record_allocations` began, and what was kept; None where that fails. See there."""
-    found = None
+    """Stop `record_allocations` and return its records, or None if that fails."""
+    snapshot = None
     with suppress(*_CANNOT):
-        found = torch.cuda.memory._snapshot()
+        snapshot = torch.cuda.memory._snapshot()
     with suppress(*_CANNOT):
         torch.cuda.memory._record_memory_history(None)
-    return found if isinstance(found, dict) else None
+    return snapshot if isinstance(snapshot, dict) else None
 
 
 @cache
 def processors(index: int | None) -> int:
-    """Return the multiprocessors of a CUDA device, of which torch's stubs know nothing."""
+    """Return the number of multiprocessors of a CUDA device, which torch's stubs lack."""
     return int(torch.cuda.get_device_properties(index or 0).multi_processor_count)
 
 
 @cache
 def capability(index: int | None) -> int:
-    """Return the compute capability of a CUDA device, as 90."""
+    """Return the compute capability of a CUDA device, such as 90."""
     major, minor = torch.cuda.get_device_capability(index)
     return 10 * major + minor

@@ -1,4 +1,4 @@
-"""What this CPU multiplies 16-bit numbers with; torch has no public question."""
+"""16-bit matrix units of this CPU, which torch has no public query for."""
 
 import os
 import platform
@@ -7,26 +7,29 @@ import torch
 
 
 def _cpu_supports(operation: str) -> bool:
-    found = getattr(torch.ops.mkldnn, operation, None)
-    return bool(found()) if found is not None else False
+    query = getattr(torch.ops.mkldnn, operation, None)
+    return bool(query()) if query is not None else False
 
 
 HAS_WIDE_VECTORS = torch.backends.cpu.get_cpu_capability() == "AVX512"
-"""Whether torch's own code for an x86 CPU uses vectors of 512 bits; asked once, since the compiler cannot follow it."""
+"""True if torch's own x86 code uses 512-bit vectors. Evaluated once, since the compiler cannot trace it."""
 HAS_VECTORS = HAS_WIDE_VECTORS or torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""The same of at least 256."""
+"""True if torch's own x86 code uses vectors of at least 256 bits."""
 _WITHOUT_BF16 = frozenset(("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"))
-"""What ONEDNN_MAX_CPU_ISA may limit oneDNN to that has no products of bf16."""
+"""Values of ONEDNN_MAX_CPU_ISA without bf16 products."""
 
 
 def has_bf16_units() -> bool:
-    """Whether oneDNN has instructions for products of bf16. That it supports bf16 says less: it does on any x86 CPU
-    with AVX-512, and without them widens it inside, at a third of the rate of fp32."""
+    """Return whether oneDNN has instructions for bf16 products here.
+
+    oneDNN reports bf16 support on any x86 CPU with AVX-512. Without such instructions it widens the operands, at a
+    third of the fp32 rate.
+    """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA", "")  # an empty one is none
-    asked = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    return limit.upper() not in _WITHOUT_BF16 and any(ask() for ask in asked if ask is not None)
+    queries = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    return limit.upper() not in _WITHOUT_BF16 and any(query() for query in queries if query is not None)
 
 
 _CPU_MULTIPLIES = {
@@ -36,9 +39,9 @@ _CPU_MULTIPLIES = {
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has matrix products of a 16-bit dtype (AVX512-BF16, AMX ...) that are faster than those of fp32.
+    """Return whether this CPU multiplies matrices of a 16-bit dtype (AVX512-BF16, AMX ...) faster than fp32 ones.
 
-    torch has no public question; oneDNN's own answer is `torch.ops.mkldnn._is_mkldnn_*_supported`. Without it torch
-    falls back to a scalar loop of about 1 GFLOP/s, so a missing name counts as no.
+    The only query is oneDNN's `torch.ops.mkldnn._is_mkldnn_*_supported`. Unsupported dtypes run in a scalar loop of
+    about 1 GFLOP/s, so a missing name counts as no.
     """
     return _CPU_MULTIPLIES.get(dtype, False)

@@ -1,4 +1,4 @@
-"""Time that a CUDA device takes for what a call launches, whatever the host needs to launch it."""
+"""Time that a CUDA device spends on the work of a call, independent of the host."""
 
 from collections.abc import Callable
 from statistics import median
@@ -6,12 +6,14 @@ from statistics import median
 import torch
 
 REPEATS, SLEEP_CYCLES, SCRATCH_BYTES = 9, 2_000_000, 2**28
-"""Of a measurement; cycles of the device in which the host gets ahead; what is written to empty its cache."""
+"""Number of measurements, sleep cycles that let the host run ahead, and bytes written to flush the cache."""
 
 
 def device_seconds(run: Callable[[], object]) -> float:
-    """Median time of a CUDA device for what a call launches, with nothing of it in the cache. The device sleeps until
-    the host has launched all of it, as in a graph."""
+    """Return the median device time of a call with a cold cache, in seconds.
+
+    The device sleeps until the host has launched everything, as in a CUDA graph.
+    """
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
     run()
     marks = []

@@ -1,4 +1,4 @@
-"""torch's fake tensors and fake worlds: private names of it, each with its reason."""
+"""torch's fake tensors and fake process groups: private names, each with its reason."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
-    """A process group of so many ranks in which this process is one and the others do not exist: collectives return at
-    once and leave tensors as they are.
+    """Create a process group of `world` ranks of which only this process exists.
 
-    torch keeps its fake backend with its tests. It also remembers what DTensor operations give, on meshes that count
-    as equal when their ranks are: forgotten here, since the mesh of another rank has that rank's groups.
+    Collectives return at once and leave tensors unchanged. torch ships its fake backend with its tests. It also caches
+    the results of DTensor operations by mesh, and meshes of equal ranks compare equal. That cache is cleared here,
+    since the mesh of another rank has that rank's groups.
     """
     from torch.distributed.tensor import debug
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -30,9 +30,12 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 @contextmanager
 def _padded_once() -> Iterator[None]:
-    """FSDP pads a short shard when it makes it, and again when the first pass begins, unless the memory is still the
-    same: it goes by the address, which fake tensors do not have. Without this a dry run counts the first copy, too,
-    which the optimizer's list of masters keeps."""
+    """Keep FSDP from padding a fake shard twice inside `with`.
+
+    FSDP pads a short shard when it is created, and again before the first pass unless the memory is unchanged. It
+    compares addresses, which fake tensors lack. A dry run would count the first copy too, which the optimizer's masters
+    keep alive.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     pad: Callable[[Any], None] = FSDPParam.reset_sharded_param
@@ -52,13 +55,12 @@ def _padded_once() -> Iterator[None]:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """What tells a storage from all others that live; two Python objects may stand for one. The address of its memory
-    would not do: fake ones have none."""
+    """Return an id that distinguishes a storage from all others alive. Fake storages have no address."""
     return int(storage._cdata)
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside, tensors have sizes and no values. torch's FakeTensorMode has no public name yet (2.13)."""
+    """Make all tensors created inside `with` fake. FakeTensorMode has no public name yet (2.13)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
@@ -66,19 +68,18 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def is_fake(x: torch.Tensor) -> bool:
-    """Whether a tensor has no values."""
+    """Return whether a tensor has no values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(x, FakeTensor)
 
 
 def lies_in_memory(*tensors: torch.Tensor) -> bool:
-    """Whether their numbers are where `data_ptr` says, as they are, so that a C loop may read them in torch's stead.
-    Fake tensors count as those they stand for, and so does what is compiled.
+    """Return whether a C loop may read the numbers of these tensors at their `data_ptr`.
 
-    Subclasses with operations of their own (DTensor) keep numbers elsewhere, torch.func's wrappers and zero tensors
-    nowhere, and those with the negative bit the other way round. A tracer would miss the loop, and forward-mode
-    differentiation its derivative.
+    Fake tensors and compiled code count as the tensors they stand for. Subclasses with operations of their own
+    (DTensor) store numbers elsewhere, torch.func's wrappers and zero tensors store none, and tensors with the negative
+    bit store the opposite. A tracer would miss the loop, and forward-mode differentiation its derivative.
     """
     if torch.compiler.is_compiling():
         return True
@@ -93,17 +94,17 @@ def _is_stored(x: torch.Tensor) -> bool:
 
 
 def _traces() -> bool:
-    """Whether make_fx records operations."""
+    """Return whether make_fx is recording operations."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
 
 
 class FakeMaker:
-    """Makes fake tensors as a mode of them would, in a tenth of the time.
+    """Creates fake tensors of a mode in a tenth of the time.
 
-    FakeTensor's constructor checks and normalizes its arguments and sets a dozen attributes one by one; here they are
-    taken from one that it made.
+    FakeTensor's constructor checks and normalizes its arguments and sets a dozen attributes. Here these are copied from
+    one tensor that it created.
     """
 
     def __init__(self, mode: Any) -> None:
@@ -113,14 +114,14 @@ class FakeMaker:
         self._states: dict[torch.device, dict[str, Any]] = {}
 
     def below(self) -> AbstractContextManager[Any]:
-        """Inside, operations pass by all modes."""
-        found: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
-        return found
+        """Bypass all dispatch modes inside `with`."""
+        guard: AbstractContextManager[Any] = torch._C._DisableTorchDispatch()
+        return guard
 
     def fresh(
         self, sizes: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A tensor with memory of its own."""
+        """Create a tensor with memory of its own."""
         with self.below():
             return self._over(torch.empty_strided(sizes, strides, dtype=dtype, device="meta"), device)
 
@@ -128,7 +129,7 @@ class FakeMaker:
         self, storage: torch.UntypedStorage, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...],
         dtype: torch.dtype, device: torch.device,
     ) -> torch.Tensor:  # fmt: skip
-        """A tensor in the memory of another one."""
+        """Create a tensor in the memory of another."""
         with self.below():
             empty = torch.empty(0, dtype=dtype, device="meta")
             empty.set_(storage, offset, sizes, strides)
@@ -138,28 +139,28 @@ class FakeMaker:
         state = self._states.get(device)
         if state is None:
             state = self._states[device] = dict(self.kind(self.mode, meta.new_empty(0), device).__dict__)
-        made: torch.Tensor = torch.Tensor._make_subclass(
+        tensor: torch.Tensor = torch.Tensor._make_subclass(
             self.kind, meta, False, dispatch_device=True, device_for_backend_keys=device
         )
-        torch._C._set_throw_on_mutable_data_ptr(made)
-        made.__dict__.update(state)
-        return made
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        tensor.__dict__.update(state)
+        return tensor
 
 
 def fake_maker(mode: Any) -> FakeMaker | None:
-    """What makes fake tensors for a mode that is entered; None where this torch makes them in another way."""
+    """Return a FakeMaker for an active mode, or None if this torch builds fake tensors differently."""
     try:
         maker = FakeMaker(mode)
-        made = maker.fresh((2, 3), (3, 1), torch.float32, torch.device("cpu"))
-        seen = maker.view(made.untyped_storage(), 1, (2,), (1,), torch.float32, torch.device("cpu"))
+        tensor = maker.fresh((2, 3), (3, 1), torch.float32, torch.device("cpu"))
+        part = maker.view(tensor.untyped_storage(), 1, (2,), (1,), torch.float32, torch.device("cpu"))
         whole = torch.empty(2, 3, dtype=torch.float32, device="cpu")
-        return maker if alike(made, whole) and alike(seen, whole.view(-1)[1:3]) else None
+        return maker if alike(tensor, whole) and alike(part, whole.view(-1)[1:3]) else None
     except (AttributeError, TypeError, RuntimeError):
         return None
 
 
 def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two fake tensors are the same to torch: sizes, memory, attributes, and what is called for their kind."""
+    """Return whether torch treats two fake tensors alike: sizes, memory, attributes and dispatch keys."""
     with torch._C._DisableTorchDispatch():
         sizes = [(x.shape, x.stride(), x.dtype, x.storage_offset(), x.layout, x.is_neg(), x.is_conj()) for x in (a, b)]
     return (
@@ -171,7 +172,7 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def data_dependent() -> tuple[type[Exception], ...]:
-    """What torch raises where a fake tensor's value is asked for."""
+    """Return the exceptions that torch raises when the value of a fake tensor is needed."""
     from torch._subclasses import fake_tensor
 
     names = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedFakeTensorException")

@@ -1,8 +1,8 @@
-"""FlashAttention 4 (package flash-attn-4, Python that CuTe DSL compiles at first use), called by name.
+"""FlashAttention 4 (package flash-attn-4, Python compiled by CuTe DSL at first use), called by name.
 
-torch 2.13 can put it in the place of its own flash kernel (torch.nn.attention.activate_flash_attention_impl). That is a
-setting of the process: dropout and heads that it refuses would then fail. It also takes two results of a function that
-has returned four or five since 4.0.0b20. The functions below take the arguments that 4.0.0b5 to 4.0.0b36 have.
+torch 2.13 can install it in place of its own flash kernel (torch.nn.attention.activate_flash_attention_impl). That
+setting applies to the whole process, so dropout and unsupported head sizes would fail. It also unpacks two results of a
+function that returns four or five since 4.0.0b20. The functions below use the arguments of 4.0.0b5 to 4.0.0b36.
 """
 
 import importlib
@@ -15,7 +15,7 @@ MODULE = "flash_attn.cute.interface"
 
 
 def flash_4_version() -> str:
-    """Of the installed package; empty where pip did not install it."""
+    """Return the version of the installed package, or an empty string."""
     try:
         return metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:
@@ -25,19 +25,24 @@ def flash_4_version() -> str:
 def flash_4_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, longest: int, *, window: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as compat.varlen_attention without dropout: q (T, H, E), k (T, K, E), v (T, K, V) in 16 bits -> (T, H,
-    V) and the log-sum-exp (H, T) fp32. ImportError where the package or what it needs is missing."""
+    """Compute attention as compat.varlen_attention does, without dropout.
+
+    q (T, H, E), k (T, K, E), v (T, K, V) in 16 bits -> (T, H, V) and the log-sum-exp (H, T) fp32. Raises ImportError
+    when the package or one of its dependencies is missing.
+    """
     forward = importlib.import_module(MODULE)._flash_attn_fwd
-    made: Any = forward(q, k, v, **_documents(borders, longest, window, scale), return_lse=True)
-    return made[0], made[1]
+    outputs: Any = forward(q, k, v, **_documents(borders, longest, window, scale), return_lse=True)
+    return outputs[0], outputs[1]
 
 
 def flash_4_past(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int, scale: float) -> torch.Tensor:
-    """The last queries (B, S, H, E) of sequences over k (B, T, K, E) and v (B, T, K, V) -> (B, S, H, V), without
-    gradients: query i of S sees the keys up to i + T - S."""
+    """Compute attention of the last queries (B, S, H, E) over k (B, T, K, E), v (B, T, K, V) -> (B, S, H, V).
+
+    No gradients. Query i of S sees the keys up to i + T - S.
+    """
     forward = importlib.import_module(MODULE)._flash_attn_fwd
-    made: Any = forward(q, k, v, **_masked(window, scale), return_lse=False)
-    out: torch.Tensor = made[0]
+    outputs: Any = forward(q, k, v, **_masked(window, scale), return_lse=False)
+    out: torch.Tensor = outputs[0]
     return out
 
 
@@ -45,20 +50,20 @@ def flash_4_attention_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     borders: torch.Tensor, longest: int, *, window: int, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of q, k and v; see flash_4_attention. Those of queries are added up in any order."""
+    """Return the gradients of q, k and v of flash_4_attention. Query gradients are summed in any order."""
     backward = importlib.import_module(MODULE)._flash_attn_bwd
-    made: Any = backward(q, k, v, out, gradient, lse, **_documents(borders, longest, window, scale))
-    return made[0], made[1], made[2]
+    outputs: Any = backward(q, k, v, out, gradient, lse, **_documents(borders, longest, window, scale))
+    return outputs[0], outputs[1], outputs[2]
 
 
 def _documents(borders: torch.Tensor, longest: int, window: int, scale: float) -> dict[str, Any]:
-    """The arguments of both passes."""
+    """Return the arguments that both passes share."""
     rows = {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}
     return {**_masked(window, scale), **rows}
 
 
 def _masked(window: int, scale: float) -> dict[str, Any]:
-    """The arguments that hide keys. A window says how many before a query are seen."""
+    """Return the arguments that hide keys. A window counts the visible keys up to the query."""
     sides = (window - 1, 0) if window else (None, None)
     return {
         "softmax_scale": scale, "causal": True, "window_size_left": sides[0], "window_size_right": sides[1]

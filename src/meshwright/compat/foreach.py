@@ -1,4 +1,4 @@
-"""One operation on many tensors, in few launches: private names of torch, each with its reason."""
+"""Operations on many tensors in few launches: private names of torch, each with its reason."""
 
 from typing import Any
 
@@ -12,22 +12,24 @@ def fused_adamw(
     steps: list[torch.Tensor],
     **numbers: Any,
 ) -> None:
-    """One AdamW pass over many tensors, by its kernel: `torch.optim.AdamW(fused=True).step()` sorts its groups anew in
-    Python at every call, a tenth of a millisecond and some microseconds a tensor. `steps` were counted before."""
+    """Run one fused AdamW pass over many tensors. `steps` are incremented by the caller.
+
+    `torch.optim.AdamW(fused=True).step()` regroups tensors in Python at every call, a tenth of a millisecond plus some
+    microseconds per tensor.
+    """
     torch._fused_adamw_(masters, gradients, *moments, [], steps, amsgrad=False, maximize=False, **numbers)
 
 
 def add_to_each(tensors: list[torch.Tensor], x: torch.Tensor) -> None:
-    """In place, in one launch on a GPU. The foreach functions are what torch's own optimizers call; they are private
-    and documented for nobody else."""
+    """Add x to each tensor in place, in one launch on a GPU. torch's own optimizers use these private functions."""
     torch._foreach_add_(tensors, [x] * len(tensors))  # by one tensor, it reads that on the host where tensors are fake
 
 
-def copy_each(into: list[torch.Tensor], given: list[torch.Tensor]) -> None:
-    """The same for copies, of other dtypes too."""
-    torch._foreach_copy_(into, given)
+def copy_each(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each tensor, converting dtypes, in one launch on a GPU."""
+    torch._foreach_copy_(into, sources)
 
 
 def norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Euclidean norm () fp32 of each. The public `torch.nn.utils.get_total_norm` squares 16-bit numbers as they are."""
+    """Return the Euclidean norm () fp32 of each. `torch.nn.utils.get_total_norm` squares 16-bit numbers in 16 bits."""
     return list(torch._foreach_norm(tensors, 2.0, torch.float32))

@@ -1,4 +1,4 @@
-"""What glibc's malloc does with large blocks that are freed; there is no Python name for it."""
+"""Settings of glibc's malloc for large freed blocks, which Python has no names for."""
 
 import ctypes
 import os
@@ -7,18 +7,18 @@ from typing import Final
 
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
-"""Of malloc.h."""
+"""Constants of malloc.h."""
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc's malloc to keep large freed blocks instead of giving each back to the kernel; False where not glibc,
-    or where the environment sets the threshold (MALLOC_MMAP_THRESHOLD_, or GLIBC_TUNABLES as in mallopt(3)).
+    """Let glibc's malloc keep large freed blocks instead of returning each to the kernel.
 
-    By default every tensor above 128 KiB .. 32 MiB is mapped anew and faulted in page by page, which on a virtual
-    machine makes a fresh 256 MB tensor six times slower to write than an old one.
+    Returns False without glibc, or when the environment sets the threshold (MALLOC_MMAP_THRESHOLD_, or GLIBC_TUNABLES,
+    see mallopt(3)). By default every tensor above 128 KiB .. 32 MiB is mapped anew and faulted in page by page. On a
+    virtual machine, a fresh 256 MB tensor is then six times slower to write than a reused one.
     """
-    said = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
-    if said or not sys.platform.startswith("linux"):
+    is_configured = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if is_configured or not sys.platform.startswith("linux"):
         return False
     try:
         libc = ctypes.CDLL("libc.so.6")

@@ -1,4 +1,4 @@
-"""Private names of fully_shard and of what runs beside it, each with its reason."""
+"""Private names of fully_shard and related code, each with its reason."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ import torch
 
 
 def let_selective_recomputation_pass_hooks() -> None:
-    """torch 2.13's selective checkpoint wants every operation of the first pass again in the second, also the
-    profiler's marks that FSDP's hooks leave in the first only. Its list of operations to pass over is public, their
-    names are not.
+    """Let selective checkpointing ignore the profiler marks of FSDP's hooks.
+
+    torch 2.13's selective checkpoint expects every operation of the first pass again in the second, but FSDP's hooks
+    leave profiler marks in the first only. The list of ignored operations is public, their names are not.
     """
     from torch.utils import checkpoint
 
@@ -20,11 +21,11 @@ def let_selective_recomputation_pass_hooks() -> None:
 
 
 def fsdp_keep_reduce_dtype(modules: list[Any]) -> None:
-    """Let FSDP's shards of gradients keep the dtype in which they were reduced, for modules with memory, roots first.
+    """Let FSDP keep sharded gradients in the dtype of their reduction, for modules with memory, roots first.
 
-    FSDP casts every reduced gradient to the dtype of the shard before it adds it to the micro-batches before, and takes
-    that dtype from `_orig_dtype` of a group (None = no cast), which is set when the first pass begins: made now. Where
-    these names do not do this any more, the first reduction fails: a gradient is not of its parameter's `grad_dtype`.
+    FSDP casts every reduced gradient to the dtype of the shard before accumulating it. It takes that dtype from a
+    group's `_orig_dtype` (None = no cast), which is set before the first pass; here it is set now. If these names stop
+    working, the first reduction fails: a gradient does not have its parameter's `grad_dtype`.
     """
     for module in modules:
         _fsdp_state(module)._lazy_init()
@@ -40,28 +41,27 @@ def _fsdp_state(module: Any) -> Any:
 
 
 def _fsdp_groups(module: Any) -> list[Any]:
-    """The parameter groups of a module: torch has had one or none as well as a list of them."""
+    """Return the parameter groups of a module, stored by torch as a list, one group, or none."""
     state = _fsdp_state(module)
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
 
 def fsdp_drop_gradients(modules: list[Any]) -> None:
-    """Forget gradients that modules hold but have not reduced. FSDP keeps them on its own records of parameters, which
-    have no public name."""
+    """Discard unreduced gradients, which FSDP stores in its own records without a public name."""
     for module in modules:
         for group in _fsdp_groups(module):
-            for held in group.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
 
 
 def fsdp_post_backward(modules: list[Any]) -> None:
-    """What FSDP does at the end of a backward pass, for modules in the order of the forward pass, roots first.
+    """Run FSDP's end of a backward pass for modules in forward order, roots first.
 
-    torch's own pipeline runtime calls the same private names, since a gradient may come later than the pass that FSDP
-    hangs on; there is no public way to ask for the reduction.
+    torch's pipeline runtime calls the same private names, since a gradient may arrive after the pass that FSDP hooks
+    into. The reduction has no public trigger.
     """
     for module in reversed(modules):
         for group in _fsdp_groups(module):

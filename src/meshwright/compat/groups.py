@@ -1,4 +1,4 @@
-"""Names of process groups that every member can work out by itself."""
+"""Names of process groups that every member can derive alone."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ _torch: Any = distributed_c10d
 
 
 def named_group(ranks: Sequence[int], timeout: timedelta | None, purpose: str = "") -> dist.ProcessGroup:
-    """A new group that its members alone take part in making, named by purpose and ranks.
+    """Create a group that only its members join, named by purpose and ranks.
 
-    torch's own name for such a group counts the groups that this process is in. Members that are in unequally many
-    others (the ends of a pipeline, the ranks between) would wait for each other under different names, and torch has no
-    public way to give one. The number at the end tells a group from an earlier one of the same ranks.
+    torch names such a group by a per-process counter and has no public way to set the name. Some ranks belong to more
+    groups than others, such as the ends of a pipeline. They would wait for each other under different names. The number
+    at the end distinguishes a group from earlier ones of the same ranks.
     """
     key = hashlib.sha1(f"{purpose} {'_'.join(map(str, sorted(ranks)))}".encode(), usedforsecurity=False).hexdigest()
     name = f"{key}_{sum(str(known).startswith(key) for known in _torch._world.pg_names.values())}"

@@ -1,8 +1,8 @@
-"""The code that torch.compile makes of a function, run for its memory alone.
+"""Compiled code of a function, run only to account for its memory.
 
-Which tensors compiled code keeps for its backward pass and which buffers it takes, in what order, is decided by
-AOTAutograd's partitioner and Inductor's scheduler. Neither has a public question for it; what they write is Python that
-takes and drops buffers by name (torch 2.11 to 2.13), and that is run here with kernels that do nothing.
+AOTAutograd's partitioner decides which tensors compiled code saves for the backward pass, and Inductor's scheduler
+which buffers it allocates in what order. Neither can be queried. They emit Python that allocates and frees buffers by
+name (torch 2.11 to 2.13), and that code is run here with kernels that do nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 OWN_CODE = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "cpp_wrapper": False, "freezing": False}
-"""Of Inductor: what is written is for this process, and in Python."""
+"""Inductor settings: Python code, written for this process, not from a cache."""
 
 
 Kernel = Callable[[], None]
-"""Stands for a kernel that Inductor wrote, and is called in its stead."""
+"""Called in place of a kernel that Inductor wrote."""
 
 
 class _Written(Exception):
-    """Inductor has written its code, which is not to be built."""
+    """Raised once Inductor has written its code, to skip compiling it."""
 
 
 def lowered(
     call: Callable[..., Any], running: Callable[[], AbstractContextManager[Any]], kernel: Callable[[], Kernel]
 ) -> Callable[..., Any]:
-    """`call` as compiled code of which nothing is computed, for fake tensors in a mode of them that is entered.
+    """Return `call` as compiled code that computes nothing, for fake tensors in an active fake mode.
 
-    `running` is entered while its passes take memory, `kernel` makes what is called in place of each kernel.
+    `running` is entered while its passes allocate memory; `kernel` creates the stand-in for each kernel.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
@@ -43,7 +43,7 @@ def lowered(
 
 
 def _lower(running: Any, kernel: Callable[[], Kernel], graph: Any, inputs: Any, **options: Any) -> Any:
-    """In place of `compile_fx_inner`: what runs one pass of a block."""
+    """Replace `compile_fx_inner`: return a function that runs one pass of a block."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
@@ -65,9 +65,9 @@ def _lower(running: Any, kernel: Callable[[], Kernel], graph: Any, inputs: Any, 
         setattr(GraphLowering, "compile_to_module", build)  # noqa: B010  # the same
     passes = _runnable(written[0], kernel)
 
-    def run(given: list[Any]) -> Any:
+    def run(arguments: list[Any]) -> Any:
         with running():
-            return passes(given)
+            return passes(arguments)
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd asks for it: the list is emptied
     return run
@@ -78,60 +78,60 @@ REPLACED = {
     "torch.ops.higher_order.run_and_save_rng_state": "run_and_save_state",
     "torch.ops.higher_order.run_with_rng_state": "run_with_state",
 }
-"""What builds kernels, and operators that no mode follows."""
+"""Text in generated code that builds kernels or bypasses modes -> its stand-in."""
 STATE_BYTES = 16
-"""Of a GPU's generator, in host memory."""
+"""Size of a GPU generator's state in host memory."""
 
 
 def _runnable(code: str, kernel: Callable[[], Kernel]) -> Callable[[list[Any]], Any]:
     from torch._inductor.codecache import PyCodeCache
 
-    for written, stand_in in REPLACED.items():
-        code = code.replace(written, stand_in)
+    for text, stand_in in REPLACED.items():
+        code = code.replace(text, stand_in)
     kernels.make = kernel
     module: Any = PyCodeCache.load(code)  # as Inductor loads what it has written
     vars(module).update(
         empty_strided_cpu=_empty, empty_strided_cuda=_empty, reinterpret_tensor=_part, extern_kernels=_Products(),
         assert_size_stride=_nothing, assert_alignment=_nothing, run_and_save_state=_saving, run_with_state=_repeated,
     )  # fmt: skip
-    found: Callable[[list[Any]], Any] = module.call
-    return found
+    call: Callable[[list[Any]], Any] = module.call
+    return call
 
 
 class _Kernels:
-    """Stands for what builds kernels."""
+    """Stand-in for the compiler of kernels."""
 
     make: Callable[[], Kernel]
 
     def cpp_pybinding(self, arguments: Sequence[str], code: str) -> Callable[..., None]:
-        """A loop in C++."""
+        """Return a stand-in for a C++ loop."""
         stand_in = self.make()
-        return lambda *given: stand_in()
+        return lambda *arguments: stand_in()
 
     def wait(self, names: dict[str, Any]) -> None:
-        """Nothing is being built."""
+        """Do nothing: no kernel is being built."""
 
 
 kernels = _Kernels()
-"""Imported by the code that is run."""
+"""Imported by the generated code."""
 
 
 class _Products:
-    """Stands for kernels of libraries, which write into `out`."""
+    """Stand-in for library kernels that write into `out`."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*given: Any, out: Tensor | None = None, **options: Any) -> Any:
-            return getattr(torch, name)(*given, **options) if out is None else out
+        def call(*arguments: Any, out: Tensor | None = None, **options: Any) -> Any:
+            return getattr(torch, name)(*arguments, **options) if out is None else out
 
         return call
 
 
-def _saving(operator: Callable[..., Any], *given: Any, **options: Any) -> tuple[Tensor, Any]:
-    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu"), operator(*given, **options)
+def _saving(operator: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
+    return torch.empty(STATE_BYTES, dtype=torch.uint8, device="cpu"), operator(*arguments, **options)
 
 
-def _repeated(state: Tensor, operator: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    return operator(*given, **options)
+def _repeated(state: Tensor, operator: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    return operator(*arguments, **options)
 
 
 def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -143,4 +143,4 @@ def _part(x: Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) 
 
 
 def _nothing(*_: Any) -> None:
-    """Sizes and alignment are as they were lowered."""
+    """Skip checks of sizes and alignment, which lowering has made."""

@@ -1,16 +1,19 @@
-"""How many products oneDNN keeps the code of."""
+"""Capacity of oneDNN's cache of compiled products."""
 
 import os
 from typing import Final
 
 CAPACITY: Final = 128
-"""Products, of which each has its own sizes. A model of one size of rows has some tens."""
+"""Cached products, one per combination of sizes. A model with one batch shape has some tens."""
 NAMES: Final = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"
-"""oneDNN's own; it reads the first that is there, with its first product."""
+"""oneDNN's environment variables. It reads the first that is set, at its first product."""
 
 
 def keep_few_products() -> None:
-    """Have oneDNN keep CAPACITY products, where nobody says how many: of 1,024, its default, those of experts whose
-    rows are other numbers in every step take hundreds of MiB, and memory between them is lost to larger tensors."""
+    """Limit oneDNN's cache to CAPACITY products unless the environment sets a limit.
+
+    With its default of 1,024, experts whose rows change in every step fill hundreds of MiB, and the gaps between these
+    blocks are lost to larger tensors.
+    """
     if not any(name in os.environ for name in NAMES):
         os.environ[NAMES[0]] = str(CAPACITY)

@@ -1,5 +1,7 @@
-"""torch's attention kernels by their own names: scaled_dot_product_attention chooses among them, keeps their
-log-sum-exp to itself, and knows no borders of documents."""
+"""torch's attention kernels by name.
+
+scaled_dot_product_attention chooses among them, hides their log-sum-exp, and has no document boundaries.
+"""
 
 import inspect
 from typing import Any
@@ -19,37 +21,36 @@ _NAMES = {
 def chosen_attention(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, *, dropout: float, scale: float, grouped: bool
 ) -> str:
-    """By name, for q, k, v (B, heads, positions, width); `unknown` where this torch has no such question any more.
+    """Return the kernel that torch would choose for q, k, v (B, heads, positions, width), or `unknown`.
 
-    scaled_dot_product_attention itself asks by this private name.
+    scaled_dot_product_attention uses the same private query.
     """
-    ask = getattr(torch, "_fused_sdp_choice", None)
-    if ask is None:
+    query = getattr(torch, "_fused_sdp_choice", None)
+    if query is None:
         return "unknown"
-    number = ask(q, k, v, allowed, dropout, allowed is None, scale=scale, enable_gqa=grouped)
-    return _NAMES.get(SDPBackend(number), "unknown")
+    choice = query(q, k, v, allowed, dropout, allowed is None, scale=scale, enable_gqa=grouped)
+    return _NAMES.get(SDPBackend(choice), "unknown")
 
 
 def pin_flash_attention() -> None:
-    """Let torch take its flash kernel wherever that takes the input: what cuDNN's is for is asked for by name
-    (`cudnn_attention`), and not by what a build prefers."""
+    """Let torch use its flash kernel wherever it can. cuDNN's kernel is called by name (`cudnn_attention`)."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def cudnn_version() -> int:
-    """Version of this process's cuDNN, as 91900; 0 where there is none, or torch has not its attention."""
+    """Return the cuDNN version, such as 91900, or 0 without cuDNN or its attention."""
     has_attention = hasattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention")
     return (torch.backends.cudnn.version() or 0) if has_attention and torch.cuda.is_available() else 0
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """cuDNN's causal attention q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), differentiable.
+    """Return cuDNN's causal attention: q (B, H, S, E), k and v (B, K, S, E) -> (B, H, S, E), differentiable.
 
-    scaled_dot_product_attention calls the same operation where its backend is switched on, which is a setting of the
-    process. It keeps what flash keeps: q, k, v, the result and the log-sum-exp in fp32.
+    scaled_dot_product_attention calls the same operation when its backend is enabled for the whole process. It saves
+    what flash attention saves: q, k, v, the output and the log-sum-exp in fp32.
     """
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
-    out: Tensor = found[0]
+    outputs = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False, scale=scale)
+    out: Tensor = outputs[0]
     return out
 
 
@@ -57,19 +58,18 @@ def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float, device: str,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Fused attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp of each row (B, H, S).
-    On a CPU a mask (S, T) is added to the scores.
+    """Return fused attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp (B, H, S).
 
-    The public scaled_dot_product_attention calls the same operations, but keeps the log-sum-exp to itself, and without
-    it results over parts of the keys cannot be put together.
+    On a CPU, a mask (S, T) is added to the scores. The public scaled_dot_product_attention calls the same operations
+    but hides the log-sum-exp, without which outputs over parts of the keys cannot be combined.
     """
     if device == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=mask, scale=scale
         )
     else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return outputs[0], outputs[1]
 
 
 def flash_attention_backward(
@@ -85,55 +85,55 @@ def flash_attention_backward(
     device: str,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v by these keys, given the result and the log-sum-exp over all keys; see flash_attention.
+    """Return the gradients of q, k, v for these keys, given output and log-sum-exp over all keys; see flash_attention.
 
-    Without dropout the random state is never read, and without packed lengths neither are the sums of lengths.
+    Without dropout the random state is not read, and without packed lengths neither are the cumulative lengths.
     """
     if device == "cpu":
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found = backward(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+        gradients = backward(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
     else:
         unread = torch.empty(2, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        found = backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, unread, unread[0], scale=scale)
-    return found[0], found[1], found[2]
+        gradients = backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, unread, unread[0], scale=scale)
+    return gradients[0], gradients[1], gradients[2]
 
 
 def banded_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, left: int, right: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A GPU's flash attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and the log-sum-exp (B, H, S): query
-    i sees the keys from i + T - S - left to i + T - S + right; -1 = no border. Every query must see a key.
+    """Return a GPU's flash attention q (B, H, S, E), k and v (B, K, T, E) -> (B, H, S, E) and log-sum-exp (B, H, S).
 
-    The operation of varlen_attention without borders of documents, which takes heads after positions.
+    Query i sees the keys from i + T - S - left to i + T - S + right; -1 = no limit. Every query must see a key. This is
+    the operation of varlen_attention without document boundaries, which takes heads after positions.
     """
     turned = (x.transpose(1, 2) for x in (q, k, v))
     sizes = None, None, q.shape[2], k.shape[2]
-    found = torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         *turned, *sizes, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=right
     )
-    return found[0].transpose(1, 2), found[1]
+    return outputs[0].transpose(1, 2), outputs[1]
 
 
 def banded_attention_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     *, left: int, right: int, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of q, k and v by these keys, given result and log-sum-exp over all keys; see banded_attention."""
+    """Return the gradients of q, k, v for these keys, given output and log-sum-exp over all keys."""
     turned = (x.transpose(1, 2) for x in (gradient, q, k, v, out))
     unread = torch.empty(2, dtype=torch.uint64, device=q.device)
     sizes = None, None, q.shape[2], k.shape[2]
-    found = torch.ops.aten._flash_attention_backward(
+    gradients = torch.ops.aten._flash_attention_backward(
         *turned, lse, *sizes, 0.0, False, unread, unread[0], scale=scale, window_size_left=left,
         window_size_right=right,
     )  # fmt: skip
-    of_q, of_k, of_v = (x.transpose(1, 2) for x in found)
+    of_q, of_k, of_v = (x.transpose(1, 2) for x in gradients)
     return of_q, of_k, of_v
 
 
 def has_flash_attention(device: str) -> bool:
-    """Whether this torch has both of the above for a kind of device."""
+    """Return whether this torch has flash attention and its gradient for a kind of device."""
     if device not in ("cpu", "cuda"):
         return False
     name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if device == "cpu" else "")
@@ -141,12 +141,12 @@ def has_flash_attention(device: str) -> bool:
 
 
 def takes_flash(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a GPU's flash kernel, which takes no masks, takes these; the last dims are those of heads."""
+    """Return whether a GPU's flash kernel, which takes no masks, supports these dtypes and head widths."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256
 
 
 def attention_backward(kernel: str) -> Any:
-    """The gradient of torch's `flash` or `efficient` attention as an operation; None where this torch has none."""
+    """Return the backward operation of torch's `flash` or `efficient` attention, or None."""
     packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward", None)
     return packet.default if packet is not None else None
 
@@ -155,12 +155,14 @@ def cuda_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attn_mask: torch.Tensor | None, dropout_p: float,
     is_causal: bool, scale: float, enable_gqa: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """What scaled_dot_product_attention calls on a GPU, for fake tensors that stand in for a GPU's: it would choose
-    after the device that they say. AssertionError where torch would store the S x T weights: unequal heads that its
-    flash kernel does not take."""
+    """Call the kernel that scaled_dot_product_attention uses on a GPU, for fake tensors that stand in for GPU tensors.
+
+    torch would choose by the device that fake tensors report. Raises AssertionError where torch would store the S x T
+    weights: unequal heads that its flash kernel does not support.
+    """
     if attn_mask is None and takes_flash(q, v):
-        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
-        out: torch.Tensor = found[0]
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, False, scale=scale)
+        out: torch.Tensor = outputs[0]
         return out
     assert not enable_gqa, "torch's other fused kernel takes equal heads only"
     bias = None
@@ -176,23 +178,25 @@ def varlen_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, borders: torch.Tensor, longest: int, *, window: int,
     scale: float, dropout: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """A GPU's causal flash attention over documents one after another: q (T, H, E), k and v (T, K, E), which begin at
-    `borders` (N + 1,) int32 and are `longest` at most; `window` 0 = none -> (T, H, E), the log-sum-exp (H, T), and the
-    state (2,) that its dropout began with.
+    """Return a GPU's causal flash attention over packed documents: q (T, H, E), k and v (T, K, E).
 
-    torch.nn.attention.varlen calls the same operation, without dropout; see varlen_attn.
+    Documents start at `borders` (N + 1,) int32 and have at most `longest` positions; `window` 0 = none. Returns the
+    output (T, H, E), the log-sum-exp (H, T), and the initial random state (2,) of dropout. torch.nn.attention.varlen
+    calls the same operation without dropout; see varlen_attn.
     """
     sizes = (borders, borders, longest, longest)
-    found = torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         q, k, v, *sizes, dropout, True, False, scale=scale, **_sides(window)
     )  # fmt: skip
-    return found[0], found[1], found[2]
+    return outputs[0], outputs[1], outputs[2]
 
 
 def varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *borders: Any, **options: Any) -> torch.Tensor:
-    """torch.nn.attention.varlen.varlen_attn, called as each torch has it: heads H may be a multiple of those of k and v
-    (..., K, E), which 2.11 takes unasked and later ones where they are told. NotImplementedError for options that this
-    torch has not, as `block_table` (2.12)."""
+    """Call torch.nn.attention.varlen.varlen_attn with the signature of this torch.
+
+    The number of query heads may be a multiple of those of k and v (..., K, E), which versions after 2.11 must be told.
+    Raises NotImplementedError for options that this torch lacks, such as `block_table` (2.12).
+    """
     from torch.nn.attention.varlen import varlen_attn as function
 
     known = inspect.signature(function).parameters
@@ -201,8 +205,8 @@ def varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *borders: Any
     missing = [name for name in options if name not in known]
     if missing:
         raise NotImplementedError(f"varlen_attn of torch {torch.__version__} has no {', '.join(missing)}")
-    found: Any = function(q, k, v, *borders, **options)
-    out: torch.Tensor = found  # log-sum-exps come with it only where they are asked for
+    outputs: Any = function(q, k, v, *borders, **options)
+    out: torch.Tensor = outputs  # log-sum-exps come with it only where they are asked for
     return out
 
 
@@ -211,47 +215,47 @@ def varlen_attention_backward(
     borders: torch.Tensor, longest: int, *, window: int, scale: float, dropout: float = 0.0,
     random: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of q, k and v; see varlen_attention. Without dropout the random state is never read."""
+    """Return the gradients of q, k, v; see varlen_attention. Without dropout the random state is not read."""
     if random is None:
         random = torch.empty(2, dtype=torch.uint64, device=q.device)
     sizes = (borders, borders, longest, longest)
-    found = torch.ops.aten._flash_attention_backward(
+    gradients = torch.ops.aten._flash_attention_backward(
         gradient, q, k, v, out, lse, *sizes, dropout, True, random, random[0], scale=scale, **_sides(window)
     )
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def efficient_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A GPU's memory-efficient attention, which takes fp32, and numbers (B, H, S, T) that are added to the scores: q
-    (B, H, S, E), k (B, H, T, E), v (B, H, T, V) -> (B, H, S, V), and the log-sum-exp (B, H, S up to a multiple of 32).
+    """Return a GPU's memory-efficient attention, which supports fp32 and a bias (B, H, S, T) on the scores.
 
-    scaled_dot_product_attention calls the same operation, and keeps the log-sum-exp to itself. Rows of `bias` must lie
-    a multiple of 16 numbers apart.
+    q (B, H, S, E), k (B, H, T, E), v (B, H, T, V) -> (B, H, S, V) and the log-sum-exp (B, H, S rounded up to a multiple
+    of 32). scaled_dot_product_attention calls the same operation but hides the log-sum-exp. Rows of `bias` must start
+    at multiples of 16 numbers.
     """
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
-    return found[0], found[1]
+    outputs = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal, scale=scale)
+    return outputs[0], outputs[1]
 
 
 def efficient_attention_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, *, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of q, k and v; see efficient_attention. Without dropout the random state is never read."""
+    """Return the gradients of q, k, v; see efficient_attention. Without dropout the random state is not read."""
     unread = torch.empty((), dtype=torch.int64, device=q.device)
-    found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+    gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
         gradient, q, k, v, bias, out, lse, unread, unread, 0.0, [True, True, True, False], causal, scale=scale
     )
-    return found[0], found[1], found[2]
+    return gradients[0], gradients[1], gradients[2]
 
 
 def varlen_backward() -> Any:
-    """The operation that does so; None where this torch has none."""
+    """Return the backward operation of varlen attention, or None if this torch has none."""
     packet = getattr(torch.ops.aten, "_flash_attention_backward", None)
     return packet.default if packet is not None else None
 
 
 def _sides(window: int) -> dict[str, int]:
-    """How many keys before a query and after it are seen besides its own."""
+    """Return the arguments for the visible keys before and after a query."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}

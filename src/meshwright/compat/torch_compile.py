@@ -1,8 +1,7 @@
-"""What torch.compile needs of a machine, what its backward passes keep, how often it may compile one function, what it
-says when that is used up, and for which CPU it keeps code on disk.
+"""Settings of torch.compile: required tools, saved activations, recompilation limit and its warning, on-disk cache.
 
-Of this torch has no public question: Inductor's and Triton's own searches for a compiler end in an exception in the
-first step, and the limit is a setting of `torch._dynamo.config` whose name has changed once (cache_size_limit).
+torch has no public queries for these. Inductor's and Triton's searches for a compiler fail only in the first step, and
+the limit is a setting of `torch._dynamo.config` that was renamed once (cache_size_limit).
 """
 
 import importlib
@@ -22,18 +21,18 @@ import torch
 import torch._functorch.config
 import torch.compiler.config
 
-LIMIT_SAID = "torch._dynamo hit config."
-"""How torch's own warning begins."""
+LIMIT_MESSAGE = "torch._dynamo hit config."
+"""Start of torch's own warning."""
 
 
 @cache
 def compile_tool_missing(kind: str) -> str:
-    """What torch.compile lacks for a kind of device, as `Triton`; empty where it has all."""
+    """Return what torch.compile lacks for a kind of device, such as `Triton`, or an empty string."""
     return _missing_for_triton() if kind == "cuda" else _missing_for_cpp()
 
 
 def _missing_for_triton() -> str:
-    """Triton builds a small C library for its launcher, with the headers of this Python."""
+    """Return what Triton lacks to build the C library of its launcher, including the headers of Python."""
     try:
         importlib.import_module("triton")
     except ModuleNotFoundError:
@@ -64,7 +63,7 @@ def _missing_for_cpp() -> str:
 
 
 def raise_recompile_limit(limit: int) -> None:
-    """Let torch compile a function for at least so many kinds of arguments."""
+    """Let torch compile one function for at least `limit` kinds of arguments."""
     config: Any = torch._dynamo.config
     for name in ("recompile_limit", "cache_size_limit"):
         if hasattr(config, name):
@@ -73,25 +72,28 @@ def raise_recompile_limit(limit: int) -> None:
 
 
 def choose_without_trying() -> None:
-    """Have Inductor choose kernels by rules alone: which of two is faster in a trial differs between processes, and so
-    would their sums. Newer versions of torch do so themselves when asked for deterministic algorithms."""
+    """Let Inductor choose kernels by rules only.
+
+    A trial of two kernels may end differently in each process, and so would their sums. Newer versions of torch do this
+    under deterministic algorithms.
+    """
     config: Any = importlib.import_module("torch._inductor.config")
     if hasattr(config, "deterministic"):
         config.deterministic = True
 
 
 def compiled_graphs() -> int:
-    """Count the graphs that torch has compiled in this process; rises with each compilation and each recompilation."""
-    counted: Any = sys.modules.get("torch._dynamo.utils")
-    return counted.counters["stats"]["unique_graphs"] if counted else 0
+    """Count the graphs that torch has compiled in this process, recompilations included."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return utils.counters["stats"]["unique_graphs"] if utils else 0
 
 
 def keep_code_by_cpu() -> None:
-    """Have torch keep the code of each width of vectors apart on disk.
+    """Separate torch's on-disk code cache by vector width.
 
-    Of a CPU's code it keeps the source (Inductor's FX graph cache, torch 2.11 to 2.13), in which loops advance by the
-    width. It looks for it without the width, and compiles what it finds for the CPU that asks: loops of AVX2 (8 fp32)
-    write 32 bytes behind a tensor with AVX-512, and loops of AVX-512 leave out half of the numbers with AVX2.
+    For CPUs, torch caches source code (Inductor's FX graph cache, torch 2.11 to 2.13) whose loops advance by the vector
+    width, but the cache key lacks the width. Code from another CPU is then compiled for this one: AVX2 loops (8 fp32)
+    with AVX-512 write 32 bytes behind a tensor, and AVX-512 loops with AVX2 skip half of the numbers.
     """
     config: Any = torch.compiler.config
     width = torch.backends.cpu.get_cpu_capability()
@@ -101,10 +103,10 @@ def keep_code_by_cpu() -> None:
 
 @contextmanager
 def keeping_less() -> Iterator[None]:
-    """What is compiled inside makes results of norms and activations again where a backward product needs them.
+    """Let code compiled inside `with` recompute norms and activations for backward products.
 
-    By torch's own rule whatever a product of the backward pass reads is kept, though one pass over its neighbours,
-    which are kept as well, makes it: a Llama block then keeps a fifth more than uncompiled code.
+    By default torch saves whatever a backward product reads, even if one pass over other saved tensors recomputes it. A
+    Llama block then saves a fifth more than uncompiled code.
     """
     config: Any = torch._functorch.config
     before = config.ban_recompute_materialized_backward
@@ -116,8 +118,7 @@ def keeping_less() -> Iterator[None]:
 
 
 def let_vary(x: torch.Tensor) -> None:
-    """The length of x will differ from call to call: torch.compile then compiles once for all, also where it was told
-    that sizes are constant."""
+    """Mark the length of x as dynamic, so that torch.compile compiles once even where sizes are constant."""
     torch._dynamo.mark_dynamic(x, 0)
 
 
@@ -126,7 +127,7 @@ _maker: ContextVar[Callable[[Callable[..., Any]], Callable[..., Any]] | None] = 
 
 @contextmanager
 def compiled_by(maker: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Inside, `maker` takes the place of torch.compile: a dry run's, which wants the memory of the code alone."""
+    """Replace torch.compile by `maker` inside `with`. A dry run does so to account for the code's memory only."""
     token = _maker.set(maker)
     try:
         yield
@@ -135,35 +136,37 @@ def compiled_by(maker: Callable[[Callable[..., Any]], Callable[..., Any]]) -> It
 
 
 def stands_in() -> bool:
-    """Whether something does."""
+    """Return whether torch.compile is replaced."""
     return _maker.get() is not None
 
 
 def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`call` as compiled code for constant sizes."""
+    """Return `call` as compiled code for constant sizes."""
     maker = _maker.get()
     return maker(call) if maker is not None else torch.compile(call, dynamic=False, **options)
 
 
 class _Limit(logging.Filter):
-    """Gives what torch says of a limit that was hit to whoever wants to say it."""
+    """Passes torch's message about the recompilation limit to a callback instead of the log."""
 
-    def __init__(self, said: Callable[[], None]) -> None:
+    def __init__(self, on_limit: Callable[[], None]) -> None:
         super().__init__()
-        self.said = said
+        self.on_limit = on_limit
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False: said otherwise."""
-        if not str(record.msg).startswith(LIMIT_SAID):
+        """Return False for the message about the limit, after calling the callback."""
+        if not str(record.msg).startswith(LIMIT_MESSAGE):
             return True
-        self.said()
+        self.on_limit()
         return False
 
 
-def when_recompile_limit_is_hit(said: Callable[[], None]) -> None:
-    """Call `said` each time torch gives up compiling a function anew, in place of its own warning; the last caller
-    counts."""
+def when_recompile_limit_is_hit(on_limit: Callable[[], None]) -> None:
+    """Call `on_limit` whenever torch stops recompiling a function, in place of torch's warning.
+
+    The last caller wins.
+    """
     logger = logging.getLogger("torch._dynamo.convert_frame")
-    for one in [one for one in logger.filters if isinstance(one, _Limit)]:
-        logger.removeFilter(one)
-    logger.addFilter(_Limit(said))
+    for old in [old for old in logger.filters if isinstance(old, _Limit)]:
+        logger.removeFilter(old)
+    logger.addFilter(_Limit(on_limit))

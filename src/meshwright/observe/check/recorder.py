@@ -130,7 +130,7 @@ class TraceRecorder(compat.BareMode):
             self._axis = self._axis if self._batch is not None else ""
         number = len(self.operations)
         self.operations.append(_operation(self._groups[name], group, call, self._where()))
-        for tensor, written in ((call.given, False), (call.taken, True)):
+        for tensor, written in ((call.contributed, False), (call.received_into, True)):
             if tensor is not None:
                 self._watch(number, tensor, written)
         if self._batch is None:
@@ -234,13 +234,13 @@ class _Started(dist.Work):
 
 
 def _operation(place: int, group: dist.ProcessGroup, call: GroupCall, where: str) -> CommunicationOperation:
-    tensor = call.given if call.given is not None else call.taken
+    tensor = call.contributed if call.contributed is not None else call.received_into
     size, index = group.size(), group.rank()
     elements = tensor.numel() if tensor is not None else 0
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
-    if call.kind == "all_to_all" and call.given is not None and call.taken is not None:
-        sent, received = _runs(call.given, call.sent, size), _runs(call.taken, call.received, size)
+    if call.kind == "all_to_all" and call.contributed is not None and call.received_into is not None:
+        sent, received = _runs(call.contributed, call.sent, size), _runs(call.received_into, call.received, size)
     return CommunicationOperation(
         group=place,
         kind=call.kind,

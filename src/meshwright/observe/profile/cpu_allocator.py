@@ -53,7 +53,7 @@ def watching() -> Iterator[AllocationRecorder]:
     found = AllocationRecorder()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as listening:
         yield found
-    found.events = sorted(compat.heard_allocations(listening))
+    found.events = sorted(compat.profiled_allocations(listening))
 
 
 def totals(events: Iterable[Event]) -> Iterator[tuple[int, int]]:

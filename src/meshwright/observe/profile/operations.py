@@ -45,7 +45,7 @@ def operations(step: Callable[[], None], device: torch.device) -> tuple[tuple[Ti
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with torch_profile(activities=activities) as profile:
         step()
-    return listed(profile.key_averages(), cuda=cuda), overlap(compat.heard_kernels(profile)) if cuda else None
+    return listed(profile.key_averages(), cuda=cuda), overlap(compat.profiled_kernels(profile)) if cuda else None
 
 
 def listed(rows: Iterable[Any], *, cuda: bool) -> tuple[TimedOperation, ...]:
