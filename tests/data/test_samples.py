@@ -125,6 +125,39 @@ def test_a_table_pads_tools_and_calls_with_nulls(name: str) -> None:
     assert "'unit': None" in str(made(padded[0])), "a null that the tool takes"
 
 
+OSLO = {"name": "weather", "arguments": {"city": "Oslo"}}
+
+
+@pytest.mark.parametrize("calls", [[OSLO], [OSLO, {"name": "time", "arguments": {}}]], ids=["one", "two"])
+def test_calls_under_older_names_are_tool_calls(calls: list[dict[str, Any]]) -> None:
+    """As a template writes them in its model's own words: trained as bare JSON, a model calls no tool that a server
+    would find."""
+    wanted = [{"type": "function", "function": call} for call in calls]
+    turns = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": wanted},
+        {"role": "tool", "content": "sun"},
+        ANSWER,
+    ]
+    said = [
+        ("human", "u"),
+        ("function_call", json.dumps(calls if len(calls) > 1 else calls[0])),
+        ("observation", "sun"),
+    ]
+    sharegpt = [{"from": who, "value": text} for who, text in (*said, ("gpt", "a"))]
+    assert made({"conversations": sharegpt}) == made({"messages": turns})
+    if len(calls) == 1:
+        older = [{"role": "assistant", "content": None, "function_call": OSLO}, {**told, "role": "function"}]
+        assert made({"messages": [USER, *older, ANSWER]}) == made({"messages": turns})
+
+
+@pytest.mark.parametrize("text", ["weather(Oslo)", '{"name": "weather"}', "[]", "5", None, '[{"name": "weather"'])
+def test_a_function_call_that_is_none_is_refused(text: Any) -> None:
+    turns = [{"from": "human", "value": "u"}, {"from": "function_call", "value": text}]
+    with pytest.raises(DataError, match=r"turn 2 of 'conversations' is from 'function_call' and no JSON object with"):
+        made({"conversations": turns})
+
+
 COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; instruction + output; input_ids; text"
 
 

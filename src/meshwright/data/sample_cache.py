@@ -29,7 +29,7 @@ from meshwright.spec import Data
 from meshwright.spec.errors import DataError, MalformedRowError
 from meshwright.spec.user_cache import writable_root
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 """Raised whenever the same rows would be stored as other tokens or in another way."""
 _BATCH_CHARACTERS: Final = 2**17
 _MALFORMED: Final = 0

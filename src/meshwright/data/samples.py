@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from meshwright.data.older_calls import CALL, read_calls, renewed
 from meshwright.data.padding_nulls import unpadded, without_null
 from meshwright.data.rows import Malformed, Row, spoken
 from meshwright.spec.errors import DataError
@@ -62,7 +63,7 @@ class Preference:
 Sample = Conversation | Continuation | TokenIds | Preference
 
 _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "bard": "assistant"}
-_ROLES |= {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
+_ROLES |= {CALL: "assistant", "observation": "tool", "function_response": "tool"}
 _ROLES |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Of sharegpt files."""
 
@@ -196,6 +197,9 @@ def _renamed(turn: Any, where: str, number: int) -> Message:
             f"{where}: turn {number} of 'conversations' is from {turn['from']!r}: known are {', '.join(_ROLES)}"
         )
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    if turn["from"] == CALL:
+        calls = read_calls(turn.get("value"), f"{where}: turn {number} of 'conversations'")
+        return {**others, "role": role, "tool_calls": calls}
     return {**others, "role": role, "content": turn.get("value")}
 
 
@@ -271,7 +275,8 @@ def _some(messages: tuple[Message, ...], where: str) -> tuple[Message, ...]:
 def _turns(value: Any, name: str, where: str) -> tuple[Message, ...]:
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
         raise DataError(f"{where}: {name!r} is {type(value).__name__}, not text and not a list of messages")
-    return tuple(_turn(turn, f"{where}: message {number} of {name!r}") for number, turn in enumerate(value, start=1))
+    turns = enumerate(renewed(value), start=1)
+    return tuple(_turn(turn, f"{where}: message {number} of {name!r}") for number, turn in turns)
 
 
 def _turn(turn: Any, what: str) -> Message:
