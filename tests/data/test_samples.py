@@ -133,18 +133,10 @@ def test_calls_under_older_names_are_tool_calls(calls: list[dict[str, Any]]) -> 
     """As a template writes them in its model's own words: trained as bare JSON, a model calls no tool that a server
     would find."""
     wanted = [{"type": "function", "function": call} for call in calls]
-    turns = [
-        USER,
-        {"role": "assistant", "content": "", "tool_calls": wanted},
-        {"role": "tool", "content": "sun"},
-        ANSWER,
-    ]
-    said = [
-        ("human", "u"),
-        ("function_call", json.dumps(calls if len(calls) > 1 else calls[0])),
-        ("observation", "sun"),
-    ]
-    sharegpt = [{"from": who, "value": text} for who, text in (*said, ("gpt", "a"))]
+    called, told = {"role": "assistant", "content": "", "tool_calls": wanted}, {"role": "tool", "content": "sun"}
+    turns, text = [USER, called, told, ANSWER], json.dumps(calls if len(calls) > 1 else calls[0])
+    said = {"human": "u", "function_call": text, "observation": "sun", "gpt": "a"}
+    sharegpt = [{"from": role, "value": value} for role, value in said.items()]
     assert made({"conversations": sharegpt}) == made({"messages": turns})
     if len(calls) == 1:
         older = [{"role": "assistant", "content": None, "function_call": OSLO}, {**told, "role": "function"}]
