@@ -346,7 +346,18 @@ def packed_parts(weight: Tensor, group: int = 32) -> Parts:
     }
 
 
+def whole_parts(weight: Tensor, group: int = 32) -> Parts:
+    """As llm-compressor 0.14's W4A8: 4-bit codes with their sign, a byte each."""
+    runs = weight.view(len(weight), -1, group)
+    scales = (runs.abs().amax(-1) / 7.5).bfloat16()
+    codes = (runs / scales.float().unsqueeze(-1)).round().clamp(-8, 7)
+    return {"weight": codes.to(torch.int8).flatten(1), "weight_scale": scales}
+
+
 def by_compressed_tensors(parts: Parts, block: int, size: tuple[int, int]) -> Tensor:
+    if parts.get("weight", torch.empty(0)).dtype == torch.int8:
+        runs = parts["weight"].view(size[0], parts["weight_scale"].shape[1], -1)
+        return (runs * parts["weight_scale"].float().unsqueeze(-1)).flatten(1)
     if "weight_packed" not in parts:
         return parts["weight"].float() * _wide(parts["weight_scale"], block, *size)
     words = [[word & 0xFFFFFFFF for word in row] for row in parts["weight_packed"].tolist()]
@@ -363,10 +374,13 @@ PRESETS: dict[str, dict[str, Any]] = {
                   "input_activations": {**EIGHT, "strategy": "group", "group_size": 32, "dynamic": True}},
     "W4A16": {"format": "pack-quantized", "input_activations": None,
               "weights": {**EIGHT, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
+    "W4A8": {"format": "int-quantized",
+             "input_activations": {**EIGHT, "type": "int", "strategy": "token", "dynamic": True},
+             "weights": {**EIGHT, "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("names", [("FP8",), ("FP8_BLOCK",), ("W4A16", "FP8")])
+@pytest.mark.parametrize("names", [("FP8",), ("FP8_BLOCK",), ("W4A16", "FP8"), ("W4A8",)])
 def test_llm_compressors_scales_of_all_of_blocks_and_of_several_groups(names: tuple[str, ...], tmp_path: Path) -> None:
     groups = {f"group_{place}": {**PRESETS[name], "targets": ["re:.*"]} for place, name in enumerate(names)}
     config = {
@@ -377,6 +391,8 @@ def test_llm_compressors_scales_of_all_of_blocks_and_of_several_groups(names: tu
 
     def quantize(name: str, weight: Tensor) -> Parts:
         sizes[name] = weight.shape[0], weight.shape[1]
+        if names == ("W4A8",):
+            return whole_parts(weight)
         return packed_parts(weight) if len(names) > 1 and "mlp" in name else fp8_parts(weight, block)
 
     coded = written(tmp_path, SHAPES["llama"], quantize, config)

@@ -18,6 +18,7 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, tuple[Any, ...
     "W4A16": ("pack-quantized", GROUP, None, (4, "integer", "fixed", 128, "same")),
     "W4A16_ASYM": ("pack-quantized", {**GROUP, "symmetric": False}, None, (4, "integer", "whole", 128, "same")),
     "W8A16": ("pack-quantized", {**GROUP, "num_bits": 8}, None, (8, "integer", "fixed", 128, "same")),
+    "W4A8": ("int-quantized", GROUP, TOKEN, (4, "integer", "fixed", 128, "same")),
     "INT8": ("int-quantized", DENSE, TOKEN, (8, "integer", "fixed", 0, "int8")),
     "FP8_DYNAMIC": ("float-quantized", FLOAT, {**TOKEN, "type": "float"}, (8, "e4m3", "fixed", 0, "fp8")),
     "FP8": ("float-quantized", TENSOR, TENSOR, (8, "e4m3", "fixed", 0, "fp8")),
@@ -27,7 +28,6 @@ READ: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, tuple[Any, ...
     ),
 }  # fmt: skip
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
-    "W4A8": ("pack-quantized", GROUP, TOKEN, "beside 4-bit weights in groups"),
     "W7A16": ("pack-quantized", {**GROUP, "num_bits": 7}, None, "num_bits=7 is not read"),
     "NVFP4": ("nvfp4-pack-quantized", {**FLOAT, "strategy": "tensor_group"}, None, "NVFP4"),
     "MXFP4": ("mxfp4-pack-quantized", {**GROUP, "type": "float"}, None, "MXFP4"),

@@ -68,6 +68,8 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 8.0}},
     ),
+    "llama-yarn-attention": ("llama", {"rope_parameters": {**_YARN, "attention_factor": 1.7}}),
+    "qwen2-yarn-less-attention": ("qwen2", {"rope_parameters": {**_YARN, "attention_factor": 0.4}}),
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral-window": ("mistral", {"sliding_window": 5, "head_dim": 12}),

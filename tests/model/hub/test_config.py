@@ -140,8 +140,12 @@ def test_what_a_family_cannot_hold_is_refused_with_the_field_and_a_family(
         ({**LLAMA_31, "rope_scaling": {**SCALING, "rope_type": "longrope"}}, ["'longrope'"]),
         ({**LLAMA_31, "rope_scaling": {**SCALING, "factor": float("nan")}}, ["factor=nan"]),
         (
-            {**LLAMA_31, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}},
-            ["attention_factor"],
+            {**LLAMA_31, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1e-9}},
+            ["attention_factor=1e-09 is not supported, only 1.13863"],
+        ),
+        (
+            {**DEEPSEEK, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 2.0}},
+            ["attention_factor=2 is not supported, only 1.13863"],
         ),
         ({**LLAMA_31, "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False}}, ["truncate"]),
         ({**LLAMA_31, "rope_scaling": {"full_attention": {"rope_theta": 1.0}}}, ["per kind of layer"]),

@@ -43,19 +43,23 @@ def _read_scaling(entries: Entries, inner: Entries) -> RopeScaling | None:
             low_frequency_factor=inner.number("low_freq_factor"),
             high_frequency_factor=inner.number("high_freq_factor"),
         )
-    return _read_yarn(inner, original, positions)
+    return _read_yarn(inner, original, positions, latent="kv_lora_rank" in entries)
 
 
-def _read_yarn(inner: Entries, original: int, positions: int) -> RopeScaling:
-    """mscale counts only beside mscale_all_dim; otherwise the attention factor is the paper's 0.1 ln(factor) + 1."""
+def _read_yarn(inner: Entries, original: int, positions: int, *, latent: bool) -> RopeScaling:
+    """mscale counts only beside mscale_all_dim; otherwise the attention factor is the paper's 0.1 ln(factor) + 1. One
+    that the config states is a quotient of both; of latent attention mscale_all_dim scales scores too."""
     inner.allow("truncate", (True, None))
     factor = positions / max(1, original) if inner.raw("factor", None) is None else inner.number("factor")
     all_dim = inner.number("mscale_all_dim", 0.0)
     mscale = inner.number("mscale", 0.0) if all_dim else 0.0
     if inner.raw("attention_factor", None) is not None:
         implied = temperature(factor, mscale or 1.0) / (temperature(factor, all_dim) if mscale else 1.0)
-        if not math.isclose(inner.number("attention_factor"), implied, rel_tol=1e-6):
-            raise inner.fail(f"attention_factor={inner.raw('attention_factor')} is not supported, only {implied:.6g}")
+        stated = inner.number("attention_factor")
+        if not math.isclose(stated, implied, rel_tol=1e-6):
+            if latent or factor <= 1 or not 0.01 <= stated <= 100:  # beyond, the quotient is not exact
+                raise inner.fail(f"attention_factor={stated:g} is not supported, only {implied:.6g}")
+            mscale, all_dim = _mscales(stated, factor)
     return RopeScaling(
         kind="yarn",
         factor=factor,
@@ -65,6 +69,13 @@ def _read_yarn(inner: Entries, original: int, positions: int) -> RopeScaling:
         mscale=mscale,
         mscale_all_dim=all_dim,
     )
+
+
+def _mscales(attention: float, factor: float) -> tuple[float, float]:
+    """mscale and mscale_all_dim whose temperatures have this quotient."""
+    below = max(1.0, 1.0 / attention) + 0.1  # both are above 1: neither may be 0, which means that it is not stated
+    unit = temperature(factor, 1.0) - 1.0
+    return (attention * below - 1.0) / unit, (below - 1.0) / unit
 
 
 def write_rope(shape: ModelShape) -> dict[str, object]:

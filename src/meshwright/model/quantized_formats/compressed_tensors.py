@@ -2,7 +2,8 @@
 
     pack-quantized    X.weight_packed int32 (N, ceil(K b / 32)): codes as one stream of bits along K; X.weight_scale
                       (N, groups); X.weight_zero_point int32 (ceil(N b / 32), groups): the same along N; X.weight_shape
-    int-quantized     X.weight int8 (N, K), X.weight_scale (N, 1); activations with a scale for each token
+    int-quantized     X.weight int8 (N, K), X.weight_scale (N, 1); activations with a scale for each token. Read also
+                      with fewer bits, groups and X.weight_zero_point int8 (N, groups), as W4A8 is written
     float-quantized   the same with e4m3; read also with one scale (1,) for all, or one for each square block
 
 Codes are written without a sign, 2^(b-1) more than they stand for, as ours are. Scales have the dtype of the other
@@ -127,7 +128,10 @@ class CompressedTensors:
         model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no weight_scale")
-        planned = _as_stored(self.planned(model), stored)
+        planned = _as_stored(
+            planned_tensors(model, lambda name, size, one: _planned(name, size, one, dtype, whole=name in stored)),
+            stored,
+        )
         check(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
 
@@ -163,13 +167,17 @@ def _layout(scheme: Scheme) -> str:
     return FLOAT if scheme.codes == "e4m3" else PACKED if scheme.packed or scheme.activations == "same" else WHOLE
 
 
-def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
+def _planned(
+    name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, *, whole: bool = False
+) -> list[Planned]:
+    """`whole`: a byte for each code, though it has fewer bits."""
     rows, columns = size
     groups, bits = scheme.groups(columns), scheme.bits
     scale = Planned(name=f"{name}_scale", size=(rows, groups), dtype=torch.float32 if dtype == torch.float16 else dtype)
-    if _layout(scheme) != PACKED:
+    if whole or _layout(scheme) != PACKED:
         kind = torch.float8_e4m3fn if scheme.codes == "e4m3" else torch.int8
-        return [Planned(name=name, size=size, dtype=kind), scale]
+        zero = Planned(name=f"{name}_zero_point", size=(rows, groups), dtype=torch.int8)
+        return [Planned(name=name, size=size, dtype=kind), scale, *([zero] if scheme.zeros == "whole" else [])]
     parts = [Planned(name=f"{name}_packed", size=(rows, -(-columns * bits // 32)), dtype=torch.int32), scale]
     if scheme.zeros == "whole":
         zeros = (-(-rows * bits // 32), groups)
@@ -223,6 +231,8 @@ def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], sch
     parts = {"scales": _spread(stored, f"{name}_scale", rows, scheme.groups(columns), scheme)}
     if _layout(scheme) != PACKED:
         return {"codes": stored[name].read(), **parts}
+    if name in stored:
+        return parts | _whole(stored, name, scheme)
     shape = stored[f"{name}_shape"].read().tolist()
     if shape != list(size):
         raise HubError(f"{stored[name + '_shape'].file}: {name}_shape says {shape} where config.json says {list(size)}")
@@ -232,6 +242,15 @@ def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], sch
         words = stored[f"{name}_zero_point"].read().t().contiguous()
         parts["zeros"] = pack(_codes(words, scheme.bits, rows).t().contiguous(), scheme.bits)
     return parts
+
+
+def _whole(stored: Mapping[str, Stored], name: str, scheme: Scheme) -> dict[str, Tensor]:
+    """Codes of fewer than 8 bits that have a byte each, and their zeros, as ours are packed."""
+    if not scheme.packed:
+        return {"codes": stored[name].read()}
+    names = {"codes": name} | ({"zeros": f"{name}_zero_point"} if scheme.zeros == "whole" else {})
+    middle = 2 ** (scheme.bits - 1)
+    return {part: pack((stored[one].read().int() + middle).to(torch.uint8), scheme.bits) for part, one in names.items()}
 
 
 def _spread(stored: Mapping[str, Stored], name: str, rows: int, groups: int, scheme: Scheme) -> Tensor:
