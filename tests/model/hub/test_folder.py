@@ -161,7 +161,7 @@ def test_what_is_no_directory_is_refused_in_one_line(content: str | None, words:
     with pytest.raises(HubError, match=words) as error:
         import_folder(tmp_path / "out")
     assert "\n" not in str(error.value)
-    with pytest.raises(HubError, match="is no folder"):
+    with pytest.raises(HubError, match="absent does not exist: give a Hugging Face directory"):
         import_folder(tmp_path / "absent")
 
 
