@@ -75,14 +75,18 @@ class Work(NamedTuple):
 
 
 WORK: dict[str, tuple[str, Work]] = {
-    "a small search": (SEARCH.format(model="llama-3.1-8b", batch=512, nodes=4), Work(447_000, 148)),
-    "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(1_334_000, 662)),
+    "a small search": (SEARCH.format(model="llama-3.1-8b", batch=512, nodes=4), Work(344_000, 148)),
+    "a large search": (SEARCH.format(model="llama-3.1-70b", batch=512, nodes=128), Work(984_000, 662)),
     "serving": (SERVING, Work(95_700)),
     "rent on few clusters": (RENT.format(more=", devices=['h100'], nodes=[1, 4, 16]"), Work(920_000, 138)),
     "--help": (HELP, Work(134, modules=29)),
     "import meshwright": ("import meshwright", Work(5, modules=14)),
 }
 LONG: dict[str, tuple[str, Work]] = {
+    "671B of experts on 2,048 devices": (
+        SEARCH.format(model="deepseek-v3", batch=512, nodes=256),
+        Work(7_399_000, 1_718),
+    ),
     "experts": (SEARCH.format(model="qwen3-30b-a3b", batch=512, nodes=8), Work(2_613_000, 912)),
     "405B on 16,384 devices": (SEARCH.format(model="llama-3.1-405b", batch=512, nodes=2048), Work(2_598_000, 724)),
     "rent": (RENT.format(more=""), Work(6_720_000, 5_340)),

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 
+from meshwright.planner.cost.stage_costs import FirstHalves
 from meshwright.planner.step.memo import Memo
 from meshwright.planner.step.predict import estimator, predict
 from meshwright.planner.step.shared_costs import SharedCosts
@@ -95,6 +96,7 @@ def kept(plan: Plan) -> Iterator[tuple[str, object, object]]:
     asked.predict(plan)
     for memo in fields(Memo):
         known = getattr(asked._known, memo.name)
+        known = known.operations if isinstance(known, FirstHalves) else known
         for key, entry in known.items() if isinstance(known, dict) else [known]:
             yield memo.name, key, entry
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from meshwright.observe.shared_document import Ran, RankRecord, SharedDocument
-from meshwright.planner.cost.stage_costs import ranks_of
+from meshwright.planner.cost.block_time import ranks_of
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks

@@ -2,7 +2,7 @@
 the matrices, and of what only these gradients need nothing kept. Without adapters nothing here changes a figure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -64,7 +64,7 @@ def behind_frozen(operations: Sequence[LayerOperation]) -> tuple[LayerOperation,
 def _unreached(op: LayerOperation) -> LayerOperation:
     reads = op.name.startswith("enter ")
     again = tuple(one for one in op.exchanges.backward if reads and one.collective == "all-gather")
-    return replace(op, exchanges=op.exchanges._replace(backward=again))
+    return op._replace(exchanges=op.exchanges._replace(backward=again))
 
 
 RESTORING_PASSES = 5
@@ -89,6 +89,8 @@ def restored(of: "Local", name: str, into: float, out: float, batch: float = 1.0
 def restored_bytes(of: "Local", group: str) -> float:
     """The largest frozen matrix of a part of a layer (attention, mlp, expert) while it is restored from codes: itself,
     and indices and numbers of some rows. 0 where none is."""
+    if of.shape.lora is None or of.shape.lora.scheme is None:
+        return 0.0
     elements = largest_coded(of.shape, of.tp, of.ep, group)
     return elements * of.width + 6.0 * min(elements, PIECE)
 

@@ -7,15 +7,16 @@ closed forms 34 S B D + 5 H S^2 B; the model of this package where the stack is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
 from meshwright.planner.cost import activations, adapters, exchanges, operands, rounded_weights, state_layers
-from meshwright.planner.cost.activations import NONE, HeadWidths, Logits, Routed
+from meshwright.planner.cost.activations import HeadWidths, Routed
 from meshwright.planner.cost.attention_core import without_weights
 from meshwright.planner.cost.backward import NONE as NOTHING
-from meshwright.planner.cost.backward import Backward, backward
+from meshwright.planner.cost.backward import backward
 from meshwright.planner.cost.grouped_products import grouped
+from meshwright.planner.cost.layer_work import LayerWork
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.weight_product import linear
 from meshwright.planner.cost.work import (
@@ -30,65 +31,33 @@ from meshwright.planner.cost.work import (
 )
 from meshwright.planner.kernels.kernel_operations import Product
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWork:
-    """A layer (or the embedding, or the head) as operations and as kept tensors.
-
-    `boundary_bytes`: its input, all that full recomputation keeps. `transient_bytes`: alive only inside its backward
-    pass; `backward`: the same of this package's engine, place by place. `logits`: what head and loss keep.
-    """
-
-    operations: tuple[LayerOperation, ...]
-    kept: tuple[KeptBytes, ...] = ()
-    boundary_bytes: float = 0.0
-    transient_bytes: float = 0.0
-    backward: Backward = NOTHING
-    logits: Logits = NONE
-    tail: int = 0
-    """Last operations that nothing is kept behind, so that recomputation ends before them."""
-    keeps_norms: bool = True
-    """Where nothing is recomputed, what norms make is kept; compiled code makes it again (spec/compiled_blocks.py)."""
-
-    @property
-    def keeps_core(self) -> bool:
-        """Whether the attention core's results can be kept where all else is made again. The compiler does not
-        recompute a part that it must leave alone (parallel/compiling.py): experts whose rows travel."""
-        return any(kept.of == "core" for kept in self.kept)
-
-    def kept_bytes(self, recompute: str) -> float:
-        """From the forward to the backward pass of a micro-batch."""
-        if recompute == "selective":
-            return sum(kept.selective for kept in self.kept if self.keeps_norms or kept.of != "norm")
-        if recompute in ("none", "norms"):
-            norms = recompute == "none" and self.keeps_norms
-            return sum(kept.none for kept in self.kept if norms or kept.of != "norm")
-        core = sum(kept.none for kept in self.kept if kept.of in ("core", "scores"))
-        return self.boundary_bytes + (core if recompute == "all-but-attention" else 0.0)
-
-    def made_again_bytes(self, recompute: str) -> float:
-        """What recomputation brings back for a layer's backward pass, beside what was kept; norms one at a time."""
-        kept = [one for one in self.kept if self.keeps_norms or one.of != "norm"]
-        if recompute == "selective":
-            return sum(max(0.0, one.none - one.selective) for one in kept)
-        if recompute == "norms":
-            return max((one.none for one in kept if one.of == "norm"), default=0.0)
-        return max(0.0, self.kept_bytes("none") - self.kept_bytes(recompute))
-
-
 SUMMED_BYTES = 8.0
 """Of an fp32 sum of gradients, read and written."""
 COLUMNS = ("qkv", "q", "q_down", "kv_down")
 """Products that read what enters attention."""
 
 
-def layer(of: Local, *, window: int = 0, routed: bool = False, state: bool = False) -> LayerWork:
-    """A transformer block. `state`: with the linear attention that its shape has in some layers."""
-    if window or state:
-        of = replace(of, window=window, linear=of.shape.unbuilt.linear if state and of.shape.unbuilt else None)
-    attention = list(_attention(of))
-    mlp = list(_experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens))
-    operations = [_norm(of, "attention_norm"), *attention, _add(of), _norm(of, "mlp_norm"), *mlp, _add(of)]
+def of_kind(of: Local, window: int, *, state: bool) -> Local:
+    """The same of a layer with this window, or with the linear attention that its shape has in some layers."""
+    if not (window or state):
+        return of
+    return replace(of, window=window, linear=of.shape.unbuilt.linear if state and of.shape.unbuilt else None)
+
+
+def first_half(of: Local) -> tuple[LayerOperation, ...]:
+    """A block's norm, attention and residual: whatever its expert parallelism is."""
+    return _norm(of, "attention_norm"), *_attention(of), _add(of)
+
+
+def layer(
+    of: Local, *, window: int = 0, routed: bool = False, state: bool = False,
+    attention: tuple[LayerOperation, ...] | None = None,
+) -> LayerWork:  # fmt: skip
+    """A transformer block. `state`: with the linear attention that its shape has in some layers. `attention`: its
+    first half, where another block has it already."""
+    of = of_kind(of, window, state=state)
+    mlp = _experts(of) if routed else _mlp(of, of.shape.ffn / of.tp, of.tokens)
+    operations = [*(attention or first_half(of)), _norm(of, "mlp_norm"), *mlp, _add(of)]
     if of.shape.unbuilt is not None and of.shape.unbuilt.block_norms == 4:
         operations += [_norm(of, "attention_norm"), _norm(of, "mlp_norm")]
     sizes, widths = _routed(of) if routed else None, _widths(of)
@@ -96,10 +65,15 @@ def layer(of: Local, *, window: int = 0, routed: bool = False, state: bool = Fal
         of, widths, routed, adapters.kept(of, widths, sizes, activations.layer_kept(of, widths, sizes))
     )
     if of.stack.drops_scores_alone:
-        kept = tuple(one if one.of == "scores" else one._replace(selective=one.none) for one in kept)
+        kept = tuple(
+            one if one.of == "scores" or one.selective == one.none else KeptBytes(one.name, one.none, one.none, one.of)
+            for one in kept
+        )
+    if of.compiled and routed and of.ep > 1:
+        kept = tuple(KeptBytes(one.name, one.none, one.selective) if one.of else one for one in kept)
     return LayerWork(
         operations=rounded_weights.rounding(of, operations),
-        kept=tuple(one._replace(of="") if of.compiled and routed and of.ep > 1 else one for one in kept),
+        kept=kept,
         boundary_bytes=of.between_bytes,
         transient_bytes=activations.layer_transient(of, sizes),
         backward=backward(of, widths, sizes) if of.stack.own else NOTHING,
@@ -114,7 +88,7 @@ def embedding(of: Local) -> LayerWork:
     summed = exchanges.leave(of)
     look_up = LayerOperation(name="embed", forward=(MemoryPass(2 * moved),), exchanges=summed._replace(backward=()))
     if not of.shape.lora:
-        look_up = replace(look_up, weights=(MemoryPass(3 * moved),), exchanges=summed)
+        look_up = look_up._replace(weights=(MemoryPass(3 * moved),), exchanges=summed)
     return LayerWork(operations=(look_up,), logits=activations.embedding_mask(of))
 
 
@@ -326,7 +300,7 @@ def _experts(of: Local) -> Iterator[LayerOperation]:
     router = linear(of, "router", own, shape.hidden, moe.experts)
     if of.stack.own:
         router = in_fp32(router)
-    yield replace(router, exchanges=Exchanges(exchanges.balance(of)))
+    yield router._replace(exchanges=Exchanges(exchanges.balance(of)))
     moved = copies * shape.hidden * of.width
     up = grouped(of, "experts up", copies, shape.hidden, of.gates * ffn)
     down = grouped(of, "experts down", copies, ffn, shape.hidden)

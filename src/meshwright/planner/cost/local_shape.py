@@ -1,6 +1,7 @@
 """What one micro-batch is on one rank: all that counting its operations and what they keep needs of a layout."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshwright.planner.cost.stack import Stack
 from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered, keeps_no_norms
@@ -12,9 +13,9 @@ from meshwright.spec.schedule_kinds import SPLIT_ALWAYS
 from meshwright.spec.shape import ModelShape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Local:
-    """One micro-batch on one rank."""
+    """One micro-batch on one rank. Its sizes are read some hundred times: each is counted once."""
 
     shape: ModelShape
     stack: Stack
@@ -91,27 +92,27 @@ class Local:
         last = ((narrow**2 - begin**2) / 2 + reach * (whole - narrow)) / (whole - begin)
         return last / (reach - reach**2 / (2 * whole))
 
-    @property
+    @cached_property
     def gates(self) -> int:
         """Matrices that read an MLP's input."""
         return 2 if self.shape.mlp == "swiglu" else 1
 
-    @property
+    @cached_property
     def tokens(self) -> float:
         """N: tokens of the rank."""
         return self.batch * self.sequence / self.cp
 
-    @property
+    @cached_property
     def between(self) -> float:
         """Tokens of the rank between tensor-parallel regions."""
         return self.tokens / self.tp if self.sp else self.tokens
 
-    @property
+    @cached_property
     def hidden_bytes(self) -> float:
         """Of (N, D)."""
         return self.tokens * self.shape.hidden * self.width
 
-    @property
+    @cached_property
     def between_bytes(self) -> float:
         """Of (N, D) where sequence parallelism shares it."""
         return self.between * self.shape.hidden * self.width

@@ -14,8 +14,10 @@ def rounded(of: Local, *elements: float) -> tuple[Work, ...]:
     """Operands of so many `elements` rounded to 8 bits (kernels.fp8.narrow). By Triton or compiled code in two passes:
     the first reads for the largest numbers, the second reads and writes. Else sizes, the largest, the scaled copy and
     the cast are passes of their own."""
+    if not of.fp8:
+        return ()
     moved, launches = (2 * of.width + 1, 2.0) if of.compiled or of.stack.rounds_in_place else (6 * of.width + 1, 4.0)
-    return tuple(MemoryPass(moved * each, launches) for each in elements) if of.fp8 else ()
+    return tuple(MemoryPass(moved * each, launches) for each in elements)
 
 
 def accumulated(of: Local, elements: float) -> tuple[Work, ...]:

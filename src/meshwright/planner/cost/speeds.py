@@ -4,7 +4,7 @@ A product takes what its kernel takes alone (kernels/: tiles in waves, bytes, cu
 `product_share` of the rate.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -89,6 +89,9 @@ class Speeds:
     curves: DeviceCurves | None = None
     """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
     _known: dict[Product | AttentionCore, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _alone: dict[Product, tuple[float, bool, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def reached_flop_per_s(self) -> float:
@@ -111,6 +114,24 @@ class Speeds:
             peak = self.rate(work.width) if work.width >= 4 else self.peak_flop_per_s
             return work.flop / (peak * self._attention(work)) + self.launch_s
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
+
+    def alone(self, works: Sequence[Work]) -> list[tuple[float, bool, float]]:
+        """Of each: (seconds alone on the device, whether its power bounds them, launches)."""
+        rate, launch_s, timed = self.memory_bytes_per_s * self.memory_share, self.launch_s, []
+        for work in works:
+            if isinstance(work, MemoryPass):  # most are: as `seconds` says
+                moved_bytes, launches = work
+                took = self.seconds(work) if self.curves else moved_bytes / rate + launches * launch_s
+                timed.append((took, False, launches))
+            elif isinstance(work, Product):
+                known = self._alone.get(work)
+                if known is None:
+                    bound = self.power is not None and self.is_bound(work)
+                    known = self._alone[work] = self.seconds(work), bound, float(work.calls)
+                timed.append(known)
+            else:
+                timed.append((self.seconds(work), False, 1.0))
+        return timed
 
     def slowed(self, product_s: float, other_s: float) -> float:
         """How much longer products take where a device's power is bound, of so many seconds of them and of all that

@@ -3,131 +3,41 @@
 from collections import Counter
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from meshwright.planner.cost.block import EXPERT_BIAS, LayerWork, adds_expert_biases, embedding, head, layer
-from meshwright.planner.cost.host_time import NOTHING, Triple
+from meshwright.planner.cost.block import embedding, first_half, head, layer, of_kind
+from meshwright.planner.cost.block_time import Alone, BlockTime, alone, block_time
+from meshwright.planner.cost.layer_work import LayerWork, PolicyBytes
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import NO_COST, MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.weight_product import linear
-from meshwright.planner.cost.work import Exchange, LayerOperation, MemoryPass, Work
-from meshwright.planner.kernels.kernel_operations import Product
+from meshwright.planner.cost.work import LayerOperation
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.schedule import ranges
 from meshwright.spec.shape import ModelShape
 
 
-def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
-    """(ranks of a group along an axis, how many ranks apart they lie); tp is innermost, then cp, dp_shard, ..."""
-    steps = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp * layout.cp}
-    steps["dp_replicate"] = steps["dp_shard"] * layout.dp_shard
-    steps["pp"] = steps["dp_replicate"] * layout.dp_replicate
-    if axis == "ep":
-        return layout.ep, 1
-    return int(getattr(layout, axis)), steps[axis]
+def policy_costs(block: LayerWork, time: BlockTime, of: Local) -> "Policies":
+    """A block's passes and kept bytes under each recompute policy, with what it repeats."""
+    core = time.repeated[0] - time.core[0], time.repeated[1] - time.core[1]
+    again = {"none": (0.0, 0.0), "norms": time.norms, "selective": time.again, "all-but-attention": core}
+    return {
+        policy: _block_cost(block, time, of, again.get(policy, time.repeated), bytes_of_policy)
+        for policy, bytes_of_policy in block.by_policy(alone=of.stack.own).items()
+    }
 
 
-LAUNCHES = 6
-"""Of a pass, for each expert: what Stack.expert_launch_s stands for."""
-Side = Literal["forward", "inputs", "weights"]
-
-
-NORMS = ("attention_norm", "mlp_norm")
-"""Operations that recomputation of norms repeats."""
-
-
-class BlockTime(NamedTuple):
-    """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
-    stands beside no computation). `again`, `norms`: what selective recomputation, and that of norms, repeats of the
-    forward pass."""
-
-    forward: tuple[float, float]
-    inputs: tuple[float, float]
-    weights_s: float
-    again: tuple[float, float]
-    norms: tuple[float, float]
-    core: tuple[float, float]
-    """The attention core's forward pass, where it is kept."""
-    tail: tuple[float, float]
-    """Of the forward pass, what no recomputation repeats."""
-
-    @property
-    def repeated(self) -> tuple[float, float]:
-        """All that recomputation can repeat of the forward pass."""
-        return self.forward[0] - self.tail[0], self.forward[1] - self.tail[1]
-
-
-def block_time(block: LayerWork, of: Local, layout: Layout, speeds: Speeds, links: Links) -> BlockTime:
-    """Time every operation of a block."""
-    passes = PassSeconds(of=of, layout=layout, links=links, took=_took(block, speeds))
-    alone, scores = of.stack.drops_scores_alone, any(kept.of == "scores" for kept in block.kept)
-    repeated = tuple(op for op in block.operations if (scores and op.name == "attention" if alone else op.again))
-    again = passes.of_pass(repeated, "forward")
-    called = _host(block, of, speeds)
-    if of.stack.selective_repeats:
-        rest = passes.of_pass(tuple(op for op in block.operations if not op.again), "forward")
-        again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
-    forward, inputs = (passes.of_pass(block.operations, side) for side in ("forward", "inputs"))
-    return BlockTime(
-        forward=(forward[0] + called[0], forward[1]),
-        inputs=(inputs[0] + called[1], inputs[1]),
-        weights_s=passes.of_pass(block.operations, "weights")[0],
-        again=(again[0] + called[2] * bool(repeated), again[1]),
-        norms=passes.of_pass(tuple(op for op in block.operations if op.name in NORMS), "forward"),
-        tail=passes.of_pass(block.operations[len(block.operations) - block.tail :], "forward"),
-        core=passes.of_pass(
-            tuple(op for op in block.operations if op.name == "attention" and block.keeps_core), "forward"
-        ),
-    )
-
-
-def _took(block: LayerWork, speeds: Speeds) -> dict[Work, float]:
-    """Seconds of each piece of work of a block, whose products take longer for the power that both its passes draw."""
-    products = others = 0.0
-    alone: dict[Work, tuple[float, bool]] = {}
-    for op in block.operations:
-        for work in (*op.forward, *op.inputs, *op.weights):
-            if work not in alone:
-                alone[work] = speeds.seconds(work), speeds.power is not None and speeds.is_bound(work)
-            seconds, bound = alone[work]
-            if bound:
-                products += seconds
-            else:
-                others += seconds
-    slower = speeds.slowed(products, others)
-    return {work: seconds * slower if bound else seconds for work, (seconds, bound) in alone.items()}
-
-
-def _host(block: LayerWork, of: Local, speeds: Speeds) -> Triple:
-    """What a layer takes beside its kernels; ranks that share a core take turns with it."""
-    if not speeds.host or not block.boundary_bytes:
-        return NOTHING
-    routed = any(op.name == "dispatch" for op in block.operations)
-    experts = of.shape.moe.experts / of.ep if of.shape.moe else 0.0
-    times = speeds.host_share * speeds.ranks_per_core
-    a, b, c = (times * one for one in speeds.host.layer(of.shape, routed=routed, experts=experts))
-    return a, b, c
-
-
-def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> MicroBatchCost:
-    """A block's passes and kept bytes, with what recomputation repeats."""
-    again = {
-        "none": (0.0, 0.0), "norms": time.norms, "selective": time.again,
-        "all-but-attention": (time.repeated[0] - time.core[0], time.repeated[1] - time.core[1]), "full": time.repeated,
-    }[recompute]  # fmt: skip
-    kept = block.kept_bytes(recompute)
-    own = of.stack.own
-    repeated = 0.0
-    if recompute != "none":
-        repeated = block.made_again_bytes(recompute) if own else max(0.0, block.kept_bytes("none") - kept)
-    mlp = (block.backward.mlp if own else block.transient_bytes) + repeated
-    attention, after = (
-        one + repeated if own and block.boundary_bytes else 0.0
-        for one in (block.backward.attention, block.backward.after)
-    )
-    new = block.backward.weights * of.width
+def _block_cost(
+    block: LayerWork, time: BlockTime, of: Local, again: tuple[float, float], policy: PolicyBytes
+) -> MicroBatchCost:  # fmt: skip
+    kept, repeated = policy
+    own, back = of.stack.own, block.backward
+    mlp = (back.mlp if own else block.transient_bytes) + repeated
+    inside = own and block.boundary_bytes
+    attention = back.attention + repeated if inside else 0.0
+    new = back.weights * of.width
     return MicroBatchCost(
         forward_s=time.forward[0],
         input_s=time.inputs[0] + again[0],
@@ -137,94 +47,14 @@ def block_cost(block: LayerWork, time: BlockTime, of: Local, recompute: str) -> 
         kept_bytes=kept,
         mlp_bytes=mlp,
         attention_bytes=attention,
-        after_bytes=after,
-        queued_bytes=block.backward.queued,
-        split_bytes=max(0.0, kept + max(mlp - new, attention) - block.backward.queued),
-        weights=block.backward.weights,
+        after_bytes=back.after + repeated if inside else 0.0,
+        queued_bytes=back.queued,
+        split_bytes=max(0.0, kept + max(mlp - new, attention) - back.queued),
+        weights=back.weights,
         new_bytes=new,
         logits=block.logits,
+        largest_kept_bytes=kept,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassSeconds:
-    """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
-
-    of: Local
-    layout: Layout
-    links: Links
-    took: dict[Work, float]
-    """Of each piece of work."""
-
-    def of_pass(self, operations: tuple[LayerOperation, ...], side: Side) -> tuple[float, float]:
-        """(seconds, those of them in which an exchange stands beside no computation)."""
-        if not operations:
-            return 0.0, 0.0
-        stack = self.of.stack
-        device = host = each = exchanged = routed = 0.0
-        for op in operations:
-            works: tuple[Work, ...] = getattr(op, side)
-            host += stack.operation_s if works else 0.0
-            for work in works:
-                took, launch = self.took[work], stack.host_s * _launches(work)
-                device, host, each = device + took, host + launch, each + max(took, launch)
-            forward, backward = op.exchanges
-            for exchange in forward if side == "forward" else backward if side == "inputs" else ():
-                took = self._exposed(exchange, works)
-                exchanged += took
-                routed += took if exchange.axis == "ep" else 0.0
-                host, each = host + stack.host_s, each + max(took, stack.host_s)
-        if routed and stack.hides_experts:
-            behind = device + sum(self._seconds(op.weights) for op in operations) * (side == "inputs")
-            hidden = min(routed, stack.hides_experts * behind)
-            exchanged, device = exchanged - hidden, device + stack.contention * hidden
-        device += exchanged
-        if side != "weights" and any(op.name == "dispatch" for op in operations):
-            device += stack.counts_s + stack.expert_launch_s * self._launched(side) * self._experts
-        longer = max(device, host)
-        return longer + stack.stalls * max(0.0, each - longer), exchanged
-
-    def _launched(self, side: Side) -> float:
-        """Launches of an expert over those that expert_launch_s counts: its bias is added by kernels of its own."""
-        beside = EXPERT_BIAS[side == "inputs"][1] / LAUNCHES if adds_expert_biases(self.of) else 0.0
-        return 1 + beside
-
-    @property
-    def _experts(self) -> float:
-        """On a rank."""
-        return self.of.shape.moe.experts / self.of.ep if self.of.shape.moe else 0.0
-
-    def _exposed(self, exchange: Exchange, works: tuple[Work, ...]) -> float:
-        ranks, stride = ranks_of(self.layout, exchange.axis)
-        beside = self.of.stack.hides_beside
-        if exchange.collective == "ring":
-            hop = self.links.send_seconds(exchange.size_bytes / ranks, stride, ranks)
-            return (ranks - 1) * max(0.0, hop - beside * self._seconds(works) / ranks)
-        took = self._whole(exchange)
-        if exchange.within:
-            took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
-        hidden = self._seconds(exchange.beside) - sum(self._whole(one) for one in exchange.first)
-        took = max(0.0, took - beside * max(0.0, hidden))
-        stack = self.of.stack
-        hidden_share = 0.0 if stack.hides_with_sequence and not self.of.sp else stack.hides_tensor
-        return took * (1 + stack.skew) * (1 - hidden_share) if exchange.axis == "tp" else took
-
-    def _whole(self, exchange: Exchange) -> float:
-        """Of all its calls, hidden ones too."""
-        ranks, stride = ranks_of(self.layout, exchange.axis)
-        moe = self.of.shape.moe
-        routes = moe.top_k if moe and self.of.stack.routes_once and exchange.axis == "ep" else 0
-        groups = (moe.groups, moe.top_groups) if moe else (1, 1)
-        return exchange.times * self.links.seconds(
-            exchange.collective, exchange.size_bytes, ranks, stride, routes, groups
-        )
-
-    def _seconds(self, works: tuple[Work, ...]) -> float:
-        return sum([self.took[work] for work in works])
-
-
-def _launches(work: Work) -> float:
-    return work.launches if isinstance(work, MemoryPass) else work.calls if isinstance(work, Product) else 1.0
 
 
 class StageKind(NamedTuple):
@@ -267,11 +97,25 @@ Policies = dict[str, MicroBatchCost]
 """By recompute policy."""
 
 
+@dataclass(frozen=True, slots=True)
+class CostsByPolicy:
+    """By recompute policy, put together when one is asked for first: a search asks for few."""
+
+    parts: dict[str, Policies]
+    _made: dict[str, Costs] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __getitem__(self, policy: str) -> Costs:
+        if policy not in self._made:
+            self._made[policy] = Costs(**{part: policies[policy] for part, policies in self.parts.items()})
+        return self._made[policy]
+
+
 def costs(
-    of: Local, layout: Layout, speeds: Speeds, links: Links, known: dict[tuple[object, ...], Policies]
-) -> dict[str, Costs]:
+    of: Local, layout: Layout, speeds: Speeds, links: Links, known: dict[tuple[object, ...], Policies],
+    halves: "FirstHalves | None" = None,
+) -> "CostsByPolicy":  # fmt: skip
     """Of every part of a shape under a layout, by recompute policy. `known`: parts that other layouts have had; those
-    of this one are added."""
+    of this one are added. `halves`: likewise."""
     shape = of.shape
     code = layout.compile, layout.kernels, layout.cuda_graphs
     inside = of.tp, of.sp, of.splits, of.compiled, of.keeps_norms, of.lowered, of.pieces, *code
@@ -285,37 +129,71 @@ def costs(
         keys["windowed"] = *around, *inside
     if shape.routed_layers:
         keys["routed"] = *around, of.ep, of.ep_pieces, *inside
+    halves = FirstHalves() if halves is None else halves
     found: dict[str, Policies] = {}
     for part, key in keys.items():
         if (part, key) not in known:
-            known[part, key] = _policies(part, of, layout, speeds, links)
+            halves.key = *around, *inside
+            known[part, key] = _policies(part, of, layout, speeds, links, halves)
         found[part] = known[part, key]
-    return {policy: Costs(**{part: one[policy] for part, one in found.items()}) for policy in RECOMPUTE}
+    return CostsByPolicy(found)
 
 
-def _policies(part: str, of: Local, layout: Layout, speeds: Speeds, links: Links) -> Policies:
+@dataclass(slots=True)
+class FirstHalves:
+    """First halves of blocks that were asked for last, and their work alone: blocks that differ in expert parallelism
+    have the same."""
+
+    key: tuple[object, ...] = ()
+    """All that a half depends on, but for its kind of attention."""
+    operations: dict[tuple[object, ...], tuple[LayerOperation, ...]] = field(default_factory=dict)
+    alone: dict[int, Alone] = field(default_factory=dict)
+    """Of each operation, by `id`, which is its own as long as `operations` hold it."""
+
+    def of_layer(self, of: Local, speeds: Speeds, window: int, *, state: bool) -> tuple[LayerOperation, ...]:
+        """The half of a kind of layer."""
+        key = *self.key, window, state
+        if key not in self.operations:
+            if len(self.operations) >= HALVES:
+                self.operations.clear()
+                self.alone.clear()
+            half = self.operations[key] = first_half(of_kind(of, window, state=state))
+            self.alone.update((id(op), alone(op, speeds)) for op in half)
+        return self.operations[key]
+
+
+HALVES = 64
+"""More than micro-batches of one cell."""
+
+
+def _policies(
+    part: str, of: Local, layout: Layout, speeds: Speeds, links: Links, halves: FirstHalves
+) -> Policies:  # fmt: skip
     """Of one part; the ends are never recomputed."""
     if part in ("embedding", "head"):
         block = embedding(of) if part == "embedding" else head(of)
-        end = block_cost(block, block_time(block, of, layout, speeds, links), of, "none")
+        end = policy_costs(block, block_time(block, of, layout, speeds, links), of)["none"]
         further = of.shape.unbuilt.predicts if part == "head" and of.shape.unbuilt else 0
         if not further:
             return dict.fromkeys(RECOMPUTE, end)
         joined = LayerWork(operations=(linear(of, "projection", of.tokens, 2 * of.shape.hidden, of.shape.hidden),))
-        put = block_cost(joined, block_time(joined, of, layout, speeds, links), of, "none").plus(end)
+        put = policy_costs(joined, block_time(joined, of, layout, speeds, links), of)["none"].plus(end)
         blocks = _policies(
-            "routed" if of.shape.is_moe_layer(of.shape.layers - 1) else "dense", of, layout, speeds, links
+            "routed" if of.shape.is_moe_layer(of.shape.layers - 1) else "dense", of, layout, speeds, links, halves
         )
         return {policy: end.plus(put.plus(one), further) for policy, one in blocks.items()}
     mixed = of.shape.mixed_windows
     window = 0 if mixed and part == "dense" else of.shape.window
     if part == "routed" and of.shape.unbuilt is not None and of.shape.unbuilt.full_every:
         window = mean_window(of.shape.window, of.sequence, of.shape.unbuilt.full_every)
-    found: Policies = dict.fromkeys(RECOMPUTE, NO_COST)
+    found: Policies = {}
     for state, share in _kinds(of.shape, part == "routed").items():
-        block = layer(of, window=window, routed=part == "routed", state=state)
-        time = block_time(block, of, layout, speeds, links)
-        found = {policy: cost.plus(block_cost(block, time, of, policy), share) for policy, cost in found.items()}
+        half = halves.of_layer(of, speeds, window, state=state)
+        block = layer(of, window=window, routed=part == "routed", state=state, attention=half)
+        each = policy_costs(block, block_time(block, of, layout, speeds, links, halves.alone), of)
+        if share == 1:
+            return each
+        found = {policy: found.get(policy, NO_COST).plus(cost, share) for policy, cost in each.items()}
     return found
 
 

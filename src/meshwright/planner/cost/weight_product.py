@@ -15,7 +15,9 @@ def linear(of: Local, name: str, tokens: float, into: float, out: float, bias: b
     moved = tokens * out * of.width
     apart = (MemoryPass(2 * moved),) if bias and of.stack.passes > 1 else ()
     summed = (MemoryPass(moved),) if bias else ()
-    thin, restored = adapters.thin(of, name, tokens, into, out), adapters.restored(of, name, into, out)
+    adapts = of.shape.lora is not None
+    thin = adapters.thin(of, name, tokens, into, out) if adapts else adapters.NONE
+    restored = adapters.restored(of, name, into, out) if adapts else ()
     back = replace(of, compiled=False) if of.fp8_all else of  # by an operator of its own (kernels.linear)
     turned = operands.rounded(back, tokens * into, tokens * out) if of.fp8_all else ()
     learned = (*turned, Product(into, tokens, out, 1.0, least), *summed, *operands.accumulated(of, into * out))

@@ -1,6 +1,5 @@
 """What an operation asks of a device: a matrix product, an attention core, a pass over memory; and of a link."""
 
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
@@ -46,8 +45,7 @@ class Exchanges(NamedTuple):
 NO_EXCHANGES = Exchanges()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerOperation:
+class LayerOperation(NamedTuple):
     """One operation of the forward pass and what the backward pass makes of it.
 
     `again`: repeated by selective recomputation. Exchanges belong to the operation after whose work they stand.
@@ -79,4 +77,4 @@ def in_fp32(op: LayerOperation) -> LayerOperation:
     def wide(works: tuple[Work, ...]) -> tuple[Work, ...]:
         return tuple(work._replace(width=4.0) if isinstance(work, Product) else work for work in works)
 
-    return replace(op, forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))
+    return op._replace(forward=wide(op.forward), inputs=wide(op.inputs), weights=wide(op.weights))

@@ -14,7 +14,7 @@ from math import isclose
 from typing import Any
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.cost.stage_costs import Costs
+from meshwright.planner.cost.stage_costs import CostsByPolicy
 from meshwright.planner.cost.states import ElementCounts, pieces
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec.layout import RECOMPUTE, Layout
@@ -101,7 +101,7 @@ def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]
     }  # fmt: skip
 
 
-def _costs(of: Estimator, one: Degrees, tokens: int) -> dict[str, Costs]:
+def _costs(of: Estimator, one: Degrees, tokens: int) -> CostsByPolicy:
     """By recompute policy."""
     layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, pp=one.pp, micro_batch=1)
     recipe = replace(of.recipe, sequence=one.cp * tokens, global_batch=layout.dp, batch_ramp=())

@@ -6,13 +6,13 @@ layers that a rank holds. explorer/time.js adds them up; a test holds the sum ag
 Left out: idle steps of a schedule that no closed form counts, and what is not linear between two sizes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 from meshwright.planner.cost.local_shape import local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.cost.stage_costs import Costs, costs
+from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy, costs
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.explorer.coefficients import Degrees
 from meshwright.planner.explorer.legal_tables import SEQUENCES
@@ -20,7 +20,7 @@ from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.planner.time.update_passes import GradientSums, update_seconds
 from meshwright.spec.held import WIDTHS
-from meshwright.spec.layout import RECOMPUTE, Layout
+from meshwright.spec.layout import RECOMPUTE, Layout, Recompute
 from meshwright.spec.legal import divisors
 
 TOKENS = (1 / 16, 1 / 4, 1 / 2, 1, 4, 16)
@@ -102,7 +102,7 @@ def _tokens(of: Estimator) -> list[int]:
     return [max(16, round(of.recipe.sequence * factor)) for factor in TOKENS]
 
 
-def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known) -> dict[str, Costs]:
+def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known) -> CostsByPolicy:
     """By recompute policy, for so many tokens of a rank in sequences of this length, which need not come out even."""
     layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
     width, recipe = 4 if of.recipe.precision == "fp32" else 2, of.recipe
@@ -125,7 +125,7 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
     return costs(counted, layout, of.speeds, of.links, known.setdefault(sequence, {}))
 
 
-def _seconds(costs: dict[str, MicroBatchCost]) -> tuple[float, ...]:
+def _seconds(costs: Mapping[Recompute, MicroBatchCost]) -> tuple[float, ...]:
     """Forward, weights, inputs, exposed exchanges; then what each further policy adds to both of the last."""
     none, *others = (costs[policy] for policy in RECOMPUTE)
     found = [none.forward_s, none.weight_s, none.input_s, none.exchange_s]
@@ -152,7 +152,9 @@ def _layers(
         rows = []
         for sequence in sequences:
             timed = _timed(of, one, tokens, sequence, known)
-            rows.append(_micro(_seconds({p: _mean(of, c) if part == "dense" else c.routed for p, c in timed.items()})))
+            policies = {policy: timed[policy] for policy in RECOMPUTE}
+            parts = {policy: _mean(of, c) if part == "dense" else c.routed for policy, c in policies.items()}
+            rows.append(_micro(_seconds(parts)))
         found.append([row[0] if len(set(row)) == 1 else list(row) for row in zip(*rows, strict=True)])
     return [list(row) for row in zip(*found, strict=True)]
 

@@ -66,6 +66,8 @@ class Least(LeastMemory):
         self._unhidden: dict[tuple[int, tuple[tuple[str, int], ...]], list[Unhidden]] = {}
         self._ahead: dict[int, float] = {}
         self._sends: dict[int, float] = {}
+        self._waited: tuple[tuple[tuple[str, int], ...], int, list[Wait]] = (), 0, []
+        """Pipelines and micro-batches of the family that was asked for last, and `waits` of them."""
         self.turns = max(1.0, of.speeds.ranks_per_core)
 
     def family_s(self, family: RegionFamily) -> float:
@@ -130,18 +132,24 @@ class Least(LeastMemory):
 
     def waits(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Wait]:
         """Of those of these pipelines that can be the fastest."""
-        pp, known = self.cell.pp, self.known.waits
-        key = pp, m, pipelines
-        if key not in known:
-            each = {wait(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines}
-            known[key] = [one for one in each if not any(other != one and all(map(le, other, one)) for other in each)]
-        return known[key]
+        if self._waited[0] is not pipelines or self._waited[1] != m:
+            pp, known = self.cell.pp, self.known.waits
+            key = pp, m, pipelines
+            if key not in known:
+                each = {wait(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines}
+                known[key] = [
+                    one for one in each if not any(other != one and all(map(le, other, one)) for other in each)
+                ]
+            self._waited = pipelines, m, known[key]
+        return self._waited[2]
 
     def _send_s(self, micro_batch: int) -> float:
         """Of what stages pass on."""
         if micro_batch not in self._sends:
-            layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
-            self._sends[micro_batch] = self.of.send_s(layout)
+            self.costs(micro_batch, "none")
+            tp, _, cp, _, pp, dp = self.cell
+            sent_bytes = self._blocks.between[micro_batch]
+            self._sends[micro_batch] = self.of.links.send_seconds(sent_bytes, tp * cp * dp, pp)
         return self._sends[micro_batch]
 
     def _splits_s(self, micro_batch: int, pipelines: tuple[tuple[str, int], ...], passes_s: float) -> list[float]:

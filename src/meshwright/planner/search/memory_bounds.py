@@ -8,13 +8,14 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-from meshwright.planner.cost.stage_costs import Costs
-from meshwright.planner.cost.states import counts
+from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy
+from meshwright.planner.cost.states import ElementCounts, counts
 from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import Cell, Region, RegionFamily, batches
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.timeline import Unhidden
+from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.schedule import ranges, stage_layers, stages_of_ranks
@@ -55,6 +56,18 @@ class HeldBytes(NamedTuple):
     """Of those three, bytes of gradients, which come one by one in the first backward pass."""
 
 
+class PipelineTerms(NamedTuple):
+    """What families have in common that differ in recomputation alone, which come one behind the other."""
+
+    names: tuple[tuple[str, int], ...]
+    micro_batch: int
+    ranks: "list[Idle]"
+    idle_bytes: float
+    """The most of any rank, without gradients."""
+    stays: bool
+    """Whether gradients are all there at the fullest moment."""
+
+
 class Idle(NamedTuple):
     """A rank: layers in flight, dense and routed, and the bytes it holds without them."""
 
@@ -87,10 +100,15 @@ class BlockPasses(NamedTuple):
 class BlockTerms:
     """What cells have in common whose ranks compute the same blocks."""
 
-    costs: dict[int, dict[str, Costs]] = field(default_factory=dict)
+    costs: dict[int, CostsByPolicy] = field(default_factory=dict)
     """Micro-batch -> by recompute policy."""
+    between: dict[int, float] = field(default_factory=dict)
+    """Micro-batch -> bytes of what a stage passes on."""
     kept: dict[str, tuple[float, float, float]] = field(default_factory=dict)
     passes: dict[tuple[int, str], BlockPasses] = field(default_factory=dict)
+
+
+ALONE = (0,)
 
 
 @dataclass(slots=True)
@@ -98,7 +116,7 @@ class CellTerms:
     """What cells have in common."""
 
     blocks: dict[tuple[int | bool, ...], BlockTerms] = field(default_factory=dict)
-    """By degrees inside of a stage, and whether there are several."""
+    """By degrees inside of a stage; `ALONE`: of a rank that shares neither blocks nor a pipeline."""
 
     stages: dict[tuple[int, int], StageLayers] = field(default_factory=dict)
     """(ranks, stages of each)."""
@@ -109,6 +127,8 @@ class CellTerms:
     waits: dict[tuple[int, int, tuple[tuple[str, int], ...]], list[Wait]] = field(default_factory=dict)
     """The same -> of pipelines those that can be the fastest."""
     states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
+    counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
+    """Degrees that share a layer, and the layer -> its elements on a rank."""
     sharing: dict[tuple[object, ...], list[Unhidden]] = field(default_factory=dict)
     """Cell, splits, layers of a rank, micro-batches -> of each split the least that it adds."""
 
@@ -148,7 +168,10 @@ class LeastMemory:
         self.dense = of.shape.layers - of.shape.routed_layers
         self._states: dict[bool, list[HeldBytes]] = {}
         self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
-        self._blocks = known.blocks.setdefault((*cell[:4], cell.pp > 1), BlockTerms())
+        self._pipelines = PipelineTerms((), 0, [], 0.0, False)
+        self._blocks = known.blocks.setdefault(
+            cell[:4] if cell.pp > 1 or max(cell.tp, cell.cp, cell.ep) > 1 else ALONE, BlockTerms()
+        )
 
     def m(self, micro_batch: int, batch: int) -> int:
         """Micro-batches of a step."""
@@ -160,7 +183,8 @@ class LeastMemory:
         known = self._blocks.costs
         if micro_batch not in known:
             layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
-            known[micro_batch] = self.of.policies(layout)
+            of, known[micro_batch] = self.of.blocks(layout)
+            self._blocks.between[micro_batch] = of.between_bytes
         return known[micro_batch][recompute]
 
     def family_bytes(self, family: RegionFamily, room: float = float("inf")) -> float:
@@ -174,12 +198,15 @@ class LeastMemory:
     def _least_bytes(
         self, pipelines: tuple[tuple[str, int], ...], micro_batch: int, recompute: str, room: float = float("inf")
     ) -> float:
-        m = self.m(micro_batch, self.largest)
-        ranks = self._idle(pipelines, m)
-        idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
-        if idle_bytes > room:
-            return idle_bytes
-        return self._bytes(ranks, micro_batch, recompute, self._stays(pipelines, m))
+        if self._pipelines.names is not pipelines or self._pipelines.micro_batch != micro_batch:
+            m = self.m(micro_batch, self.largest)
+            ranks = self._idle(pipelines, m)
+            idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
+            stays = self._stays(pipelines, m) or not self.of.stack.own  # other software has all gradients all along
+            self._pipelines = PipelineTerms(pipelines, micro_batch, ranks, idle_bytes, stays)
+        if self._pipelines.idle_bytes > room:
+            return self._pipelines.idle_bytes
+        return self._bytes(self._pipelines.ranks, micro_batch, recompute, self._pipelines.stays)
 
     def _stays(self, pipelines: tuple[tuple[str, int], ...], m: int) -> bool:
         """Whether they do in all of these."""
@@ -198,7 +225,6 @@ class LeastMemory:
 
     def _bytes(self, ranks: list[Idle], micro_batch: int, recompute: str, stays: bool) -> float:
         (dense, routed, inside), peak = self.kept(recompute), 0.0
-        stays = stays or not self.of.stack.own  # other software is counted with all gradients at every moment
         for rank in ranks:
             found = micro_batch * (rank.dense * dense + rank.routed * routed) + inside + rank.idle_bytes
             if not stays:
@@ -255,10 +281,10 @@ class LeastMemory:
         return self._states[sums]
 
     def _of_split(self, split: Split, sums: bool) -> HeldBytes:
-        layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
-        alone = layout.dp * layout.cp == 1
-        key = layout.tp, layout.ep, layout.dp_shard * layout.cp, layout.zero, layout.pp > 1, sums, alone
+        (tp, _, cp, ep, pp, dp), (_, shard, zero) = self.cell, split
+        key = tp, ep, shard * cp, zero, pp > 1, sums, dp * cp == 1
         if key not in self.known.states:
+            layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
             self.known.states[key] = self._held(layout, 2 if sums else 1)
         return self.known.states[key]
 
@@ -266,10 +292,13 @@ class LeastMemory:
         shape, recipe = self.of.shape, self.of.recipe
         parts = []
         few = [_smallest(shape, routed) for routed in (False, True)]
+        ranks = layout.dp_shard * layout.cp if layout.zero else 1
         for layers, first in ((few[0], False), (few[1], False), ((), True)):
-            count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
-            count = replace(count, gathered=count.whole)  # padding grows with sharing, nothing else does
-            parts.append(self.of.states(layout, count, m).step)
+            key = layout.tp, layout.ep, ranks, shares_codes(layout), layers
+            if key not in self.known.counts:
+                count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
+                self.known.counts[key] = replace(count, gathered=count.whole)  # padding alone grows with sharing
+            parts.append(self.of.states(layout, self.known.counts[key], m).step)
         dense, routed, ends = (sum(part.values()) for part in parts)
         gradients = tuple(part["gradients"] for part in parts)
         return HeldBytes(

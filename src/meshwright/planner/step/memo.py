@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from meshwright.planner.cost.local_shape import Local
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
-from meshwright.planner.cost.stage_costs import Costs, Policies, StageKind
+from meshwright.planner.cost.stage_costs import CostsByPolicy, FirstHalves, Policies, StageKind
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.memory.engine_peak import Standing
 from meshwright.planner.time.collectives import Sharing, StageContents
@@ -18,8 +18,9 @@ class Memo:
     """By what each depends on: degrees, micro-batch, recomputation, kind of rank."""
 
     stacks: dict[tuple[object, ...], Stack] = field(default_factory=dict)
-    parts: dict[tuple[object, ...], tuple[Local, dict[str, Costs]]] = field(default_factory=dict)
+    parts: dict[tuple[object, ...], tuple[Local, CostsByPolicy]] = field(default_factory=dict)
     blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
+    halves: FirstHalves = field(default_factory=FirstHalves)
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
     contents: dict[tuple[object, ...], tuple[StageContents, tuple[tuple[str, int], ...]]] = field(default_factory=dict)
     """Of a pipeline rank, and how many of its layers are of each kind."""

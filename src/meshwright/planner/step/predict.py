@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshwright.planner.cost.block_time import ranks_of
 from meshwright.planner.cost.engine_speeds import planned_speeds
 from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
-from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import ElementCounts, States, counts, number_of_kinds, states
 from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory

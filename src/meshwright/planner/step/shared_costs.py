@@ -10,7 +10,7 @@ from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.rounded_weights import with_rounded
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
-from meshwright.planner.cost.stage_costs import Costs, StageKind, costs, split_by_cost
+from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy, StageKind, costs, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, States, counts, layer_kinds
 from meshwright.planner.memory.engine_peak import GatherUnit
 from meshwright.planner.step.error_ranges import likely_share
@@ -116,14 +116,15 @@ class SharedCosts:
 
     def parts(self, layout: Layout) -> tuple[Local, Costs]:
         """Costs of the blocks for one micro-batch."""
-        of, found = self._parts(layout)
+        of, found = self.blocks(layout)
         return of, found[layout.recompute]
 
-    def policies(self, layout: Layout) -> dict[str, Costs]:
+    def policies(self, layout: Layout) -> CostsByPolicy:
         """The same under each recompute policy."""
-        return self._parts(layout)[1]
+        return self.blocks(layout)[1]
 
-    def _parts(self, layout: Layout) -> tuple[Local, dict[str, Costs]]:
+    def blocks(self, layout: Layout) -> tuple[Local, CostsByPolicy]:
+        """What a micro-batch is on a rank, and costs of its blocks by recompute policy."""
         key = self._key(layout)
         if key not in self._known.parts:
             width = 4 if self.recipe.precision == "fp32" else 2
@@ -144,7 +145,10 @@ class SharedCosts:
                 recipe.fake_quantize,
                 self.document_tokens,
             )
-            self._known.parts[key] = of, costs(of, layout, self.speeds, self.links, self._known.blocks)
+            self._known.parts[key] = (
+                of,
+                costs(of, layout, self.speeds, self.links, self._known.blocks, self._known.halves),
+            )
         return self._known.parts[key]
 
     def split(self, layout: Layout) -> list[range]:

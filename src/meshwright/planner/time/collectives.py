@@ -13,15 +13,16 @@ from math import prod
 from typing import NamedTuple
 
 from meshwright.planner.cost import adapters
-from meshwright.planner.cost.block import LayerWork, embedding, head, layer
+from meshwright.planner.cost.block import embedding, head, layer
+from meshwright.planner.cost.block_time import ranks_of
+from meshwright.planner.cost.layer_work import LayerWork
 from meshwright.planner.cost.links import Links
 from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
-from meshwright.planner.cost.stage_costs import ranks_of
 from meshwright.planner.cost.states import Size, Sizes, layer_kinds, number_of_kinds, pieces
 from meshwright.planner.cost.work import Exchange
 from meshwright.planner.time.matrix_costs import matrix_traffic
-from meshwright.spec.boxes import rows_of, sharded_dim
+from meshwright.spec.boxes import sharded_dim
 from meshwright.spec.code_cuts import share_bytes
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.gradient_buckets import bucket_counts
@@ -259,11 +260,12 @@ def _blocks(shape: ModelShape, layout: Layout, layers: Iterable[int]) -> Iterato
 
 def _numel(sizes: Iterable[Size], ranks: int = 1) -> int:
     """Elements of a rank's padded share, but for those that are codes."""
-    return sum(
-        rows_of(size[dim := sharded_dim(size, ranks)], ranks, 0)[1] * (prod(size) // size[dim])
-        for size, _, _, _, coded, _ in sizes
-        if not coded
-    )
+    numel = 0
+    for size, _, _, _, coded, _ in sizes:
+        if not coded:
+            dim = sharded_dim(size, ranks)
+            numel += -(-size[dim] // ranks) * (prod(size) // size[dim])
+    return numel
 
 
 def _code_bytes(sizes: Iterable[Size], ranks: int) -> int:
@@ -303,7 +305,10 @@ def _of_shards(
     each, r = m if layout.pp == 1 else 1, layout.dp_replicate
     for unit in units:
         n, axis = (_holders(layout), "expert_shard") if unit.spread else (layout.dp_shard * layout.cp, "shard")
-        own, shard_bytes = _numel(unit.learned, n), _numel(unit.sizes, n) * word + coded * _code_bytes(unit.sizes, n)
+        learned = unit.learned
+        own = _numel(learned, n)
+        whole = own if len(learned) == len(unit.sizes) else _numel(unit.sizes, n)
+        shard_bytes = whole * word + (_code_bytes(unit.sizes, n) if coded else 0)
         gathers = each * (1 if unit.kept or layout.pp > 1 else 2) if layout.zero == 3 else 1
         if n > 1 and shard_bytes:
             yield axis, "all_gather", unit.times * gathers, (n - 1) * shard_bytes
