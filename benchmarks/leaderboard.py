@@ -233,7 +233,7 @@ def unscored_table(judged: Verdicts) -> list[str]:
 
 def _plain(reason: str) -> str:
     """Reasons that differ in numbers only are one."""
-    if "stages want a layer each" in reason:
+    if "stages need a layer each" in reason:
         return "crashed; the planner refuses it: more pipeline stages than layers"
     return reason.partition("; nearest")[0].replace("|", "/")
 

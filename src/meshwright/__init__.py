@@ -14,8 +14,9 @@ Every function answers with a frozen object that a notebook shows, and raises wh
 Nothing is loaded before it is used; docs/python.md has a page on it.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.api.comparing import compare, report
@@ -49,7 +50,7 @@ __all__ = [
     "plan_serving", "profile", "quantize", "rent", "rent_serving", "report", "sharded_engine", "train", "tune",
 ]  # fmt: skip
 
-_MODULES = {
+__getattr__ = lazy_names(__name__, {
     "compare": "api.comparing", "distill": "api.distilling", "dry_run": "api.dry_runs", "evaluate": "api.evaluation",
     "explore": "api.exploring",
     "load": "api.model_opening", "plan": "api.planning", "plan_from": "api.config_planning",
@@ -61,15 +62,7 @@ _MODULES = {
     "EngineOptions": "serve.engine_options", "RequestOptions": "serve.request_options",
     "ServerLimits": "server.server_options", "Speculation": "serve.speculation",
     "DoesNotFit": "spec.errors", "MeshwrightError": "spec.errors", "PlanError": "spec.errors",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+})  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -126,4 +126,4 @@ def test_the_command_line_names_its_options(verb: str, said: str, told: str) -> 
 def test_also_where_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dryrun", "model=llama-tiny", "--load", "2"]) == 2
     said = capsys.readouterr().err
-    assert said == "meshwright: --load 2 is for a mixture of experts, and llama-tiny is none: leave it out\n"
+    assert said == "meshwright: --load 2 is for mixtures of experts, and llama-tiny has none: leave it out\n"

@@ -55,7 +55,7 @@ def test_answers_are_rows_that_tune_reads(teacher: Path, tmp_path: Path, how: di
 
 def test_what_does_not_end_is_left_out(teacher: Path, tmp_path: Path) -> None:
     asked = write(tmp_path / "asked.jsonl", {"prompt": "3 times"})
-    with pytest.raises(DataError, match="none of 1 answers said something and ended within max_new_tokens=1"):
+    with pytest.raises(DataError, match="none of 1 answers has text and ends within max_new_tokens=1"):
         write_answers(teacher, asked, tmp_path / "out.jsonl", max_new_tokens=1)
     assert not (tmp_path / "out.jsonl").exists() and not list(tmp_path.glob(".out*"))
 

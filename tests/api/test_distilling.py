@@ -52,7 +52,7 @@ def test_a_student_of_layers_has_its_teachers_weights(teacher: Path) -> None:
 def test_layers_of_other_kinds_are_refused() -> None:
     assert MOE.moe is not None
     mixed = replace(ROUTED, layers=4, family="qwen3_moe", moe=replace(MOE.moe, first_dense=2))
-    with pytest.raises(PlanError, match="is of another kind"):
+    with pytest.raises(PlanError, match="differs in kind"):
         shape_of_layers(mixed, [0, 3])
     assert shape_of_layers(TEACHER, [0, 2]).name == "teacher-2-layers"
 
@@ -90,7 +90,7 @@ def test_the_verb_trains_and_goes_on(
     ("teacher_of", "student", "sentence"),
     [
         ("", "llama-tiny", "distill learns from a teacher: give teacher=DIR"),
-        ("llama-10m", "teacher:layers=2", "is no folder: give a Hugging Face folder or a run"),
+        ("llama-10m", "teacher:layers=2", "has no weights: give a Hugging Face folder or a run"),
         ("llama-10m", "teacher:half", "write teacher:layers=N"),
     ],
 )
@@ -143,7 +143,7 @@ def test_the_hint_of_a_stopped_run_has_the_words_that_were_given(
 
 def test_a_run_as_a_student_is_told_to_be_exported(teacher: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text("model: llama-tiny\n")
-    with pytest.raises(ArgumentError, match=r"is a run: give the folder that `meshwright export"):
+    with pytest.raises(ArgumentError, match=r"is a run: export it \(`meshwright export"):
         distillation_plan([], str(teacher), str(tmp_path))
     with pytest.raises(HubError, match=r"it is a run: `meshwright export"):
         import_folder(tmp_path)

@@ -152,7 +152,7 @@ def test_a_base_without_the_tokens_is_refused_before_anything_is_made(
     base(files / "bare")
     assert main(["tune", *words("model=./bare", "data.template=chatml")]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert f"data.template=chatml needs {IM_START} and {IM_END}, which the tokenizer does not have" in said
+    assert f"data.template=chatml needs {IM_START} and {IM_END}, which the tokenizer lacks as one special token" in said
     assert "take data.template=llama-2 or mistral-v1 or auto" in said
     assert not (files / "run").exists()
 

@@ -77,11 +77,11 @@ def test_a_run_over_pairs_from_the_command_line(
     said = capsys.readouterr().out
     assert "reward margin" in said and "held out: loss" in said and "perplexity" not in said
     assert main(["eval", str(files / "run")]) == 2
-    assert "preferences are scored by the run itself" in capsys.readouterr().err
+    assert "a file of preferences cannot be scored without the run's first weights" in capsys.readouterr().err
 
 
 def test_a_model_without_weights_is_refused(files: Path) -> None:
-    with pytest.raises(PlanError, match=r"tune begins with the weights of a model: give its Hugging Face folder"):
+    with pytest.raises(PlanError, match=r"tune needs a model: give its Hugging Face folder"):
         tuning_plan(["model=llama-tiny"])
     drawn = [word for word in words(files) if not word.startswith("model=")]
     tuning_plan([*drawn, "model=llama-tiny", "model.init=random"])
@@ -90,7 +90,7 @@ def test_a_model_without_weights_is_refused(files: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "sentence"),
     [
-        ("data=stdlib", "there is nothing to tune on: give data=FILE"),
+        ("data=stdlib", "tune needs conversations: give data=FILE"),
         ("data=none.jsonl", "data.path=none.jsonl does not exist"),
         ("data.template=chat-ml", "data.template=chat-ml cannot be read: .* or a format: chatml, llama-3, llama-2"),
         ("recipe.objective=dpo", "has no columns chosen and rejected: take recipe.objective=cross-entropy"),
@@ -107,7 +107,7 @@ def test_a_plan_of_adapters_is_saved_as_one_of_fine_tuning(files: Path) -> None:
     assert found.data.form == "samples" and found.model.lora and found.model.lora.rank == 8
     assert (found.recipe.epochs, found.recipe.learning_rate, found.recipe.weight_decay) == (3, 2e-4, 0)
     mw.plan("llama-tiny", cluster="h100x1", tune="lora").save(files / "saved.yaml")
-    with pytest.raises(PlanError, match="tune begins with the weights of a model"):
+    with pytest.raises(PlanError, match="tune needs a model"):
         tuning_plan([str(files / "saved.yaml"), f"data={files / 'chat.jsonl'}"])
 
 

@@ -45,8 +45,8 @@ def turns(*given: Any) -> str:
             "completion + prompt; instruction + output; input_ids; text",
         ),
         ('{"input_ids": [1, 9999999]}', ": token 9999999 is outside the tokenizer's vocabulary of 2,048"),
-        (turns({"role": "user", "content": "\ud800"}), ": the text holds half a surrogate pair, which is no Unicode "
-                                                       "text"),
+        (turns({"role": "user", "content": "\ud800"}), ": the text holds half a surrogate pair, which is not valid "
+                                                       "Unicode"),
     ],
 )  # fmt: skip
 @pytest.mark.long

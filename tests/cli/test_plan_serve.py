@@ -55,10 +55,10 @@ def test_what_does_not_fit_names_what_would(capsys: pytest.CaptureFixture[str]) 
         (["--kv-dtype", "fp2"], "take one of"),
         (["--framework", "tgi"], "take one of"),
         (["--layout", "dp=2"], "tp=N alone"),
-        (["--layout", "tp=3"], "none of the degrees"),
+        (["--layout", "tp=3"], "does not divide both"),
         (["--input-length", "140000"], "shorten one"),
         (["--concurrency", "-1"], "must be at least 1"),
-        (["--cluster", "local"], "measure this machine with calibrate"),
+        (["--cluster", "local"], "For this machine run calibrate"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

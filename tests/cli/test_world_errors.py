@@ -42,8 +42,8 @@ def test_a_degree_that_does_not_divide(texts: Path, tmp_path: Path) -> None:
 def test_ranks_with_different_plans(texts: Path, tmp_path: Path) -> None:
     each = [toy.train(texts, tmp_path / "run", "layout.dp_shard=2", f"recipe.learning_rate={r}e-3") for r in (1, 2)]
     line = refused(each, tmp_path)
-    assert "rank 0 and rank 1 were started with different plans or versions" in line
-    assert "'recipe.learning_rate=0.001' and 'recipe.learning_rate=0.002'; start every rank with the same" in line
+    assert "rank 0 and rank 1 disagree about plans or versions" in line
+    assert "'recipe.learning_rate=0.001' and 'recipe.learning_rate=0.002'. Start every rank with the same" in line
 
 
 def test_a_mistake_on_the_command_line_of_one_rank(texts: Path, tmp_path: Path) -> None:
@@ -124,5 +124,5 @@ def test_processes_without_numbers_are_refused(
     """Each would train alone, into the same folder."""
     monkeypatch.setenv(name, "2")
     assert main(toy.train(texts, tmp_path / "run")) == 2
-    assert f"{launcher} started 2 processes without numbers" in capsys.readouterr().err
+    assert f"{launcher} started 2 processes without RANK and WORLD_SIZE" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

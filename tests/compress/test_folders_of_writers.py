@@ -165,7 +165,7 @@ def test_gptq_with_desc_act_under_autogptqs_names(shape: str, tmp_path: Path) ->
         beside="quantize_config.json", weights="gptq_model-4bit-32g.safetensors",
     )  # fmt: skip
     same_numbers(tmp_path, SHAPES[shape], coded, lambda parts: by_autogptq(parts, 4))
-    with pytest.raises(HubError, match=r"quantized already, by 'gptq', and numbers are needed: take the original"):
+    with pytest.raises(HubError, match=r"holds codes, by 'gptq', and numbers are needed: take the folder"):
         mw.quantize(tmp_path / "theirs", "int8", tmp_path / "again", quality=False)
     with pytest.raises(HubError, match=r"inputs in another order .GPTQ's desc_act., beside which no adapter"):
         open_base(tmp_path / "theirs")
@@ -276,7 +276,7 @@ def test_a_tied_head_may_stand_in_the_file_and_must_be_the_embedding(tmp_path: P
 BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "bias": (
         lambda all: all["model.layers.0.mlp.up_proj.bias"].fill_(1),
-        "mlp.up_proj.bias is not zero, and by config",
+        "mlp.up_proj.bias is not zero, but config",
     ),
     "groups": (lambda all: all["model.layers.0.mlp.up_proj.g_idx"].zero_(), "g_idx has groups of other sizes"),
     "index": (
@@ -304,7 +304,7 @@ def test_what_does_not_fit_is_refused_in_one_line(name: str, tmp_path: Path) -> 
 
 def test_files_that_nothing_joins_and_codes_of_others_are_refused(tmp_path: Path) -> None:
     written(tmp_path, SHAPES["llama"], lambda name, weight: gptq_parts(weight), {**GPTQ, "quant_method": "hqq"})
-    with pytest.raises(HubError, match=r"is quantized by 'hqq', whose codes are not read \(read: meshwright,"):
+    with pytest.raises(HubError, match=r"is quantized by 'hqq', which is not supported \(supported: meshwright,"):
         mw.load(tmp_path / "theirs")
     (tmp_path / "theirs" / "model.safetensors").rename(tmp_path / "theirs" / "a.safetensors")
     save_file({"x": torch.ones(1)}, tmp_path / "theirs" / "b.safetensors")

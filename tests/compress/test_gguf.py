@@ -450,7 +450,7 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         read_gguf_parts(second)
     kept, whole = third.read_bytes(), second.read_bytes()
     third.write_bytes(whole)
-    with pytest.raises(HubError, match="says it is part 2 of 3, and its name says 3 of 3"):
+    with pytest.raises(HubError, match="the header says part 2 of 3, and the file name says 3 of 3"):
         read_gguf_parts(first)
     third.unlink()
     with pytest.raises(HubError, match=rf"has 3 parts, and {third.name} is not beside it"):

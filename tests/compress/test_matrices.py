@@ -82,7 +82,7 @@ def test_rows_of_zeros_and_constants_are_exact_and_nan_is_refused(name: str) -> 
     assert torch.allclose(restored[1], weight[1], rtol=coded_scale if name == "nf4-double" else 0.01)
     for bad in (math.nan, math.inf):
         weight[2, 3] = bad
-        with pytest.raises(PlanError, match="some has 1 weights that are infinite or NaN"):
+        with pytest.raises(PlanError, match="some cannot be quantized: 1 of its weights are infinite or NaN"):
             made(name, weight)
     assert made(name, torch.full((2, 33), 1e-42)).dequantized().isfinite().all()
 

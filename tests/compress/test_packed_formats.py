@@ -136,7 +136,7 @@ def test_a_zero_of_0_is_raised_with_its_codes_or_refused() -> None:
     codes = torch.arange(15, dtype=torch.uint8).repeat(32, 3)[:, :32].contiguous()
     parts = GPTQFiles().packed("some", Codes(codes, zeros, scales), scheme)
     assert torch.equal(by_autogptq(parts, 4), codes.float())
-    with pytest.raises(PlanError, match="some has a group of weights that are all above zero"):
+    with pytest.raises(PlanError, match="some has a group whose weights are all positive"):
         GPTQFiles().packed("some", Codes(codes + 1, zeros, scales), scheme)
 
 

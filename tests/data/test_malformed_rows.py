@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from meshwright.cli.main import main
+from meshwright.data import rows as data_rows
 from meshwright.data.corpus import Corpus, TokenStream
 from meshwright.data.preparation import form_of, holds_pairs, prepare
+from meshwright.data.sample_cache import _SampleBuild
 from meshwright.spec import Data
 from meshwright.spec.errors import DataError
 from meshwright.spec.plan import MixtureSource
@@ -39,8 +42,11 @@ NO_SAMPLE = {
             {"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": "x"}]},
             "'tool_calls' is str, not a list",
         ),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [7]}]}, "no object with the name of a function"),
-        ({"messages": [USER, {"role": "critic", "content": "wrong!"}]}, "drops what message 2 (critic) says"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [7]}]},
+            "must be an object with a function that has a name",
+        ),
+        ({"messages": [USER, {"role": "critic", "content": "wrong!"}]}, "drops text of message 2 (critic)"),
         ({"conversations": [{"from": "nobody", "value": "a"}]}, "is from 'nobody': known are"),
         ({"input_ids": [1, 10**7]}, "token 10000000 is outside the tokenizer's vocabulary"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "half a surrogate pair"),
@@ -327,3 +333,23 @@ def test_files_with_the_same_rows_name_their_own_malformed_rows(folder: Path) ->
             assert complaint.startswith(f"{folder / name}, line {line}, ")
             assert corpus.fingerprint == corpora["first.jsonl"].fingerprint
             assert tokens_of(corpus) == tokens_of(corpora["first.jsonl"])
+
+
+def test_a_dataset_in_memory_is_encoded_once_for_all_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process makes such a dataset anew, and no file tells that it is the same one."""
+
+    class InMemory:
+        cache_files: tuple[dict[str, str], ...] = ()
+        column_names = ("messages",)
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return iter([*chats(20), {"messages": 3}])
+
+    monkeypatch.setattr(data_rows, "load_hub", lambda _: InMemory())
+    encoded = []
+    encode = _SampleBuild._encode
+    monkeypatch.setattr(_SampleBuild, "_encode", lambda self, streams: encoded.append(1) or encode(self, streams))
+    data = Data(path="hub:made", form="samples", tokenizer=str(folder), validation=0.0, malformed="skip")
+    for malformed in [prepare(data, cache_root=folder / "cache", processes=1).malformed for _ in range(2)]:
+        assert (malformed.malformed, malformed.rows) == (1, 21) and "hub:made, row 21" in malformed.first[0]
+    assert encoded == [1]

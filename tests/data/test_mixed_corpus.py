@@ -88,5 +88,5 @@ def test_a_source_that_is_not_there_is_named(folders: tuple[Path, Path], tmp_pat
 
 
 def test_samples_are_read_with_the_tokenizer_of_their_model() -> None:
-    with pytest.raises(PlanError, match=r"data\.tokenizer=bpe:300 is trained on text, and data\.form=samples takes"):
+    with pytest.raises(PlanError, match=r"data\.tokenizer=bpe:300 is trained on text, and samples take"):
         Data(form="samples", tokenizer="bpe:300")

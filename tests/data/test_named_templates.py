@@ -263,7 +263,7 @@ def test_a_vocabulary_without_a_token_of_the_format_is_refused(name: str) -> Non
         with pytest.raises(DataError) as error:
             check_format(name, lacking)
         said = str(error.value)
-        assert said.startswith(f"data.template={name} needs {token}, which the tokenizer does not have")
+        assert said.startswith(f"data.template={name} needs {token}, which the tokenizer lacks as one special token")
         assert "take data.template=llama-2 or mistral-v1 or auto" in said and name not in fitting_formats(lacking)
 
 

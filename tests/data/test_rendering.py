@@ -79,7 +79,7 @@ def test_a_template_that_drops_thoughts_gives_a_sample_for_each_answer(messages:
         assert [list(one.trained) for one in found] == [spans[-1:] for _, spans in texts]
 
 
-NO_THOUGHTS = "the chat template drops the thoughts of message 2: 'sum of both' is not in the rendered text; take "
+NO_THOUGHTS = "the chat template drops the thoughts of message 2: 'sum of both' is missing in the rendered text. Take "
 
 
 @pytest.mark.parametrize("source", [LLAMA3, DEEPSEEK, DEFAULT], ids=["beside", "within", "default"])
@@ -110,7 +110,7 @@ def test_who_is_told_how_to_think_has_not_thought(name: str) -> None:
     messages = [{"role": "system", "content": HOW_TO_THINK}, *turns(f"Why {HOW_TO_THINK}?", "Since 4 is even.")]
     (found,) = rendered(TEMPLATES[name], messages)
     assert found.text == theirs(TEMPLATES[name], messages)[0] and found.text.count("<think> reasoning") == 2
-    with pytest.raises(DataError, match=r"drops what message \d \((system|user)\) says"):
+    with pytest.raises(DataError, match=r"drops text of message \d \((system|user)\)"):
         rendered("{% for m in messages %}{{ m.content.split('</think>')[-1] }}</s>{% endfor %}", messages)
 
 
@@ -247,20 +247,20 @@ UPPER = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }}</s>{% end
         (
             DROPS,
             [{"role": "system", "content": "Be brief."}, *turns("u", "a")],
-            "the chat template drops what message 1 (system) says: 'Be brief.' is not in the rendered text; take "
-            "another data.template or another role",
+            "the chat template drops text of message 1 (system): 'Be brief.' is missing in the rendered text. Take "
+            "another data.template, or another role",
         ),
         (
             CHATML,
             [*turns("u", "a"), {"role": "critic", "content": "wrong!"}],
-            "the chat template drops what message 3 (critic) says: 'wrong!' is not in the rendered text; take "
-            "another data.template or another role",
+            "the chat template drops text of message 3 (critic): 'wrong!' is missing in the rendered text. Take "
+            "another data.template, or another role",
         ),
         (
             UPPER,
             turns("question", "answer"),
-            "the chat template drops what message 1 (user) says: 'question' is not in the rendered text; take "
-            "another data.template or another role",
+            "the chat template drops text of message 1 (user): 'question' is missing in the rendered text. Take "
+            "another data.template, or another role",
         ),
         (
             DEFAULT,
@@ -277,8 +277,8 @@ UPPER = "{% for m in messages %}[{{ m.role }}] {{ m.content | upper }}</s>{% end
         (
             DROPS,
             [{"role": "system", "content": "hi"}, *turns("hi there", "a")],
-            "the chat template drops what message 1 (system) says: 'hi' is not in the rendered text; take "
-            "another data.template or another role",
+            "the chat template drops text of message 1 (system): 'hi' is missing in the rendered text. Take "
+            "another data.template, or another role",
         ),
         (
             DEFAULT,
@@ -329,7 +329,7 @@ def test_a_role_that_nobody_knows_is_refused() -> None:
     """A misspelled answer would be masked, and nobody would see it."""
     any_role = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     messages = [{"role": "user", "content": "u"}, {"role": "asistant", "content": "a"}]
-    with pytest.raises(DataError, match="message 2 has the role 'asistant', which the chat template does not name"):
+    with pytest.raises(DataError, match="message 2 has the role 'asistant', which the chat template does not know"):
         rendered(any_role, messages)
     named = any_role + "{# critic #}"
     assert rendered(named, [{"role": "critic", "content": "c"}, *turns("u", "a")])
@@ -341,7 +341,7 @@ def test_an_answer_in_another_form_than_it_is_asked_for_is_refused() -> None:
     with pytest.raises(DataError) as error:
         rendered(source, turns("u", "a"))
     assert str(error.value) == (
-        "the chat template shows turn 2 in another form than it asks for it, so that what is trained is not known: put "
+        "the chat template writes turn 2 in two forms, so its trained part is not known. Put "
         "{% generation %} around the answers in the template, or take data.train_on=all"
     )
     (whole,) = rendered(source, turns("u", "a"), Policy(train_on="all"))

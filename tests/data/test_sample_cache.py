@@ -170,8 +170,8 @@ MISSING = "{% for m in messages %}\n{{ m.content + m.nothing.more }}{% endfor %}
         ("<|im_start|>" + EVERYTHING, chats(2), {},
          "every token of {path}, data.train_on=auto is trained, prompts too: say data.train_on=all if that is meant"),
         (ENDLESS, chats(2), {},
-         "no answer of {path}, data.train_on=auto ends with a special token, so that the model would never learn to "
-         "stop: put eos_token behind an answer in the chat template, inside of what is generated"),
+         "no answer of {path}, data.train_on=auto ends with a special token, so the model would not learn to stop: "
+         "add eos_token after an answer in the chat template, inside of the generated part"),
         (MISSING, [*chats(1)], {},
          "{path}, line 1: the chat template fails in line 2: 'dict object' has no attribute 'nothing'"),
         (CHATML, [*chats(3), {"messages": turns("u", "a<|im_end|>")}], {},
@@ -180,8 +180,8 @@ MISSING = "{% for m in messages %}\n{{ m.content + m.nothing.more }}{% endfor %}
         (CHATML, [*chats(3), {"messages": [{"content": "u"}]}], {},
          "{path}, line 4: message 1 of 'messages' has no role, it has: content"),
         (CHATML, [*chats(3), {"messages": [{"role": "critic", "content": "wrong!"}]}], {},
-         "{path}, line 4: the chat template drops what message 1 (critic) says: 'wrong!' is not in the rendered text; "
-         "take another data.template or another role"),
+         "{path}, line 4: the chat template drops text of message 1 (critic): 'wrong!' is missing in the rendered "
+         "text. Take another data.template, or another role"),
         (CHATML, [], {}, "data.path={path} holds no rows"),
     ],
 )  # fmt: skip
@@ -200,8 +200,8 @@ def test_completions_that_never_end_are_refused(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     path = write(folder, [{"prompt": "2+2=", "completion": " 4"}])
     assert refused(folder) == (
-        f"no answer of {path}, data.train_on=auto ends: data.tokenizer={folder} names no end-of-text token, so that "
-        "the model would never learn to stop: name eos_token in the tokenizer_config.json beside it"
+        f"no answer of {path}, data.train_on=auto ends, so the model would not learn to stop. data.tokenizer={folder} "
+        "names no end-of-text token: name eos_token in the tokenizer_config.json beside it"
     )
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|fin|>"}', encoding="utf-8")
     assert trained_texts(prepared(folder)) == [" 4<|fin|>"]

@@ -176,7 +176,7 @@ def test_a_rendered_conversation_as_text_gets_no_second_end(tokenizer: str, behi
         ),
         (
             {"messages": turns("u", "half \ud83d")},
-            "the text holds half a surrogate pair, which is no Unicode text",
+            "the text holds half a surrogate pair, which is not valid Unicode",
         ),
         ({"input_ids": [5, 100_000]}, "token 100000 is outside the tokenizer's vocabulary of 341"),
         ({"input_ids": [5, -1]}, "token -1 is outside the tokenizer's vocabulary of 341"),
@@ -195,8 +195,8 @@ def test_a_preference_of_several_samples_is_refused() -> None:
     with pytest.raises(DataError) as error:
         encoded("llama3", unmarked(QWEN3), {"prompt": [], "chosen": thought, "rejected": thought})
     assert str(error.value) == (
-        "chat.jsonl, line 3: the chat template shows earlier answers in another form once others follow, so that the "
-        "turns of a preference cannot be trained together: give one answer each, with what was said before as 'prompt'"
+        "chat.jsonl, line 3: the chat template rewrites earlier answers when others follow, so a preference can "
+        "compare its last answer alone: give the turns before it as 'prompt'"
     )
 
 

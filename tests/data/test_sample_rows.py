@@ -202,7 +202,7 @@ def test_samples_that_all_lose_their_end_are_refused() -> None:
     """One that keeps an answer's end is enough, be it of an earlier answer; texts without roles have no answers."""
     long = ([*range(1, 31)], [0] * 4 + [SAID] * 26)
     earlier = ([*range(1, 31)], [0] * 4 + [SAID] * 3 + [1] * 2 + [SAID] * 21)
-    with pytest.raises(DataError, match=r"never learn to stop: take a longer sequence .the longest needs 30."):
+    with pytest.raises(DataError, match=r"would lose its end. Raise recipe.sequence .the longest sample has 30"):
         marked_rows([long, long], 16)
     assert len(marked_rows([long, earlier], 16)) == 2
     assert len(marked_rows([long, long], 30)) == 2

@@ -175,20 +175,20 @@ COLUMNS = "chosen + rejected; messages; conversations; completion + prompt; inst
         ({"conversations": [{"from": "human", "value": "u"}, {"from": "bot9", "value": "a"}]},
          "turn 2 of 'conversations' is from 'bot9': known are human, gpt, bing, chatgpt, bard, function_call, "
          "observation, function_response, system, user, assistant, tool"),
-        ({"prompt": "p", "completion": ""}, "'completion' is empty, so that nothing of the row can be trained"),
-        ({"prompt": [USER], "completion": []}, "'completion' has no message, so that nothing of the row can be "
-                                               "trained"),
+        ({"prompt": "p", "completion": ""}, "'completion' is empty, so nothing can be trained: remove the row"),
+        ({"prompt": [USER], "completion": []}, "'completion' has no message, so nothing can be trained: remove "
+                                               "the row"),
         ({"prompt": "p", "completion": [ANSWER]}, "'prompt' and 'completion' must both be strings or both be lists of "
                                                   "messages"),
         ({"chosen": "a", "rejected": [ANSWER]}, "'chosen' and 'rejected' must both be strings or both be lists of "
                                                 "messages"),
         ({"prompt": "v", "chosen": [USER, ANSWER], "rejected": [USER, WORSE]},
          "'prompt' and 'chosen' must both be strings or both be lists of messages"),
-        ({"chosen": "a", "rejected": "b"}, "'chosen' and 'rejected' begin differently: give the prompt as a column "
-                                           "'prompt'"),
-        ({"input_ids": [1, 2], "labels": [1]}, "2 input_ids and 1 labels: there must be one label a token"),
-        ({"input_ids": [1, 2], "labels": [2, -100]}, "label 0 is 2 and its token 1: a label is its own token or -100, "
-                                                     "not the next one"),
+        ({"chosen": "a", "rejected": "b"}, "'chosen' and 'rejected' have different prompts: give the prompt as a "
+                                           "column 'prompt'"),
+        ({"input_ids": [1, 2], "labels": [1]}, "there are 2 input_ids and 1 labels: give one label for each token"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "label 0 is 2, and its token is 1: give the token itself, or "
+                                                     "-100. Labels are not shifted"),
         ({"input_ids": []}, "'input_ids' is empty"),
         ({"input_ids": [1.0]}, "'input_ids' is not a list of integers"),
         ({"instruction": "i", "output": 5}, "'output' is int, not text"),

@@ -114,7 +114,7 @@ def test_tokens_that_neighbours_alone_name(name: str, tmp_path: Path) -> None:
 def test_a_declared_id_that_cannot_be_is_refused(tmp_path: Path) -> None:
     """AutoTokenizer gives it another one, and the model has another row there."""
     decoder = {"300": FLAGS | {"content": TOOL, "special": True}}
-    with pytest.raises(DataError, match=r"gives '<tool_call>' the id 300, and the next of tokenizer\.json is 286"):
+    with pytest.raises(DataError, match=r"gives '<tool_call>' the id 300, but the next id of tokenizer\.json is 286"):
         Tokenizer.load(written(tmp_path, "Llama-2: added", added_tokens_decoder=decoder))
     with pytest.raises(DataError, match="names tokens in a form that is not known"):
         Tokenizer.load(written(tmp_path, "Llama-2: added", added_tokens_decoder={"286": TOOL}))

@@ -122,4 +122,4 @@ def test_1623_every_answer_ends_and_its_end_is_trained(folder: Path) -> None:
     endless = unmarked(CHATML).replace("{{- '<|im_end|>' }}", "")
     (folder / "chat_template.jinja").write_text(endless, encoding="utf-8")
     write(folder, [{"messages": turns("u", "a")}])
-    assert "ends with a special token, so that the model would never learn to stop" in refused(folder)
+    assert "ends with a special token, so the model would not learn to stop" in refused(folder)

@@ -224,7 +224,7 @@ def _words(folder: Path) -> list[str]:
     ("words", "said"),
     [
         (["cluster=h100x8"], "this machine has no GPU"),
-        (["layout.dp_replicate=1000000", "recipe.global_batch=1000000"], "too few for more than"),
+        (["layout.dp_replicate=1000000", "recipe.global_batch=1000000"], "run at most"),
         (["layout.pp=3"], "pp"),
         (["--steps", "0"], "at least 1"),
         (["nothing.yaml"], "nothing.yaml"),

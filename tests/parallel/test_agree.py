@@ -56,4 +56,4 @@ def test_all_hear_digests_and_only_the_differing_texts(differs: int | None, broa
         if differs is None:
             assert refusal == ""
         else:
-            assert "rank 0 and rank 2 were started with different plans: 'line 7' and 'line x'" in refusal
+            assert "rank 0 and rank 2 disagree about plans: 'line 7' and 'line x'" in refusal

@@ -504,7 +504,7 @@ def test_dropout_and_foreign_masks_are_refused() -> None:
     attend = context_attend(alone(2, 0), "ring")
     with pytest.raises(IllegalLayout, match=r"recipe.dropout=0.1 .* layout.cp=2 .*take recipe.dropout=0"):
         attend(*given, context_mask(2, 0, "zigzag"), scale=SCALE, dropout=0.1)
-    with pytest.raises(IllegalLayout, match=r"layout.cp=2 ranks was given a mask of one device"):
+    with pytest.raises(IllegalLayout, match=r"layout.cp=2 ranks got a mask for one device"):
         attend(*given, Mask(), scale=SCALE)
 
 

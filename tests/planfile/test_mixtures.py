@@ -81,8 +81,8 @@ def test_paths_are_of_the_folder_of_the_file(tmp_path: Path, monkeypatch: pytest
         ("data={path: z, mixture: [a:1]}", "data.path=z and data.mixture: give one of them"),
         (
             "data=a:1,b:1e-9",
-            "data.mixture: weight=1e-09 of b is a share of 1e-09, and shares are kept to 1/65,536: leave the source "
-            "out, or raise its weight",
+            "data.mixture: weight=1e-09 of b is too small: its share is 1e-09, and the smallest is 1/65,536. Leave "
+            "the source out, or raise its weight",
         ),
     ],
 )

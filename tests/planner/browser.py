@@ -156,12 +156,15 @@ class Browser:
             given["clip"] = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         return b64decode(self.ask("Page.captureScreenshot", **given)["data"])
 
-    def press(self, key: str) -> None:
+    def press(self, key: str, *, shift: bool = False) -> None:
         """A key, down and up."""
         codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind in ("keyDown", "keyUp"):
-            self.ask("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text)
+            self.ask(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key],
+                modifiers=8 if shift else 0, **text,
+            )  # fmt: skip
 
     def point(self, x: float, y: float, *, click: bool = False) -> None:
         """Move the pointer, and click."""

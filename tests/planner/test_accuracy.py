@@ -87,7 +87,7 @@ def test_measured_peaks_are_compared(tmp_path: Path) -> None:
         ({"gpu": "TPU v4"}, "no device"),
         ({"framework": "MaxText"}, "not known"),
         ({"micro_batch": "", "global_batch_seqs": ""}, "neither a global batch"),
-        ({"pp": 8, "layers": 4}, "stages want a layer each"),
+        ({"pp": 8, "layers": 4}, "stages need a layer each"),
         ({"model": "gpt LoRA"}, "LoRA"),
         ({"step_time_s": ""}, "no time"),
         ({"micro_batch": 3}, "global_batch"),

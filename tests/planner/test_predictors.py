@@ -61,5 +61,5 @@ def test_utilization_counts_the_model_alone_and_what_does_not_run_says_so() -> N
     assert WITH.plan_only == "plan only: the engine does not have prediction of 1 further token"
     with pytest.raises(PlanError, match=r"model.unbuilt.predicts=-1 must be at least 0"):
         UnbuiltParts(predicts=-1)
-    with pytest.raises(PlanError, match="an end without further blocks"):
+    with pytest.raises(PlanError, match="no extra blocks at the end"):
         exploring.explore(Plan(model=WITH, cluster=presets.cluster("h800x8", nodes=128)))

@@ -190,12 +190,12 @@ def test_who_is_given_up_while_it_waits_is_forgotten() -> None:
 
 
 def test_refusals_name_what_to_change() -> None:
-    with pytest.raises(ArgumentError, match=r"takes 9 blocks .* the cache has 8"):
+    with pytest.raises(ArgumentError, match=r"need 9 blocks, and it has 8"):
         scheduler().add([1] * 30, 34)
     scheduler().add([1] * 30, 33)
     with pytest.raises(ArgumentError, match="n=4"):
         scheduler().add([1], 3, copies=4)
-    with pytest.raises(ArgumentError, match="most_tokens=3 must be more than most_sequences=3"):
+    with pytest.raises(ArgumentError, match="most_tokens=3 must exceed most_sequences=3"):
         scheduler(tokens=3)
 
 

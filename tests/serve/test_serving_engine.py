@@ -186,7 +186,7 @@ def test_refusals() -> None:
         engine().add(PROMPT, RequestOptions(logit_bias={999: 1.0}))
     with pytest.raises(ArgumentError, match="give stop_ids"):
         ServingEngine(MODEL).add(PROMPT, RequestOptions(stop=("x",)))
-    with pytest.raises(ArgumentError, match="the cache has 1"):
+    with pytest.raises(ArgumentError, match=r"the cache is too small: .* and it has 1"):
         engine(cache_bytes=1).add(PROMPT, RequestOptions(max_new_tokens=20))
     with pytest.raises(ArgumentError, match="n=65"):
         engine().add(PROMPT, RequestOptions(n=65))

@@ -80,9 +80,9 @@ def test_a_template_says_its_family(name: str) -> None:
 
 def test_a_template_without_tools_is_refused() -> None:
     for source in (DEFAULT, '{% for m in messages %}{{ m.tool_calls }}<tool_call>"arguments"{% endfor %}'):
-        with pytest.raises(ArgumentError, match="knows no tools: leave tools out"):
+        with pytest.raises(ArgumentError, match="has no place for tools: leave tools out"):
             family_of(template(source))
-    with pytest.raises(ArgumentError, match=r"not known \(hermes, mistral-names, .*leave tools out"):
+    with pytest.raises(ArgumentError, match=r"unknown way \(hermes, mistral-names, .*leave tools out"):
         family_of(template("{{ tools }}<function=name>"))
     with pytest.raises(DataError, match="no Jinja template"):
         family_of(template("{{ tools "))

@@ -145,7 +145,7 @@ def test_one_adapter_of_generate_and_chat(
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] != answers[2]
     for verb in (words, ["chat", str(runs / "base")]):
-        assert "--adapter nowhere: there is no such folder" in refused(capsys, *verb, "--adapter", "nowhere")
+        assert "--adapter nowhere does not exist" in refused(capsys, *verb, "--adapter", "nowhere")
 
 
 def test_the_command_line(
@@ -167,7 +167,7 @@ def test_the_command_line(
     ("words", "expected"),
     [
         (["poet"], "must be NAME=DIR"),
-        (["poet=nowhere"], "poet=nowhere: there is no such folder"),
+        (["poet=nowhere"], "poet=nowhere does not exist: give NAME=FOLDER"),
         (["base=first"], "base is named already"),
         (["a=first", "a=second"], "a is named already"),
         (["a=run"], "adapter a: run trained all weights and has no adapter"),
@@ -183,5 +183,7 @@ def test_what_is_no_adapter_is_refused(
 
 
 def test_an_adapter_of_other_weights(runs: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"adapter=a: .* trained it beside the weights of .*, and .*run has others"):
+    with pytest.raises(
+        ArgumentError, match=r"adapter=a does not fit: .* trained it beside the weights of .*, and .*run has others"
+    ):
         mw.load(runs / "run").engine(adapters={"a": runs / "first"})

@@ -1,4 +1,4 @@
-"""The page at `/` in a real browser: a conversation, its stop button, its key; light and dark, 400 to 1400 pixels."""
+"""The page at `/` in a real browser: a conversation, its stop button, its key; light and dark, 400 to 1,300 pixels."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -136,7 +136,41 @@ def test_what_is_said_is_text(browser: Browser, server: Running) -> None:
 
 
 @in_browser
-def test_stop_ends_the_request(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_it_is_reached_by_the_keyboard(browser: Browser, server: Running) -> None:
+    opened(browser, server)
+
+    def focused() -> str:
+        return str(browser.evaluate("document.activeElement.id"))
+
+    browser.press("Escape")  # the server asks for a key, and the page has opened its settings
+    order = [focused()]
+    while len(order) < 5:
+        browser.press("Tab")
+        order.append(focused())
+    assert order == ["settings-open", "clear", "talk", "said", "send"]
+    browser.press("Tab", shift=True)
+    assert focused() == "said"
+    browser.ask("Input.insertText", text="one")
+    browser.press("Enter", shift=True)
+    browser.ask("Input.insertText", text="two")
+    assert browser.evaluate("at('said').value") == "one\ntwo" and turns(browser) == []
+    browser.evaluate("at('settings-open').focus()")
+    browser.press("Enter")
+    assert browser.evaluate("!at('settings').hidden && at('settings-open').ariaExpanded") == "true"
+    within = []
+    for _ in range(5):
+        browser.press("Tab")
+        within.append(focused())
+    assert within == ["clear", "key", "temperature", "tokens", "system"]
+    browser.press("Escape")
+    assert browser.evaluate("at('settings').hidden") and focused() == "settings-open"
+    unnamed = "[...document.querySelectorAll('input, textarea, button')].filter((one) => !(one.labels?.length || "
+    assert browser.evaluate(f"{unnamed}one.ariaLabel || one.textContent.trim())).length") == 0
+
+
+@in_browser
+@pytest.mark.parametrize("by_key", [False, True])
+def test_stop_ends_the_request(browser: Browser, monkeypatch: pytest.MonkeyPatch, by_key: bool) -> None:
     endless = replace(small(), end_ids=())  # ids are drawn: one of them could be an end, before anyone presses stop
     with running(hosted=endless, limits=ServerLimits(drain_seconds=0.1)) as server:
         own = server.engine.step
@@ -146,7 +180,10 @@ def test_stop_ends_the_request(browser: Browser, monkeypatch: pytest.MonkeyPatch
         write(browser, "Count.")
         until(lambda: len(turns(browser)) == 2 and len(turns(browser)[1]) > 3)
         assert browser.evaluate("at('send').hidden && !at('stop').hidden")
-        browser.evaluate("at('stop').click()")
+        if by_key:
+            browser.press("Escape")
+        else:
+            browser.evaluate("at('stop').click()")
         until(lambda: idle(browser))
         until(lambda: server.engine.idle)
         assert said(browser, "notice") == "Stopped." and len(turns(browser)[1]) < 200
@@ -167,7 +204,7 @@ def test_refusals_are_shown(browser: Browser, server: Running) -> None:
 
 @in_browser
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 1400])
+@pytest.mark.parametrize("width", [400, 500, 1300])
 def test_it_fits(browser: Browser, server: Running, width: int, dark: bool) -> None:
     """Nothing is wider than the window, and text can be read."""
     opened(browser, server, width, dark=dark)

@@ -82,7 +82,7 @@ def test_what_a_script_takes_from_outside_is_asked_for_or_refused(tmp_path: Path
     path = write(tmp_path, "a.sh", f"{start} --per_device_train_batch_size 1\n")
     with pytest.raises(PlanError, match=r"model \$1 is set outside the file: give MODEL"):
         mw.plan_from(path, cluster="h100x8")
-    with pytest.raises(PlanError, match="the batch is not said"):
+    with pytest.raises(PlanError, match="the batch is missing"):
         mw.plan_from(path, model="llama-3.2-1b", cluster="h100x8")
     answer = mw.plan_from(path, model="llama-3.2-1b", cluster="h100x8", recipe={"global_batch": 64})
     assert (answer.plan.recipe.global_batch, answer.plan.layout.micro_batch) == (64, 1)

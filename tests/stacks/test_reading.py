@@ -227,7 +227,11 @@ def test_what_is_always_written_the_same_is_refused_where_it_differs(
         ('flavor = "8B"', 'flavor = "8B"\nconverters = "float8,quantize.grouped_mm.float8"', "grouped_mm.float8 makes"),
         ("seq_len = 8192", 'seq_len = 8192\nmixed_precision_param = "float32"', "float32 is not understood: take"),
         ("_degree = 2", '_degree = 2\nfsdp_reshard_after_forward = "never"', "never without a pipeline is not counted"),
-        ("_degree = 2", "_degree = 2\npipeline_parallel_degree = 2", "4 at a time, each time with a bubble of its own"),
+        (
+            "_degree = 2",
+            "_degree = 2\npipeline_parallel_degree = 2",
+            "several rounds of 4 sequences, each with a pipeline bubble",
+        ),
     ],
 )
 def test_what_torchtitan_does_otherwise_is_refused(old: str, new: str, said: str, tmp_path: Path) -> None:

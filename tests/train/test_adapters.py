@@ -147,9 +147,9 @@ def test_weights_that_changed_are_refused(files: Path) -> None:
     raw = bytearray(kept.read_bytes())
     raw[-1] ^= 1
     kept.write_bytes(bytes(raw))
-    with pytest.raises(CheckpointError, match=r"adapter of other weights"):
+    with pytest.raises(CheckpointError, match=r"adapter for other weights"):
         loop.run(replace(asked, recipe=replace(asked.recipe, steps=3)), resume="auto")
-    with pytest.raises(CheckpointError, match=r"adapter of other weights"):
+    with pytest.raises(CheckpointError, match=r"adapter for other weights"):
         load(files / "run")
 
 
@@ -157,7 +157,7 @@ def test_weights_that_changed_are_refused(files: Path) -> None:
 def test_an_adapter_goes_on_with_its_own_scale(files: Path, form: str) -> None:
     """No size differs, and the model would be another one from the next step on."""
     loop.run(plan(files, *LORA, "recipe.steps=2"))
-    with pytest.raises(CheckpointError, match=r"holds an adapter that is multiplied by 2, and by model\.lora\.alpha="):
+    with pytest.raises(CheckpointError, match=r"was trained with 2, and model\.lora\.alpha="):
         loop.run(plan(files, *LORA, form, "recipe.steps=3"), resume="auto")
 
 
@@ -165,7 +165,7 @@ def test_a_lost_folder_is_named(files: Path) -> None:
     asked = plan(files, *LORA, "recipe.steps=2")
     loop.run(asked)
     (files / "hf").rename(files / "elsewhere")
-    with pytest.raises(PlanError, match=r"there is no such folder; give the one with the weights"):
+    with pytest.raises(PlanError, match=r"does not exist: give the folder with the weights"):
         load(files / "run")
 
 
@@ -195,7 +195,7 @@ def test_a_base_of_another_shape_is_refused(files: Path) -> None:
     """Before anything is read."""
     directory(files / "other", replace(SHAPES["llama"], ffn=32))
     asked = plan(files, *LORA)
-    with pytest.raises(PlanError, match=r"holds the weights of another shape"):
+    with pytest.raises(PlanError, match=r"has another shape"):
         loop.run(replace(asked, init=str(files / "other")))
 
 
@@ -228,7 +228,7 @@ def test_first_weights_that_changed_are_no_reference(files: Path, monkeypatch: p
     raw = bytearray(kept.read_bytes())
     raw[-1] ^= 1
     kept.write_bytes(bytes(raw))
-    with pytest.raises(PlanError, match=r"the weights that the run began with are not those of model.init"):
+    with pytest.raises(PlanError, match=r"are not those of the start of the run"):
         loop.run(replace(asked, recipe=replace(asked.recipe, steps=3)), resume="auto")
 
 

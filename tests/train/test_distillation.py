@@ -135,9 +135,9 @@ def test_what_a_student_cannot_learn_from_is_refused_before_the_run(teacher: Pat
     wide = replace(asked.teacher, hidden=32)
     cases = {
         "has no weights to teach with: give teacher=DIR": replace(asked, teacher_init="random"),
-        "there is no such folder": replace(asked, teacher_init=str(tmp_path / "nowhere")),
-        "holds the weights of another shape": replace(asked, teacher=wide),
-        "is not the tokenizer of teacher.init": replace(asked, data=replace(asked.data, tokenizer="auto")),
+        "nowhere does not exist: give a folder with weights": replace(asked, teacher_init=str(tmp_path / "nowhere")),
+        "has another shape": replace(asked, teacher=wide),
+        "differs from the tokenizer of teacher.init": replace(asked, data=replace(asked.data, tokenizer="auto")),
         "differ, and the student has yet to learn what its tokens mean: take model.vocab=257": replace(
             asked, model=replace(STUDENT, vocab=384)
         ),

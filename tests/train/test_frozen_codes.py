@@ -215,7 +215,7 @@ def test_checkpoints_hold_the_adapter_and_know_their_base(files: Path) -> None:
     for name, tensor in saved(files / "run").items():
         assert torch.equal(tensor, saved(files / "crashed")[name]), name
     changed = plan(files, *LORA, "model.lora.base=nf4", "recipe.steps=8")
-    with pytest.raises(CheckpointError, match=r"adapter of other weights"):
+    with pytest.raises(CheckpointError, match=r"adapter for other weights"):
         loop.run(changed, resume="auto")
 
 

@@ -408,7 +408,7 @@ def test_experts_need_products_that_read_their_lengths_on_the_device() -> None:
     with acting_as("cuda"):
         check_device(moe, ON, CPU, torch.bfloat16)
         for layout, dtype in ((ON, torch.float16), (replace(ON, kernels="reference"), torch.bfloat16)):
-            with pytest.raises(PlanError, match=r"experts .* take layout.cuda_graphs=off"):
+            with pytest.raises(PlanError, match=r"experts .* Take layout.cuda_graphs=off"):
                 check_device(moe, layout, CPU, dtype)
 
 

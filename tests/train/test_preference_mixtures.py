@@ -118,5 +118,7 @@ def test_preferences_and_conversations_are_not_mixed(folder: Path) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (folder / "long.jsonl").write_text("\n".join([json.dumps(row)] * 8), encoding="utf-8")
     for objective in ("dpo", "cross-entropy"):
-        with pytest.raises(DataError, match=r"pairs.jsonl holds preferences .* and .*long.jsonl none: an objective is"):
+        with pytest.raises(
+            DataError, match=r"pairs.jsonl holds preferences .* and .*long.jsonl does not: tune on them"
+        ):
             loop.run(mixed(folder, f"recipe.objective={objective}"))

@@ -120,17 +120,17 @@ def test_a_run_goes_on_beside_the_same_folder_alone(files: Path) -> None:
     body = bytearray(shard.read_bytes())
     body[-1] ^= 1
     shard.write_bytes(bytes(body))
-    with pytest.raises(CheckpointError, match="adapter of other weights"):
+    with pytest.raises(CheckpointError, match="adapter for other weights"):
         loop.run(beside(files, files / "q", "recipe.steps=4"), resume="auto")
 
 
 @pytest.mark.parametrize(
     ("form", "scheme", "more", "words", "match"),
     [
-        ("meshwright", "int8", {}, LORA, r"activations that products round, too \(int8\)"),
-        ("compressed-tensors", "fp8", {}, LORA, r"activations that products round, too"),
-        ("bitsandbytes", "int8", {}, LORA, r"activations that products round, too"),
-        ("bitsandbytes", "llm-int8", {"outliers": "threshold", "threshold": 3.0}, LORA, r"activations that products"),
+        ("meshwright", "int8", {}, LORA, r"rounds activations, too \(int8\)"),
+        ("compressed-tensors", "fp8", {}, LORA, r"rounds activations, too"),
+        ("bitsandbytes", "int8", {}, LORA, r"rounds activations, too"),
+        ("bitsandbytes", "llm-int8", {"outliers": "threshold", "threshold": 3.0}, LORA, r"rounds activations, too"),
         ("gptq", "int4-rtn", {"keep": ["layers.0.*"]}, LORA, r"holds layers.0.attention.q.weight as numbers"),
         ("awq", "int4-rtn", {}, [], r"holds codes \(int4-g32-zeros-fp16\).*give model.lora.rank=16"),
         ("awq", "int4-rtn", {}, [*LORA, "model.lora.base=nf4"], r"quantized to \S+ already, and model.lora.base=nf4"),

@@ -80,14 +80,14 @@ def _of_run(name: str, path: Path, source: Path) -> ServedAdapter:
         )
     if lora.base != SAME:
         raise ArgumentError(
-            f"adapter={name}: {path} trained it beside {lora.base} codes: write it for PEFT (`meshwright export "
-            "--adapter`) to have it beside other weights"
+            f"adapter={name} needs its own codes: {path} trained it beside {lora.base}. For other weights "
+            "write it in PEFT's format (`meshwright export --adapter`)"
         )
     known = checkpoints.values(checkpoint).get("base")
     given = import_folder(source).fingerprint() if (source / "config.json").is_file() else ""
     if known != base_fingerprint(run.plan) or known != given:
         raise ArgumentError(
-            f"adapter={name}: {path} trained it beside the weights of {init}, and {source} has others: give the "
-            "folder that model.init names as the model"
+            f"adapter={name} does not fit: {path} trained it beside the weights of {init}, and {source} has "
+            "others. Give the folder that model.init names as the model"
         )
     return ServedAdapter(lora, dict(weights(checkpoint, torch.float32, verified=True)))

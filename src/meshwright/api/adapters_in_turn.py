@@ -40,8 +40,8 @@ class AdaptersInTurn:
         adapted = {key: parts for key in places if (parts := adapter_parts(key, adapter.tensors))}
         if sum(map(len, adapted.values())) < len(adapter.tensors):
             raise ArgumentError(
-                f"adapter={name}: matrices of {self.base.path} that it adapts are codes, into which nothing is merged: "
-                "evaluate beside the model before it was quantized"
+                f"adapter={name} cannot be merged: {self.base.path} holds the adapted matrices as codes. Evaluate "
+                "it beside the model before quantization"
             )
         with torch.no_grad():
             for key, parts in adapted.items():

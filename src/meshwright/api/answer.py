@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from importlib import import_module
 from typing import Any
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.extras import require
 
 
 class Answer(ABC):
@@ -24,10 +24,5 @@ class Answer(ABC):
 
     def to_pandas(self) -> Any:
         """`rows` as a pandas.DataFrame. PlanError names the extra where pandas is not installed."""
-        try:
-            pandas = import_module("pandas")
-        except ImportError:
-            raise PlanError(
-                "to_pandas needs pandas, which is not installed: pip install 'meshwright[pandas]', or take rows()"
-            ) from None
-        return pandas.DataFrame(self.rows())
+        require("pandas", "to_pandas", ", or take rows()")
+        return import_module("pandas").DataFrame(self.rows())

@@ -107,8 +107,8 @@ def distillation_words(words: Sequence[Any], teacher: str, student: str) -> list
     folder = Path(theirs).expanduser()
     if not theirs or not folder.is_dir():
         raise ArgumentError(
-            f"student={student!r} takes layers of a teacher with weights, and teacher={theirs or '(nothing)'} is no "
-            "folder: give a Hugging Face folder or a run"
+            f"student={student!r} takes layers of a teacher, and teacher={theirs or '(nothing)'} has no "
+            "weights: give a Hugging Face folder or a run"
         )
     # What is wrong with the words is said before the student is made; but for its layers, the teacher has its shape.
     read_plan([*added, f"model={folder}", *words], {}, processes=None, notes=[])
@@ -140,8 +140,8 @@ def _check_student(student: str) -> None:
     """ArgumentError for a name that is neither a preset nor a folder, and for a run."""
     if (Path(student).expanduser() / "plan.yaml").is_file():
         raise ArgumentError(
-            f"student={student!r} is a run: give the folder that `meshwright export {student} OUT` writes, or take "
-            "layers of the teacher, as teacher:layers=6"
+            f"student={student!r} is a run: export it (`meshwright export {student} OUT`) and give OUT, or "
+            "take layers of the teacher, as teacher:layers=6"
         )
     if not Path(student).expanduser().exists():
         try:

@@ -155,5 +155,5 @@ def read_plan(words: Sequence[Any], keys: Mapping[str, Any], *, device: str, loa
     if not 0 < load < float("inf"):
         raise ArgumentError(f"load={load} must be a number above 0 (1 = even)")
     if load != 1 and plan.model.moe is None:
-        raise ArgumentError(f"load={load:g} is for a mixture of experts, and {plan.model.name} is none: leave it out")
+        raise ArgumentError(f"load={load:g} is for mixtures of experts, and {plan.model.name} has none: leave it out")
     return plan

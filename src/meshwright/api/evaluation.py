@@ -281,8 +281,8 @@ def _check_tokenizers(path: Path, other: Path) -> None:
     one, two = (_fingerprint(place) for place in (path, other))
     if one != two:
         raise ArgumentError(
-            f"against={other} has another tokenizer than {path}, so that losses per token do not compare: compare them "
-            "on tasks=, or each by itself in bits per byte"
+            f"against={other} has another tokenizer than {path}, so losses per token cannot be compared: "
+            "compare them on tasks=, or score each alone in bits per byte"
         )
 
 

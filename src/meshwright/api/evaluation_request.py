@@ -1,13 +1,13 @@
 """What `evaluate` is asked: refused, where it can be, before torch and the harness are loaded."""
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from meshwright.data.preparation import check_text
 from meshwright.observe.tasks.task_files import task_configs
-from meshwright.spec.errors import ArgumentError, PlanError
+from meshwright.spec.errors import ArgumentError
+from meshwright.spec.extras import require
 from meshwright.store.model_place import LAST, check_model
 
 
@@ -31,11 +31,11 @@ def check_request(
         check_model(against, named="against=")
         if adapters:
             raise ArgumentError(
-                f"against={against} cannot be combined with adapters, which are compared with the model itself: leave "
-                "one of both out"
+                f"against={against} cannot be combined with adapters: leave one of them out. Adapters are "
+                "compared with the model itself"
             )
     if data is not None:
         check_text(data)
-    if tasks and find_spec("lm_eval") is None:
-        raise PlanError("tasks need lm-evaluation-harness, which is not installed: pip install 'meshwright[eval]'")
+    if tasks:
+        require("eval", f"tasks={tasks[0]}")
     return task_configs(tasks) if tasks else []

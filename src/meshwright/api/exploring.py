@@ -167,8 +167,8 @@ def explore(
     parts = first.plan.model.unbuilt
     if parts and (parts.linear or parts.predicts):
         raise PlanError(
-            "the explorer's page counts layers without experts as equal ones, those with likewise, and an end without "
-            "further blocks: of such a model `meshwright plan` counts all"
+            "the explorer cannot draw this model: its page takes one kind of dense layer, one kind of expert "
+            "layer, and no extra blocks at the end. `meshwright plan` counts all of them"
         )
     if not changes:
         return ExploreAnswer(halves=(first,))

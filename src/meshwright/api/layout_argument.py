@@ -99,9 +99,9 @@ def _made_for(asked: Plan) -> None:
     cluster, world = asked.cluster, asked.layout.world
     if world != cluster.devices:
         raise ArgumentError(
-            f"layout=plan is made for {many(world, 'device')}, and the cluster has {cluster.devices} "
-            f"({cluster.nodes} x {cluster.devices_per_node}): ask about {world} devices, or leave layout= out to "
-            "search one"
+            f"layout=plan is for {many(world, 'device')}, and the cluster has {cluster.devices} "
+            f"({cluster.nodes} x {cluster.devices_per_node}): ask about {world} devices, or leave layout= out "
+            "to search one"
         )
 
 
@@ -129,8 +129,8 @@ def _agree(asked: Plan, found: Fixed) -> None:
         product *= found.get(axis, (1,))[0]
     if devices % product:
         raise ArgumentError(
-            f"layout= has degrees whose product {product} does not divide the {devices} devices of the cluster "
-            f"({cluster.nodes} x {cluster.devices_per_node}): take degrees whose product does"
+            f"layout= has degrees with the product {product}, which does not divide the {devices} devices of "
+            f"the cluster ({cluster.nodes} x {cluster.devices_per_node}): take degrees that do"
         )
     schedule = found.get("schedule", ("1f1b",))[0]
     if schedule != "1f1b" and found.get("pp", (2,))[0] == 1:

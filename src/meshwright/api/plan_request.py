@@ -248,6 +248,6 @@ def _known(found: Plan, given: str) -> None:
     missing = [name for name in needed if not getattr(device, name)]
     if missing:
         raise ArgumentError(
-            f"{given} lacks {', '.join(missing)}: name a known device, as "
-            'cluster="h100x8", measure this machine with calibrate, or give these figures in a plan file'
+            f'{given} has no figures for {", ".join(missing)}: name a known device, as cluster="h100x8". '
+            "For this machine run calibrate, or give the figures in a plan file"
         )

@@ -35,8 +35,8 @@ def within_budget(
     least = predicted_bytes(form, of(dict.fromkeys(model.schemes, rungs[0])))
     if least > budget:
         raise PlanError(
-            f"budget={gib(budget)} is too small: with {rungs[0].bits} bits for every matrix the files have "
-            f"{gib(least)}; give at least that, or a smaller model"
+            f"budget={gib(budget)} is too small: with {rungs[0].bits} bits for every matrix the files take "
+            f"{gib(least)}. Give at least that, or a smaller model"
         )
     groups = measured_groups(before(), list(model.schemes), rungs, some_of(batches))
     beside = least - sum(group.choices[0].bytes for group in groups)

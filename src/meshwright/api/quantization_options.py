@@ -117,8 +117,8 @@ def check_room(target: Path, needed: int) -> None:
     free = free_bytes(target)
     if free is not None and needed > free:
         raise RunError(
-            f"out={target} needs {gib(needed)} ({needed:,} bytes) while it is made, and its disk has {gib(free)} "
-            f"({free:,} bytes) free: free some space, or choose another OUT"
+            f"out={target}: the disk is too small. Quantizing needs {gib(needed)} ({needed:,} bytes), and "
+            f"{gib(free)} ({free:,} bytes) are free: free some space, or choose another OUT"
         )
 
 

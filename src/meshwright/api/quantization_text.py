@@ -49,8 +49,8 @@ def quantization_text(
         window = max((one.tokens.shape[1] for one in batches), default=0)
         part = "what the run held out" if data is None else data
         raise DataError(
-            f"{part} has {rows.stream.num_tokens:,} tokens, and a window has {window:,}: at least 2 windows are needed "
-            f"({window + 2:,} tokens), to calibrate and to measure on; give a longer text as data=PATH"
+            f"{part} is too short: it has {rows.stream.num_tokens:,} tokens, and calibrating and measuring "
+            f"take 2 windows of {window:,}, which are {window + 2:,} tokens. Give a longer text as data=PATH"
         )
     used = min(len(batches) - 1, max(1, round(len(batches) * beside / (sequences + beside))))
     of = "what the run held out" if data is None else str(data)

@@ -103,8 +103,8 @@ class QuantizeAnswer(Answer):
         if self.quality is not None and not self.passed:
             worst = self.blamed[0].name if self.blamed else "none"
             raise OutsideTolerance(
-                f"{self.scheme} moved the predictions by {self.quality.kl:.4g} nats per token, and the limit is "
-                f"{self.max_kl:g}: take a scheme with more bits, keep={worst}, or another max_kl="
+                f"{self.scheme} is too lossy: it moves predictions by {self.quality.kl:.4g} nats per token, and "
+                f"the limit is {self.max_kl:g}. Take a scheme with more bits, keep={worst}, or another max_kl="
             )
 
     @property

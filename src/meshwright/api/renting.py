@@ -74,8 +74,8 @@ class RentAnswer(Answer):
         fast, cheap, timely, paid = self.front[-1], self.front[0], self.cheapest, self.fastest
         if timely is None:
             raise DoesNotFit(
-                f'deadline="{days(self.deadline_s)}" cannot be met: the fastest possible takes {fast.days} '
-                f"({fast.title}, {fast.dollars}): give it more time, or fewer tokens="
+                f'deadline="{days(self.deadline_s)}" cannot be met: the fastest takes {fast.days} '
+                f"({fast.title}, {fast.dollars}). Allow more time, or give fewer tokens="
             )
         if paid is None:
             raise DoesNotFit(
@@ -83,8 +83,8 @@ class RentAnswer(Answer):
                 f"({cheap.title}, {cheap.days}): raise it, or take fewer tokens="
             )
         raise DoesNotFit(
-            f"no cluster meets deadline= and budget= together: what ends in time costs {timely.dollars} or more, and "
-            f"what the budget pays takes {paid.days} or longer: raise one of them"
+            f"no cluster meets both deadline= and budget=: in time it costs {timely.dollars} or more, and "
+            f"within the budget it takes {paid.days} or longer. Raise one of them"
         )
 
     @property
@@ -261,11 +261,9 @@ def asked_devices(given: str | Sequence[str] | None, table: Prices) -> tuple[str
     found = price_tables.keys_of(given)
     for name, device in zip(given, found, strict=True):
         if device not in priced:
-            raise ArgumentError(
-                f"devices={name}: {table.file} has no price of it, and none is made up: give one with prices=FILE.csv"
-            )
+            raise ArgumentError(f"devices={name} has no price in {table.file}: give one with prices=FILE.csv")
         if missing := lacks(presets.device(name)):
-            raise ArgumentError(f"devices={name} has no {missing}, and nothing is predicted without: leave it out")
+            raise ArgumentError(f"devices={name} has no {missing}, which a prediction needs: leave it out")
     return tuple(dict.fromkeys(found))
 
 

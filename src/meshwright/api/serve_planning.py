@@ -221,8 +221,8 @@ def plan_serving(
     found = layouts(asked, timed, tp)
     if not found:
         raise ArgumentError(
-            f"tp={tp} is none of the degrees that divide {plan.model.name} and a node of "
-            f"{plan.cluster.devices_per_node}: leave it out to see all"
+            f"tp={tp} does not divide both {plan.model.name} and a node of {plan.cluster.devices_per_node} "
+            "devices: leave it out to see what does"
         )
     answer = ServingAnswer(layouts=tuple(found), timed=timed, quantization=quantization, kv_dtype=kv_dtype)
     if not answer.fitting:

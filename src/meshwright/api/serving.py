@@ -3,22 +3,19 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.server.access import check_key
 from meshwright.server.server_options import ServerOptions
-from meshwright.spec.errors import PlanError
+from meshwright.spec.extras import require
 
 if TYPE_CHECKING:
     from meshwright.serve.speculation import Speculation
     from meshwright.server.hosted_model import OpenModel
     from meshwright.server.http_server import HttpServer
 
-LIBRARIES = ("prometheus_client", "starlette", "uvicorn")
-"""That the HTTP process imports, beside those of the package."""
 Ready = Callable[["HttpServer"], None]
 """Called when the first request may come."""
 
@@ -27,19 +24,12 @@ def server_of(
     name: str, opened: "OpenModel", options: ServerOptions, engine: EngineOptions, on_ready: Ready | None = None
 ) -> "HttpServer":
     """A server that has its address. ArgumentError; PlanError where its libraries are not installed."""
-    check_libraries()
+    require("serve", "serve")
     from meshwright.server.http_server import HttpServer
 
     for key in options.keys:
         check_key(key, "keys=")
     return HttpServer(name, opened, options, engine, on_ready=on_ready)
-
-
-def check_libraries() -> None:
-    """PlanError where one of the extra `serve` is not installed."""
-    missing = next((name for name in LIBRARIES if find_spec(name) is None), None)
-    if missing is not None:
-        raise PlanError(f"serve needs {missing}, which is not installed: pip install 'meshwright[serve]'")
 
 
 def run(server: "HttpServer") -> None:

@@ -290,15 +290,15 @@ class TrainedModel:
         if stream.num_tokens < 2:
             part = str(data) if data is not None else "what the run trained on" if trained else "what the run held out"
             raise DataError(
-                f"{part} has {many(stream.num_tokens, 'token')}, and at least 2 are needed to score one: give a longer "
-                "text as data=PATH"
+                f"{part} is too short: it has {many(stream.num_tokens, 'token')}, and a score takes at least 2. "
+                "Give a longer text as data=PATH"
             )
         recipe = self.plan.recipe if self.plan else Recipe(sequence=min(LONGEST, self.model.shape.max_positions))
         recipe = replace(recipe, objective=CROSS_ENTROPY)
         if any(part.pairs for part in corpus.train.parts):
             raise DataError(
-                "preferences are scored by the run itself, which knows its first weights: its metrics.jsonl has loss "
-                "and accuracy of those held out; give data= a text, or a file of conversations"
+                "a file of preferences cannot be scored without the run's first weights: read loss and accuracy "
+                "in the run's metrics.jsonl, or give data= a text or conversations"
             )
         return HeldOutRows(
             rows=numbered_rows(settings, replace(recipe, seed=0), corpus, stream, shuffle=False),

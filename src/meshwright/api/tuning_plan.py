@@ -38,8 +38,8 @@ def tuning_plan(words: Sequence[Any], *, processes: int | None = 1, notes: list[
     plan, resume = read(notes)
     if plan.init == RANDOM and "model.init" not in keys and (not whole or (plan.model.lora and resume == "no")):
         raise PlanError(
-            "tune begins with the weights of a model: give its Hugging Face folder as model=DIR (`meshwright export` "
-            "writes one of a run), or model.init=random to train on samples from nothing"
+            "tune needs a model: give its Hugging Face folder as model=DIR (`meshwright export` writes one "
+            "from a run). For random weights give model.init=random"
         )
     if plan.recipe.epochs == 0 and "recipe.epochs" in keys and not keys & set(INSTEAD["recipe.epochs"]):
         raise PlanError("recipe.epochs=0 reads nothing: say how often, or recipe.steps or recipe.tokens")

@@ -44,8 +44,9 @@ def check_text(model: QuantizedModel, batches: Sequence[Batch]) -> None:
     tokens, inputs = sum(batch.valid for batch in batches), sizes[widest][-1]
     if tokens < inputs:
         raise DataError(
-            f"the text has {tokens} tokens to calibrate on, and {widest} has {inputs} inputs: raise calibration=, "
-            f"give data= at least {inputs} tokens beside those that are scored, or take a scheme without text: int4-hqq"
+            f"the calibration text is too short: it has {tokens} tokens, and {widest} has {inputs} inputs. "
+            f"Raise calibration=, give data= {inputs} tokens beside those that are scored, or take a scheme without "
+            "text: int4-hqq"
         )
 
 

@@ -112,8 +112,8 @@ class Answerer:
                         written += 1
             if not written:
                 raise DataError(
-                    f"none of {left_out} answers said something and ended within max_new_tokens={how.max_new_tokens}: "
-                    "allow more tokens, or take a teacher that was tuned on answers"
+                    f"none of {left_out} answers has text and ends within max_new_tokens={how.max_new_tokens}: raise "
+                    "it, or take a teacher that was tuned on answers"
                 )
             fresh.replace(out)
         finally:

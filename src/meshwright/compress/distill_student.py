@@ -47,8 +47,8 @@ def shape_of_layers(teacher: ModelShape, layers: Sequence[int]) -> ModelShape:
         same = student.is_moe_layer(index) == teacher.is_moe_layer(layer)
         if not same or student.window_of(index) != teacher.window_of(layer):
             raise PlanError(
-                f"layers={len(layers)}: layer {layer} of the teacher is of another kind (experts, or a window) than "
-                f"layer {index} of a student of {len(layers)} layers: give the student as a folder, or as sizes"
+                f"layers={len(layers)}: teacher layer {layer} differs in kind (experts or window) from student "
+                f"layer {index} of {len(layers)}: give the student as a folder, or as sizes"
             )
     return student
 

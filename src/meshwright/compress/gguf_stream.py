@@ -139,7 +139,7 @@ def _encoded(
     at_once = max(1, CHECKED // columns)
     for part, into in zip(rows.split(at_once), raw.split(at_once), strict=True):
         if not bool(part.isfinite().all()):
-            raise PlanError(f"{name} has weights that are infinite or NaN: such a model cannot be written")
+            raise PlanError(f"{name} cannot be written: it has weights that are infinite or NaN")
         into.copy_(encode(kind, part))
         restored = decode(kind, into).float()
         if not bool(restored.isfinite().all()):

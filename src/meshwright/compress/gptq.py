@@ -83,4 +83,7 @@ def ordered(gram: Tensor) -> Order:
             if not int(failed) and bool(upper.isfinite().all()):
                 return Order(columns, upper)
         damping = damping * GROWTH
-    raise ArithmeticError("products of inputs are not positive, whatever is added to their diagonal")
+    raise ArithmeticError(
+        "the calibration inputs cannot be used: their products are not positive definite. Give a longer "
+        "or more varied text"
+    )

@@ -50,8 +50,8 @@ class InputStatistics:
             self.sample.append(rows[:: max(1, len(rows) // BATCH_SAMPLE)].clone())
         if not bool(self.magnitudes.isfinite().all() & self.products.isfinite().all()):
             raise PlanError(
-                f"{self.name} reads activations that are infinite or NaN on the calibration text: such a model cannot "
-                "be calibrated; take a scheme without text, as int4-hqq"
+                f"{self.name} reads activations that are infinite or NaN, so it cannot be calibrated: take a "
+                "scheme without text, as int4-hqq"
             )
 
     @property

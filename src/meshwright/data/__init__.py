@@ -3,8 +3,9 @@
 The names below are loaded when first used: an encoding worker and `meshwright --help` need almost none of them.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.data.corpus import Corpus as Corpus
@@ -15,18 +16,7 @@ if TYPE_CHECKING:
     from meshwright.data.windows import Sampler as Sampler
     from meshwright.data.windows import Sequences as Sequences
 
-_HOMES = {
-    "prepare": "preparation",
-    "Corpus": "corpus",
-    "TokenStream": "corpus",
-    "Document": "sources",
-    "Tokenizer": "tokenizer",
-    "Sampler": "windows",
-    "Sequences": "windows",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_names(__name__, {
+    "prepare": "preparation", "Corpus": "corpus", "TokenStream": "corpus", "Document": "sources",
+    "Tokenizer": "tokenizer", "Sampler": "windows", "Sequences": "windows",
+})  # fmt: skip

@@ -41,8 +41,8 @@ def merged(text: str, library: tokenizers.Tokenizer, file: Path) -> str:
         place = library.token_to_id(token.content)
         if is_new and id is not None and place != id:
             raise DataError(
-                f"{file.with_name(CONFIG)} gives {token.content!r} the id {id}, and the next of {file.name} is "
-                f"{place}: save the tokenizer anew by the software that wrote it"
+                f"{file.with_name(CONFIG)} gives {token.content!r} the id {id}, but the next id of {file.name} is "
+                f"{place}: save the tokenizer again with the software that wrote it"
             )
     return str(library.to_str()) if new else text
 

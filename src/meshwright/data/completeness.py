@@ -44,9 +44,9 @@ def check_complete(
     if missing is not None:
         known = messages[missing]["role"] in ROLES
         raise (IncompleteRendering if known else MalformedRowError)(
-            f"the chat template drops what message {missing + 1} ({messages[missing]['role']}) says: "
-            f"{said[missing][-1].strip()[:60]!r} is not in the rendered text; take another data.template or another "
-            "role"
+            f"the chat template drops text of message {missing + 1} ({messages[missing]['role']}): "
+            f"{said[missing][-1].strip()[:60]!r} is missing in the rendered text. Take another data.template, "
+            "or another role"
         )
     _check_thoughts(messages, answers, squeezed)
     _check_tools(messages, tools, template)
@@ -86,8 +86,8 @@ def _check_thoughts(messages: Sequence[Message], answers: Sequence[int], squeeze
         for thought in _thoughts(messages[number]):
             if _place((thought,), squeezed)[0] < 0:
                 raise IncompleteRendering(
-                    f"the chat template drops the thoughts of message {number + 1}: {thought.strip()[:60]!r} is not in "
-                    "the rendered text; take data.thinking=drop, or a data.template that writes them"
+                    f"the chat template drops the thoughts of message {number + 1}: {thought.strip()[:60]!r} is "
+                    "missing in the rendered text. Take data.thinking=drop, or a data.template that writes them"
                 )
 
 

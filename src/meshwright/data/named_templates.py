@@ -40,7 +40,7 @@ def check_format(setting: str, tokenizer: Tokenizer) -> None:
     if lacked:
         fitting = [*fitting_formats(tokenizer), f"{AUTO} (the tokenizer's own template, else headings)"]
         raise DataError(
-            f"data.template={setting} needs {' and '.join(lacked)}, which the tokenizer does not have as one special "
+            f"data.template={setting} needs {' and '.join(lacked)}, which the tokenizer lacks as one special "
             f"token: take data.template={' or '.join(fitting)}"
         )
 

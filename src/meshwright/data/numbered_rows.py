@@ -23,8 +23,8 @@ def check_objective(data: Data, recipe: Recipe, pairs: bool | None) -> None:
         )
     if recipe.traits.pairs and pairs is False:
         raise DataError(
-            f"recipe.objective={recipe.objective} compares answers, and {named} has no columns chosen "
-            f"and rejected: take recipe.objective={CROSS_ENTROPY}, or a file with pairs"
+            f"recipe.objective={recipe.objective} compares answers, and {named} has no columns chosen and "
+            f"rejected: take recipe.objective={CROSS_ENTROPY}, or a file with pairs"
         )
 
 
@@ -34,8 +34,8 @@ def check_alike(data: Data, pairs: Sequence[bool | None]) -> None:
     named = {kind: source.path for source, kind in zip(data.mixture, pairs, strict=False) if kind is not None}
     if len(named) > 1:
         raise DataError(
-            f"data.mixture: {named[True]} holds preferences (chosen and rejected) and {named[False]} none: an "
-            "objective is over one of both; tune on one after the other, each with a run of its own"
+            f"data.mixture: {named[True]} holds preferences (chosen and rejected), and {named[False]} does "
+            "not: tune on them one after the other, in two runs"
         )
 
 

@@ -11,7 +11,7 @@ from meshwright.data.cache_folder import Progress
 from meshwright.data.corpus import Corpus
 from meshwright.data.named_templates import named_template
 from meshwright.data.numbered_rows import check_alike
-from meshwright.data.rows import Malformed, MalformedRows
+from meshwright.data.rows import Malformed, MalformedRows, require_hub
 from meshwright.data.samples import Preference, Sample, is_sample, sample
 from meshwright.data.sources import Source
 from meshwright.data.tokenizer import tokenizer_file
@@ -43,6 +43,8 @@ def check_sources(data: Data) -> None:
     if data.form == SAMPLES:
         named_template(data.template)
     for each in data.sources or (data,):
+        if each.path.startswith("hub:"):
+            require_hub(each.path)
         if each.path == STDLIB or each.path.startswith("hub:"):
             continue
         if _begins_malformed(each):
@@ -92,10 +94,7 @@ def form_of(data: Data) -> Literal["text", "samples"]:
 
 def _first_sample(data: Data) -> Sample | None:
     if data.path == STDLIB:
-        raise DataError(
-            "there is nothing to tune on: give data=FILE, a .jsonl, .json or .parquet file or a hub dataset of "
-            "conversations"
-        )
+        raise DataError("tune needs conversations: give data=FILE, a .jsonl, .json or .parquet file or a hub dataset")
     named_template(data.template)
     rows = list(islice(Source(data).rows(), 1))
     if rows and not is_sample(rows[0]):  # malformed rows are named together, by whoever reads them all

@@ -211,8 +211,9 @@ def _by_answer(messages: Sequence[Message], one: Conversation, template: ChatTem
         spans = _last_turn(until, one, full, template)
         if spans is None:
             raise DataError(
-                f"the chat template shows turn {turn + 1} in another form than it asks for it, so that what is trained "
-                "is not known: put {% generation %} around the answers in the template, or take data.train_on=all"
+                f"the chat template writes turn {turn + 1} in two forms, so its trained part is not known. Put "
+                "{% generation %} around the answers in the template, or take "
+                "data.train_on=all"
             )
         check_complete(until, one.tools, [turn], full.text, template)
         said = (*_said(until, full.text), *((span, role_of(messages[turn])) for span in spans))
@@ -249,8 +250,8 @@ def _check_roles(messages: Sequence[Message], template: ChatTemplate) -> None:
         role = str(message["role"])
         if role_of(message) == "other" and role not in template.source:
             raise MalformedRowError(
-                f"message {number} has the role {role!r}, which the chat template does not name: take system, user, "
-                "assistant or tool, or a data.template that knows it"
+                f"message {number} has the role {role!r}, which the chat template does not know: take system, "
+                "user, assistant or tool, or another data.template"
             )
 
 

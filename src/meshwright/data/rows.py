@@ -10,6 +10,7 @@ from meshwright.data.encodings import BEGINNING, check_begins_as_utf8, not_utf8
 from meshwright.data.json_array import MOST_CHARACTERS
 from meshwright.data.json_array import objects as json_array_objects
 from meshwright.spec.errors import DataError, MalformedRowError
+from meshwright.spec.extras import require
 from meshwright.spec.units import many
 
 _BUFFER_BYTES = 2**20
@@ -125,11 +126,10 @@ def json_array(path: Path) -> Iterator[Row]:
 
 def parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """Every row, streamed: a row group may be larger than memory. `columns` = only these. Needs pyarrow."""
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise DataError(f"{path} needs pyarrow to be read: pip install 'meshwright[parquet]'") from None
+    require("parquet", str(path), error=DataError)
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
     try:
         with ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             for column in columns or ():
@@ -151,12 +151,16 @@ def hub(dataset: Any, name: str, columns: Sequence[str] | None = None) -> Iterat
         yield f"{name}:{number}", _filled(row)
 
 
+def require_hub(name: str) -> None:
+    """Refuse a dataset of the hub where the library that loads it is not installed: DataError."""
+    require("hf", f"data.path={name}", error=DataError)
+
+
 def load_hub(name: str) -> Any:
     """The `train` split of `hub:NAME` or `hub:NAME:CONFIG`; needs the datasets library and, once, a network."""
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"data.path={name} needs the datasets library: pip install 'meshwright[hf]'") from None
+    require_hub(name)
+    import datasets
+
     parts = name.removeprefix("hub:").split(":")
     try:
         return datasets.load_dataset(*parts, split="train")
@@ -188,7 +192,7 @@ def text_of(row: Mapping[str, Any], field: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise MalformedRowError(
-            f"{where}: field {field!r} holds half a surrogate pair, which is no Unicode text"
+            f"{where}: field {field!r} holds half a surrogate pair, which is not valid Unicode: remove it"
         ) from None
     return text
 

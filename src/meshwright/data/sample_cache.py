@@ -80,7 +80,8 @@ def _prepare(data: Data, source: Source, root: Path, processes: int | None, prog
     fingerprint = hashlib.blake2b(content.encode(), digest_size=20).hexdigest()
     name = fingerprint
     if skips:  # the folder holds complaints, which name a file and its lines: files with equal rows have one each
-        name = hashlib.blake2b(repr((fingerprint, signature)).encode(), digest_size=20).hexdigest()
+        named_by = data.path if source.is_in_memory else signature
+        name = hashlib.blake2b(repr((fingerprint, named_by)).encode(), digest_size=20).hexdigest()
     folder = root / "samples" / name[:24]
     with lock(folder):
         if (found := load(folder, tokenizer, fingerprint, _stream)) is None:
@@ -205,13 +206,14 @@ class _SampleBuild:
             raise DataError(f"every token of {about} is trained, prompts too: say data.train_on=all if that is meant")
         if not ends and masked > 0 and self.tokenizer.eos is None and not roles:
             raise DataError(
-                f"no answer of {about} ends: data.tokenizer={self.data.tokenizer} names no end-of-text token, so that "
-                "the model would never learn to stop: name eos_token in the tokenizer_config.json beside it"
+                f"no answer of {about} ends, so the model would not learn to stop. "
+                f"data.tokenizer={self.data.tokenizer} names no end-of-text token: name eos_token in the "
+                "tokenizer_config.json beside it"
             )
         if not ends and roles:
             raise DataError(
-                f"no answer of {about} ends with a special token, so that the model would never learn to stop: put "
-                "eos_token behind an answer in the chat template, inside of what is generated"
+                f"no answer of {about} ends with a special token, so the model would not learn to stop: add "
+                "eos_token after an answer in the chat template, inside of the generated part"
             )
 
 

@@ -149,8 +149,8 @@ class _RowEncoder:
         found = self._one(sample)
         if len(found) != 1:
             raise DataError(
-                "the chat template shows earlier answers in another form once others follow, so that the turns of a "
-                "preference cannot be trained together: give one answer each, with what was said before as 'prompt'"
+                "the chat template rewrites earlier answers when others follow, so a preference can compare its "
+                "last answer alone: give the turns before it as 'prompt'"
             )
         return found[0]
 
@@ -213,7 +213,7 @@ class _RowEncoder:
         try:
             found = self._tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):  # which one depends on the version of tokenizers
-            raise MalformedRowError("the text holds half a surrogate pair, which is no Unicode text") from None
+            raise MalformedRowError("the text holds half a surrogate pair, which is not valid Unicode") from None
         return found.ids, [begin for begin, _ in found.offsets]
 
     def _made(self, ids: Sequence[int], marks: bytes) -> EncodedSample:

@@ -72,9 +72,9 @@ class SampleRows:
             )
         if shuffle and not self._some_answer_ends(lengths):
             raise DataError(
-                f"data.path={data.path}: every sample is longer than recipe.sequence={sequence} tokens and loses the "
-                "end of its answer, so that the model would never learn to stop: take a longer sequence (the longest "
-                f"needs {lengths.sum(1).max():,}), or shorter samples"
+                f"data.path={data.path}: every sample is longer than recipe.sequence={sequence} and would lose "
+                f"its end. Raise recipe.sequence (the longest sample has {lengths.sum(1).max():,} tokens), or "
+                "give shorter samples"
             )
 
     @property

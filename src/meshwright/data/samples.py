@@ -110,7 +110,9 @@ def _preference(row: Mapping[str, Any], where: str) -> Preference:
     common = chosen[: _common(chosen, rejected)]
     prompt = _part(row["prompt"], "prompt", where) if "prompt" in row else None
     if prompt is None and not common:
-        raise DataError(f"{where}: 'chosen' and 'rejected' begin differently: give the prompt as a column 'prompt'")
+        raise DataError(
+            f"{where}: 'chosen' and 'rejected' have different prompts: give the prompt as a column 'prompt'"
+        )
     if prompt is None or _stands_in(prompt, common):
         prompt = common if prompt is None or isinstance(prompt, str) else prompt
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -151,12 +153,12 @@ def _answer(
 ) -> Conversation | Continuation:
     if isinstance(prompt, str) and isinstance(answer, str):
         if not answer:
-            raise DataError(f"{where}: {name!r} is empty, so that nothing of the row can be trained")
+            raise DataError(f"{where}: {name!r} is empty, so nothing can be trained: remove the row")
         return Continuation(prompt=prompt, completion=answer)
     if isinstance(prompt, str) or isinstance(answer, str):
         raise DataError(f"{where}: 'prompt' and {name!r} must both be strings or both be lists of messages")
     if not answer:
-        raise DataError(f"{where}: {name!r} has no message, so that nothing of the row can be trained")
+        raise DataError(f"{where}: {name!r} has no message, so nothing can be trained: remove the row")
     return _with_tools(prompt + answer, row, where, len(prompt))
 
 
@@ -221,12 +223,14 @@ def _token_ids(row: Mapping[str, Any], where: str) -> TokenIds:
     )
     assert ids is not None, "this form is chosen by its column"
     if labels is not None and len(labels) != len(ids):
-        raise DataError(f"{where}: {len(ids)} input_ids and {len(labels)} labels: there must be one label a token")
+        raise DataError(
+            f"{where}: there are {len(ids)} input_ids and {len(labels)} labels: give one label for each token"
+        )
     for place, (token, label) in enumerate(zip(ids, labels or (), strict=False)):
         if label not in (token, -100):
             raise DataError(
-                f"{where}: label {place} is {label} and its token {token}: a label is its own token or -100, "
-                "not the next one"
+                f"{where}: label {place} is {label}, and its token is {token}: give the token itself, or -100. "
+                "Labels are not shifted"
             )
     return TokenIds(ids=ids, labels=labels)
 
@@ -312,7 +316,7 @@ def _check_calls(calls: Any, what: str) -> None:
     for call in calls:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise DataError(f"{what}: a call of 'tool_calls' is no object with the name of a function")
+            raise DataError(f"{what}: each entry of 'tool_calls' must be an object with a function that has a name")
 
 
 def _text_part(part: Any, what: str) -> str:

@@ -105,6 +105,11 @@ class Source:
         """Part of names in the cache where malformed rows are left out; empty elsewhere, so that older names hold."""
         return () if self._data.malformed == "refuse" else (self._data.malformed,)
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it is a dataset without files: every process makes it anew."""
+        return self._dataset is not None and not self._dataset.cache_files
+
     def signature(self) -> str:
         """Hash of what tells, without reading, whether the documents are as before: names, sizes, times, inodes."""
         names = self.files if self._dataset is None else [Path(f["filename"]) for f in self._dataset.cache_files]

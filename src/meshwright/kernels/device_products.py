@@ -25,6 +25,7 @@ from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.product_contest import ProductContest, ProductWay
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.target import acts
+from meshwright.spec.extras import install
 
 FUSED_ROWS, E4M3_ROWS = 512, 64
 """Up to which making the numbers again for each block of rows costs less than writing and reading them, or, of 8 bits,
@@ -115,7 +116,7 @@ def _by_torch(rows: Tensor, matrix: QuantizedMatrix, bias: Tensor | None, layout
 
 def _gemlite_missing(matrix: QuantizedMatrix, _: torch.dtype) -> str:
     if not int4_layouts.gemlite_version():
-        return "not installed: pip install 'meshwright[gemlite]'"
+        return f"not installed: {install('gemlite')}"
     if matrix.scheme.codes != "integer" or not matrix.scheme.group:
         return "it takes whole numbers in groups"
     return "" if matrix.size_in % max(32, matrix.scheme.group) == 0 else "it takes whole groups"

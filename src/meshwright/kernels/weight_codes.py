@@ -73,7 +73,7 @@ def check_finite(name: str, weight: Tensor) -> None:
     """PlanError names a matrix with numbers that are not finite."""
     if not bool(weight.isfinite().all()):
         bad = int((~weight.isfinite()).sum())
-        raise PlanError(f"{name} has {bad} weights that are infinite or NaN: such a model cannot be quantized")
+        raise PlanError(f"{name} cannot be quantized: {bad} of its weights are infinite or NaN")
 
 
 def check_scales(name: str, scheme: Scheme, scales: Tensor) -> None:

@@ -9,8 +9,9 @@ generate, kv_cache, prompt_batch     text from a model, one prompt or several
 hub, gguf, quantized_formats     folders and files of others
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.model.generate import Generation, Sampling
@@ -19,14 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Cache", "Generation", "Loss", "Sampling", "Transformer", "build"]
 
-_MODULES = {
+# Loaded when they are asked for: configs of folders are read without torch.
+__getattr__ = lazy_names(__name__, {
     "Cache": "kv_cache", "Generation": "generate", "Loss": "transformer", "Sampling": "generate",
     "Transformer": "transformer", "build": "transformer",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded when they are asked for: configs of folders are read without torch.
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+})  # fmt: skip

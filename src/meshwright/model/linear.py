@@ -109,8 +109,8 @@ def read(border: Border, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     ours = [layer for layer in layers if is_ours(layer)]
     if len(ours) < len(layers) and border.read is not None:
         raise IllegalLayout(
-            "a layer that reads a tensor-parallel part's input was replaced or has hooks: take layout.tp=1, or give "
-            "it another weight (Linear.lora)"
+            "a layer before a tensor-parallel part was replaced or has hooks: take layout.tp=1, or set its "
+            "weight (Linear.lora) instead"
         )
     if border.read is not None and any(layer.quantized is not None for layer in ours):
         return products(ours[0].kernels.linears, border.enter(x), ours)

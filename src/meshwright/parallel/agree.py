@@ -56,8 +56,8 @@ def same_everywhere(world: Group, what: str, mine: str) -> None:
         return
     first, second = (told_by(rank, mine, world.process_group) for rank in (0, other))
     raise MeshwrightError(
-        f"rank 0 and rank {other} were started with different {what}: {_difference(first, second)}; "
-        "start every rank with the same command and the same version"
+        f"rank 0 and rank {other} disagree about {what}: {_difference(first, second)}. Start every rank "
+        "with the same command and version"
     )
 
 

@@ -121,8 +121,8 @@ def check_device(shape: ModelShape, layout: Layout, device: torch.device, dtype:
         raise PlanError(f"layout.cuda_graphs=on needs a GPU, and this is a {kind}: take layout.cuda_graphs=off")
     if shape.moe and not counts_stay(shape, layout.kernels, device, dtype):
         raise PlanError(
-            "layout.cuda_graphs=on cannot capture experts here, whose products wait for the lengths of their runs: "
-            "take layout.cuda_graphs=off, or recipe.precision=bf16 on a GPU of compute capability 9.0"
+            "layout.cuda_graphs=on cannot capture experts here: their products wait for the host. Take "
+            "layout.cuda_graphs=off, or recipe.precision=bf16 on a GPU of compute capability 9.0"
         )
 
 

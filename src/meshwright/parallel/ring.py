@@ -275,8 +275,8 @@ def context_attend(group: Group, route: str) -> Attend:
             )
         if not isinstance(mask, ContextMask):
             raise IllegalLayout(
-                f"attention over layout.cp={group.size} ranks was given a mask of one device: "
-                "put parallel.context.mask_maker in the place of model.seams.mask"
+                f"attention over layout.cp={group.size} ranks got a mask for one device: install "
+                "parallel.context.mask_maker in place of model.seams.mask"
             )
         if torch.compiler.is_compiling():
             given = mask.window, mask.split, scale, group.number, route

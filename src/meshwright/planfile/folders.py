@@ -53,12 +53,12 @@ def fields_of(
     lora = fields.get("lora")
     if not isinstance(lora, Mapping):
         raise PlanError(
-            f"model={name} holds codes ({folder.codes}), beside which adapters are trained: give model.lora.rank=16, "
-            "or the folder that it was quantized from"
+            f"model={name} holds codes ({folder.codes}), which only adapters can train: give "
+            "model.lora.rank=16, or the folder that it was quantized from"
         )
     if lora.get("base", folder.codes) != folder.codes:
         raise PlanError(
-            f"model={name} is quantized to {folder.codes} already, and model.lora.base={lora['base']} would round it a "
-            "second time: leave it out, or give the folder that it was quantized from"
+            f"model={name} is quantized to {folder.codes} already, and model.lora.base={lora['base']} would "
+            "round it again: leave model.lora.base out, or give the folder that it was quantized from"
         )
     return known | {"lora": {"base": folder.codes}}

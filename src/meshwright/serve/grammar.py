@@ -18,6 +18,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.serve.grammar_limits import check_regex, schema_text
 from meshwright.serve.request_options import RequestOptions
 from meshwright.spec.errors import ArgumentError
+from meshwright.spec.extras import require
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -97,7 +98,7 @@ class Grammars:
         special = sorted(tokenizer.special_ids | ({tokenizer.eos} if tokenizer.eos is not None else set()))
         if not special:
             raise ArgumentError(
-                "constrained output needs a token that no text has, and the tokenizer names none: give eos_token in "
+                "constrained output needs an end-of-text token, and the tokenizer names none: give eos_token in "
                 "its tokenizer_config.json"
             )
         try:
@@ -173,10 +174,7 @@ def _line(text: str) -> str:
 
 
 def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ArgumentError(
-            "json_schema and regex need llguidance: pip install 'meshwright[grammar]', or leave them out"
-        ) from error
+    require("grammar", "json_schema or regex", ", or leave them out", ArgumentError)
+    import llguidance
+
     return llguidance

@@ -73,8 +73,8 @@ def _check_node(node: Mapping[str, Any]) -> None:
     sure = len(set(required)) if isinstance(required, list) and all(isinstance(one, str) for one in required) else 0
     if isinstance(least, int) and least > max(1, sure):
         raise ArgumentError(
-            f"json_schema has minProperties={least} and requires {sure} by name: a grammar cannot tell repeated names "
-            "apart; name as many under required, or leave it out"
+            f"json_schema has minProperties={least}, and its required names {sure} properties: name as many "
+            "under required, or leave minProperties out"
         )
 
 
@@ -103,8 +103,8 @@ def check_regex(name: str, regex: str) -> None:
     letters = written_out(regex)
     if letters > MOST_REGEX_LETTERS:
         raise ArgumentError(
-            f"{name} has {letters:,} letters with its repetitions written out, and {MOST_REGEX_LETTERS:,} is the most: "
-            "repeat less, or without a bound"
+            f"{name} is too long: it has {letters:,} letters with repetitions written out, and at most "
+            f"{MOST_REGEX_LETTERS:,} are allowed. Repeat less, or without a bound"
         )
 
 

@@ -70,16 +70,16 @@ class Scheduler:
         most, size = self.tables.most_blocks(limit - 1, self.most_tokens), self.tables.pool.size
         if most > size:
             raise ArgumentError(
-                f"a sequence of {limit} tokens takes {most} blocks of keys and values and the cache has {size}: "
-                "give the cache more blocks, or ask for fewer tokens"
+                f"the cache is too small: {limit} tokens need {most} blocks, and it has {size}. Enlarge the "
+                "cache, or ask for fewer tokens"
             )
         if not 1 <= copies <= self.most_sequences:
             name = "beams" if together else "n"
             raise ArgumentError(f"{name}={copies} must lie between 1 and the {self.most_sequences} sequences of a step")
         if together and copies * most + self._watermark > size:
             raise ArgumentError(
-                f"beams={copies} of {limit} tokens take {copies * most} blocks of keys and values and the cache has "
-                f"{size}: give the cache more blocks, or ask for fewer beams or tokens"
+                f"beams={copies} of {limit} tokens need {copies * most} blocks, and the cache has {size}: enlarge "
+                "the cache, or ask for fewer beams or tokens"
             )
         sequence = CachedSequence(
             number=self._number, tokens=list(tokens), limit=limit, first=first_key(salt or b"", adapter),
@@ -272,6 +272,6 @@ def check_budget(most_tokens: int, most_sequences: int) -> None:
     """ArgumentError where a step has no room for prompts beside the sequences that run at once."""
     if not 1 <= most_sequences < most_tokens:
         raise ArgumentError(
-            f"most_tokens={most_tokens} must be more than most_sequences={most_sequences}, which is at least 1: each "
-            "sequence has a token in a step, and prompts have the others"
+            f"most_tokens={most_tokens} must exceed most_sequences={most_sequences}, which is at least 1: "
+            "each sequence takes a token of a step, and prompts take the rest"
         )

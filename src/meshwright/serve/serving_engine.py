@@ -232,7 +232,7 @@ class ServingEngine:
             return None
         if self._grammars is None:
             if self._tokenizer is None:
-                raise ArgumentError("json_schema and regex need a tokenizer, and there is none: leave them out")
+                raise ArgumentError("json_schema and regex need a tokenizer, and the model has none: leave them out")
             self._grammars = Grammars(self._tokenizer, self.model.shape.vocab)
         return self._grammars.begin(options, ends)
 

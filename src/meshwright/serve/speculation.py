@@ -48,7 +48,7 @@ class Speculation:
             return
         if self.draft.shape.vocab != model.shape.vocab:
             raise ArgumentError(
-                f"the draft model has a vocabulary of {self.draft.shape.vocab:,} and the model one of "
+                f"the draft model has {self.draft.shape.vocab:,} tokens in its vocabulary, and the model "
                 f"{model.shape.vocab:,}: take a draft model with the same tokenizer"
             )
         if self.draft.shape.max_positions < longest:

@@ -271,14 +271,15 @@ def family_of(template: ChatTemplate) -> ToolFamily:
     """How a template writes calls. ArgumentError where it takes no tools, or writes calls in another way."""
     if not template.takes_tools:
         raise ArgumentError(
-            "the model's chat template knows no tools: leave tools out, or take a model whose template writes them"
+            "the model's chat template has no place for tools: leave tools out, or take a model whose "
+            "template writes them"
         )
     for family in FAMILIES:
         if all(sign in template.with_tools.source for sign in family.signs):
             return family
     known = ", ".join(family.name for family in FAMILIES)
     raise ArgumentError(
-        f"the model's chat template writes calls of tools in a way that is not known ({known} are): leave tools out"
+        f"the model's chat template writes tool calls in an unknown way ({known} are known): leave tools out"
     )
 
 

@@ -155,4 +155,4 @@ def _check_turns(fields: ChatFields) -> None:
 def _check_settings(settings: Settings) -> None:
     own = next((name for name in settings if name in OWN_NAMES), None)
     if own is not None:
-        raise refused(f"chat_template_kwargs.{own} is said by other fields: leave it out", "chat_template_kwargs")
+        raise refused(f"chat_template_kwargs.{own} is set by other fields: leave it out", "chat_template_kwargs")

@@ -34,8 +34,8 @@ def tasks_of(
     most = [_answer_tokens(fields, len(ids), card, limits, len(prompts)) for ids in prompts]
     if sum(most) * made > limits.max_answer_tokens:
         raise refused(
-            f"{sum(most) * made:,} new tokens are asked for (prompts x n x max_tokens), and a request may have "
-            f"{limits.max_answer_tokens:,}",
+            f"{sum(most) * made:,} new tokens (prompts x n x max_tokens) exceed the limit of a request, "
+            f"{limits.max_answer_tokens:,}: ask for fewer",
             "max_tokens",
         )
     scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
@@ -75,8 +75,8 @@ def _answer_tokens(
         return min(room, limits.max_answer_tokens // (fields.made * prompts))
     if fields.wanted > room:
         raise refused(
-            f"max_tokens={fields.wanted:,} and a prompt of {prompt:,} tokens are more than the {longest:,} tokens of "
-            "the context: ask for fewer",
+            f"max_tokens={fields.wanted:,} and the prompt's {prompt:,} tokens exceed the context of {longest:,}: ask "
+            "for fewer",
             "max_tokens", "context_length_exceeded",
         )  # fmt: skip
     return fields.wanted

@@ -86,8 +86,8 @@ class ServerOptions:
             raise ArgumentError(f"port={self.port} must lie between 0 and 65535")
         if self.host not in LOOPBACK and not self.keys and not self.without_key:
             raise ArgumentError(
-                f"host={self.host} is reached from other machines and there is no API key: give one, or "
-                "without_key=True to let everybody in"
+                f"host={self.host} is reached from other machines, and there is no API key: give one, or allow "
+                "everybody with without_key=True"
             )
 
     def listener(self) -> socket.socket:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from meshwright.spec.extras import install
 from meshwright.spec.plan import Plan
 
 Case = Literal["rows", "documents", "window", "cache"]
@@ -83,7 +84,6 @@ WIDEST = 128
 """Heads up to which both have a backward pass on both generations."""
 LATENT = (192, 128)
 """Widths of keys and values of latent attention that flash-4 was written for."""
-EXTRA = "pip install 'meshwright[gpu]'"
 
 
 def attention_call(plan: Plan) -> AttentionCall:
@@ -133,7 +133,7 @@ def _flash_4_refuses(call: AttentionCall, gpu: GpuLibraries) -> str:
     widths = call.width, call.value_width
     if widths != LATENT and max(widths) > WIDEST:
         return f"heads wider than {WIDEST}"
-    return "" if gpu.flash_4 else f"flash-attn-4 is not installed: {EXTRA}"
+    return "" if gpu.flash_4 else f"flash-attn-4 is not installed: {install('gpu')}"
 
 
 @cache

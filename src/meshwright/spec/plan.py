@@ -94,8 +94,8 @@ class Data:
         roles = self.train_on.split(",")
         if self.train_on not in ("auto", "last", "all") and (unknown := [name for name in roles if name not in ROLES]):
             raise PlanError(
-                f"data.train_on={printable(self.train_on)}: {unknown[0]!r} is no role; take auto, last, all, or "
-                f"roles of {', '.join(ROLES)}, as assistant,tool"
+                f"data.train_on={printable(self.train_on)}: {unknown[0]!r} is not a role: take auto, last, all, "
+                f"or roles among {', '.join(ROLES)}, as assistant,tool"
             )
         if self.limit_bytes < 0:
             raise PlanError(f"data.limit_bytes={self.limit_bytes} must be 0 (all) or more")
@@ -107,8 +107,8 @@ class Data:
 
         if self.form == SAMPLES and self.tokenizer.startswith("bpe:"):
             raise PlanError(
-                f"data.tokenizer={self.tokenizer} is trained on text, and data.form=samples takes the tokenizer of its "
-                "model: leave it out, or give a tokenizer.json"
+                f"data.tokenizer={self.tokenizer} is trained on text, and samples take their model's tokenizer: "
+                "leave it out, or give a tokenizer.json"
             )
 
     def _check_mixture(self) -> None:
@@ -121,8 +121,8 @@ class Data:
             share = source.weight / whole
             if share < LEAST_SHARE:
                 raise PlanError(
-                    f"data.mixture: weight={source.weight:g} of {source.path} is a share of {share:.2g}, and "
-                    f"shares are kept to 1/{round(1 / LEAST_SHARE):,}: leave the source out, or raise its weight"
+                    f"data.mixture: weight={source.weight:g} of {source.path} is too small: its share is {share:.2g}, "
+                    f"and the smallest is 1/{round(1 / LEAST_SHARE):,}. Leave the source out, or raise its weight"
                 )
 
     @property

@@ -211,8 +211,8 @@ class Recipe:
             )
         if self.sample_every and not 1 <= self.sample_tokens < self.sequence:
             raise PlanError(
-                f"recipe.sample_tokens={self.sample_tokens} must be at least 1 and below recipe.sequence="
-                f"{self.sequence}, so that a prompt has room before them"
+                f"recipe.sample_tokens={self.sample_tokens} must be at least 1 and below "
+                f"recipe.sequence={self.sequence}: a prompt needs room, too"
             )
         if self.epochs and self.batch_ramp:
             raise PlanError(

@@ -184,7 +184,7 @@ def stage_layers(layers: int, stages: int) -> list[range]:
     """
     if not 1 <= stages <= layers:
         raise IllegalLayout(
-            f"layout.pp x vp = {stages} stages want a layer each, and the model has {layers}: take pp x vp <= {layers}"
+            f"layout.pp x vp = {stages} stages need a layer each, and the model has {layers}: take pp x vp <= {layers}"
         )
     share, left = divmod(layers + 2, stages)
     order = sorted(range(stages), key=lambda stage: (stage not in (0, stages - 1), stage))

@@ -162,8 +162,8 @@ def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSof
     known_keys = max(sum(map(file.knows, keys)) for _, file in first.values())
     if not word and form in ("yaml", "toml") and known_keys < FEWEST_KNOWN * len(keys):
         raise PlanError(
-            f"{path}: {known_keys} of its {len(keys)} keys are known, as of {' or '.join(first)}: it is of another "
-            "program, or say whose by --for"
+            f"{path} fits no program: {known_keys} of its {len(keys)} keys are known, to "
+            f"{' or '.join(first)}. Name its program with --for"
         )
     if len({id(file) for _, file in first.values()}) > 1:
         raise PlanError(f"{path} may be of {' or '.join(first)}: say which by --for")

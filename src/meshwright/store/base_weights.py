@@ -84,15 +84,15 @@ def folder_of_weights(plan: Plan) -> BaseFolder:
     """
     path = Path(plan.init)
     if not path.is_dir():
-        raise PlanError(f"model.init={plan.init}: there is no such folder; give the one with the weights, {OTHERWISE}")
+        raise PlanError(f"model.init={plan.init} does not exist: give the folder with the weights, {OTHERWISE}")
     folder = open_base(path)
     folder.check()
     planned_base = "" if plan.model.lora is None else plan.model.lora.base
     if folder.base not in ("", planned_base):
         remedy = f"base={folder.base}" if planned_base else "rank=16, for an adapter beside them"
         raise PlanError(
-            f"model.init={plan.init} holds codes ({folder.base}), which are frozen as they are: "
-            f"take model.lora.{remedy}, or the folder that it was quantized from"
+            f"model.init={plan.init} holds codes ({folder.base}), which stay as they are: take "
+            f"model.lora.{remedy}, or the folder that it was quantized from"
         )
     return folder
 

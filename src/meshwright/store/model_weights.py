@@ -52,8 +52,8 @@ def final_weights(plan: Plan, checkpoint: Path, wanted: torch.dtype) -> Iterator
         return
     if checkpoints.values(checkpoint).get("base") != base_fingerprint(plan):
         raise CheckpointError(
-            f"{checkpoint} holds an adapter of other weights than {plan.init} has now: put those back that model.init "
-            "named when it was trained"
+            f"{checkpoint} holds an adapter for other weights than {plan.init} has now: restore those that "
+            "model.init named when it was trained"
         )
     adapters = dict(weights(checkpoint, torch.float32, verified=True))
     lora, trained = plan.model.lora, next(tensor.dtype for _, tensor in weights(checkpoint, torch.bfloat16))
@@ -71,8 +71,8 @@ def _chosen(run: RunFolder, which: str) -> Path:
         best = checkpoints.best(run.checkpoints)
         if best is None:
             raise CheckpointError(
-                f"checkpoint=best: no checkpoint of {run.path} has a held-out loss, so that none is the best: take "
-                "checkpoint=last, or train with data.validation and checkpoints at evaluations"
+                f"checkpoint=best: no checkpoint of {run.path} has a held-out loss: take checkpoint=last. For the "
+                "next run set data.validation, and save checkpoints at evaluations"
             )
         return best
     check_checkpoint(which)

@@ -128,8 +128,8 @@ class RunFolder:
         """
         if not self.tokenizer.is_file():
             raise RunError(
-                f"{self.path} has lost its tokenizer.json, without which nobody knows what its tokens mean: put the "
-                "file back (an export has a copy; train with resume=auto makes it anew from the same text)"
+                f"{self.path} has lost its tokenizer.json, so its tokens cannot be read: put the file back. An "
+                "export has a copy; train with resume=auto writes it again from the same text"
             )
         tokenizer, trained = Tokenizer.load(self.tokenizer), _tokenizer_of(saved)
         if trained and tokenizer.fingerprint != trained:
@@ -189,13 +189,13 @@ class RunFolder:
             before = Tokenizer.load(self.tokenizer).fingerprint if self.tokenizer.exists() else None
             if before is None and fingerprint:
                 raise RunError(
-                    f"{self.path} has lost its tokenizer.json, and data.tokenizer is not known to be the same: put the "
-                    "file back (an export has a copy), or choose another run="
+                    f"{self.path} has lost its tokenizer.json, and data.tokenizer may be another one: put the file "
+                    "back (an export has a copy), or choose another run="
                 )
             if (before or "") != fingerprint:
                 raise RunError(
-                    f"{self.path} was trained with another tokenizer (its tokenizer.json), and tokens would change "
-                    "their meaning: take the data.tokenizer it was begun with, or choose another run="
+                    f"{self.path} was trained with another tokenizer (its tokenizer.json): take the data.tokenizer "
+                    "that it began with, or choose another run="
                 )
         elif tokenizer:
             tokenizer.save(self.path)
@@ -312,7 +312,7 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
-        raise RunError(f"{path} line {number} is no record of a run: {line[:40]!r}; remove the line")
+        raise RunError(f"{path} line {number} is not a record of a run: {line[:40]!r}; remove the line")
     return record
 
 

@@ -38,8 +38,8 @@ def check_space(plan: Plan) -> str | None:
     size = checkpoint_bytes(plan.model, recipe)
     if free < size + OTHER_BYTES:
         raise RunError(
-            f"run={run}: a checkpoint of this model takes {gib(size)}, the run's other files up to "
-            f"{gib(OTHER_BYTES)}, and its disk has {gib(free)} free: free some space, or choose another run="
+            f"run={run}: the disk is too small. A checkpoint takes {gib(size)}, other files of the run up to "
+            f"{gib(OTHER_BYTES)}, and {gib(free)} are free: free some space, or choose another run="
         )
     best = 1 if plan.data.validation else 0
     saves = -(-recipe.steps // recipe.checkpoint_every) if recipe.checkpoint_every else 1

@@ -42,8 +42,8 @@ def check_weights(plan: Plan) -> None:
         if theirs != ours:
             there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
             raise PlanError(
-                f"model.init={plan.init} holds the weights of another shape: {there} there, {here} in the plan; take "
-                f"model={plan.init} without changes of its sizes, {OTHERWISE}"
+                f"model.init={plan.init} has another shape: {there} there, {here} in the plan. Take "
+                f"model={plan.init} without changed sizes, {OTHERWISE}"
             )
     _check_tokenizer(plan, folder)
 
@@ -144,8 +144,8 @@ def _check_tokenizer(plan: Plan, folder: HubFolder) -> None:
         return
     if not means_the_same(plan.data.tokenizer, own):
         raise PlanError(
-            f"data.tokenizer={plan.data.tokenizer} is not the tokenizer that the weights of model.init={plan.init} "
-            f"were trained with: take data.tokenizer={own}, {OTHERWISE}"
+            f"data.tokenizer={plan.data.tokenizer} differs from the tokenizer of model.init={plan.init}: take "
+            f"data.tokenizer={own}, {OTHERWISE}"
         )
 
 

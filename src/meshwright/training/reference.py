@@ -121,8 +121,9 @@ class Reference:
         weights = store.weights_of(self.plan, None if self._goes_on else self.found)
         if self._goes_on and began and began != weights:
             raise PlanError(
-                f"{kept} is gone, or was computed in another precision or on another kind of device, and the weights "
-                f"that the run began with are not those of model.init={self.plan.init}: put file or weights back"
+                f"{kept} is missing, or was computed in another precision or on another kind of device. The "
+                f"weights of model.init={self.plan.init} are not those of the start of the run. Put the file or "
+                "the weights back"
             )
         for path in (kept, store.cached(self._settings, weights)):
             if (tables := store.read(path, self._settings, weights)) is not None:

@@ -32,8 +32,8 @@ def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
     if holds_weights_only(found):
         if plan.model.lora is not None:
             raise CheckpointError(
-                f"{found} holds all weights, as an import does, and adapters stand beside those of a folder: export "
-                "the run, and give its folder as model=DIR"
+                f"{found} holds all weights, and adapters need those of a folder: export the run, and give its "
+                "folder as model=DIR"
             )
         return
     values = checkpoint.values(found)
@@ -44,7 +44,7 @@ def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
         there, here = values.get(key, before), getattr(plan.recipe, key)
         if there != here:
             raise CheckpointError(
-                f"{found} holds optimizer states of recipe.{key}={there}, and the plan says recipe.{key}={here}: "
+                f"{found} holds optimizer states of recipe.{key}={there}, and the plan has recipe.{key}={here}: "
                 f"take recipe.{key}={there}, or start a new run from its export"
             )
     if (there := values.get("weights", [])) != (here := mixture_weights(plan.data)):
@@ -60,14 +60,15 @@ def check_resumed(plan: Plan, corpus: Corpus, found: Path) -> None:
         raise _other_place(found, f"other text or another split or tokenizer{samples}", f"data={plan.data.title}")
     if values.get("base", "") != base_fingerprint(plan):
         raise CheckpointError(
-            f"{found} holds an adapter of other weights than model.init={plan.init} has now: give the folder that it "
-            "was trained with, unchanged, and its model.lora.base"
+            f"{found} holds an adapter for other weights than those of model.init={plan.init}: give the "
+            "folder that it was trained with, and its model.lora.base"
         )
     scale, lora = values.get("adapter_scale"), plan.model.lora  # an older checkpoint does not say it
     if scale is not None and lora is not None and scale != lora.scale:
         raise CheckpointError(
-            f"{found} holds an adapter that is multiplied by {scale:g}, and by model.lora.alpha={lora.alpha:g} it "
-            f"would be by {lora.scale:g}: keep alpha and rslora of the run, or start a new run from its export"
+            f"the adapter's scale would change: {found} was trained with {scale:g}, and "
+            f"model.lora.alpha={lora.alpha:g} gives {lora.scale:g}. Keep alpha and rslora of the run, or "
+            "start a new run from its export"
         )
 
 

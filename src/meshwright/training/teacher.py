@@ -86,7 +86,7 @@ class TeacherFolder:
 def folder_of(path: Path) -> TeacherFolder:
     """PlanError where there is none; HubError, RunError where it cannot be read."""
     if not path.is_dir():
-        raise PlanError(f"teacher.init={path}: there is no such folder; give one with weights, or a run, {OTHERWISE}")
+        raise PlanError(f"teacher.init={path} does not exist: give a folder with weights, or a run, {OTHERWISE}")
     if (path / "plan.yaml").is_file():
         run = RunFolder.open(path)
         tokenizer = run.tokenizer if run.tokenizer.is_file() else None
@@ -110,8 +110,8 @@ def check_teacher(plan: Plan) -> None:
         if theirs != ours:
             there, here = (f"{one[0]} {list(one[1])}" if one else "nothing more" for one in (theirs, ours))
             raise PlanError(
-                f"teacher.init={plan.teacher_init} holds the weights of another shape: {there} there, {here} in the "
-                f"plan; take teacher={plan.teacher_init} without changes of its sizes"
+                f"teacher.init={plan.teacher_init} has another shape: {there} there, {here} in the plan. Take "
+                f"teacher={plan.teacher_init} without changed sizes"
             )
     asked = plan.teacher.lora.base if plan.teacher.lora else ""
     if asked and folder.codes not in ("", asked):
@@ -126,9 +126,9 @@ def check_teacher(plan: Plan) -> None:
         )
     if folder.tokenizer is not None and not means_the_same(plan.data.tokenizer, folder.tokenizer):
         raise PlanError(
-            f"data.tokenizer={plan.data.tokenizer} is not the tokenizer of teacher.init={plan.teacher_init}, whose "
-            f"distributions are over its own tokens: take data.tokenizer={folder.tokenizer}, or have the teacher write "
-            "text that the student is trained on (`meshwright distill --sequences`)"
+            f"data.tokenizer={plan.data.tokenizer} differs from the tokenizer of "
+            f"teacher.init={plan.teacher_init}: take data.tokenizer={folder.tokenizer}. With another "
+            "tokenizer, train on texts that the teacher writes (`meshwright distill --sequences`)"
         )
 
 

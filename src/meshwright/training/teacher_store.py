@@ -135,7 +135,7 @@ class TeacherTables:
         needed, free = rows * self.sizes.row_bytes, free_bytes(self.folder)
         if free is not None and needed > free:
             raise RunError(
-                f"what is kept of the teacher takes {needed / GB:.1f} GB ({self.sizes.token_bytes} bytes per token) "
-                f"in {self.folder}, and {free / GB:.1f} GB are free: take a smaller recipe.distillation_top_k, fewer "
-                "recipe.steps, or another cache folder (XDG_CACHE_HOME)"
+                f"the disk is too small for the teacher's targets: they take {needed / GB:.1f} GB "
+                f"({self.sizes.token_bytes} bytes per token) in {self.folder}, and {free / GB:.1f} GB are free. "
+                "Lower recipe.distillation_top_k or recipe.steps, or move the cache (XDG_CACHE_HOME)"
             )

@@ -8,9 +8,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 
-from meshwright.spec.errors import PlanError
+from meshwright.spec.extras import require
 from meshwright.store.durable import replace_file
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher, numbers
 
@@ -73,7 +72,7 @@ class TensorBoard(Scalars):
     """Scalars under RUN/tensorboard, one tag per field, over steps."""
 
     def __init__(self) -> None:
-        _need("tensorboard", extra="tensorboard")
+        require("tensorboard", "--tensorboard")
         self._module = importlib.import_module("torch.utils.tensorboard")
 
     def started(self, info: RunInfo) -> None:
@@ -96,7 +95,8 @@ class WandB(Scalars):
     """A Weights & Biases run named like the run folder; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self) -> None:
-        self._wandb = _need("wandb", extra="wandb")
+        require("wandb", "--wandb")
+        self._wandb = importlib.import_module("wandb")
 
     def started(self, info: RunInfo) -> None:
         """Open the run; resuming a folder goes on with the same one."""
@@ -135,10 +135,3 @@ def _stable_id(folder: Path) -> str:
 
         replace_file(path, secrets.token_hex(4).encode())
     return path.read_text(encoding="ascii").strip()
-
-
-def _need(package: str, *, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise PlanError(f"--{extra} needs the package {package}: pip install 'meshwright[{extra}]'") from error

@@ -120,7 +120,7 @@ def test_an_adapter_for_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(HubError, match=r"model.layers.1.self_attn.q_proj.lora_A.weight adapts no matrix of"):
         load_adapter(tmp_path / "adapter", other)
     wider = replace(shrink("llama-3.1-8b"), ffn=200)
-    with pytest.raises(HubError, match=r"the adapter is for another model"):
+    with pytest.raises(HubError, match=r"is for another model"):
         load_adapter(tmp_path / "adapter", wider)
 
 
@@ -129,7 +129,7 @@ def test_an_adapter_of_fewer_layers_is_refused(tmp_path: Path, name: str) -> Non
     """PEFT only warns of it; one whose config names the layers is for all the model's."""
     written(tmp_path, name)
     deeper: ModelShape = replace(shrink(name), layers=4)
-    with pytest.raises(HubError, match=r"asks for \S*\.3\.\S+, .* a model of fewer layers"):
+    with pytest.raises(HubError, match=r"names \S*\.3\.\S+, .* for as many layers as"):
         load_adapter(tmp_path / "adapter", deeper)
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"layers_to_transform": [0, 1, 2]}))
@@ -141,7 +141,9 @@ def test_a_fused_module_of_another_size_is_refused(tmp_path: Path, form: str) ->
     """Its parts are cut by rows only once they are known to be as long as the model's."""
     written(tmp_path, "gpt2", **FORMS[form])
     wider = replace(shrink("gpt2"), hidden=48, head_dim=12)
-    with pytest.raises(HubError, match=r"h.0.attn.c_attn.weight is \[12, 24\] where gpt2-124m has \[12, 48\]: the ada"):
+    with pytest.raises(
+        HubError, match=r"h.0.attn.c_attn.weight is \[12, 24\], and gpt2-124m has \[12, 48\]\. Give the"
+    ):
         load_adapter(tmp_path / "adapter", wider)
 
 
@@ -240,5 +242,5 @@ def test_an_adapter_that_would_grow_many_times_is_not_taken_from_others(tmp_path
         if fits:
             load_adapter(tmp_path / "adapter", found.shape.base, widest=256)
             continue
-        with pytest.raises(HubError, match=rf"with rank {rank} in every module it has .* numbers, and adapter_model"):
+        with pytest.raises(HubError, match=rf"with rank {rank} everywhere it has .* numbers, and adapter_model"):
             load_adapter(tmp_path / "adapter", found.shape.base, widest=256)

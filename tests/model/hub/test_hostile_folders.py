@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "a deep tokenizer config": (nested("tokenizer_config.json"), r"tokenizer_config\.json is not JSON, or nested"),
     "a deep quantization": (
         config(quantization_config={"quant_method": "gptq", "bits": [[[[[4]]]]]}),
-        r"quantization_config: bits=\[\[|quantized already, by 'gptq'",
+        r"quantization_config: bits=\[\[|holds codes, by 'gptq'",
     ),
     "a deep header": (header(lambda found, _: b'{"a": ' + b"[" * DEEP), "damaged header .maximum recursion"),
     "an infinite dim": (first("shape", [float("inf"), 1]), "must be whole numbers"),
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Change, str]] = {
     ),
     "a tensor outside": (header(lambda found, size: found | {"x": tensor([2**40], size, size + 2**42)}), "truncated"),
     "a header of a list": (header(lambda found, _: b"[1, 2]"), "damaged header"),
-    "wide": (config(hidden_size=10**9), "describes .* numbers, and the files beside it hold 33,336"),
+    "wide": (config(hidden_size=10**9), "describes .* numbers, and the files hold 33,336"),
     "many words": (config(vocab_size=10**9), "describes 16,000,000,568 numbers"),
     "many heads": (config(num_attention_heads=2**30), "describes .* numbers"),
     "many layers": (config(num_hidden_layers=9999), "describes 5,632,216 numbers"),

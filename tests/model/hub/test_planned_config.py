@@ -186,7 +186,7 @@ def test_what_differs_is_named() -> None:
         ({**MINIMAX_01, "attn_type_list": [0, 1, 1, 0] * 20}, "layer 2 is full_attention"),
         ({**MINIMAX_01, "shared_intermediate_size": 9216}, "shared_intermediate_size=9216 is not supported"),
         ({}, "model_type=None is not known"),
-        ({**OLMO_2, "moe_lora_rank": 8}, "moe_lora_rank=8 is not known to the planner and could change the shape"),
+        ({**OLMO_2, "moe_lora_rank": 8}, "moe_lora_rank=8 is not known and could change the shape"),
         ({**KIMI, "index_topk": 2048}, "index_topk=2048 is not known"),
         ({**GPT_OSS, "layer_types": ["linear_attention"] * 24}, "layer_types holds linear_attention"),
         ({**GPT_OSS, "layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "layer 23 is sliding_attention"),

@@ -188,7 +188,7 @@ def spoiled(place: Path, change: Callable[[str], str]) -> Path:
 CASES: dict[str, tuple[Callable[[str], str], str]] = {
     "hub": (
         lambda text: text.replace("json\n", "Rowan/hellaswag\n").replace("dataset_kwargs", "x"),
-        "nothing is downloa",
+        "Nothing is downloa",
     ),
     "file": (lambda text: text.replace("items.jsonl", "none.jsonl"), "there is no .*none.jsonl"),
     "yaml": (lambda text: text + "\n  ]: :", "cannot be read"),

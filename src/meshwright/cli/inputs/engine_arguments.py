@@ -183,7 +183,10 @@ OneAdapter = Annotated[
 def check_adapter(adapter: Path | None) -> None:
     """ArgumentError where there is no such folder."""
     if adapter is not None and not adapter.is_dir():
-        raise ArgumentError(f"adapter={adapter}: there is no such folder")
+        raise ArgumentError(
+            f"adapter={adapter} does not exist: give a folder of PEFT or of `meshwright export --adapter`, or "
+            "a run with model.lora"
+        )
 
 
 def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
@@ -196,7 +199,7 @@ def named_adapters(words: Sequence[str] | None, model: str) -> dict[str, Path]:
         if name in found or name == model:
             raise ArgumentError(f'adapter="{word}": {name} is named already; give each another name')
         if not Path(folder).is_dir():
-            raise ArgumentError(f'adapter="{word}": there is no such folder')
+            raise ArgumentError(f'adapter="{word}" does not exist: give NAME=FOLDER')
         found[name] = Path(folder)
     return found
 
@@ -227,6 +230,6 @@ def check_copies(mib: int | None, cache_dtype: str) -> None:
     """ArgumentError where copies were asked for and there are none."""
     if mib and cache_dtype != "model":
         raise ArgumentError(
-            f"copies_mib={mib} needs cache_dtype=model: with cache_dtype={cache_dtype} there are no copies. Leave one "
-            "of both out"
+            f"copies_mib={mib} has no effect with cache_dtype={cache_dtype}: leave copies_mib out, or take "
+            "cache_dtype=model"
         )

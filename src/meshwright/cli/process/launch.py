@@ -63,8 +63,8 @@ def refuse_unnumbered(environ: Mapping[str, str]) -> None:
     for name, launcher in TASKS.items() if "WORLD_SIZE" not in environ else ():
         if environ.get(name, "1") not in ("", "0", "1"):
             raise PlanError(
-                f"{launcher} started {environ[name]} processes without numbers that torch reads, so each would train "
-                "alone: start one torchrun on each node, as srun --ntasks-per-node=1 torchrun --nproc-per-node=8 ... "
+                f"{launcher} started {environ[name]} processes without RANK and WORLD_SIZE, so each would train "
+                "alone. Start one torchrun per node: srun --ntasks-per-node=1 torchrun --nproc-per-node=8 ... "
                 "(`meshwright plan MODEL --for meshwright -o FOLDER` writes the job), or set RANK and WORLD_SIZE"
             )
 

@@ -64,8 +64,8 @@ def distill(
     if sequences is not None:
         if prompts is None or not teacher or words or student:
             raise PlanError(
-                "--sequences writes what a teacher answers: give --teacher DIR --prompts FILE, and neither --student "
-                "nor keys of a plan"
+                "--sequences writes a teacher's answers and trains nothing: give --teacher DIR --prompts FILE, "
+                "without --student and keys of a plan"
             )
         AnswerSearch(beams=beams, temperature=temperature, samples=samples, max_new_tokens=max_new_tokens)
         check_model(Path(teacher))

@@ -64,7 +64,10 @@ def check_export(
     check_checkpoint(which)
     if out.suffix == ".gguf":
         if adapter:
-            raise PlanError("--adapter writes PEFT's format, and a GGUF file has none: leave --adapter out to merge it")
+            raise PlanError(
+                "--adapter writes PEFT's format, which GGUF does not have: leave --adapter out to export the "
+                "merged model"
+            )
         check_model(source, checkpoint=which)
         check_gguf_path(out)
     else:
@@ -123,8 +126,8 @@ def write_directory(
         raise PlanError(f"{run.path} trained all weights and has no adapter: leave --adapter out")
     if adapter and run.plan.init == RANDOM:
         raise PlanError(
-            f"{run.path} trained its adapter beside random weights, which are in no folder. Export the merged model: "
-            "leave --adapter out"
+            f"{run.path} trained its adapter beside random weights, which no folder holds. Leave --adapter "
+            "out to export the merged model"
         )
     template = run.path / TEMPLATE
     prompts = PromptFiles(

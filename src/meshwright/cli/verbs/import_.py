@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.spec import Data, Plan, Recipe, num_parameters
-from meshwright.spec.errors import HubError, RunError
+from meshwright.spec.errors import HubError
 from meshwright.spec.units import count
 
 if TYPE_CHECKING:
@@ -38,15 +38,14 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     """Make a run folder with the shape, tokenizer and weights of a directory, and return its plan.
 
     The recipe is the default one, in the precision of the weights. Holds the weights once in memory; everything is
-    read and checked before the run folder is made. HubError, DataError; RunError where `run` is taken.
+    read and checked before the run folder is made. HubError, DataError; PlanError where `run` is taken.
     """
     from meshwright.data import Tokenizer
     from meshwright.model.hub.folder_config import read_config
     from meshwright.model.quantized_formats.folder_quantization import quantization
-    from meshwright.store.durable import refuse_unwritable
+    from meshwright.store.durable import refuse_taken, refuse_unwritable
 
-    if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise RunError(f"{run} is not empty: choose another run folder")
+    refuse_taken(run, "RUN ")
     if not quantization(folder):  # codes are described by those who read them
         read_config(folder)
     refuse_unwritable(run, "RUN ")

@@ -13,6 +13,7 @@ import typer
 from meshwright.cli.inputs import engine_arguments as asked
 from meshwright.cli.terminal.server_settings import in_full, in_short
 from meshwright.cli.verbs.chat import say_of_template
+from meshwright.spec.extras import require
 from meshwright.spec.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
 
 if TYPE_CHECKING:
@@ -111,11 +112,11 @@ def serve(
     asked.check_guesses(guess_tokens, guess_ngram, draft)
     asked.check_tensor_ranks(tp, ep)
 
-    from meshwright.api.serving import check_libraries, configuration, run, served_name, server_of
+    from meshwright.api.serving import configuration, run, served_name, server_of
     from meshwright.serve.engine_options import EngineOptions, Graphs
     from meshwright.store.model_place import check_model
 
-    check_libraries()
+    require("serve", "serve")
     check_model(model, dtype=dtype, checkpoint=checkpoint)
     if draft is not None:
         check_model(draft, dtype=dtype, named="draft=")

@@ -15,6 +15,7 @@ from meshwright.cli.process.accelerate import unread
 from meshwright.cli.process.invocation import command, launched
 from meshwright.cli.process.launch import joined, nodes, processes, rank, refuse_unnumbered
 from meshwright.spec.errors import IllegalLayout, PlanError
+from meshwright.spec.extras import require
 from meshwright.spec.plan import SAMPLES
 from meshwright.spec.worlds import world_violation
 
@@ -82,6 +83,9 @@ class Options:
 
     def __post_init__(self) -> None:
         """PlanError for a limit that is none."""
+        for service, wanted in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
+            if wanted:
+                require(service, f"--{service}")
         if self.hang_after is not None and not 0 <= self.hang_after < float("inf"):
             raise PlanError(f"--hang-after {self.hang_after} must be a number of seconds, or 0 for no limit")
 

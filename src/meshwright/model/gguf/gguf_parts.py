@@ -39,7 +39,8 @@ def read_gguf_parts(path: Path) -> GGUFHeader:
     expected = int_of(first.keys.get(TENSORS), len(tensors))
     if len(tensors) != expected:
         raise HubError(
-            f"{path} and its parts hold {len(tensors)} tensors where {expected} belong: a part is of another file"
+            f"{path} and its parts hold {len(tensors)} tensors, and {expected} belong there: a part is of "
+            "another file. Download all parts again"
         )
     return replace(first, tensors=tensors)
 
@@ -49,7 +50,10 @@ def _of_part(path: Path, place: int, count: int, known: Mapping[str, StoredBlock
     header = read_gguf_header(path)
     said = int_of(header.keys.get(NUMBER), -1), int_of(header.keys.get(COUNT), -1)
     if said != (place, count):
-        raise HubError(f"{path} says it is part {said[0] + 1} of {said[1]}, and its name says {place + 1} of {count}")
+        raise HubError(
+            f"{path}: the header says part {said[0] + 1} of {said[1]}, and the file name says {place + 1} of "
+            f"{count}: download the file again, under its own name"
+        )
     twice = sorted(header.tensors.keys() & known.keys())
     if twice:
         raise HubError(f"{path} holds {twice[0]}, which a part before it holds: a part is of another file")

@@ -124,8 +124,8 @@ def _spaces(tokenizer: Mapping[str, Any]) -> dict[str, Value]:
     before, normalizer = (json.dumps(tokenizer.get(key), ensure_ascii=False) for key in ("pre_tokenizer", "normalizer"))
     if SPACE not in before + normalizer or not tokenizer["model"].get("byte_fallback"):
         raise PlanError(
-            "a GGUF file holds a BPE of bytes, or one that spells spaces as a mark and falls back to bytes; this "
-            "tokenizer is neither: take a Hugging Face directory"
+            "GGUF cannot hold this tokenizer: it takes byte-level BPE, and SentencePiece-like BPE with byte "
+            "fallback. Export a Hugging Face directory instead"
         )
     prefixed = '"Prepend"' in normalizer or '"first"' in before or '"always"' in before
     return {"tokenizer.ggml.add_space_prefix": prefixed}

@@ -1,7 +1,8 @@
 """Hugging Face directories in and out, streaming and without transformers."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.spec.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from meshwright.model.hub.config import canonical, config_from_shape, shape_from_config, unwritable
@@ -20,15 +21,9 @@ __all__ = [
     "unwritable",
 ]
 
-_MODULES = {
+# Loaded when they are asked for: what a config says is read without torch.
+__getattr__ = lazy_names(__name__, {
     "HubFolder": "directory", "canonical": "config", "config_from_shape": "config", "export_folder": "directory",
     "import_folder": "directory", "load_weights": "weights", "save_weights": "weights",
     "shape_from_config": "config", "unwritable": "config",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    # Loaded when they are asked for: what a config says is read without torch.
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+})  # fmt: skip

@@ -108,8 +108,8 @@ def base_folder(folder: Path) -> Path:
         if named and place.is_dir():
             return place
     raise HubError(
-        f"{folder}/{CONFIG}: base_model_name_or_path {named!r} is no folder here: put the model there, or change the "
-        "entry to its folder"
+        f"{folder}/{CONFIG}: base_model_name_or_path {named!r} is not a folder here: put the model there, "
+        "or change the entry"
     )
 
 
@@ -134,8 +134,9 @@ def _joined(binding: Binding, low: list[dict[str, Tensor]]) -> dict[str, Tensor]
     """Of one module of theirs that is several of ours. HubError where some of them have no adapter."""
     if len(low) != len(binding.ours):
         raise HubError(
-            f"{next(iter(binding.theirs))} is one matrix in PEFT's format, and only some of {', '.join(binding.ours)} "
-            "have an adapter: take model.lora.targets=attention, or export the merged model"
+            f"{next(iter(binding.theirs))} is one matrix in PEFT's format, and only some of "
+            f"{', '.join(binding.ours)} have an adapter: train model.lora.targets=attention, or export the "
+            "merged model"
         )
     found = {"a": torch.cat([parts["a"] for parts in low]), "b": torch.block_diag(*(parts["b"] for parts in low))}
     return found | ({"magnitude": torch.cat([p["magnitude"] for p in low])} if "magnitude" in low[0] else {})
@@ -202,8 +203,8 @@ def load_adapter(folder: Path, shape: ModelShape, widest: int = 0) -> tuple[Mode
         raise HubError(f"{folder}: {_unknown(next(iter(stored)), shape)}")
     if missing := _unadapted(config, shape, found):
         raise HubError(
-            f"{folder}: {CONFIG} asks for {missing}, and {WEIGHTS} has no adapter of it: it is for a model of fewer "
-            f"layers than {shape.name}, or was not saved whole"
+            f"{folder} does not fit the model: {CONFIG} names {missing}, and {WEIGHTS} has no adapter for it. "
+            f"Take an adapter for as many layers as {shape.name}, or save it again"
         )
     targets = sorted({name.split(".lora.")[0].split("_lora.")[0].rpartition(".")[2] for name in found})
     return replace(shape.base, lora=replace(lora, targets=",".join(targets))), found
@@ -215,8 +216,8 @@ def _check_room(folder: Path, stored: Mapping[str, Stored], rank: int) -> None:
     sides = ((one.size[-1:] if name.endswith(PARTS["a"]) else one.size[:1]) for name, one in stored.items())
     if (padded := sum(rank * size for side in sides for size in side)) > TOO_MANY * held:
         raise HubError(
-            f"{folder}: with rank {rank} in every module it has {padded:,} numbers, and {WEIGHTS} holds {held:,}: save "
-            "it with one rank"
+            f"{folder} has several ranks: with rank {rank} everywhere it has {padded:,} numbers, and "
+            f"{WEIGHTS} holds {held:,}. Save it with one rank"
         )
 
 
@@ -232,8 +233,8 @@ def _check_sizes(folder: Path, binding: Binding, read: list[dict[str, Tensor]], 
             there, right = tuple(tensor.flatten().shape if part == "magnitude" else tensor.shape), wanted[part]
             if there != right:
                 raise HubError(
-                    f"{folder}: {PARTS[part]} of {name} is {list(there)} where {shape.name} has {list(right)}: "
-                    "the adapter is for another model"
+                    f"{folder} is for another model: {PARTS[part]} of {name} is {list(there)}, and {shape.name} has "
+                    f"{list(right)}. Give the model that it was trained with"
                 )
 
 

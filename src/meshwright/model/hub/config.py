@@ -178,6 +178,6 @@ def _check_quantization(entries: Entries) -> None:
         if method != "fp8" or not quantization.raw("weight_block_size", None):
             named = repr(method) if method else "software that names no quant_method, as MLX does"
             raise quantization.fail(
-                f"weights are quantized already, by {named}, and of codes only fp8 by blocks is read as numbers: "
-                "take the original folder, which they were made from"
+                f"the weights are quantized, by {named}, and only fp8 in blocks can be read as numbers: take the "
+                "folder that they were quantized from"
             )

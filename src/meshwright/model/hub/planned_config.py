@@ -67,8 +67,8 @@ def planned_shape(config: Mapping[str, object]) -> ModelShape:
     unknown = unknown_keys(config, {*read.asked, *READ, *(family.read if family else ())})
     for key, value in unknown.items():
         raise HubError(
-            f"config.json: {key}={repr(value)[:60]} is not known to the planner and could change the shape: take it "
-            "out if it does not"
+            f"config.json: {key}={repr(value)[:60]} is not known and could change the shape: remove the key "
+            "if it does not"
         )
     return found
 

@@ -107,7 +107,7 @@ def _other_name(folder: Path) -> Path:
         if names:
             raise HubError(
                 f"{folder} has neither {SINGLE} nor {INDEX}, and {len(names)} other files, as {names[0].name}: "
-                "download the index, which says which belong together, or leave one file"
+                "download the index, or leave one file"
             )
     raise HubError(_nothing(folder))
 
@@ -152,7 +152,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     end = max((stored.start + stored.num_bytes for stored in found.values()), default=8 + size)
     if end != length:
         raise HubError(
-            f"{path} has {length} bytes where its header promises {end}: it is truncated; copy or download it again"
+            f"{path} is truncated: it has {length} bytes, and its header says {end}. Copy or download it again"
         )
     return found
 

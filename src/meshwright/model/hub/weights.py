@@ -80,8 +80,8 @@ def check_numbers(folder: Path, shape: ModelShape, held: int) -> None:
     described = num_parameters(shape.base)
     if described > TOO_MANY * held:
         raise HubError(
-            f"{folder}/config.json describes {described:,} numbers, and the files beside it hold {held:,}: they do not "
-            "belong together; copy or download them again"
+            f"{folder} does not match its weights: config.json describes {described:,} numbers, and the files "
+            f"hold {held:,}. Copy or download them again"
         )
 
 

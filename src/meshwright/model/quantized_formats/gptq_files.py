@@ -153,7 +153,7 @@ def _raised(name: str, found: Codes, index: Tensor, bits: int) -> tuple[Tensor, 
     codes = found.codes + none[:, index].to(torch.uint8)
     if bool((codes > 2**bits - 1).any()):
         raise PlanError(
-            f"{name} has a group of weights that are all above zero, which gptq's files cannot hold: take --format "
+            f"{name} has a group whose weights are all positive, which GPTQ files cannot store: take --format "
             "meshwright or awq, or keep the matrix"
         )
     return codes, found.zeros + none.to(torch.uint8)

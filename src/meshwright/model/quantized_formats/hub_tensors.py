@@ -51,8 +51,8 @@ def tensors_of_model(
         elif name.endswith(".bias") and tensor.dtype.is_floating_point and not IGNORED.fullmatch(name):
             if bool(tensor.read().any()):
                 raise HubError(
-                    f"{folder}: {name} is not zero, and by config.json a {shape.family} has no bias there: it is "
-                    "another model's, or attention_bias or mlp_bias is missing in config.json"
+                    f"{folder}: {name} is not zero, but config.json gives a {shape.family} no bias there: set "
+                    "attention_bias or mlp_bias in config.json, or copy the right file"
                 )
         elif not IGNORED.fullmatch(name):
             told[name] = tensor

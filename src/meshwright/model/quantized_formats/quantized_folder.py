@@ -34,8 +34,8 @@ def open_folder(path: Path) -> HubFolder:
     method = quant_method(path)
     if method not in ("", NUMBERS, *_formats()):
         raise HubError(
-            f"{path} is quantized by {method!r}, whose codes are not read (read: {', '.join(_formats())}): take the "
-            "original folder, which it was made from"
+            f"{path} is quantized by {method!r}, which is not supported (supported: {', '.join(_formats())}): "
+            "take the folder that it was quantized from"
         )
     return import_folder(path, quantized=is_quantized(path))
 
@@ -44,8 +44,8 @@ def open_numbers(path: Path) -> HubFolder:
     """A Hugging Face directory of numbers. HubError also where it holds codes, whichever of its files says so."""
     if is_quantized(path):
         raise HubError(
-            f"{path}: weights are quantized already, by {quant_method(path)!r}, and numbers are needed: take the "
-            "original folder, which they were made from"
+            f"{path} holds codes, by {quant_method(path)!r}, and numbers are needed: take the folder that it "
+            "was quantized from"
         )
     return open_folder(path)
 
@@ -107,13 +107,13 @@ def base_of(folder: HubFolder, model: QuantizedModel) -> str:
             )
         if not replace(layout(scheme), threshold=scheme.threshold).trains_beside:
             raise HubError(
-                f"{folder.path} is quantized with activations that products round, too ({scheme.name}), and adapters "
-                f"are trained beside weights alone: {WHOLE}"
+                f"{folder.path} rounds activations, too ({scheme.name}), and adapters are trained beside rounded "
+                f"weights alone: {WHOLE}"
             )
     if model.skipped:
         raise HubError(
-            f"{folder.path} holds {model.skipped[0]} as numbers and other matrices as codes, and the base of adapters "
-            f"is of one kind: {WHOLE}"
+            f"{folder.path} holds {model.skipped[0]} as numbers and other matrices as codes. Adapters need "
+            f"one kind throughout: {WHOLE}"
         )
     if len(held) > 1:
         names = " and ".join(f"{name} as {base_name(one)}" for one, name in list(held.items())[:2])

@@ -52,19 +52,21 @@ def refuse_elsewhere(plan: Plan) -> None:
     )
     if meant and not gpus:
         raise PlanError(
-            f"the plan is for {many(plan.cluster.devices, 'device')} of the kind {name} and this machine has no GPU: "
-            "start it there with torchrun, or take meshwright dryrun, which needs none"
+            f"this machine has no GPU, and the plan is for {many(plan.cluster.devices, 'device')} of the kind "
+            f"{name}: start it there with torchrun, or take meshwright dryrun, which needs none"
         )
     if gpus and world > gpus:
         raise PlanError(
-            f"the layout has {many(world, 'rank')} and this machine {many(gpus, 'GPU')}: start it on as many GPUs with "
-            "torchrun, or take meshwright dryrun, which needs none"
+            f"this machine has too few GPUs: the layout has {many(world, 'rank')}, and there are "
+            f"{many(gpus, 'GPU')}. Start it with torchrun on enough GPUs, or take meshwright dryrun, which "
+            "needs none"
         )
     cores = len(os.sched_getaffinity(0))
     if not gpus and world > PER_CORE * cores:
         raise PlanError(
-            f"the layout has {many(world, 'rank')} and this machine {many(cores, 'core')}, too few for more than "
-            f"{PER_CORE * cores} processes: start it on more machines with torchrun, or take meshwright dryrun"
+            f"this machine is too small: the layout has {many(world, 'rank')}, and {many(cores, 'core')} run "
+            f"at most {PER_CORE * cores} processes. Start it on more machines with torchrun, or take "
+            "meshwright dryrun"
         )
 
 

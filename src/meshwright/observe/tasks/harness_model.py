@@ -161,7 +161,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm_eval is an extra: without it
         """What stands before a text without a context."""
         found = self._text.tokenizer.bos
         if found is None:
-            raise DataError("the tokenizer has no token that begins a text, so that a first token cannot be scored")
+            raise DataError("a first token cannot be scored: the tokenizer has no token that begins a text")
         return found
 
     def _windows(self, ids: Any) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

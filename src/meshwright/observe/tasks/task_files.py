@@ -99,7 +99,7 @@ def _data(file: Path, said: Mapping[str, Any]) -> dict[str, Any]:
     named = place in BUILDERS and isinstance(given, dict) and given.get("data_files")
     if not (makes_its_own or named or (isinstance(place, str) and Path(place).is_dir())):
         raise DataError(
-            f"--tasks {file}: its data (dataset_path: {place}) is not on this machine, and nothing is downloaded: give "
-            "dataset_path: json with dataset_kwargs.data_files, or a folder"
+            f"--tasks {file}: its data (dataset_path: {place}) is not on this machine: give a folder, or "
+            "dataset_path: json with dataset_kwargs.data_files. Nothing is downloaded"
         )
     return {name: said[name] for name in ("dataset_path", "dataset_kwargs") if name in said}

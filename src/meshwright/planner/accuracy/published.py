@@ -81,7 +81,7 @@ def _check(path: Path, names: set[str]) -> None:
     memory = {"source", "framework", "model", "gpu", "quantity", "value", "unit"}
     if not (names >= runs or names >= memory):
         lacks = min(runs - names, memory - names, key=len)
-        raise DataError(f"{path} lacks the columns {', '.join(sorted(lacks))}: it is no table of published runs")
+        raise DataError(f"{path} is not a table of published runs: it lacks the columns {', '.join(sorted(lacks))}")
 
 
 def _row(line: int, columns: dict[str, str]) -> PublishedRow | Unreadable:

@@ -72,8 +72,9 @@ def landscape(of: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: in
     if not every:
         recipe = plan.recipe
         raise IllegalLayout(
-            f"no layout of {plan.cluster.devices} devices is legal with recipe.global_batch={recipe.global_batch} and "
-            f"recipe.sequence={recipe.sequence}: take a global_batch that the number of devices divides"
+            f"no layout of {plan.cluster.devices} devices is legal with "
+            f"recipe.global_batch={recipe.global_batch} and recipe.sequence={recipe.sequence}: take a "
+            "multiple of the number of devices as global_batch"
         )
     sizes = [len(least.splits) * len(family.pipelines) for least, family in every]
     dice = Random(0)

@@ -148,6 +148,14 @@ at("said").addEventListener("keydown", (event) => {
     at("ask").requestSubmit();
   }
 });
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || event.isComposing) return;
+  if (running) running.abort();
+  else if (!at("settings").hidden) {
+    settings(false);
+    at("settings-open").focus();
+  }
+});
 at("stop").addEventListener("click", () => running?.abort());
 at("clear").addEventListener("click", () => {
   running?.abort();

@@ -80,7 +80,7 @@ def degrees(facts: Facts, devices: int) -> dict[str, int]:
     rest, left = divmod(devices, found["tp"] * found["cp"] * found["pp"])
     said = f"tp={found['tp']} x cp={found['cp']} x pp={found['pp']}"
     if left or not rest:
-        raise PlanError(f"{said} does not divide the {devices} devices: give the cluster that the file is made for")
+        raise PlanError(f"{said} does not divide the {devices} devices: give the cluster of the file")
     copies, shard = facts.get("dp_replicate"), facts.get("dp_shard")
     copies = -1 if copies is None else int(copies)
     shard = -1 if shard is None else int(shard)
@@ -93,8 +93,8 @@ def degrees(facts: Facts, devices: int) -> dict[str, int]:
         copies = rest // shard
     if copies * shard != rest:
         raise PlanError(
-            f"dp_replicate={copies} x dp_shard={shard} x {said} is not the {devices} devices: give the cluster that "
-            "the file is made for"
+            f"dp_replicate={copies} x dp_shard={shard} x {said} differs from the {devices} devices: give the "
+            "cluster of the file"
         )
     return {**found, "dp_replicate": copies, "dp_shard": shard}
 
@@ -113,18 +113,17 @@ def batches(facts: Facts, dp: int) -> tuple[int, int]:
         micro = batch // (dp * times) if _is_whole(times) and batch % (dp * times) == 0 else 0
     if not _is_whole(batch) or not _is_whole(micro):
         raise PlanError(
-            "the batch is not said: give sequences of a micro-batch and of a step, as --layout micro_batch=N and "
-            "--recipe global_batch=N"
+            "the batch is missing: give --layout micro_batch=N and --recipe global_batch=N, both in sequences"
         )
     if batch < micro * dp:
         raise PlanError(
-            f"{batch} sequences of a step are fewer than {micro} of a micro-batch on each of {dp} replicas: give the "
-            "cluster that the file is made for"
+            f"the batch is too small: {batch} sequences a step are fewer than {micro} on each of {dp} "
+            "replicas. Give the cluster of the file"
         )
     if _is_whole(together) and batch > together * dp:
         raise PlanError(
-            f"{batch // dp} sequences of a rank go through the pipeline {together} at a time, each time with a bubble "
-            f"of its own, which is not counted: take {batch // dp} as the local batch"
+            f"The batch runs in several rounds of {together} sequences, each with a pipeline bubble that is "
+            f"not counted: take {batch // dp} as the local batch"
         )
     return int(micro), int(batch)
 

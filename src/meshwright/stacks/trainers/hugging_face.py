@@ -196,7 +196,9 @@ def needs_hub_name(plan: Plan, word: str) -> str:
 def _folder(plan: Plan, word: str) -> str:
     if plan.init not in ("", "random"):
         return plan.init
-    raise PlanError(f"{word} trains models by their name on the Hugging Face hub, and {plan.model.name} has none here")
+    raise PlanError(
+        f"{word} needs a name on the Hugging Face hub, and {plan.model.name} has none here: take a preset that has one"
+    )
 
 
 def trainer_facts(plan: Plan, word: str) -> Facts:

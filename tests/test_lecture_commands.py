@@ -1,0 +1,68 @@
+"""Every command of docs/lectures.md runs here: its plan is legal, or its program, test or target is there."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from meshwright.api.plan_reading import read_plan
+from meshwright.planfile.writing import commented
+from meshwright.spec.worlds import world_violation
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "lectures.md").read_text(encoding="utf-8")
+ROWS = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+COMMANDS = sorted({cells[2].strip("`") for cells in ROWS if len(cells) == 4 and cells[2].startswith("`")})
+LAUNCHED = re.compile(r"(?:torchrun --nproc_per_node (\d+) -m )?meshwright (?:train|profile) (.*)")
+MADE = {"hf_folder", "chat.jsonl", "asked.jsonl", "answers.jsonl", "plan.yaml", "runs/teacher", "RUN", "OUT"}
+"""Files and folders that commands read or write; the page says how to make them."""
+VERBS = ("plan", "explore", "quantize", "distill", "tune")
+"""Others than `train` and `profile`; tests/test_docs.py parses their words and runs the plans."""
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if LAUNCHED.fullmatch(line)])
+def test_a_training_command_has_a_plan_for_as_many_processes(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("plan.yaml").write_text(commented())
+    match = LAUNCHED.fullmatch(command)
+    assert match is not None
+    processes = int(match[1] or 1)
+    plan, _ = read_plan(shlex.split(match[2]), {}, processes=processes)
+    plan.check()
+    assert not world_violation(plan, processes, 1)
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if not LAUNCHED.fullmatch(line)])
+def test_another_command_names_what_is_there(command: str) -> None:
+    words = shlex.split(command)
+    match words:
+        case ["make", target]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+            return
+        case ["python", "-m", "pytest", path, *options]:
+            text = (ROOT / path).read_text(encoding="utf-8")
+            assert options[:1] in ([], ["-k"]) and all(re.search(rf"def test_\w*{word}", text) for word in options[1:])
+            return
+        case ["python", "-m", module, *options]:
+            source = ROOT / f"{module.replace('.', '/')}.py"
+        case ["python", path, *options]:
+            source = ROOT / path
+        case ["meshwright", verb, *options]:
+            assert verb in VERBS
+            files = {word.partition("=")[2] or word for word in options if not word.startswith("--")}
+            assert all(word in PAGE.partition("## A.")[0] for word in files & MADE), "say how to make it"
+            return
+        case _:
+            pytest.fail(f"{command}: no rule here says whether it runs")
+    text = source.read_text(encoding="utf-8")
+    assert all(f'"{word}"' in text for word in options if word.startswith("--"))
+
+
+def test_the_page_says_what_its_commands_need() -> None:
+    needs = PAGE.partition("## A.")[0]
+    assert all(word in needs for word in ("make quickstart", "make test", *MADE))
+    if any("leaderboard" in line for line in COMMANDS):
+        assert "MESHWRIGHT_PUBLISHED" in needs
