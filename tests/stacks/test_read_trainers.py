@@ -1,6 +1,7 @@
 """Trainers whose files are read and not written: torchtune, LitGPT, LLM Foundry, Megatron-DeepSpeed, NeMo 2's recipes,
 scripts over transformers' Trainer. Sources stand with each text."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -444,3 +445,33 @@ def test_words_of_trainers_for_losses_over_pairs(name: str, text: str, copy: boo
     """axolotl docs/rlhf.qmd; LLaMA-Factory src/llamafactory/hparams/finetuning_args.py, pref_loss and use_ref_model."""
     plan = mw.plan_from(write(tmp_path, name, text), cluster="h100x8").plan
     assert (plan.layout.micro_batch, plan.teacher is not None) == (4, copy)
+
+
+LAUNCHED = """
+torchrun --nnodes=1 --nproc_per_node=8 --master_port 29500 finetune.py --model_name_or_path Qwen/Qwen2.5-7B \\
+    --per_device_train_batch_size 2 --gradient_accumulation_steps 8 --max_length 4096 --bf16 True \\
+    --gradient_checkpointing True --fsdp "full_shard auto_wrap" --learning_rate 1e-5 --num_train_epochs 3
+"""
+"""In the manner of tatsu-lab/stanford_alpaca's README: arguments of the Trainer, and no file of accelerate."""
+
+
+@pytest.mark.parametrize("program", ["finetune.py", "sft.py"])
+@pytest.mark.parametrize("words", ["full_shard", "shard_grad_op"])
+def test_a_script_that_follows_the_advice_is_as_fast_as_it_says(program: str, words: str, tmp_path: Path) -> None:
+    text = LAUNCHED.replace("finetune.py", program).replace("full_shard", words)
+    answer = mw.plan_from(write(tmp_path, "a.sh", text), cluster="h100x8")
+    assert answer.plan.layout.recompute == "full" and answer.best is not None and answer.config.unknown == ()
+    advice = answer.options(answer.best.plan)
+    assert "--gradient_checkpointing false" in advice and "layout." not in advice
+    for option in re.findall(r'--(\w+) ("[^"]*"|\S+)', advice):
+        text = re.sub(rf'--{option[0]} ("[^"]*"|\S+)', f"--{option[0]} {option[1]}", text)
+    again = mw.plan_from(write(tmp_path, "b.sh", text), cluster="h100x8")
+    assert again.plan.layout == answer.best.plan.layout
+    assert again.given.step_seconds == pytest.approx(answer.best.step_seconds)
+
+
+def test_the_devices_of_torchrun_are_those_of_the_run(tmp_path: Path) -> None:
+    asked = mw.plan_from(write(tmp_path, "a.sh", LAUNCHED), cluster="h100x4").plan
+    assert asked.cluster.nodes == 2 and asked.recipe.global_batch == 128
+    asked = mw.plan_from(write(tmp_path, "b.sh", LAUNCHED.replace("nnodes=1", "nnodes=1:4")), cluster="h100x8").plan
+    assert asked.cluster.nodes == 1

@@ -20,6 +20,7 @@ from meshwright.stacks.text.shell_text import SCRIPT
 from meshwright.stacks.trainer_table import READ, SOFTWARE, software
 from meshwright.stacks.trainers.accelerate_fsdp import ACCELERATE_FILE as LAUNCHER_FILE
 from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE
+from meshwright.stacks.trainers.hugging_face import LAUNCHER_KEYS
 
 ABSENT = "is not beside the file, and may shard the run, which needs less memory: not counted."
 """Of a file that another names."""
@@ -173,7 +174,8 @@ def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSof
 def _known(file: ConfigFile, keys: set[str]) -> float:
     if file.marks and not keys & set(file.marks):
         return 0.0
-    return sum(file.option(key) is not None for key in keys) + 0.01 * sum(map(file.knows, keys))
+    whose = keys - LAUNCHER_KEYS
+    return sum(file.option(key) is not None for key in whose) + 0.01 * sum(map(file.knows, whose))
 
 
 def _read(

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.spec.errors import PlanError
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.spec.shape import ModelShape
 from meshwright.stacks.declaration.option import ConfigFile, Facts, Option, as_shell
 from meshwright.stacks.declaration.software import LaunchCommand, TrainingSoftware
 from meshwright.stacks.trainers import hugging_face as hf
@@ -99,7 +101,7 @@ ACCELERATE_FILE = ConfigFile(
 
 
 BESIDE = {**hf.RUN_CLM.refused, **hf.OWN_ADAPTERS, **hf.OWN_PARTS}
-SCRIPTS = hf.with_model_name(as_shell(replace(hf.RUN_CLM, refused=BESIDE, options=(
+SCRIPTS = hf.as_script(as_shell(replace(hf.RUN_CLM, refused=BESIDE, options=(
     *hf.RUN_CLM.options,
     Option(key="optim", fact="optimizer", meaning="AdamW with two states"),
     Option(key="deepspeed", fact="deepspeed_file", meaning="file of DeepSpeed", also=("deepspeed_config_file",)),
@@ -126,7 +128,7 @@ def accelerate_facts(plan: Plan) -> Facts:
 
 def resolve(facts: Facts) -> Facts:
     """Degrees and ZeRO stage that its file means."""
-    completed = {**hf.resolved(facts), **_trainers_own(facts)}
+    completed = {**hf.resolved(facts), **_trainers_own(facts), **hf.launched_devices(facts)}
     kind = str(completed.get("distributed", "MULTI_GPU"))
     completed["cp"], completed["tp"] = completed.get("cp_size") or 1, completed.get("tp_size") or 1
     if kind in ("MULTI_GPU", "NO"):
@@ -162,6 +164,38 @@ def _trainers_own(facts: Facts) -> Facts:
     if kind is None:
         raise PlanError(f"fsdp={' '.join(said)} is not understood: take one of {', '.join(WORDS)}")
     return {"distributed": "FSDP", "strategy": kind, "offload_params": "offload" in said}
+
+
+def variant(software: TrainingSoftware, facts: Facts) -> TrainingSoftware:
+    """A trainer whose arguments say how it shards and recomputes is advised of these arguments: the file of accelerate,
+    which says both elsewhere, may not exist. Under DeepSpeed as `deepspeed_variant`."""
+    if facts.get("distributed") == "DEEPSPEED":
+        return deepspeed_variant(software, facts)
+    words = str(facts.get("fsdp_words") or "")
+    sharded = hf.is_on(words)
+    # Of the two switches of recomputation the argument counts where it is on, and where no other is written.
+    argument = hf.is_on(facts.get("checkpointing")) or (sharded and facts.get("fsdp_checkpointing") is None)
+    if not (sharded or argument):
+        return software
+
+    def stated(plan: Plan) -> Facts:
+        said = software.facts(plan)
+        if argument:
+            other = False if hf.is_on(facts.get("fsdp_checkpointing")) else None
+            said |= {"checkpointing": str(plan.layout.recompute == "full").lower(), "fsdp_checkpointing": other}
+        return {**said, "fsdp_words": ARGUMENTS[plan.layout.zero]} if sharded else said
+
+    def refusal(shape: ModelShape, layout: Layout) -> str:
+        copies = layout.zero > 0 and layout.dp_replicate > 1 and "hybrid" not in words
+        return "--fsdp shards over all ranks: take layout.dp_replicate=1" if sharded and copies else (
+            software.split_refusal(shape, layout)
+        )  # fmt: skip
+
+    return replace(software, facts=stated, split_refusal=refusal)
+
+
+ARGUMENTS = {3: '"full_shard auto_wrap"', 2: '"shard_grad_op auto_wrap"', 0: None}
+"""ZeRO stage -> value of --fsdp, as it is typed."""
 
 
 def _sharded(found: Facts) -> Facts:
@@ -211,7 +245,7 @@ ACCELERATE_FSDP = TrainingSoftware(
     resolve=resolve,
     objections=hf.objections,
     bounds=bounds,
-    variant=deepspeed_variant,
+    variant=variant,
     launch=_launch,
     unknown=(hf.NOT_SCORED,),
     axes={**AXES, "recompute": "fsdp_activation_checkpointing"},

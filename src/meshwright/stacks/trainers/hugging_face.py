@@ -276,11 +276,34 @@ def bounds(facts: Facts) -> Iterator[str]:
         yield "mixed_precision=fp8 makes products of 8 bits, which takes less time: not counted."
 
 
-def with_model_name(file: ConfigFile) -> ConfigFile:
-    """The same arguments of a script that calls the model's name `--model_name`, as TRL's did, or `--model`."""
+def as_script(file: ConfigFile) -> ConfigFile:
+    """The same arguments of a script that calls the model's name `--model_name`, as TRL's did, or `--model`, behind
+    those of the launcher."""
     options = (replace(one, also=(*one.also, "--model_name", "--model")) if one.fact == "hub" else one
                for one in file.options)  # fmt: skip
-    return replace(file, options=tuple(options))
+    return replace(file, options=(*options, *LAUNCHER), ignored=(*file.ignored, *LAUNCHER_IGNORED))
+
+
+LAUNCHER = (
+    Option(key="--nnodes", fact="launcher_nodes", meaning="nodes of torchrun", also=("--num_nodes",)),
+    Option(key="--nproc_per_node", fact="node_devices", meaning="GPUs of a node",
+           also=("--nproc-per-node", "--num_gpus")),
+)  # fmt: skip
+"""Of torchrun and deepspeed, in front of the script."""
+LAUNCHER_KEYS = frozenset(key for option in LAUNCHER for key in (option.key, *option.also))
+"""Programs of all trainers stand behind these: they do not say whose the options are."""
+LAUNCHER_IGNORED = (
+    "--node_rank", "--node-rank", "--master_*", "--master-*", "--rdzv*", "--standalone", "--max_restarts",
+    "--max-restarts",
+)  # fmt: skip
+
+
+def launched_devices(facts: Facts) -> Facts:
+    """`devices` of all nodes, where the launcher states those of a node in a number."""
+    nodes, per_node = facts.get("launcher_nodes") or 1, facts.get("node_devices")
+    if facts.get("devices") is None and isinstance(nodes, int) and isinstance(per_node, int):
+        return {"devices": nodes * per_node}
+    return {}
 
 
 def is_on(switch: object) -> bool:

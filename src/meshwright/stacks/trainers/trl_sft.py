@@ -10,7 +10,6 @@ from meshwright.stacks.text.shell_text import SCRIPT
 from meshwright.stacks.trainers import accelerate_fsdp as accelerate
 from meshwright.stacks.trainers import hugging_face as hf
 from meshwright.stacks.trainers import peft_adapters as adapters
-from meshwright.stacks.trainers.deepspeed import deepspeed_variant
 
 FUSED_HEAD = replace(
     hf.FSDP,
@@ -83,7 +82,7 @@ SFT = ConfigFile(
 
 
 COMMAND = replace(
-    hf.with_model_name(as_shell(SFT)),
+    hf.as_script(as_shell(SFT)),
     marks=(*(f"--{key}" for key in ("max_length", "packing", "use_peft", "completion_only_loss", "assistant_only_loss",
                                     "dataset_text_field", "accelerate_config", "use_bnb_nested_quant")),
            *(f"{SCRIPT}:{name}" for name in ("sft.py", "run_sft.py", "trl sft"))),
@@ -124,7 +123,7 @@ TRL_SFT = TrainingSoftware(
     resolve=accelerate.resolve,
     objections=hf.objections,
     bounds=accelerate.bounds,
-    variant=deepspeed_variant,
+    variant=accelerate.variant,
     launch=_launch,
     unknown=(
         hf.NOT_SCORED,
