@@ -363,6 +363,30 @@ def test_the_last_word_says_how_long_a_run_is(words: list[str], length: tuple[in
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [
+        (["recipe.steps=40", "recipe.epochs=0"], (40, 0, 0)),
+        (["recipe.epochs=0", "recipe.steps=40", "recipe.tokens=0.0"], (40, 0, 0)),
+        (["recipe.tokens=1e6", "recipe.epochs=0"], (123, 0, 1_000_000)),
+        (["recipe={steps: 40, epochs: 0}"], (40, 0, 0)),
+    ],
+)
+def test_a_length_of_zero_leaves_the_others_as_they_are(words: list[str], length: tuple[int, float, int]) -> None:
+    notes: list[str] = []
+    recipe = read(None, words, notes=notes).recipe
+    assert ((recipe.steps, recipe.epochs, recipe.tokens), notes) == (length, [])
+
+
+def test_a_name_of_the_hub_is_said_to_bring_no_weights() -> None:
+    notes: list[str] = []
+    assert read(None, ["model=openai-community/gpt2"], notes=notes).model.name == "gpt2-124m"
+    assert len(notes) == 1 and "weights are drawn anew" in notes[0] and "model=FOLDER" in notes[0]
+    for words in (["model=gpt2-124m"], ["model=openai-community/gpt2", "model.init=random"]):
+        read(None, words, notes=(silent := []))
+        assert silent == []
+
+
 def test_a_model_that_is_not_there_is_no_preset_either() -> None:
     with pytest.raises(PlanError, match="no folder of that name is here"):
         read(None, ["model=hf_folder"])

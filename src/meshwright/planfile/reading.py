@@ -31,7 +31,7 @@ from meshwright.planfile.paths import located
 from meshwright.planfile.text import OVERRIDE, Node, parse_file, parse_override, shown
 from meshwright.spec import presets
 from meshwright.spec.errors import PlanError
-from meshwright.spec.hub_names import download_hint, missing
+from meshwright.spec.hub_names import download_hint, missing, shape_alone
 from meshwright.spec.layout import AXES
 from meshwright.spec.plan import RANDOM, Plan
 
@@ -262,7 +262,9 @@ class _Reader:
             folder, exists, file = Path(name), False, False
         if not (name.startswith((".", "/", "~")) or (exists and "/" in name)):
             try:
-                return dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
+                preset = dict(presets.published(name, f"{section}={name[: presets.LONGEST]!r}").fields)
+                self.notes += shape_alone(name, str(preset["name"])) if weights and section == "model" else ()
+                return preset
             except PlanError as error:
                 if not (exists or file):
                     hint = download_hint(name, f"{section}=")

@@ -39,6 +39,12 @@ def whereabouts(name: str, argument: str = "") -> str:
     return download_hint(name, argument) or _beside(Path(name))
 
 
+def shape_alone(name: str, preset: str) -> list[str]:
+    """A note for a name of the hub that stands for a preset: its weights are not downloaded."""
+    note = f"model={name} is the shape of {preset}: weights are drawn anew; for those of the hub give model=FOLDER"
+    return [note] if looks_like_hub_name(name) else []
+
+
 def _beside(path: Path) -> str:
     try:
         names = sorted(entry.name for entry in path.parent.iterdir() if entry.is_dir() and entry.name[0] != ".")
