@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from meshwright.api.model_opening import load
+from meshwright.cli.main import main
 from meshwright.cli.verbs.export import write_directory
 from meshwright.cli.verbs.import_ import import_hf
 from meshwright.data import Tokenizer
@@ -73,6 +74,14 @@ def test_a_directory_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None
     assert files == sorted(path.name for path in (tmp_path / "again").iterdir())
     for file in files:
         assert (tmp_path / "hf" / file).read_bytes() == (tmp_path / "again" / file).read_bytes(), file
+
+
+def test_the_run_folder_is_named_as_by_every_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    assert main(["import", "hf", "run=runs/first"]) == 0 == main(["import", "hf", "runs/second"])
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["first", "second"]
+    assert main(["generate", "runs/first", "--prompt", "def", "--max-new-tokens", "2"]) == 0
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -147,3 +147,8 @@ def test_the_former_name_of_an_option_is_still_read(tmp_path: Path, capsys: Capt
     for option in ("-o", "--out", "--output"):
         assert main([*MODEL, "--for", "torchtitan", option, str(file)]) == 2
         assert capsys.readouterr().err == f"meshwright: --out {file} is a file: name a folder\n"
+
+
+def test_a_dry_run_is_no_option_that_begins_to_train(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["train", "model=llama-tiny", f"run={tmp_path / 'run'}", "--dry-run"]) == 2
+    assert "`meshwright dryrun`" in capsys.readouterr().err and not (tmp_path / "run").exists()

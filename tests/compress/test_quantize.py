@@ -89,6 +89,20 @@ def test_what_a_scheme_became_is_printed(
     assert said in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(("scheme", "least"), [("int4-rtn", 3), ("int8", 1), ("int3", 0)])
+def test_other_formats_that_are_named_are_those_that_hold_the_scheme(
+    folder: Path, capsys: pytest.CaptureFixture[str], scheme: str, least: int
+) -> None:
+    assert main([*words(folder, scheme), "--no-quality"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    holding = []
+    for name in ("compressed-tensors", "gptq", "awq", "bitsandbytes"):
+        if main([*words(folder, scheme), "--no-quality", "--format", name, "-o", str(folder / name)]) == 0:
+            holding.append(name)
+    assert len(holding) >= least and ("no other format holds this" in said) == (not holding)
+    assert not holding or f"--format {' or '.join(holding)} is for other software" in said
+
+
 def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,8 @@ class QuantizeAnswer(Answer):
     """How many matrices have how many."""
     resumed_blocks: int = 0
     """Of those, the ones that an earlier run of the same command had made before it was killed."""
+    other_formats: tuple[str, ...] = ()
+    """Of a folder in Meshwright's own format: formats of other software that hold the same scheme."""
     note: str = ""
     """What a user of the file must know; empty = nothing."""
 
@@ -252,6 +254,8 @@ def quantize(
         calibration_tokens=text.calibration_tokens if text and taken.calibrated else 0,
         calibration_text=text.of if text and taken.calibrated else "", resumed_blocks=made.resumed,
         budget_bytes=limit, bits=bits_of(whole_model.schemes),
+        other_formats=tuple(name for name in FORMATS if name != DEFAULT and not FORMATS[name].refusal(whole_model))
+        if format == DEFAULT else (),
     )  # fmt: skip
 
 

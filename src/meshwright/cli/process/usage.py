@@ -25,6 +25,8 @@ def usage(error: Any, words: Sequence[str], verbs: Iterable[str]) -> str:
         message = re.sub(pattern, instead, message)
     if verb == "generate " and message.startswith("Got unexpected extra argument"):
         message = f"A prompt is given as --prompt TEXT, in quotes where it has spaces ({message.partition(' ')[2]})"
+    if message.startswith("No such option: --dry-run"):
+        message = f"{verb}has no --dry-run: `meshwright dryrun` makes a dry run alone"
     see = f"see meshwright {verb}--help"
     return f"{message} S{see[1:]}" if message.endswith("?") else f"{message}: {see}"
 

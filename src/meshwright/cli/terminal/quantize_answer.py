@@ -27,7 +27,9 @@ def _details(found: "QuantizeAnswer") -> Iterator[str]:
     place = "file  " if found.format == GGUF else "folder"
     yield f"{place}      {found.run} ({found.format}), {matrices} of {found.original}"
     if found.format == "meshwright":
-        yield "readers     meshwright alone; --format compressed-tensors, gptq or awq for transformers and vLLM"
+        others = " or ".join(found.other_formats)
+        what = f"--format {others} is for other software" if others else "no other format holds this"
+        yield f"readers     meshwright alone; {what}"
     bits = 8 * sum(one.bytes for one in found.layers) / found.quantized_parameters
     same = "as predicted" if found.bytes == found.predicted_bytes else f"predicted {found.predicted_bytes:,}"
     yield f"size        {found.bytes:,} bytes, {same}; {bits:.3g} bits per quantized weight"

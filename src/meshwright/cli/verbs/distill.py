@@ -11,10 +11,10 @@ from meshwright.cli.verbs.train import (
     Anyway,
     AsJson,
     HangAfter,
+    NoDryRun,
     Options,
     TensorBoard,
     WandB,
-    WithDryRun,
     start,
 )
 from meshwright.spec.errors import PlanError
@@ -47,7 +47,7 @@ def distill(
     wandb: WandB = False,
     hang_after: HangAfter = None,
     anyway: Anyway = False,
-    dry_run: WithDryRun = True,
+    no_dry_run: NoDryRun = False,
     json: AsJson = False,
 ) -> None:  # fmt: skip
     """Train a student on the distributions of a teacher: --teacher runs/base --student teacher:layers=2.
@@ -84,7 +84,7 @@ def distill(
     ):  # fmt: skip
         if asked != default:
             raise PlanError(f"--{name} says how a teacher answers prompts: add --sequences OUT.jsonl, or leave it out")
-    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
+    options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
     notes: list[str] = []
     plan, resume = distillation_plan(words or (), teacher, student, processes=processes(), notes=notes)
     named = [*(["--teacher", teacher] if teacher else []), *(["--student", student] if student else [])]

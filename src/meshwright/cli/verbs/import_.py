@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
 def import_(
     folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face directory.")],
-    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Run folder to make.  [runs/NAME]")] = None,
+    run: Annotated[
+        str, typer.Argument(metavar="[RUN]", help="Run folder to make; run=RUN means the same.  [runs/NAME]")
+    ] = "",
     json: Annotated[bool, typer.Option("--json", help="Print what was made as one JSON document.")] = False,
 ) -> None:
     """Make a run folder from a Hugging Face directory: plan, tokenizer, and a checkpoint of step 0."""
     from meshwright.cli.terminal.output import print_json
 
-    target = run or Path("runs") / folder.resolve().name
+    # Every other verb takes run=RUN: as a folder of that name, no command could name it again.
+    word = run.removeprefix("run=")
+    target = Path(word) if word else Path("runs") / folder.resolve().name
     plan = import_hf(folder, target)
     if json:
         print_json({"run": target, "family": plan.model.family, "parameters": num_parameters(plan.model)})

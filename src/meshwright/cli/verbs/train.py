@@ -36,11 +36,11 @@ HangAfter = Annotated[
     ),
 ]
 Anyway = Annotated[bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")]
-WithDryRun = Annotated[
+NoDryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run/--no-dry-run",
-        help="Plan and dry run before the first step, and beside the measured after the last.",
+        "--no-dry-run",
+        help="Without the plan and dry run before the first step, and beside the measured after the last.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]
@@ -52,7 +52,7 @@ def train(
     wandb: WandB = False,
     hang_after: HangAfter = None,
     anyway: Anyway = False,
-    dry_run: WithDryRun = True,
+    no_dry_run: NoDryRun = False,
     json: AsJson = False,
 ) -> None:
     """Train a plan; without a file, the default plan.
@@ -64,7 +64,7 @@ def train(
     """
     from meshwright.api.plan_reading import read_plan
 
-    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
+    options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
     notes: list[str] = []
     plan, resume = read_plan(words or (), {}, processes=processes(), notes=notes)
     start("train", words or (), plan, resume, notes, options)

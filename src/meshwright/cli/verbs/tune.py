@@ -6,10 +6,10 @@ from meshwright.cli.verbs.train import (
     Anyway,
     AsJson,
     HangAfter,
+    NoDryRun,
     Options,
     TensorBoard,
     WandB,
-    WithDryRun,
     start,
 )
 
@@ -20,7 +20,7 @@ def tune(
     wandb: WandB = False,
     hang_after: HangAfter = None,
     anyway: Anyway = False,
-    dry_run: WithDryRun = True,
+    no_dry_run: NoDryRun = False,
     json: AsJson = False,
 ) -> None:
     """Fine-tune a model on conversations, or on preferences: model=HF_DIR data=chat.jsonl.
@@ -33,7 +33,7 @@ def tune(
     """
     from meshwright.api.tuning_plan import tuning_plan
 
-    options = Options(tensorboard, wandb, hang_after, anyway, dry_run, json)
+    options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
     notes: list[str] = []
     plan, resume = tuning_plan(words or (), processes=processes(), notes=notes)
     start("tune", words or (), plan, resume, notes, options)
