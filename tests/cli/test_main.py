@@ -69,6 +69,8 @@ def test_bad_usage_is_one_line_and_2(
     words: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text("{}")  # a model that is not there is refused before its options are
     assert expected in refused(capsys, *words)
 
 
