@@ -436,3 +436,47 @@ def test_pieces_of_experts_hold_what_one_piece_holds(shared: int, recompute: str
         assert run.ranks[0].peak_bytes == pytest.approx(alone, rel=0.01)
         calls = {(one.axis, one.collective): one.calls for one in traffic(asked)}
         assert run.traffic(0)["ep", "all_to_all"][0] == calls["ep", "all_to_all"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens", "layout"),
+    [
+        pytest.param(4, 512, {"dp_shard": 8, "ep": 2, "zero": 3, "recompute": "full"}, id="cut, made again"),
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.long)
+            for name, case in {
+                "cut": (4, 1024, {"dp_shard": 8, "ep": 2, "zero": 3}),
+                "cut, one micro-batch": (4, 1024, {"dp_shard": 8, "ep": 2, "zero": 3, "recompute": "full"}),
+                "cut, gradients shared": (4, 1024, {"dp_shard": 8, "ep": 2, "zero": 2}),
+                "shared": (8, 1024, {"dp_shard": 4, "ep": 2, "zero": 3}),
+                "shared, gradients too": (8, 1024, {"dp_shard": 4, "ep": 2, "zero": 2}),
+                "of tensor-parallel ranks": (8, 1024, {"dp_shard": 4, "tp": 2, "sp": True, "ep": 4, "zero": 2}),
+                "alone": (8, 1024, {"dp_shard": 4, "ep": 4, "zero": 3}),
+                "alone, gradients shared": (8, 1024, {"dp_shard": 4, "ep": 4, "zero": 2}),
+            }.items()
+        ),
+    ],
+)
+def test_experts_that_are_a_unit_of_their_own(
+    experts: int, tokens: int, layout: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    """They are gathered beside the layer in front, stack by stack where ZeRO cuts inside of them, and reduced when the
+    pass leaves them."""
+    moe = MoEShape(experts=experts, top_k=1 if experts == 4 else 2, ffn=2048)
+    shape = replace(SHAPE, layers=6, hidden=1024, heads=16, kv_heads=4, ffn=4096, moe=moe)
+    passes = 1 if "one micro-batch" in request.node.name else 4
+    recipe = Recipe(sequence=tokens, global_batch=passes * int(str(layout["dp_shard"])), precision="bf16",
+                    document_mask=False)  # fmt: skip
+    asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
+    said, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
+    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when
+
+
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.long), 3])
+def test_gradients_of_a_step_of_one_micro_batch_are_reduced_layer_by_layer(zero: int) -> None:
+    """Under ZeRO-3 all are there at the first layers; under ZeRO-1 a layer's copy stands beside the next one's pass."""
+    shape = replace(SHAPE, layers=6, hidden=1024, heads=16, kv_heads=4, ffn=4096)
+    recipe = Recipe(sequence=256, global_batch=4, precision="bf16", document_mask=False)
+    asked = plan(shape, recipe, compile="off", dp_shard=4, zero=zero, micro_batch=1, recompute="full")
+    said, run = predict(asked).memory[0], dry_run(asked, ranks=[0], device="cuda")
+    assert said.total_bytes - said.kinds["reserve"] == pytest.approx(run.peak_bytes, rel=0.02), said.when

@@ -25,6 +25,11 @@ class Backward:
     """When the pass leaves the MLP, without the gradients of its weights."""
     weights: float = 0.0
     """Elements of its largest weight (experts: all of a rank's), whose gradient is made at once."""
+    outside: float = 0.0
+    """When the pass comes to the experts of a layer or leaves them: gradients of the stream and of rows. Without what
+    the layer makes again, and what experts keep is gone or still to be made again."""
+    inner: float = 0.0
+    """What experts keep."""
     queued: float = 0.0
     """From a split pass to the gradients of weights."""
 
@@ -50,12 +55,15 @@ def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward
             attention=_attention(of, widths) - kept + made + 2 * stream + TUNING_BYTES,
             weights=weights,
         )
+    sent = routed.copies * of.shape.hidden * of.width if routed else 0.0
     return Backward(
+        outside=2 * of.between_bytes + sent if routed else 0.0,
+        inner=kept - sent if routed else 0.0,
         mlp=mlp + weights * of.width + stream,
         attention=max(_attention(of, widths), _rounded_attention(of, widths), _restored_attention(of, widths))
         - kept
         + stream,
-        after=(_experts(of, routed) if routed else of.gates * _gate(of) - kept) + stream,
+        after=(_left_experts(of, routed) if routed else of.gates * _gate(of)) - kept + stream,
         weights=weights,
         queued=adapters.queued(of, widths, routed) if of.shape.lora else queued(of, widths, routed),
     )
@@ -125,6 +133,12 @@ def _restored_attention(of: "Local", widths: HeadWidths) -> float:
 def _experts(of: "Local", routed: Routed) -> float:
     """Over copies of tokens, whose product is kept and gone by then."""
     return (2 * routed.ffn + of.shape.hidden) * routed.copies * of.width
+
+
+def _left_experts(of: "Local", routed: Routed) -> float:
+    """Beside gradients of all of a rank's stacks: those of what the first products made, whose results and activation
+    are gone; then those of rows."""
+    return max(of.gates * routed.copies * routed.ffn, routed.copies * of.shape.hidden) * of.width
 
 
 def _mlp_kept(of: "Local", routed: Routed | None) -> float:

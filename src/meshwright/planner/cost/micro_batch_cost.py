@@ -21,6 +21,10 @@ class MicroBatchCost(NamedTuple):
     """The same of this package's engine in attention."""
     after_bytes: float = 0.0
     """The same between the two, without gradients of weights."""
+    outside_bytes: float = 0.0
+    """The same when the pass comes to experts or leaves them, but for `inner_bytes` that are not there then."""
+    inner_bytes: float = 0.0
+    """What experts keep."""
     queued_bytes: float = 0.0
     """Kept from a split backward pass to the gradients of weights."""
     split_bytes: float = 0.0
@@ -66,6 +70,8 @@ class MicroBatchCost(NamedTuple):
             mlp_bytes=max(self.mlp_bytes, other.mlp_bytes),
             attention_bytes=max(self.attention_bytes, other.attention_bytes),
             after_bytes=max(self.after_bytes, other.after_bytes),
+            outside_bytes=max(self.outside_bytes, other.outside_bytes),
+            inner_bytes=max(self.inner_bytes, other.inner_bytes),
             queued_bytes=self.queued_bytes + times * other.queued_bytes,
             split_bytes=max(self.split_bytes, other.split_bytes),
             weights=max(self.weights, other.weights),
@@ -89,6 +95,7 @@ class MicroBatchCost(NamedTuple):
             mlp_bytes=self.mlp_bytes + ahead,
             attention_bytes=self.attention_bytes + ahead,
             after_bytes=self.after_bytes + ahead,
+            outside_bytes=self.outside_bytes + ahead,
             forward_s=self.forward_s + forward_s,
             input_s=self.input_s + backward_s,
             offload_s=forward_s + backward_s,
@@ -101,6 +108,8 @@ class MicroBatchCost(NamedTuple):
             mlp_bytes=other.mlp_bytes,
             attention_bytes=other.attention_bytes,
             after_bytes=other.after_bytes,
+            outside_bytes=other.outside_bytes,
+            inner_bytes=other.inner_bytes,
             split_bytes=self.split_bytes,
         )
 

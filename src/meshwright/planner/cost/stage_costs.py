@@ -48,6 +48,8 @@ def _block_cost(
         mlp_bytes=mlp,
         attention_bytes=attention,
         after_bytes=back.after + repeated if inside else 0.0,
+        outside_bytes=back.outside + repeated,
+        inner_bytes=back.inner,
         queued_bytes=back.queued,
         split_bytes=max(0.0, kept + max(mlp - new, attention) - back.queued),
         weights=back.weights,

@@ -130,9 +130,30 @@ def counts(
     return _count(parts, layout)
 
 
-def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
+def expert_counts(shape: ModelShape, layout: Layout, layer: int) -> ElementCounts:
+    """Of the experts of a layer."""
+    return _count(Counter(size for size in _sizes(shape, layout, layer) if size[1]), layout)
+
+
+def largest_cut_stack(shape: ModelShape, layout: Layout, layer: int) -> int:
+    """Elements on a rank of the largest stack of a layer's experts that ZeRO cuts inside of experts; 0: none."""
+    ranks, stacks = cut_over(layout)[1], [size for size in _sizes(shape, layout, layer) if size[1] and size[3]]
+    return max((prod(sizes) for sizes, *_ in stacks if sharded_dim(sizes, ranks)), default=0)
+
+
+def _sizes(shape: ModelShape, layout: Layout, layer: int) -> Sizes:
+    sizes: Sizes = getattr(pieces(shape, layout.tp, layout.ep), layer_kind(shape, layer))
+    return sizes
+
+
+def cut_over(layout: Layout) -> tuple[int, int]:
+    """Ranks over which ZeRO cuts a parameter, and an expert's."""
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
-    same = layout.dp_shard * layout.cp * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
+    return ranks, ranks * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
+
+
+def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
+    ranks, same = cut_over(layout)
     whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = codes_gathered = 0
     for (sizes, expert, stored, trained, coded, lines), times in parts.items():
         n = same if expert else ranks

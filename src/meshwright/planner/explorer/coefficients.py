@@ -28,6 +28,8 @@ SIZES: dict[str, Callable[[MicroBatchCost], float]] = {
     "mlp": lambda cost: cost.mlp_bytes - cost.new_bytes,
     "attention": lambda cost: cost.attention_bytes,
     "after": lambda cost: cost.after_bytes,
+    "outside": lambda cost: cost.outside_bytes,
+    "inner": lambda cost: cost.inner_bytes,
     "logits_kept": lambda cost: cost.logits.kept,
     "logits_held": lambda cost: cost.logits.held,
     "logits_chunk": lambda cost: cost.logits.chunk,

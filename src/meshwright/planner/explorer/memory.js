@@ -62,8 +62,15 @@ function stateBytes({elements}, table, count) {
 // Codes that ZeRO-3 shares: spec/code_cuts.py.
 const LINE_BYTES = 16;
 
+// Ranks over which ZeRO cuts a parameter, and an expert's.
+function sharersOf({zero, dp_shard: shards, cp, tp, ep}) {
+  const ranks = zero ? shards * cp : 1;
+  return [ranks, zero && ep > 1 ? ranks * tp / ep : ranks];
+}
+
 // Elements on a rank: whole, its padded shard, gathered again; of what is trained the same, and the number of tensors.
-function countOf(data, layout, layers, first, last) {
+// `alone`: of experts only.
+function countOf(data, layout, layers, first, last, alone = false) {
   const pieces = data.memory.pieces[`${layout.tp},${layout.ep}`];
   const number = layers.reduce((sum, range) => sum + range.end - range.start, 0);
   const routed = layers.reduce((sum, range) => sum + routedOf(data.model, range), 0);
@@ -71,13 +78,12 @@ function countOf(data, layout, layers, first, last) {
   if (first) parts.push([pieces.embedding, 1]);
   if (last) parts.push([pieces.norm, 1]);
   if (last && !(data.model.tied && first)) parts.push([pieces.head, 1]);
-  const {tp, cp, ep, zero} = layout;
-  const ranks = zero ? layout.dp_shard * cp : 1;
-  const same = zero && ep > 1 ? layout.dp_shard * cp * tp / ep : ranks;
+  const {zero} = layout, [ranks, same] = sharersOf(layout);
   const count = {whole: 0, shard: 0, own: 0, gathered: 0, tensors: 0, moments: 0, learned: 0, learned_gathered: 0,
     codes: 0, codes_gathered: 0};
   for (const [sizes, times] of parts)
     for (const [shape, expert, copies, stored, trained, codes, lines] of sizes) {
+      if (alone && !expert) continue;
       const n = expert ? same : ranks, many = times * copies;
       if (codes) {
         const share = zero === 3 && layout.pp === 1 && n > 1 ? Math.ceil(lines / n) * LINE_BYTES : 0;
@@ -119,17 +125,25 @@ const routedOf = (model, {start, end}) =>
 // Bytes of what is gathered and reduced together: parameters, gradients as they are summed, and as they are made.
 function unitsOf(data, layout, table) {
   const {tied, layers} = data.model;
-  const unit = (ranges, first, last) => {
-    const count = countOf(data, layout, ranges, first, last);
+  const unit = (ranges, first, last, alone) => {
+    const count = countOf(data, layout, ranges, first, last, alone);
     const {gathered, learned_gathered: learned} = count;
     return {
       parameters: gathered * table.parameter_bytes + count.codes_gathered, gradients: learned * table.gradient_bytes,
-      made: learned * table.parameter_bytes,
+      made: learned * table.parameter_bytes, share: count.own * table.gradient_bytes,
     };
   };
+  const widest = [{start: layers - 1, end: layers}], [, same] = sharersOf(layout);
+  const apart = layout.ep > 1 && routedOf(data.model, widest[0]) > 0; // experts are a unit in the block
+  const cut = apart ? data.memory.pieces[`${layout.tp},${layout.ep}`].routed.filter(
+    ([shape, expert, , , trained]) => expert && trained && shardedDim(shape, same)) : [];
+  const block = unit(widest, false, false), experts = unit(apart ? widest : [], false, false, true);
   return {
-    first: unit([], true, tied), block: unit([{start: layers - 1, end: layers}], false, false),
+    first: unit([], true, tied), block,
     last: unit([], tied, true), ends: unit([], true, true), summed: degreeOfData(layout) * layout.cp > 1, tied,
+    experts, dense: Object.fromEntries(Object.entries(block).map(([size, n]) => [size, n - experts[size]])),
+    alone: apart && same === 1,
+    stack: Math.max(0, ...cut.map(([shape]) => numel(shape))) * table.parameter_bytes,
   };
 }
 

@@ -137,10 +137,10 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     const beside = added ? embedding.made : 0;
     return [kinds(after - (final && layout.zero ? Math.max(0, own - left) : 0), logits, beside, 0, rest)];
   }
-  const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0}, {block} = units;
+  const end = ends ? units.last : {parameters: 0, gradients: 0, made: 0, share: 0}, {block} = units;
   const gone = ends ? cost.logits_kept - cost.logits_held : 0;
   const headless = ends && letsGo && !units.tied ? end.parameters : 0;
-  const share = again ? 0 : end.gradients / sharers;
+  const share = again ? 0 : end.share;
   const gradients = apart ? before + share : again ? before : Math.min(whole, before + end.gradients);
   const found = [];
   if (ends) {
@@ -149,17 +149,20 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     if (apart) found.push(kinds(gradients, logits - gone, end.made, gathers + end.gradients, headless));
     else {
       found.push(kinds(gradients, logits - gone, end.made, 0));
-      const reduced = gradients + end.gradients / sharers;
+      const reduced = gradients + end.share;
       if (final && layout.zero && !units.tied) found.push(kinds(reduced, logits - gone, 0, end.gradients, headless));
     }
   }
   const leaves = what === "inputs" && cost.made > 0; // gradients of weights, for later
   const inside = Math.max(cost.mlp - (leaves ? cost.made : 0), cost.attention);
-  if (apart) {
-    const gathers = frees ? 2 * block.parameters : 0;
-    const most = Math.max(cost.mlp, Math.max(cost.after, cost.attention) + block.made);
-    const copies = units.summed ? Math.max(end.gradients, block.gradients) : 0;
-    found.push(kinds(gradients, logits - gone, most, gathers + copies, headless));
+  if (apart || (final && !again && shards && alone)) {
+    const [beside, buffers] = insideOf(rank, cost, Math.max(end.gradients, units.dense.gradients));
+    found.push(kinds(before + share, logits - gone, beside, buffers, headless));
+    if (frees && !again) { // the second layer of the model, where gradients of all behind it are there
+      const [last, copies] = insideOf(rank, cost, units.dense.gradients);
+      const all = Math.max(0, whole - units.first.share - 2 * block.share);
+      found.push({...kinds(all, 0, last, copies), activations: Math.min(cost.kept, 2 * cost.largest_kept)});
+    }
   } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
   if (alone && !again && !units.summed) { // the first layer, where gradients of all others are there
     const last = block.gradients + (units.tied ? 0 : units.first.gradients);
@@ -167,6 +170,22 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     found.push({...kinds(all, 0, inside, 0), activations: cost.largest_kept});
   }
   return found;
+}
+
+// [temporaries, buffers] at the worst place of a layer whose gradients are reduced at once: engine_peak.py.
+function insideOf({layout, units}, cost, reduced) {
+  const {block, experts, stack, dense} = units, frees = layout.zero === 3, kept = units.summed ? reduced : 0;
+  let gathered = frees ? 2 * block.parameters : 0;
+  if (!experts.made)
+    return [Math.max(cost.mlp, Math.max(cost.after, cost.attention) + block.made), gathered + kept];
+  if (frees && units.alone) gathered -= experts.parameters;
+  const behind = gathered - (frees ? experts.parameters : 0) + experts.gradients * (units.alone ? 2 : 1);
+  const outside = cost.outside - cost.inner;
+  const places = [
+    [Math.max(cost.mlp, cost.after + experts.made), gathered + kept], [outside + experts.made + stack, behind],
+    [cost.attention + dense.made, behind]];
+  if (frees && stack) places.push([outside > 0 ? outside : cost.outside, gathered + 2 * experts.parameters + kept]);
+  return places.reduce((most, one) => one[0] + one[1] > most[0] + most[1] ? one : most);
 }
 
 // The same of other software, of which less is known: planner/memory/rank_memory.py. All gradients at every moment, and

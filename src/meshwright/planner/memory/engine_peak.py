@@ -11,6 +11,7 @@ from operator import mul
 from typing import NamedTuple
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
+from meshwright.planner.memory.gather_units import GatherUnit, GatherUnits
 from meshwright.planner.memory.instants import Instant, What, moments_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.schedule_kinds import KINDS
@@ -46,27 +47,6 @@ class Sizes(NamedTuple):
     buffers: float
     parameters: float
     activations: float
-
-
-class GatherUnit(NamedTuple):
-    """Bytes of what is gathered and reduced together: parameters, gradients as they are summed and as they are made."""
-
-    parameters: float = 0.0
-    gradients: float = 0.0
-    made: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherUnits:
-    """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
-
-    first: GatherUnit
-    block: GatherUnit
-    last: GatherUnit
-    summed: bool
-    """Whether any other rank has gradients to be summed with these."""
-    tied: bool = False
-    """Both ends are one unit."""
 
 
 def enough(name: str, ranks: int, micro_batches: int, virtual: int) -> int:
@@ -213,6 +193,8 @@ class PipelineRank:
             left = what == "inputs" and cost.new_bytes > 0
             temporaries = cost.inputs_bytes if left else cost.transient_bytes
             yield kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
+            if self.frees and not again:
+                yield self._first_layers(cost, parameters)
             if self.layout.pp == 1 and not (again or units.summed):
                 # at the first layer gradients of all others are there, and what these kept is gone
                 made_last = units.block.gradients + (0.0 if units.tied else units.first.gradients)
@@ -225,13 +207,13 @@ class PipelineRank:
         gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
         yield Place(before, logits, last.made, gathers)
         if self.apart:
-            gradients = before + (0.0 if again else self._shard(last))
+            gradients = before + (0.0 if again else last.share)
             yield Place(gradients, logits - gone, last.made, gathers + last.gradients, self._gone(final))
             return
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
         yield Place(gradients, logits - gone, last.made)
         if final and self.layout.zero and not self.units.tied:  # that of both ends waits for the embedding's
-            yield Place(gradients + self._shard(last), logits - gone, 0.0, last.gradients, self._gone(final))
+            yield Place(gradients + last.share, logits - gone, 0.0, last.gradients, self._gone(final))
 
     def _layer(
         self,
@@ -244,17 +226,49 @@ class PipelineRank:
         ends: bool,
     ) -> Place:
         """The first layer of the pass. The head's gradients may still be under way."""
-        last, block = self.units.last if ends else GatherUnit(), self.units.block
+        last = self.units.last if ends else GatherUnit()
         gone = cost.logits.kept - cost.logits.held if ends else 0.0
         freed = self._gone(final and ends)
-        if self.apart:
-            gathers = 2 * block.parameters if self.frees else 0.0
-            gradients = before + (0.0 if again else self._shard(last))
-            inside = max(cost.mlp_bytes, max(cost.after_bytes, cost.attention_bytes) + block.made)
-            copies = max(last.gradients, block.gradients) * self.units.summed
-            return Place(gradients, logits - gone, inside, gathers + copies, freed)
+        if self.apart or (final and not again and self.lets_go and self.layout.pp == 1):
+            gradients = before + (0.0 if again else last.share)
+            inside = self._inside(cost, max(last.gradients, self.units.dense.gradients))
+            return Place(gradients, logits - gone, *inside, freed)
         gradients = before if again else min(self.state["gradients"], before + last.gradients)
         return Place(gradients, logits - gone, temporaries, gone=freed)
+
+    def _inside(self, cost: MicroBatchCost, reduced: float) -> tuple[float, float]:
+        """(temporaries, buffers) at the worst place of a layer where each micro-batch's gradients are reduced at once.
+        `reduced`: gradients that were copied when the pass came here. With ZeRO-3 the layer in front is gathered
+        beside it. Experts apart are reduced when the pass leaves them, and their copy stays until the rest is."""
+        units, block, experts = self.units, self.units.block, self.units.experts
+        gathered = 2 * block.parameters if self.frees else 0.0
+        reduced *= units.summed
+        if not experts.made:
+            inside = max(cost.mlp_bytes, max(cost.after_bytes, cost.attention_bytes) + block.made)
+            return inside, gathered + reduced
+        if self.frees and units.alone:
+            gathered -= experts.parameters
+        behind = gathered - experts.parameters * self.frees + experts.gradients * (1 + units.alone)
+        outside = cost.outside_bytes - cost.inner_bytes
+        places = [
+            (cost.mlp_bytes, gathered + reduced),
+            (cost.after_bytes + experts.made, gathered + reduced),
+            (outside + experts.made + units.stack, behind),
+            (cost.attention_bytes + units.dense.made, behind),
+        ]
+        if self.frees and units.stack:  # the layer's own from the buffer, stack by stack, before that is gone
+            rows = outside if outside > 0 else cost.outside_bytes  # what is not made again is there, kept
+            places.append((rows, gathered + 2 * experts.parameters + reduced))
+        return max(places, key=sum)
+
+    def _first_layers(self, cost: MicroBatchCost, parameters: float) -> Sizes:
+        """The second layer of the model, in a step whose gradients are its only ones: those of all layers behind it are
+        there, and what these kept is gone."""
+        units, whole = self.units, self.state["gradients"]
+        gradients = whole - units.first.share - 2 * units.block.share
+        temporaries, buffers = self._inside(cost, units.dense.gradients)
+        activations = min(cost.kept_bytes, 2 * cost.largest_kept_bytes)
+        return Sizes(max(0.0, gradients), 0.0, temporaries, buffers, parameters, activations)
 
     def _reduction(self, first: bool) -> tuple[float, float]:
         """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO
@@ -271,7 +285,7 @@ class PipelineRank:
 
     def _left(self, gradients: float) -> float:
         """Of a stage's gradients, when they are reduced."""
-        return self._shard(GatherUnit(gradients=gradients)) if self.lets_go else gradients
+        return self._shared(gradients) if self.lets_go else gradients
 
     def _embedding(self, gradients: float, logits: float, again: bool, final: float) -> Place:
         """Made whole, however few rows of it are not zero; then added or reduced, or the first of a step on one device,
@@ -286,11 +300,11 @@ class PipelineRank:
             return Place(self.state["gradients"], logits, first.made, buffers, gone)
         if final:
             own = self.state["gradients"] * final
-            left = first.gradients + block.gradients + self._shard(GatherUnit(gradients=own))
+            left = first.gradients + block.gradients + self._shared(own)
             gradients -= max(0.0, own - left)
         added = again or self.units.tied or self.units.summed or self.made < self.summed or self.layout.pp > 1
         return Place(gradients, logits, first.made if added else 0.0, gone=gone)
 
-    def _shard(self, unit: GatherUnit) -> float:
-        """Of gradients after their reduction."""
-        return unit.gradients / (self.layout.dp_shard * self.layout.cp)
+    def _shared(self, gradients: float) -> float:
+        """Of a stage's gradients after their reduction."""
+        return gradients / (self.layout.dp_shard * self.layout.cp)

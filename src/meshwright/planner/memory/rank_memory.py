@@ -6,7 +6,8 @@ from operator import add
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.states import States
-from meshwright.planner.memory.engine_peak import GatherUnits, PipelineRank, Standing, moments
+from meshwright.planner.memory.engine_peak import PipelineRank, Standing, moments
+from meshwright.planner.memory.gather_units import GatherUnits
 from meshwright.planner.memory.instants import Instant, What
 from meshwright.spec.layout import Layout
 from meshwright.spec.ledger import PLANNED

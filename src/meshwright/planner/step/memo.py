@@ -9,6 +9,7 @@ from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import CostsByPolicy, FirstHalves, Policies, StageKind
 from meshwright.planner.cost.states import ElementCounts
 from meshwright.planner.memory.engine_peak import Standing
+from meshwright.planner.memory.gather_units import GatherUnits
 from meshwright.planner.time.collectives import Sharing, StageContents
 from meshwright.planner.time.timeline import Edges
 
@@ -22,6 +23,7 @@ class Memo:
     blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
     halves: FirstHalves = field(default_factory=FirstHalves)
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
+    units: dict[tuple[object, ...], GatherUnits] = field(default_factory=dict)
     contents: dict[tuple[object, ...], tuple[StageContents, tuple[tuple[str, int], ...]]] = field(default_factory=dict)
     """Of a pipeline rank, and how many of its layers are of each kind."""
     sums: dict[tuple[object, ...], Sharing] = field(default_factory=dict)

@@ -10,8 +10,8 @@ from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, on_gpu
-from meshwright.planner.cost.states import ElementCounts, States, counts, number_of_kinds, states
-from meshwright.planner.memory.engine_peak import GatherUnit, GatherUnits, Standing, moments, standing
+from meshwright.planner.cost.states import ElementCounts, States, number_of_kinds, states
+from meshwright.planner.memory.engine_peak import Standing, moments, standing
 from meshwright.planner.memory.rank_memory import RankMemory, first_backward, rank_memory
 from meshwright.planner.step.execution import executions
 from meshwright.planner.step.prediction import Prediction
@@ -192,7 +192,7 @@ class Estimator(SharedCosts):
                 update_bytes=self.update_bytes(layout, rank, count, state),
                 exact=exact,
                 logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
-                units=self._units(layout, state) if self.stack.own else None,
+                units=self.units(layout, state) if self.stack.own else None,
                 found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
             )  # fmt: skip
             if self.teacher is not None:
@@ -295,33 +295,9 @@ class Estimator(SharedCosts):
         blocks beside them, since the next is gathered early; one's gradients and the buffer they are reduced from."""
         if layout.dp * layout.cp == 1 or layout.zero < 3 or (layout.pp > 1 and self.stack.sharding != "flat"):
             return 0.0
-        block = self._unit(layout, state, self._widest)
-        ends = self._unit(layout, state, (), first=True, last=True)
-        return 2 * block.parameters + 2 * block.gradients + ends.parameters
-
-    @cached_property
-    def _widest(self) -> tuple[int, ...]:
-        """The last layer, or the last of linear attention where that has more parameters."""
-        layers = range(self.shape.layers)
-        ends = {bool(self.shape.linear_of(layer)): layer for layer in layers}.values()
-        return (max(ends, key=lambda n: counts(self.shape, Layout(), (n,), first=False, last=False).whole),)
-
-    def _units(self, layout: Layout, state: States) -> GatherUnits:
-        """Of this package's engine: what is gathered, made and reduced together."""
-        tied, summed = self.shape.tied, layout.dp * layout.cp > 1
-        made = state.parameter_bytes / state.gradient_bytes
-
-        def unit(layers: tuple[int, ...], *, first: bool = False, last: bool = False) -> GatherUnit:
-            found = self._unit(layout, state, layers, first=first, last=last)
-            return GatherUnit(found.parameters, found.gradients, found.gradients * made)
-
-        return GatherUnits(
-            first=unit((), first=True, last=tied),
-            block=unit(self._widest),
-            last=unit((), first=tied, last=True),
-            summed=summed,
-            tied=tied,
-        )
+        units = self.units(layout, state)
+        ends = units.first.parameters + units.last.parameters * (not units.tied)
+        return 2 * units.block.parameters + 2 * units.block.gradients + ends
 
 
 def estimator(

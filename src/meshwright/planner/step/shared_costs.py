@@ -12,7 +12,7 @@ from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
 from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy, StageKind, costs, split_by_cost
 from meshwright.planner.cost.states import ElementCounts, States, counts, layer_kinds
-from meshwright.planner.memory.engine_peak import GatherUnit
+from meshwright.planner.memory.gather_units import GatherUnits, gather_units
 from meshwright.planner.step.error_ranges import likely_share
 from meshwright.planner.step.execution import uncompiled_because
 from meshwright.planner.step.memo import Memo
@@ -332,15 +332,12 @@ class SharedCosts:
             self._known.shares[key] = Edges(first / whole, last / whole) if apart else Edges(0.0, ends / whole)
         return self._known.shares[key]
 
-    def _unit(
-        self, layout: Layout, state: States, layers: tuple[int, ...], *, first: bool = False, last: bool = False
-    ) -> GatherUnit:
-        key = "unit", *_sharers(layout), layers, first, last
-        if key not in self._known.counts:
-            self._known.counts[key] = counts(self.shape, layout, layers, first=first, last=last)
-        found = self._known.counts[key]
-        parameters = found.gathered * state.parameter_bytes + found.codes_gathered
-        return GatherUnit(parameters, found.learned_gathered * state.gradient_bytes)
+    def units(self, layout: Layout, state: States) -> GatherUnits:
+        """What is gathered, made and reduced together."""
+        key = *_sharers(layout), layout.dp * layout.cp > 1, state.parameter_bytes, state.gradient_bytes
+        if key not in self._known.units:
+            self._known.units[key] = gather_units(self.shape, layout, state)
+        return self._known.units[key]
 
 
 def _sharers(layout: Layout) -> tuple[int, int, int, bool]:

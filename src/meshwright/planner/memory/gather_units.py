@@ -1,0 +1,76 @@
+"""What fully_shard gathers and reduces together on a rank (parallel/data.py): the embedding, a block, in it experts
+that are spread over ranks, the norm with the head."""
+
+from dataclasses import dataclass
+from operator import sub
+from typing import NamedTuple
+
+from meshwright.planner.cost.states import ElementCounts, States, counts, cut_over, expert_counts, largest_cut_stack
+from meshwright.spec.layout import Layout
+from meshwright.spec.shape import ModelShape
+
+
+class GatherUnit(NamedTuple):
+    """Bytes of what is gathered and reduced together: parameters, gradients as they are summed and as they are made."""
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    made: float = 0.0
+    share: float = 0.0
+    """Of the gradients, what is left when they are reduced."""
+
+
+NO_UNIT = GatherUnit()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherUnits:
+    """Of a model: the embedding, a block, norm with head; a tied matrix is in both ends."""
+
+    first: GatherUnit
+    block: GatherUnit
+    last: GatherUnit
+    summed: bool
+    """Whether any other rank has gradients to be summed with these."""
+    tied: bool
+    """Both ends are one unit."""
+    dense: GatherUnit
+    """A block, but for experts that are a unit of their own."""
+    experts: GatherUnit = NO_UNIT
+    """Of a block, those on this rank where others have other ones."""
+    stack: float = 0.0
+    """Bytes of the largest stack of experts as its gradient is made, where ZeRO cuts inside of experts: then stacks are
+    copied as they are gathered, and one by one before they are reduced."""
+    alone: bool = False
+    """No other rank has these experts, so that nothing of them is gathered."""
+
+
+def widest_layer(shape: ModelShape) -> int:
+    """The last layer, or the last of linear attention where that has more parameters."""
+    ends = {bool(shape.linear_of(layer)): layer for layer in range(shape.layers)}.values()
+    return max(ends, key=lambda layer: counts(shape, Layout(), (layer,), first=False, last=False).whole)
+
+
+def gather_units(shape: ModelShape, layout: Layout, state: States) -> GatherUnits:
+    """Of a shape, in bytes of an element as `state` has them."""
+    tied, layer, width = shape.tied, widest_layer(shape), state.parameter_bytes
+
+    def unit(elements: ElementCounts) -> GatherUnit:
+        learned, gradient = elements.learned_gathered, state.gradient_bytes
+        parameters = elements.gathered * width + elements.codes_gathered
+        return GatherUnit(parameters, learned * gradient, learned * width, elements.own * gradient)
+
+    apart = layout.ep > 1 and shape.is_moe_layer(layer)
+    block = unit(counts(shape, layout, (layer,), first=False, last=False))
+    experts = unit(expert_counts(shape, layout, layer)) if apart else NO_UNIT
+    return GatherUnits(
+        first=unit(counts(shape, layout, (), first=True, last=tied)),
+        block=block,
+        last=unit(counts(shape, layout, (), first=tied, last=True)),
+        summed=layout.dp * layout.cp > 1,
+        tied=tied,
+        dense=GatherUnit(*map(sub, block, experts)),
+        experts=experts,
+        stack=largest_cut_stack(shape, layout, layer) * width if apart else 0.0,
+        alone=apart and cut_over(layout)[1] == 1,
+    )
