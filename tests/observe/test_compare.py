@@ -239,6 +239,22 @@ def test_gradients_of_plan_and_dry_run_are_judged_beside_those_of_the_update(tmp
     assert (bad.reference, bad.beyond, bad.aside) == (1, (0,), (2,)) and "update" in bad.note
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_whole_copies_are_gone_at_the_update(zero: int, tmp_path: Path) -> None:
+    """A run measures its memory there: of ZeRO-1 and ZeRO-2 it holds shards alone."""
+    sharded = replace(PLAN, layout=Layout(dp_shard=4, zero=zero, micro_batch=1))
+    document = ledger(sharded)
+    for one in (document, *document["ranks"]):
+        sizes = {held["kind"]: held["bytes"] for held in one["memory"]}
+        assert sizes["parameters"] > sizes["shards"] > 0
+        kept = sizes | {"parameters": sizes["shards"]}
+        one["memory"] = [{"kind": kind, "bytes": size} for kind, size in kept.items() if kind != "shards"]
+    found = laid(write(tmp_path / "run", sharded, ledger=document, dryrun=dried(sharded)))
+    assert not [one.what for one in found.disagreeing if one.section == "memory"]
+    copies = row(found, "memory", "parameters", rank=0)
+    assert copies.aside and "measured at the optimizer's update" in copies.note
+
+
 def test_only_bytes_to_experts_may_differ(tmp_path: Path) -> None:
     experts = replace(
         PLAN, layout=Layout(dp_shard=4, ep=2, zero=1, micro_batch=1),

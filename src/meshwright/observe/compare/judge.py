@@ -31,6 +31,8 @@ ROUTED = ("ep", "all_to_all")
 IN_TRAINING = ", in training"
 PASSING = ("gradients", "activations", "logits", "buffers", "temporaries", "tokens")
 """Kinds that come and go in a step."""
+COPIES = ("parameters", "shards")
+"""These do, too, where a rank holds whole copies beside its shards until the update (ZeRO-1 and ZeRO-2)."""
 UNCOUNTED = "the planner does not count it"
 Values = tuple[float | None, float | None, float | None]
 Columns = tuple[Column, Column, Column]
@@ -204,11 +206,12 @@ def _kinds(rank: int, columns: Columns, tolerance: float) -> Iterator[ComparedRo
     }
     aside = _aside(moments)
     note = f"{'; '.join(f'{columns[place].title} {where}' for place, where in moments.items())}" if aside else ""
+    copied = any(one.get("shards") for one in known)
     for kind in PLANNED:
         values = held(0, kind), held(1, kind), held(2, kind)
         if not any(values):
             continue
-        passing = kind in PASSING
+        passing = kind in PASSING or (copied and kind in COPIES)
         yield ComparedRow(
             section="memory", what=kind, unit="bytes", rank=rank, values=values, whole=whole,
             tolerance=None if kind == "reserve" else tolerance,
