@@ -7,6 +7,7 @@ from weakref import ref
 import pytest
 import torch
 
+from meshwright.kernels.linear import WeightProduct
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
@@ -46,9 +47,9 @@ def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
         queue = WeightGradients()
         with queue:
             loss.backward()
-    left = [part for products in queue._left.values() for product in products for part in product.args]  # type: ignore[attr-defined]
-    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-                for part in left if isinstance(part, torch.Tensor)}  # fmt: skip
+    products = [product for each in queue._left.values() for product in each if isinstance(product, WeightProduct)]
+    left = [part for product in products for part in (product.gradient, product.x)]
+    storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in left}
     of = local(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
     planned = SHAPE.layers * queued(of, _widths(of), None)
     assert sum(storages.values()) == pytest.approx(planned, rel=0.02)

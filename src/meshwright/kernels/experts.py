@@ -17,7 +17,7 @@ from meshwright.kernels import cpu_product, fp8_experts
 from meshwright.kernels.chooser import uses_triton
 from meshwright.kernels.linear import FP8_ALL, SAME, linear, linear_reference, product_dtype, weight_product
 from meshwright.kernels.target import acts, kind
-from meshwright.kernels.weight_gradients import as_leaf, is_left, leaf_at, splits, waits, whole
+from meshwright.kernels.weight_gradients import as_leaf, is_taken, leaf_at, splits, waits, whole
 
 Counts = list[int] | Tensor
 """Rows of each expert: X numbers that the host knows, or (X,) on the device, so that the host need not wait."""
@@ -146,7 +146,7 @@ class _StackProduct(torch.autograd.Function):
             rows_gradient = _rows_gradient(gradient, weights, ctx.counts)
         if ctx.needs_input_grad[1]:
             product = partial(_stack_gradient, gradient, rows.detach(), ctx.counts, weights.dtype)
-            weights_gradient = None if is_left(ctx.leaf, product) else product()
+            weights_gradient = None if is_taken(ctx.leaf, product) else product()
         return rows_gradient, weights_gradient, None, None
 
 
@@ -193,7 +193,7 @@ def expert_product_backward(
     """The gradients that are `wanted` of rows and weights; those of the weights may be left for `later`."""
     by_rows, by_weights = _gradients_by(gradient, rows, weights, counts, prefer, form)
     found = [by_rows()] if wanted[0] else []
-    if wanted[1] and not (later and is_left(leaf_at(weights), by_weights)):
+    if wanted[1] and not (later and is_taken(leaf_at(weights), by_weights)):
         found.append(by_weights())
     return found
 

@@ -16,7 +16,7 @@ from meshwright import compat
 from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import FP8_ALL, MULTIPLE, Narrow, narrow, scales_of
 from meshwright.kernels.target import acts, kind
-from meshwright.kernels.weight_gradients import as_leaf, is_left
+from meshwright.kernels.weight_gradients import as_leaf, is_taken
 
 Counts = list[int] | Tensor
 """As kernels.experts.Counts."""
@@ -61,7 +61,7 @@ class _Experts(torch.autograd.Function):
             of_rows = rows_gradient(gradient, weights, ctx.counts)
         if ctx.needs_input_grad[1]:
             product = partial(stack_gradient, gradient, rows.detach(), ctx.counts, weights.dtype)
-            of_weights = None if is_left(ctx.leaf, product) else product()
+            of_weights = None if is_taken(ctx.leaf, product) else product()
         return of_rows, of_weights, None
 
 

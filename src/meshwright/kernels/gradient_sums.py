@@ -2,11 +2,12 @@
 
 Autograd would widen a gradient whole before it adds it to a `grad` of another dtype. Here it is widened while it is
 added, or while it is copied to where its sum will be: a bucket that a collective reduces in place, or memory of its
-own. `grad` is the sum throughout, as with autograd's own accumulation.
+own. `grad` is the sum throughout, as with autograd's own accumulation. On a GPU a gradient that is a product is not
+even made: the product writes the sum, or adds to it.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -18,8 +19,21 @@ from meshwright.kernels.target import kind
 PIECE = 2**18
 """Elements that a CPU widens at a time: torch's additions of two dtypes widen their operand there first."""
 
+ADDING_DEVICES = {"cuda"}
+"""Kinds of devices whose products of 16 bits add to fp32: elsewhere a product is rounded and then added, as it was."""
+
 Place = Callable[[], Tensor | None]
 """Where a step's first gradient is copied to; None = it stays as it was made."""
+
+
+class AddedProduct(Protocol):
+    """A gradient that is a product, which is taken when it is asked for."""
+
+    def __call__(self) -> Tensor:
+        """The gradient by itself, in the dtype of the parameter."""
+
+    def add_to(self, total: Tensor, beta: int) -> Tensor:
+        """total fp32 = beta total + the product, in place, with no rounding between; not read where beta is 0."""
 
 
 class GradientSum:
@@ -36,6 +50,7 @@ class GradientSum:
         meets: bool = False,
     ) -> None:
         self.parameter, self.dtype, self.place, self.made, self.meets = parameter, dtype, place, made, meets
+        self._is_made = False
         parameter.grad_dtype = None  # autograd does not widen
         self._hold_node()
         _sums[parameter] = ref(self)
@@ -60,7 +75,10 @@ class GradientSum:
 
         def take(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
             found, gradient = own(), gradients[0]
-            if found is None or gradient is None:  # None: the product that makes it waits
+            if found is None:
+                return None
+            if gradient is None:  # the product that makes it waits, or is in the sum
+                found.end_pass()
                 return None
             found.add(gradient)
             return (None,)
@@ -77,8 +95,29 @@ class GradientSum:
             self.parameter.grad = place.copy_(gradient)
         else:
             self.parameter.grad = gradient.contiguous()
-        if self.made is not None:
+        self._is_made = True
+        self.end_pass()
+
+    @torch.no_grad()
+    def add_product(self, product: AddedProduct) -> None:
+        """Add a product of one micro-batch; `end_pass` is called after its last. 8 bytes per element are moved, which
+        are 12 where a product is rounded first. A step's first product moves 4 in place of 8."""
+        total = self.parameter.grad
+        if total is not None and total.dtype != self.dtype:
+            add_into(total, product())
+        elif total is not None:
+            product.add_to(total, 1)
+        elif (place := self.place()) is not None:
+            self.parameter.grad = product.add_to(place, 0)
+        else:
+            self.parameter.grad = product()
+        self._is_made = True
+
+    def end_pass(self) -> None:
+        """Say that a micro-batch's gradient is made, if it is: autograd comes by once per pass, after all products."""
+        if self._is_made and self.made is not None:
             self.made()
+        self._is_made = False
 
 
 _sums = WeakTensorKeyDictionary()
@@ -128,6 +167,14 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient.to(parameter.grad_dtype)
     else:
         parameter.grad += gradient
+
+
+def direct_sum(parameter: Tensor) -> GradientSum | None:
+    """Find the sum that products add to by themselves, where they are gradients of the parameter. None: they do not."""
+    if kind(parameter) not in ADDING_DEVICES:
+        return None
+    total = sum_of(parameter)
+    return total if total is not None and total.dtype.itemsize > parameter.dtype.itemsize else None
 
 
 def add_into(total: Tensor, gradient: Tensor) -> None:

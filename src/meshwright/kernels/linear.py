@@ -1,6 +1,6 @@
 """x W^T + b, alone or several at once from one x. On a CPU without 16-bit matrix units the product is taken in fp32."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -15,7 +15,7 @@ from meshwright.kernels.fp8 import FP8 as FP8
 from meshwright.kernels.fp8 import FP8_ALL as FP8_ALL
 from meshwright.kernels.fp8 import SAME as SAME
 from meshwright.kernels.target import kind
-from meshwright.kernels.weight_gradients import Leaf, as_leaf, is_left, leaf_at, splits, waits
+from meshwright.kernels.weight_gradients import Leaf, as_leaf, is_direct, is_taken, leaf_at, splits, waits
 
 
 class Kept:
@@ -125,6 +125,32 @@ def weight_product(gradient: Tensor, x: Tensor | fp8.Narrow, dtype: torch.dtype,
     return cpu_product.multiply(gradient.to(wide).t(), x.to(wide)).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class WeightProduct:
+    """Operands (N, out) and (N, in) of a `weight_product`, which is taken by itself, or added to a sum (AddedProduct of
+    kernels.gradient_sums)."""
+
+    gradient: Tensor
+    x: Tensor
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        """Rounded to the dtype."""
+        return weight_product(self.gradient, self.x, self.dtype)
+
+    def add_to(self, total: Tensor, beta: int) -> Tensor:
+        """As cpu_product.add_product, in fp32 where 16-bit products are emulated."""
+        wide = product_dtype(self.x)
+        return cpu_product.add_product(total, self.gradient.to(wide).t(), self.x.to(wide), beta)
+
+
+def later_product(gradient: Tensor, x: Tensor, dtype: torch.dtype, form: str = SAME) -> Callable[[], Tensor]:
+    """Put `weight_product` of these off until it is called. No sum takes products of 8-bit operands."""
+    if form == FP8_ALL:
+        return partial(weight_product, gradient, x, dtype, form)
+    return WeightProduct(gradient, x, dtype)
+
+
 def products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], form: str = SAME
 ) -> tuple[Tensor, ...]:
@@ -171,8 +197,8 @@ def parameter_gradients(
     weights: Sequence[Tensor],
     form: str = SAME,
 ) -> Iterator[Tensor | None]:
-    """Gradients of the weights, then of the biases, as they are `wanted`; None where none is, or where an open queue
-    has taken the product. Without x only biases have any."""
+    """Gradients of the weights, then of the biases, as they are `wanted`; None where none is, or where an open queue or
+    a sum has taken the product. Without x only biases have any."""
     count = len(weights)
     narrow = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
     if x is not None and not torch.is_grad_enabled():  # else a second derivative is wanted
@@ -181,7 +207,7 @@ def parameter_gradients(
     rows = None if x is None else x.reshape(-1, x.shape[-1])
     wide: Tensor | fp8.Narrow | None = None
     for gradient, weight, leaf, wants in zip(narrow, weights, leaves, wanted[:count], strict=True):
-        if rows is None or not wants or is_left(leaf, partial(weight_product, gradient, rows, weight.dtype, form)):
+        if rows is None or not wants or is_taken(leaf, later_product(gradient, rows, weight.dtype, form)):
             yield None
             continue
         if wide is None:
@@ -211,7 +237,7 @@ def leave_products(of_x: Tensor, x: Tensor, gradients: Sequence[Tensor], weights
     rows = x.detach().reshape(-1, x.shape[-1])
     for gradient, weight in zip(gradients, weights, strict=True):
         flat = gradient.detach().reshape(-1, gradient.shape[-1])
-        is_left(leaf_at(weight), partial(weight_product, flat, rows, weight.dtype, form))
+        is_taken(leaf_at(weight), later_product(flat, rows, weight.dtype, form))
 
 
 @torch.library.custom_op("meshwright::linears_backward", mutates_args=())
@@ -241,8 +267,8 @@ def _(
 
 
 class _Linears(torch.autograd.Function):
-    """Arguments after x, the form and which weights wait in compiled code: n weights, then n biases (or None). Saves x
-    once, where a weight is trained.
+    """Arguments after x, the form, which weights wait in compiled code and what is saved already: n weights, then n
+    biases (or None). Saves x once, where a weight is trained.
 
     Where 16-bit products are emulated, operands are widened, products and sums taken in fp32 and rounded once, as a
     GPU's matrix unit does; that costs a pass over the operands, while the emulated product is 10 to 100 times slower.
@@ -250,33 +276,34 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, form: str, waiting: Sequence[bool], *parameters: Tensor | None
+        ctx: Any, x: Tensor, form: str, waiting: Sequence[bool], kept: Kept | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
-        learns = any(ctx.needs_input_grad[3 : 3 + len(weights)])
-        ctx.save_for_backward(x if learns else None, *weights)
-        ctx.leaves, ctx.form, ctx.waiting = tuple(map(as_leaf, weights)), form, waiting
+        learns = any(ctx.needs_input_grad[4 : 4 + len(weights)])
+        if kept is None:
+            ctx.save_for_backward(x if learns else None, *weights)
+        ctx.leaves, ctx.form, ctx.waiting, ctx.kept = tuple(map(as_leaf, weights)), form, waiting, kept
         return products(x, weights, biases, form)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors if ctx.kept is None else ctx.kept.tensors
         if torch.compiler.is_compiling() and x is not None and _are_opaque(x, weights, ctx.form):
             return _Linears.in_one(ctx, x, weights, gradients)
         found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
-        wanted = list(ctx.needs_input_grad[3:])
+        wanted = list(ctx.needs_input_grad[4:])
         if found is not None and any(ctx.waiting):
             left = [place for place, waits in enumerate(ctx.waiting) if waits]
             some = [gradients[place] for place in left], [weights[place] for place in left]
             leave_products(found, x, *some, ctx.form)
             wanted = [wants and place not in left for place, wants in enumerate(wanted)]
-        return found, None, None, *parameter_gradients(wanted, ctx.leaves, x, gradients, weights, ctx.form)
+        return found, None, None, None, *parameter_gradients(wanted, ctx.leaves, x, gradients, weights, ctx.form)
 
     @staticmethod
     def in_one(ctx: Any, x: Tensor, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
         """As `backward`, in compiled code with products that it does not see into."""
         of_x, count = ctx.needs_input_grad[0], len(weights)
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         now = [wants and not waits for wants, waits in zip(wanted[:count], ctx.waiting, strict=True)]
         found = linears_backward(gradients, x, weights, of_x, now, ctx.form) if of_x or any(now) else []
         each = iter(found[1:] if of_x else found)
@@ -289,7 +316,7 @@ class _Linears(torch.autograd.Function):
             gradient.flatten(0, -2).sum(0) if wants else None
             for gradient, wants in zip(gradients, wanted[count:], strict=True)
         ]
-        return found[0] if of_x else None, None, None, *of_weights, *of_biases
+        return found[0] if of_x else None, None, None, None, *of_weights, *of_biases
 
 
 def _are_opaque(x: Tensor, weights: Sequence[Tensor], form: str) -> bool:
@@ -311,12 +338,17 @@ def linears(
     waiting = [compiles and x.requires_grad and waits(weight) for weight in weights]
     if compiles and not any(waiting) and not any([_has_own(x, weight, form) for weight in weights]):
         return linears_reference(x, weights, biases)
-    results: tuple[Tensor, ...] = _Linears.apply(x, form, waiting, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    results: tuple[Tensor, ...] = _Linears.apply(x, form, waiting, None, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return results
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = SAME) -> Tensor:
     """As the reference; of another `form` as that of kernels.fp8."""
+    if is_direct(weight):
+        kept = Kept()
+        (x,) = kept(x, weight, changed=1, bias=bias)
+        product: Tensor = _Linears.apply(x, form, [False], kept, weight, bias)[0]  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return product
     if splits() or _has_own(x, weight, form):
         return linears(x, (weight,), (bias,), form)[0]
     return F.linear(x, weight, bias)

@@ -1,7 +1,6 @@
 """SwiGLU (Shazeer 2020, arXiv:2002.05202): silu(gate) * up."""
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +15,10 @@ from meshwright.kernels.linear import (
     Kept,
     PlainProduct,
     SummedProduct,
+    later_product,
     linear_reference,
-    weight_product,
 )
-from meshwright.kernels.weight_gradients import as_leaf, is_left
+from meshwright.kernels.weight_gradients import as_leaf, is_taken
 
 
 def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -91,8 +90,8 @@ class _SwigluLinear(torch.autograd.Function):
         again = next(gradients)
         weight_gradient = bias_gradient = None
         if again is not None:
-            product = partial(weight_product, flat, again.reshape(flat.shape[0], -1), weight.dtype, ctx.summed.form)
-            weight_gradient = None if is_left(ctx.leaf, product) else product()
+            product = later_product(flat, again.reshape(flat.shape[0], -1), weight.dtype, ctx.summed.form)
+            weight_gradient = None if is_taken(ctx.leaf, product) else product()
         if ctx.has_bias and ctx.needs_input_grad[3]:
             bias_gradient = flat.sum(0)
         return *gradients, weight_gradient, bias_gradient, None, None, None

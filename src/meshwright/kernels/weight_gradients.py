@@ -1,19 +1,20 @@
-"""Gradients of weights that a backward pass leaves for later.
+"""Gradients of weights that a backward pass leaves for later, or adds to a sum by itself.
 
 Pipelines fill their bubbles with them (Qi et al. 2023, arXiv:2401.10241): a backward pass under an open
-`WeightGradients` makes the gradients of inputs only and leaves the other products to `run()`.
+`WeightGradients` makes the gradients of inputs only and leaves the other products to `run()`. Where sums take products
+(kernels/gradient_sums.py), a product goes there, in the pass or in `run()`, and autograd gets nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.gradient_sums import add_gradient
+from meshwright.kernels.gradient_sums import AddedProduct, GradientSum, add_gradient, direct_sum
 
 
 @dataclass(slots=True)
@@ -113,7 +114,12 @@ class WeightGradients:
         with torch.no_grad():
             while self._left:
                 weight = next(iter(self._left))
-                products = self._left.pop(weight)
+                products, direct = self._left.pop(weight), direct_sum(weight)
+                if direct is not None and _are_added(products):
+                    while products:
+                        direct.add_product(products.pop(0))
+                    direct.end_pass()
+                    continue
                 total = products.pop(0)()
                 while products:
                     total = total + products.pop(0)()
@@ -127,22 +133,33 @@ class WeightGradients:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A weight whose gradient may be left for later, and where."""
+    """A weight whose gradient need not go through autograd, and where it may go."""
 
     weight: Tensor
-    split: _Split
+    split: _Split | None = None
+    """Whose queue may have it."""
+    direct: GradientSum | None = None
+    """What takes it at once."""
 
 
 def as_leaf(weight: Tensor | None) -> Leaf | None:
-    """The weight, for a forward pass that is made to be split, if its gradient may be left for later.
+    """The weight, for a forward pass that is made to be split or whose products go to sums, if its gradient may go past
+    autograd.
 
     A function keeps this beside what it saves: under recomputation what it saved comes back as a copy.
     """
-    split = None if torch.compiler.is_compiling() else _split.get()
-    if weight is None or split is None:
+    if weight is None or torch.compiler.is_compiling():
         return None
-    source: Tensor = getattr(weight, STANDS_FOR, weight)
-    return Leaf(source, split) if source.is_leaf else None
+    split, source = _split.get(), getattr(weight, STANDS_FOR, weight)
+    direct = direct_sum(source)
+    return Leaf(source, split, direct) if source.is_leaf and (split or direct) else None
+
+
+def is_direct(weight: Tensor) -> bool:
+    """Tell whether a forward pass must be made so that the product of the weight's gradient goes to its sum."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return False
+    return direct_sum(getattr(weight, STANDS_FOR, weight)) is not None
 
 
 STANDS_FOR = "stands_for"
@@ -155,12 +172,24 @@ def stand_for(made: Tensor, weight: Tensor) -> Tensor:
     return made
 
 
-def is_left(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:
-    """Whether an open queue has taken the product that is a gradient of `leaf` (from `as_leaf`)."""
-    if leaf is None or leaf.split.queue is None:
+def is_taken(leaf: Leaf | None, product: Callable[[], Tensor]) -> bool:
+    """Give the product that is a gradient of `leaf` (from `as_leaf`) to an open queue or a sum, if there is one.
+
+    Autograd then gets none. A pass that is recorded for a second derivative leaves the gradient to autograd.
+    """
+    if leaf is None:
         return False
-    leaf.split.queue.take(leaf.weight, product)
+    if leaf.split is not None and leaf.split.queue is not None:
+        leaf.split.queue.take(leaf.weight, product)
+        return True
+    if leaf.direct is None or torch.is_grad_enabled() or not _are_added(added := [product]):
+        return False
+    leaf.direct.add_product(added[0])
     return True
+
+
+def _are_added(products: list[Callable[[], Tensor]]) -> TypeGuard[list[AddedProduct]]:
+    return all(hasattr(product, "add_to") for product in products)
 
 
 class _Traced:
@@ -196,5 +225,6 @@ def waits(weight: Tensor) -> bool:
 def leaf_at(weight: Tensor) -> Leaf:
     """In the backward pass of compiled code: the parameter that lies where it found a weight that `waits`."""
     leaf = _leaves[weight.data_ptr()]
-    assert leaf.split.queue is not None, "code that was compiled for a split backward pass runs in a whole one"
+    is_open = leaf.split is not None and leaf.split.queue is not None
+    assert is_open, "code that was compiled for a split backward pass runs in a whole one"
     return leaf

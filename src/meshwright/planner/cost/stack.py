@@ -65,6 +65,8 @@ class Stack:
     """Losses and gradients of such a chunk are made in the place of its logits, whatever their dtype."""
     updates_at_once: bool = False
     """AdamW with fp32 states reads gradients of 16 bits and writes masters and weights in one pass (a GPU's)."""
+    sums_products: bool = False
+    """Products that are gradients of 16-bit weights add to sums in fp32 (kernels/gradient_sums.py, a GPU's)."""
     pads_head: bool = False
     """Logits of a vocabulary that would not begin rows at 16 bytes lie in wider rows (kernels/head_matrix.py)."""
     rounds_in_place: bool = False
@@ -219,6 +221,7 @@ MESHWRIGHT = Stack(
     head_chunk_bytes=CHUNK_BYTES["cuda"],
     loss_in_place=True,
     updates_at_once=True,
+    sums_products=True,
     pads_head=True,
     flash=3,
     rounds_in_place=True,

@@ -49,12 +49,15 @@ class Degrees:
     ep: int
     cp: int = 1
     pp: int = 1
+    splits: bool = False
+    """Backward passes are split."""
 
     @property
     def key(self) -> str:
         """As the page writes it; of ep, cp and pp it matters to a layer's tensors only whether there is any."""
-        words = ("s" * self.sp, "e" * (self.ep > 1), "c" * (self.cp > 1), "p" * (self.pp > 1))
-        return f"{self.tp}{''.join(words)}"
+        alone = self.tp == self.ep == self.cp == 1
+        words = ("s" * self.sp, "e" * (self.ep > 1), "c" * (self.cp > 1), "p" * (self.pp > 1 and alone))
+        return f"{self.tp}{''.join(words)}{'z' * self.splits}"
 
     @property
     def every(self) -> "tuple[Degrees, ...]":
@@ -63,15 +66,26 @@ class Degrees:
         pipelined = (replace(self, pp=2),) if self.tp == self.ep == 1 else ()
         return self, replace(self, cp=2), *pipelined
 
+    @property
+    def every_split(self) -> "tuple[Degrees, ...]":
+        """The same of split backward passes, which are counted in another way where operands are rounded to 8 bits."""
+        split = replace(self, pp=2, splits=True)
+        return split, replace(split, cp=2)
+
 
 def coefficients(of: Estimator, devices: int) -> dict[str, Any]:
     """For every degree that so many devices and the shape allow."""
     degrees = legal_degrees(of, devices)
     return {
         "sizes": list(SIZES),
-        "kept": {one.key: _parts(of, one) for each in degrees for one in each.every},
+        "kept": {
+            one.key: _parts(of, one)
+            for each in degrees
+            for one in (*each.every, *(each.every_split if of.recipe.products != "same" else ()))
+        },
         "elements": ELEMENTS,
         "pieces": {f"{tp},{ep}": _pieces(of, tp, ep) for tp, ep in sorted({(one.tp, one.ep) for one in degrees})},
+        "sums_products": _sums_products(of),
         "states": [[[_states(of, zero, pp, sums) for sums in (False, True)] for pp in (1, 2)] for zero in range(4)],
     }
 
@@ -105,7 +119,8 @@ def _parts(of: Estimator, one: Degrees) -> dict[str, dict[str, list[list[float]]
 
 def _costs(of: Estimator, one: Degrees, tokens: int) -> CostsByPolicy:
     """By recompute policy."""
-    layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, pp=one.pp, micro_batch=1)
+    layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, pp=one.pp, micro_batch=1,
+                    schedule="zb-h1" if one.splits else "1f1b")  # fmt: skip
     recipe = replace(of.recipe, sequence=one.cp * tokens, global_batch=layout.dp, batch_ramp=())
     alone = replace(of, recipe=recipe)
     return alone.policies(layout)
@@ -134,6 +149,22 @@ def _pieces(of: Estimator, tp: int, ep: int) -> dict[str, list[Any]]:
                      in Counter(getattr(found, field.name)).items()]
         for field in fields(found)
     }  # fmt: skip
+
+
+def _sums_products(of: Estimator) -> list[list[list[list[bool]]]]:
+    """By stage of ZeRO, then without and with a pipeline, in steps of one micro-batch and of several, with whole
+    backward passes and with split ones: whether sums of gradients take products."""
+    return [
+        [
+            [
+                [of.sums_products(Layout(dp_shard=2, pp=pp, zero=zero, schedule=schedule), m)  # type: ignore[arg-type]
+                 for schedule in ("1f1b", "zb-h1")]
+                for m in (1, 2)
+            ]
+            for pp in (1, 2)
+        ]
+        for zero in range(4)
+    ]  # fmt: skip
 
 
 def _states(of: Estimator, zero: int, pp: int, sums: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ function memoryOf(data, recipe, layout) {
   const {pp, vp} = layout, kind = data.schedules[layout.schedule];
   const split = stageLayers(data.model, pp * vp);
   const stages = stageCosts(data, recipe, layout, tokens, split);
-  const sums = m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
+  const sums = addsGradients(layout, m), products = sumsProducts(data, layout, m) && !data.model.experts;
   const table = data.memory.states[layout.zero][Number(pp > 1)][Number(sums)];
   const units = unitsOf(data, layout, table);
   const between = layout.sp ? tokens / layout.tp : tokens, {own: engine} = data.stack;
@@ -25,7 +25,7 @@ function memoryOf(data, recipe, layout) {
     const sizes = own.map((stage) =>
       countOf(data, {...layout, zero: 0}, [split[stage]], stage === 0, stage === pp * vp - 1).whole);
     const shares = sizes.map((size) => size / sizes.reduce((a, b) => a + b, 0));
-    const one = {layout, costs, state, units, first: own.includes(0), last, table, shares, stack: data.stack};
+    const one = {layout, costs, state, units, first: own.includes(0), last, table, shares, products, stack: data.stack};
     const moments = momentsOf(layout, kind, m, rank);
     const worst = engine ? peakOf(one, moments) :
       otherPeakOf(one, moments, m, border, logitBytes(data, layout, tokens));
@@ -35,6 +35,14 @@ function memoryOf(data, recipe, layout) {
     return rankMemory(data, table, count, worst, engine ? 2 * border : 0, matrices);
   });
 }
+
+// Whether any gradient is a sum: spec/held.py.
+const addsGradients = (layout, m) =>
+  m > 1 || degreeOfData(layout) * layout.cp > 1 || (layout.ep > 1 && layout.ep < layout.tp);
+
+// Whether such sums take products: planner/step/shared_costs.py.
+const sumsProducts = ({memory, schedules}, {zero, pp, schedule, ...layout}, m) => addsGradients({...layout, zero, pp}, m) &&
+  memory.sums_products[zero][Number(pp > 1)][Number(m > 1)][Number(schedules[schedule].splits === "all")];
 
 // Bytes of a rank at the worse of two moments: inside the passes, or the optimizer's update.
 function rankMemory({stack, memory}, table, count, worst, borders, matrices) {
@@ -153,7 +161,8 @@ function stageCosts(data, recipe, layout, tokens, split) {
   const {tp, sp, ep, cp, pp} = layout, {sizes} = data.memory;
   const piped = tp === 1 && ep === 1 && cp === 1 && pp > 1; // blocks of one device are counted in another way
   const key = `${tp}${sp ? "s" : ""}${ep > 1 ? "e" : ""}${cp > 1 ? "c" : ""}${piped ? "p" : ""}`;
-  const parts = data.memory.kept[key][layout.recompute];
+  const {kept} = data.memory, late = pp > 1 && data.schedules[layout.schedule].splits === "all";
+  const parts = ((late && kept[`${key}z`]) || kept[key])[layout.recompute];
   const at = (lines) => lines.length === 3 ? lines[0] + lines[1] * tokens + lines[2] * tokens * recipe.sequence :
     Math[lines[3] > lines[1] ? "max" : "min"](lines[0] + lines[1] * tokens, lines[2] + lines[3] * tokens);
   const bytes = Object.fromEntries(Object.entries(parts).map(([part, lines]) =>

@@ -89,7 +89,7 @@ function peakOf(rank, found) {
 }
 
 function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
-  const {layout, costs, state, units, first, last, table, shares} = rank;
+  const {layout, costs, state, units, first, last, table, shares, products} = rank; // products: sums take them
   const cost = costs[place], again = graded[place], whole = state.gradients;
   const sum = (size) => costs.reduce((total, one, n) => total + size(one, n), 0);
   const kept = sum((one, n) => alive[n] * one.kept + queued[n] * one.queued);
@@ -115,7 +115,7 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     return [kinds(before, logits + transient, 0, buffers)];
   }
   const wider = made < summed && !again ? summed : 0;
-  if (what === "weights") return [kinds(before, logits, cost.weights * (made + wider), 0)];
+  if (what === "weights") return [kinds(before, logits, cost.weights * ((products ? 0 : made) + wider), 0)];
   if (what === "reduce") {
     if (!units.summed) return [];
     const some = [...(first && place === 0 ? [units.first] : []), units.block];
@@ -153,7 +153,7 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
       if (final && layout.zero && !units.tied) found.push(kinds(reduced, logits - gone, 0, end.gradients, headless));
     }
   }
-  const leaves = what === "inputs" && cost.made > 0; // gradients of weights, for later
+  const leaves = products || (what === "inputs" && cost.made > 0); // gradients of weights, for later or for sums
   const inside = Math.max(cost.mlp - (leaves ? cost.made : 0), cost.attention);
   if (apart || (final && !again && shards && alone)) {
     const [beside, buffers] = insideOf(rank, cost, Math.max(end.gradients, units.dense.gradients));
@@ -164,6 +164,10 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
       found.push({...kinds(all, 0, last, copies), activations: Math.min(cost.kept, 2 * cost.largest_kept)});
     }
   } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
+  if (final && layout.zero && !apart) { // the last layer's gradients are reduced
+    const left = gradients - (units.tied ? 0 : end.gradients * (1 - 1 / sharers));
+    found.push({...kinds(left, logits - gone, 0, block.gradients, headless + block.parameters), activations: kept - cost.largest_kept});
+  }
   if (alone && !again && !units.summed) { // the first layer, where gradients of all others are there
     const last = block.gradients + (units.tied ? 0 : units.first.gradients);
     const all = Math.max(0, whole * shares[place] - last);

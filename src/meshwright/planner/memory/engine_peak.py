@@ -137,6 +137,8 @@ class PipelineRank:
     """Bytes of an element of a gradient as it is made."""
     summed: float
     """As it is kept."""
+    sums_products: bool = False
+    """Gradients of all weights of its layers are products that are added where they are kept: none is made."""
 
     @property
     def apart(self) -> bool:
@@ -177,7 +179,8 @@ class PipelineRank:
             yield kinds(Place(before, logits + cost.logits.transient, 0.0, buffers))
         elif what == "weights":
             wider = self.summed if self.made < self.summed and not again else 0.0
-            yield kinds(Place(before, logits, cost.weights * (self.made + wider)))
+            made = 0.0 if self.sums_products else self.made
+            yield kinds(Place(before, logits, cost.weights * (made + wider)))
         elif what == "reduce":
             if units.summed:
                 yield kinds(Place(before, logits, 0.0, *self._reduction(self.first and place == 0)))
@@ -190,9 +193,12 @@ class PipelineRank:
         else:
             if ends:
                 yield from map(kinds, self._head(before, logits, cost, again, final))
-            left = what == "inputs" and cost.new_bytes > 0
+            left = self.sums_products or (what == "inputs" and cost.new_bytes > 0)
             temporaries = cost.inputs_bytes if left else cost.transient_bytes
-            yield kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
+            inside = kinds(self._layer(before, logits, temporaries, cost, again, final, ends))
+            yield inside
+            if final and self.layout.zero and not self.apart:
+                yield self._reduced_layer(inside, cost, ends)
             if self.frees and not again:
                 yield self._first_layers(cost, parameters)
             if self.layout.pp == 1 and not (again or units.summed):
@@ -269,6 +275,18 @@ class PipelineRank:
         temporaries, buffers = self._inside(cost, units.dense.gradients)
         activations = min(cost.kept_bytes, 2 * cost.largest_kept_bytes)
         return Sizes(max(0.0, gradients), 0.0, temporaries, buffers, parameters, activations)
+
+    def _reduced_layer(self, inside: Sizes, cost: MicroBatchCost, ends: bool) -> Sizes:
+        """The last layer's gradients are copied to be reduced, when its parameters and what it kept are gone, and the
+        head's have been."""
+        last, block = self.units.last if ends and not self.units.tied else GatherUnit(), self.units.block
+        return inside._replace(
+            gradients=inside.gradients - last.gradients + last.gradients / (self.layout.dp_shard * self.layout.cp),
+            temporaries=0.0,
+            buffers=block.gradients,
+            parameters=inside.parameters - block.parameters,
+            activations=inside.activations - cost.largest_kept_bytes,
+        )
 
     def _reduction(self, first: bool) -> tuple[float, float]:
         """(bytes of the buffer, of parameters that are gone): unit by unit, in the order of the model. Without ZeRO

@@ -89,16 +89,19 @@ def rank_memory(
     layout: Layout, stack: Stack, micro_batches: int, stages: list[MicroBatchCost], state: States, rank: int,
     gathered_bytes: float, border_bytes: float, update_bytes: float, exact: bool = True,
     units: GatherUnits | None = None, found: tuple[Standing, ...] = (), logits_bytes: float = 0.0,
+    sums_products: bool = False,
 ) -> RankMemory:  # fmt: skip
     """`border_bytes`: a stage's output; `logits_bytes`: the last one's, in 16 bit. Not `exact`: what is in flight by
     closed form, which is not above the peak. `units`, `found`: of this package's own engine, and its moments;
-    `gathered_bytes`: of other software, what data parallelism gathers and reduces from."""
+    `gathered_bytes`: of other software, what data parallelism gathers and reduces from. `sums_products`: as
+    PipelineRank."""
     own = own_stages(layout, rank)
     costs, first, last = [stages[stage] for stage in own], own[0] == 0, own[-1] == len(stages) - 1
     alive: tuple[tuple[int, ...], ...] = ((),)
     if units is not None:
         one = PipelineRank(layout=layout, costs=costs, state=state.step, units=units, made=state.parameter_bytes,
-                           summed=state.gradient_bytes, last=last, first=first)  # fmt: skip
+                           summed=state.gradient_bytes, sums_products=sums_products, last=last,
+                           first=first)  # fmt: skip
         when, kinds = one.peak(found)
     else:
         when = "backward pass"

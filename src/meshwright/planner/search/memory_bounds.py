@@ -15,6 +15,7 @@ from meshwright.planner.memory.rank_memory import leading, returns
 from meshwright.planner.search.regions import Cell, Region, RegionFamily, batches
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.time.timeline import Unhidden
+from meshwright.spec.compiled_blocks import compiles_blocks
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -263,11 +264,15 @@ class LeastMemory:
 
     def kept(self, recompute: str) -> tuple[float, float, float]:
         """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
-        one's backward pass, of which gradients of weights do not grow with them."""
+        one's backward pass, of which gradients of weights do not grow with them, and are not where sums take
+        products."""
         known = self._blocks.kept
         if recompute not in known:
             costs = self.costs(1, recompute)
-            inside = [part.transient_bytes for part in (costs.dense, costs.routed) if part.forward_s]
+            parts = [part for part in (costs.dense, costs.routed) if part.forward_s]
+            compiled = compiles_blocks(self.base, self.of.shape, "cuda", self.of.recipe.fake_quantize)
+            summed = self.of.may_sum_products and (self.cell.pp > 1 or not compiled)
+            inside = [part.inputs_bytes if summed else part.transient_bytes for part in parts]
             here = self.base.offload == "off"  # else in host memory, but for each stage's last block
             kept = (costs.dense.kept_bytes, costs.routed.kept_bytes) if here else (0.0, 0.0)
             known[recompute] = *kept, min(inside, default=0.0)

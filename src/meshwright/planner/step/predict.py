@@ -175,6 +175,7 @@ class Estimator(SharedCosts):
         recipe, stages = self.recipe, self.stages(layout)
         m = layout.micro_batches(recipe.global_batch)
         of, _ = self.parts(layout)
+        summed = not self.shape.moe and self.sums_products(layout, m)
         found = []
         for rank in ranks:
             count = self.held(layout, rank)
@@ -194,6 +195,7 @@ class Estimator(SharedCosts):
                 logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
                 units=self.units(layout, state) if self.stack.own else None,
                 found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
+                sums_products=summed,
             )  # fmt: skip
             if self.teacher is not None:
                 one = with_cache(with_states(self.teacher, one, layout, rank, m), self.shape, recipe, layout)

@@ -22,7 +22,7 @@ from meshwright.spec.cluster import Cluster
 from meshwright.spec.compiled_blocks import can_be_compiled
 from meshwright.spec.frozen_code_rules import shares_codes
 from meshwright.spec.head_chunk import CHUNK_BYTES
-from meshwright.spec.held import WIDTHS
+from meshwright.spec.held import WIDTHS, adds_gradients
 from meshwright.spec.layout import Layout
 from meshwright.spec.places import layers_of_stages
 from meshwright.spec.plan import Plan
@@ -76,6 +76,30 @@ class SharedCosts:
     def _limits(self, plan: Plan) -> tuple[float, float]:
         """(bytes that a program can have of a device, the share of them with which a plan is likely to fit)."""
         return usable_bytes(plan), self.largest_share
+
+    @cached_property
+    def may_sum_products(self) -> bool:
+        """Whether sums of any layout may take products that are gradients."""
+        recipe = self.recipe
+        wider = recipe.precision != "fp32" and recipe.reduce_dtype == "fp32"
+        return self.stack.sums_products and self._gpu and wider and recipe.products != "fp8-all"
+
+    def sums_products(self, layout: Layout, m: int) -> bool:
+        """Whether sums take products that are gradients of dense weights (kernels/gradient_sums.py), in steps of `m`
+        micro-batches. Not where each micro-batch's gradients are reduced by themselves, where replicas lay a step's
+        only ones into buckets (parallel/replicas.py), or where compiled blocks make them in their backward passes."""
+        if not self.may_sum_products or layout.kernels == "reference":
+            return False
+        if layout.pp == 1 and (layout.zero >= 2 or (m == 1 and not layout.zero and layout.cuda_graphs != "on")):
+            return False
+        late = layout.pp > 1 and layout.schedule in SPLIT_ALWAYS
+        if layout.compile != "off" and not late and self._can_compile:
+            return False
+        return m > 1 or adds_gradients(layout, m)
+
+    @cached_property
+    def _can_compile(self) -> bool:
+        return can_be_compiled(self.shape, self.recipe.fake_quantize)
 
     @property
     def chooses(self) -> bool:
