@@ -79,10 +79,19 @@ def test_a_layer_keeps_what_is_counted(name: str, recompute: str) -> None:
     assert want == pytest.approx(two - one, rel=0.01)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_plain_kernels_keep_what_is_counted(name: str, recompute: str) -> None:
+    shape = SHAPES[name]
+    shorter, longer = (alive(replace(shape, layers=layers), recompute, kernels="reference") for layers in (1, 2))
+    layout = Layout(recompute=recompute, micro_batch=BATCH, compile="off", kernels="reference")  # type: ignore[arg-type]
+    block = layer(local(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4), routed=shape.moe is not None)
+    assert block.kept_bytes(recompute) == pytest.approx(longer - shorter, rel=0.01)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", SHAPES)
 def test_selective_drops_what_plain_attention_stores(name: str, dropout: float) -> None:
-    """Of plain kernels only the attention core is counted as they keep it: what selective drops of a layer."""
     shape = SHAPES[name]
     none, selective = (
         alive(replace(shape, layers=2), policy, kernels="reference", dropout=dropout)

@@ -202,6 +202,19 @@ def test_a_dry_run_holds_what_was_planned(layout: dict[str, object]) -> None:
         assert one.total_bytes - one.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.05), one.when
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("sequence", "documents"), [(1024, False), (2048, True), (4096, False)])
+def test_plain_attention_holds_its_gradients_too(sequence: int, documents: bool, recompute: str) -> None:
+    """Where the softmax is differentiated, two S x S matrices in fp32 stand beside the kept weights."""
+    shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, vocab=16384)
+    recipe = Recipe(sequence=sequence, global_batch=4, precision="bf16", document_mask=documents)
+    layout = {"dp_shard": 4, "zero": 3, "micro_batch": 1, "kernels": "reference", "recompute": recompute}
+    asked = plan(shape, recipe, compile="off", **layout)
+    planned = predict(asked).memory[0]
+    seen = dry_run(asked, device="cuda", ranks=[0]).ranks[0]
+    assert planned.total_bytes - planned.kinds["reserve"] == pytest.approx(seen.peak_bytes, rel=0.03), planned.when
+
+
 @pytest.mark.parametrize(
     ("tied", "micro_batches", "layout"),
     [

@@ -76,10 +76,7 @@ def _of_time(found: Prediction) -> Iterator[str]:
 
 def _caveats(plan: Plan) -> Iterator[str]:
     if plan.layout.kernels == "reference":
-        yield (
-            "layout.kernels=reference is plain code, for comparison: it is slower, and holds several times the "
-            "activations that are counted here."
-        )
+        yield "layout.kernels=reference is plain code, for comparison: it is slower and keeps more activations."
     if plan.plan_only:
         yield f"{plan.plan_only[:1].upper()}{plan.plan_only[1:]}."
         yield from _counted(plan.model)

@@ -130,7 +130,7 @@ def attention_kernel(plan: Plan, device: torch.device) -> str:
 def kernel_notes(plan: Plan, device: torch.device, compiled: bool) -> list[str]:
     """Which implementation runs what, and why. On a CPU only what is slower than it may be."""
     if plan.layout.kernels == "reference":
-        return ["layout.kernels=reference is plain code, for comparison: slower, and it holds more than plans count"]
+        return ["layout.kernels=reference is plain code, for comparison: it is slower and keeps more activations"]
     if device.type == "cpu" and plan.layout.kernels != "triton":
         return _loop_notes(plan, device)
     library = [] if plan.layout.kernels == "triton" else attention_notes(plan, device)

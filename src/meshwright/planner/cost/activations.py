@@ -208,11 +208,18 @@ def _attention_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
 
 
 def _scores_kept(of: "Local", widths: HeadWidths, read: Sequence[KeptBytes]) -> Iterator[KeptBytes]:
-    """Of this package's plain attention (kernels/attention.py, attend_reference), which is in fp32: its weights, whom
-    they hide, and copies of what the core takes (`read`), one for each head of the queries."""
-    taken = sum(kept.none for kept in read if kept.of == "core")
-    yield from (kept for kept in read if kept.of != "core")
-    yield KeptBytes("queries, keys, values in fp32", 4 * of.tokens * (2 * widths.queries + widths.out), taken, "scores")
+    """Yield what this package's plain attention keeps (kernels/attention.py, attend_reference), which is in fp32.
+
+    It keeps its weights, the hidden pairs, and copies of the core's inputs (`read`), one for each query head. Compiled
+    code makes these copies again.
+    """
+    if of.lowered:
+        yield from read
+    else:
+        taken = sum(kept.none for kept in read if kept.of == "core")
+        yield from (kept for kept in read if kept.of != "core")
+        copies = 4 * of.tokens * (2 * widths.queries + widths.out)
+        yield KeptBytes("queries, keys, values in fp32", copies, taken, "scores")
     scores = of.tokens * of.sequence * of.shape.heads / of.tp
     yield KeptBytes("softmax", 4 * scores, 0.0, "scores")
     hidden = (of.batch if of.documents else 1) * of.sequence**2 * MASK_BYTES
@@ -232,7 +239,7 @@ def _heads_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     half = word * (widths.queries + widths.keys_values / 2)
     yield KeptBytes("queries, keys, values", whole, half if of.stack.selective == "alternate" else whole, "core")
     if of.shape.qk_norm or (of.shape.unbuilt is not None and of.shape.unbuilt.qk_norm):
-        plain = word * (widths.queries + widths.keys_values / 2)
+        plain = word * (widths.queries + widths.keys_values / 2) * of.stack.norm_kept / 2
         yield KeptBytes("queries, keys before their norms", plain, 0.0)
 
 
@@ -241,7 +248,7 @@ def _latent_kept(of: "Local", widths: HeadWidths) -> Iterator[KeptBytes]:
     mla = of.shape.mla
     assert mla is not None
     word = of.tokens * of.width
-    low = mla.q_rank + mla.kv_rank + mla.rope_dim
+    low = (mla.q_rank + mla.kv_rank) * of.stack.norm_kept / 2 + mla.rope_dim
     yield KeptBytes("low ranks", word * low, word * low)
     yield KeptBytes("normed low ranks", word * (mla.q_rank + mla.kv_rank), 0.0, "norm")
     up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp

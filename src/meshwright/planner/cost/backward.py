@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.planner.cost import adapters, attention_core, state_layers
-from meshwright.planner.cost.activations import HeadWidths, Routed
+from meshwright.planner.cost.activations import MASK_BYTES, HeadWidths, Routed
 from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.cost.states import largest_weight
 
@@ -145,7 +145,8 @@ def _mlp_kept(of: "Local", routed: Routed | None) -> float:
     """What is gone when the pass comes to the attention core."""
     if routed:
         return (3 * routed.copies * routed.ffn + 2 * routed.copies * of.shape.hidden) * of.width
-    return of.gates * of.tokens * of.shape.ffn / of.tp * of.width
+    kept = of.gates + of.stack.activation_kept / 2 if of.gates == 2 else of.gates
+    return kept * of.tokens * of.shape.ffn / of.tp * of.width
 
 
 def _attention(of: "Local", widths: HeadWidths) -> float:
@@ -156,6 +157,8 @@ def _attention(of: "Local", widths: HeadWidths) -> float:
     if of.linear:
         return state_layers.inside_bytes(of)
     queries, keys_values = of.tokens * widths.queries, of.tokens * widths.keys_values
+    if of.stack.own and of.stack.attention != "flash":
+        return _plain_attention(of, widths)
     if of.cp == 1:
         copies = queries - keys_values / 2 if of.masked and of.shape.mla is None else 0.0
         keys = attention_core.widest_strip(of) if of.masked else 0.0
@@ -167,6 +170,18 @@ def _attention(of: "Local", widths: HeadWidths) -> float:
     striped = of.context_split == "striped"
     held = of.width + 2 * 4 if striped else max(3 * of.width + 2 * 4, of.width + 3 * 4)
     return around + of.cp * keys_values * held
+
+
+def _plain_attention(of: "Local", widths: HeadWidths) -> float:
+    """Bytes where the softmax is differentiated (kernels/attention.py, attend_reference), beside the kept weights.
+
+    Uncompiled, the gradients of the weights and of the scores, S x S in fp32, stand beside the gradient of the values
+    of all heads. A forward pass stores as much: scores, scores without hidden pairs, and the pairs. Compiled code
+    writes the gradient of the scores in place of that of the weights.
+    """
+    scores = of.tokens * of.sequence * of.shape.heads / of.tp
+    pairs = (of.batch if of.documents else 1) * of.sequence**2 * MASK_BYTES
+    return 4 * (1 if of.lowered else 2) * scores + 4 * of.tokens * widths.out + pairs
 
 
 def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:

@@ -1,9 +1,9 @@
 """What one micro-batch is on one rank: all that counting its operations and what they keep needs of a layout."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.planner.cost.stack import Stack
+from meshwright.planner.cost.stack import Stack, plain_code
 from meshwright.spec.compiled_blocks import compiles_blocks, is_lowered, keeps_no_norms
 from meshwright.spec.layout import Layout
 from meshwright.spec.linear_attention import LinearAttention
@@ -126,7 +126,9 @@ def local(
     """What the counting needs to know of a layout."""
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
     rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
-    stack = replace(stack, attention="unfused") if stack.own and layout.writes_scores else stack
+    lowered = stack.own and gpu and is_lowered(layout, shape, fake_quantize)
+    if stack.own and layout.kernels == "reference":
+        stack = plain_code(stack, layout, width, compiled=lowered)
     return Local(
         shape=shape,
         stack=stack,
@@ -149,7 +151,7 @@ def local(
         splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
         compiled=stack.own and compiles_blocks(layout, shape, kind, fake_quantize),
         keeps_norms=not (stack.own and keeps_no_norms(layout, shape, kind, fake_quantize)),
-        lowered=stack.own and gpu and is_lowered(layout, shape, fake_quantize),
+        lowered=lowered,
         gpu=gpu,
         rounded=SCHEMES.get(fake_quantize) if stack.own else None,
         pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,

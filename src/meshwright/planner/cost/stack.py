@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from meshwright.spec.head_chunk import CHUNK_BYTES
+from meshwright.spec.layout import Layout
 
 TUNING_BYTES = 60 * 2**20
 """What empties an H200's cache (its L2) while the first call of a compiled kernel is tuned."""
@@ -185,6 +186,20 @@ def eager(stack: Stack) -> Stack:
     own, each with its results in memory (kernels/swiglu.py, kernels/rope.py). A measured machine's were timed so."""
     known = stack.passes == stack.rope_passes == 1.0
     return replace(stack, passes=1.67, rope_passes=5.0) if stack.own and known else stack
+
+
+def plain_code(stack: Stack, layout: Layout, width: int, *, compiled: bool) -> Stack:
+    """Return this package's engine with its reference kernels, whose autograd keeps every intermediate tensor.
+
+    Attention within a rank stores its S x S weights (kernels/attention.py, attend_reference). The head keeps the fp32
+    log-softmax of all tokens, beside which its backward pass makes two more (kernels/cross_entropy.py);
+    tensor-parallel ranks share the chunked one. Uncompiled, a norm keeps its input in fp32 and the normed input before
+    the gain, and a gated MLP silu(gate) and the product. `width`: bytes of an activation.
+    """
+    plain = replace(stack, attention="unfused") if layout.writes_scores else stack
+    if layout.tp == 1:
+        plain = replace(plain, head_chunk_bytes=0.0, logit_kept=4.0, logit_peak=12.0)
+    return plain if compiled else replace(plain, activation_kept=4.0, norm_kept=2 * (4 + width) / width)
 
 
 ON_GPU: dict[str, Any] = {
