@@ -67,7 +67,7 @@ def test_what_plan_refuses_is_named_as_python_names_it(options: dict[str, Any], 
         (lambda: mw.profile(steps="4"), "steps='4' must be a whole number"),  # type: ignore[arg-type]
         (lambda: mw.train(resume=True), "resume=True must be text"),  # type: ignore[arg-type]
         (lambda: mw.train(dry_run="no"), "dry_run='no' must be True or False"),  # type: ignore[arg-type]
-        (lambda: mw.train("recipe.steps"), "recipe.steps: cannot be read"),
+        (lambda: mw.train("recipe.steps"), "recipe.steps does not exist: give a plan file"),
         (lambda: mw.train(5), "plan=5 must be text or a path or a plan"),  # type: ignore[arg-type]
         (lambda: mw.dry_run(5), "plan=5 must be text or a path or a plan"),  # type: ignore[arg-type]
         (lambda: mw.train(run=5), "run=5 must be text or a path"),

@@ -77,7 +77,7 @@ def test_a_folder_is_held_against_a_run_on_what_that_held_out(files: Path) -> No
 
 
 def test_tasks_need_their_extra(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.api.evaluation_request.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.spec.extras.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=r"pip install 'meshwright\[eval\]'"):
         mw.evaluate(files / "hf", tasks=str(files))
 

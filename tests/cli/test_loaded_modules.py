@@ -43,17 +43,17 @@ ENGINE = ("compress", "kernels", "model", "parallel", "training", "observe", "se
 """What needs torch."""
 TINY = ("model=llama-tiny", "recipe.sequence=64", "recipe.global_batch=2", "recipe.steps=1")
 QUICK = {
-    "the list of verbs": Loads(("--help",), 7, ("api", "spec", "planner", *ENGINE)),
+    "the list of verbs": Loads(("--help",), 8, ("api", "spec.plan", "spec.presets", "planner", *ENGINE)),
     "plan": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8"), 170, ("data", "stacks", *ENGINE)),
     "plan --serve": Loads(
         ("plan", "llama-3.2-1b", "--cluster", "h100x8", "--serve"), 166, ("data", "stacks", "planner.search", *ENGINE)
     ),
-    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 197, ("data", *ENGINE)),
+    "plan --for": Loads(("plan", "llama-3.2-1b", "--cluster", "h100x8", "--for", "torchtitan"), 200, ("data", *ENGINE)),
     "doctor --help": Loads(("doctor", "--help"), 50, ("api", "planner", "planfile", "data", *ENGINE)),
 }
 LONG = {
     "train": Loads(("train", *TINY, "data=texts", "run=runs/a"), 425, ("serve", "server", "stacks", "compress")),
-    "dryrun": Loads(("dryrun", *TINY), 390, ("serve", "server", "stacks", "compress", "planner.serving")),
+    "dryrun": Loads(("dryrun", *TINY), 392, ("serve", "server", "stacks", "compress", "planner.serving")),
     "generate": Loads(
         ("generate", "runs/a", "--prompt", "the", "--max-new-tokens", "2"), 318,
         ("planner", "stacks", "observe", "training.step", "training.loop", "model.gguf.gguf_model"),

@@ -141,7 +141,7 @@ def test_a_deadline_and_a_budget_that_no_run_meets_together(capsys: Capture) -> 
     front = document([*ASKED, "--json"], capsys)["front"]
     hours = front[0]["wall_seconds"] / 3600 - 0.01
     assert main([*ASKED, "--deadline", f"{hours}h", "--budget", str(front[0]["usd"] + 0.01)]) == 3
-    assert "no cluster meets --deadline and --budget together" in capsys.readouterr().err
+    assert "no cluster meets both --deadline and --budget" in capsys.readouterr().err
 
 
 def test_a_long_front_is_thinned(capsys: Capture) -> None:

@@ -228,7 +228,7 @@ def test_a_device_without_such_products_is_refused_at_the_start(monkeypatch: pyt
 
 def test_copies_inside_a_block_are_as_large_as_in_a_dry_run() -> None:
     """A split backward pass of few tokens: narrow matrices are the largest thing beside what is kept. No scaled copy of
-    them is made, which was 1.5 % of this peak."""
+    them is made, which was 1.5 % of this peak. Gradients of weights add to their sums and take nothing beside them."""
     shape = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=4, ffn=2816, vocab=64, max_positions=8192)
     layout = Layout(pp=2, schedule="zb-h1", micro_batch=1, compile="off")
     found = []
@@ -239,7 +239,7 @@ def test_copies_inside_a_block_are_as_large_as_in_a_dry_run() -> None:
         planned, held = sum(kinds.values()) - kinds["reserve"], dry_run(one, ranks=[0], device="cuda").peak_bytes
         assert planned == pytest.approx(held, rel=0.01)
         found.append(held)
-    assert found[0] < found[1] < 1.005 * found[0]
+    assert found[0] < found[1] < 1.01 * found[0]
 
 
 def test_a_run_says_what_makes_it_slow() -> None:

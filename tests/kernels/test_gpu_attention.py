@@ -25,7 +25,6 @@ from meshwright.planner.cost import engine_speeds
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.attention_kernels import (
-    EXTRA,
     HOPPER,
     LATENT,
     LEAST_CUDNN,
@@ -35,9 +34,11 @@ from meshwright.spec.attention_kernels import (
     KernelChoice,
     attention_kernel,
 )
+from meshwright.spec.extras import install
 from meshwright.training import device
 from tests.kernels.exactness import tensors
 
+EXTRA = install("gpu")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WHOLE, PACKED = AttentionCall("rows", 8192, 128, 128), AttentionCall("documents", 8192, 128, 128)
 ALL = GpuLibraries(9, LEAST_CUDNN, flash_4=True)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.kernels.linear import WeightProduct
 from meshwright.kernels.weight_gradients import WeightGradients, splitting
 from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
@@ -32,7 +33,11 @@ def test_what_a_split_backward_pass_leaves_of_adapters_is_as_large_as_planned(dr
         queue = WeightGradients()
         with queue:
             loss.backward()
-    left = [part for products in queue._left.values() for product in products for part in product.args]  # type: ignore[attr-defined]
+    products = [product for each in queue._left.values() for product in each]
+    left = [
+        part for product in products if isinstance(product, WeightProduct) for part in (product.gradient, product.x)
+    ]
+    assert len(left) == 2 * len(products)
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
                 for part in left if isinstance(part, torch.Tensor)}  # fmt: skip
     of = local(shape, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)

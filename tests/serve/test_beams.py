@@ -113,7 +113,7 @@ def test_beams_are_preempted_computed_again_and_never_stuck() -> None:
         assert steps < 500
     assert [found(one) for one in asked] == right and other.ended and tight.scheduler.preemptions > 0
     unharmed(tight)
-    with pytest.raises(ArgumentError, match=r"beams=4 of .* take .* blocks"):
+    with pytest.raises(ArgumentError, match=r"beams=4 of .* need .* blocks"):
         engine(cache_bytes=12 * bytes_each).add(PROMPT, RequestOptions(max_new_tokens=20, beams=4))
 
 

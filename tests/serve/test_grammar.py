@@ -313,7 +313,7 @@ def test_sizes_are_refused_with_their_numbers() -> None:
     for multiple in (10**9 + 7, 1.00007, 100003):
         with pytest.raises(ArgumentError, match=r"multipleOf.*10,000 is the most"):
             engine().add(PROMPT, RequestOptions(json_schema={"type": "number", "multipleOf": multiple}))
-    with pytest.raises(ArgumentError, match="json_schema's pattern has 1,000,000"):
+    with pytest.raises(ArgumentError, match="json_schema's pattern is too long: it has 1,000,000"):
         engine().add(PROMPT, RequestOptions(json_schema={"items": {"pattern": "(a{1000}){1000}"}}))
 
 

@@ -253,7 +253,15 @@ def test_a_reader_that_stops_is_cut_off_and_costs_no_memory() -> None:
 
 def test_a_slow_reader_gets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     with running(limits=ServerLimits(stall_seconds=20, drain_seconds=0.1)) as server:
-        body = {**LONG, "n": 4, "logprobs": 5, "stream": True, "temperature": 1.0, "seed": 1}
+        body = {
+            **LONG,
+            "n": 4,
+            "logprobs": 5,
+            "stream": True,
+            "temperature": 1.0,
+            "seed": 1,
+            "skip_special_tokens": False,
+        }
         connection, data = raw(server, body, buffer=4096), b""
         while not data.endswith(b"0\r\n\r\n"):
             data += connection.recv(1 << 14)

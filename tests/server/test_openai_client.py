@@ -53,7 +53,7 @@ def ask(client: openai.OpenAI, kind: str, **options: Any) -> Any:
 
 EXTRA = {
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "cache_salt", "priority",
-    "return_token_ids", "structured_outputs", "guided_json", "unheard_of", "min_tokens", "tools",
+    "return_token_ids", "structured_outputs", "guided_json", "unheard_of", "min_tokens", "tools", "skip_special_tokens",
 }  # fmt: skip
 
 
@@ -82,7 +82,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "logit_bias": ({"logit_bias": {"7": 100}}, {"logit_bias": {7: 100.0}}),
     "end of text": ({"logit_bias": {str(END): 100}}, {"logit_bias": {END: 100.0}}),
     "ignore_eos": (
-        {"logit_bias": {str(END): 100}, "ignore_eos": True}, {"logit_bias": {END: 100.0}, "ignore_end": True}
+        {"logit_bias": {str(END): 100}, "ignore_eos": True, "skip_special_tokens": False},
+        {"logit_bias": {END: 100.0}, "ignore_end": True},
     ),
 }  # fmt: skip
 """What is asked of the server, and of the engine itself."""

@@ -247,7 +247,7 @@ def test_garbage_is_refused_by_file_and_line(tmp_path: Path, garbage: bytes) -> 
     path.write_bytes(b'{"step": 1}\n' + garbage + b'\n{"step": 2}\n')
     before = path.read_bytes()
     for read in (MetricsLog.read, lambda path: MetricsLog(path).truncate_to(2)):
-        with pytest.raises(RunError, match=re.escape(f"{path} line 2 is no record of a run")) as caught:
+        with pytest.raises(RunError, match=re.escape(f"{path} line 2 is not a record of a run")) as caught:
             read(path)
         assert len(str(caught.value)) < len(str(path)) + 150
         assert path.read_bytes() == before

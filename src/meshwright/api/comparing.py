@@ -137,6 +137,8 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
         raise PlanError("report needs a run folder at least")
     folders = [folder_of(run) for run in runs]
     target = Path(out) if out is not None else folders[0] / "report.html"
+    if out is not None:
+        check_page(target, "report.html")
     for folder in folders:
         RunFolder.open(folder)
     check_page(target, "report.html")

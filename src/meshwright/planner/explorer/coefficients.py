@@ -157,7 +157,7 @@ def _sums_products(of: Estimator) -> list[list[list[list[bool]]]]:
     return [
         [
             [
-                [of.sums_products(Layout(dp_shard=2, pp=pp, zero=zero, schedule=schedule), m)  # type: ignore[arg-type]
+                [of.sums_products(Layout(dp_shard=2, pp=pp, zero=zero, schedule=schedule), m)  # type: ignore[arg-type]  # words, checked by Layout
                  for schedule in ("1f1b", "zb-h1")]
                 for m in (1, 2)
             ]
