@@ -140,6 +140,20 @@ def test_small_parts_are_held_against_the_whole(tmp_path: Path) -> None:
     assert not row(laid(folder, 0.0), "memory", "counters", rank=0).agrees()
 
 
+def test_a_toy_differs_by_less_than_a_segment_of_the_allocator(tmp_path: Path) -> None:
+    document = profiled(PLAN)
+    for rank in document["ranks"]:
+        next(part for part in rank["memory"] if part["kind"] == "activations")["bytes"] += 3 * 2**19
+        rank["peak_bytes"] += 3 * 2**19
+    toy = laid(write(tmp_path / "run", dryrun=dried(PLAN), profile=document))
+    assert not toy.disagreeing and row(toy, "memory", "activations", rank=0).small
+    for rank in document["ranks"]:
+        rank["peak_bytes"] += 2**20
+    assert {part.what for part in laid(write(tmp_path / "more", dryrun=dried(PLAN), profile=document)).disagreeing} == {
+        "peak"
+    }
+
+
 def test_documents_of_another_plan_are_left_aside(tmp_path: Path) -> None:
     found = laid(write(tmp_path / "run", dryrun=dried(ALONE), profile=profiled(ALONE)))
     assert found.columns[1].found is None and "of another plan" in found.columns[1].about

@@ -70,9 +70,8 @@ def _verdict(found: Comparison, run: str) -> Iterator[str]:
         yield from wrapped(sentence, columns, "  ")
     small = sum(row.small for row in judged)
     if small and not bad:
-        yield from wrapped(
-            f"{many(small, 'small part')} may differ by {found.tolerance:.0%} of a quarter of the sum.", columns, "  ",
-        )  # fmt: skip
+        room = f"{found.tolerance:.0%} of a quarter of the sum or of 20 MiB"
+        yield from wrapped(f"{many(small, 'small part')} may differ by {room}.", columns, "  ")
 
 
 def _differs(row: ComparedRow) -> bool:

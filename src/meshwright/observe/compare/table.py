@@ -126,7 +126,9 @@ def verdict(found: Comparison) -> Iterator[str]:
     elif not bad:
         small = sum(row.small for row in judged)
         held = f"traffic exactly, the others within {found.tolerance:.0%}"
-        held += f", {small} small parts within {found.tolerance:.0%} of a quarter of the sum" if small else ""
+        held += (
+            f", {small} small parts within {found.tolerance:.0%} of a quarter of the sum or of 20 MiB" if small else ""
+        )
         yield f"All {len(judged)} rows that are known twice agree: {held}."
     else:
         yield f"{len(bad)} of {len(judged)} rows that are known twice disagree, the first of them:"
