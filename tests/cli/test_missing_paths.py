@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.spec.hub_names import looks_like_hub_name
+from meshwright.spec.hub_names import download_hint, looks_like_hub_name
 
 PATH = "runs/nope"
 KINDS = "give a run folder, one of its checkpoints, a Hugging Face directory, or a .gguf file"
@@ -56,4 +56,7 @@ def test_a_name_of_the_hub_is_told_from_a_path(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "google" / "gemma").mkdir(parents=True)
     (tmp_path / "google" / "gemma" / "config.json").write_text("{}")
     assert all(map(looks_like_hub_name, ("acme/tiny", "google/gemma-3-4b-pt", "meta-llama/Llama-3.1-8B")))
-    assert not any(map(looks_like_hub_name, ("runs/mine", "outputs/last", "work/second", "a/b/c", "./a", "mine.yaml")))
+    (tmp_path / "acme").mkdir()
+    assert looks_like_hub_name("acme/tiny"), "a folder of the owner's name hides no model of the hub"
+    assert not any(map(looks_like_hub_name, ("runs/mine", "outputs/last", "a/b/c", "./a", "mine.yaml")))
+    assert not download_hint("work/second") and download_hint("google/gemma-3-4b-pt")

@@ -244,3 +244,12 @@ def test_gpus_of_a_node_which_device_and_what_would_fit_are_said(capsys: pytest.
     peak = json.loads(capsys.readouterr().out)["peak_bytes"]
     assert f"train adapters alone (--tune lora fits at {short_gib(peak)})" in found.err
     assert main(["plan", "llama-2-13b", "--cluster", "a100x4", "--gpus", "2"]) == 2
+    machines = [
+        ["plan", "llama-3.1-8b", "--cluster", "p4d.24xlarge", "--nodes", "2", "--json", *more]
+        for more in ([], ["--gpus", "8"])
+    ]
+    capsys.readouterr()
+    plain, counted = (main(words) or json.loads(capsys.readouterr().out) for words in machines)
+    assert plain == counted, "the network of the machine stays"
+    assert main(["plan", "llama-3.1-8b", "--cluster", "p5.4xlarge", "--gpus", "8"]) == 2
+    assert "--cluster p5.4xlarge has 1 devices: leave --gpus out" in capsys.readouterr().err

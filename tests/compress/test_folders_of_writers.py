@@ -380,6 +380,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_inputs_of_fewer_than_8_bits_are_refused(bits: int, tmp_path: Path) -> None:
+    inputs = {**PRESETS["W4A8"]["input_activations"], "num_bits": 4}
+    group = {**PRESETS["W4A8"], "input_activations": inputs, "targets": ["Linear"]}
+    group["weights"] = {**group["weights"], "num_bits": bits}
+    config = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group},
+        "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
+    }  # fmt: skip
+    written(tmp_path, SHAPES["llama"], lambda name, weight: whole_parts(weight), config)
+    with pytest.raises(HubError, match="num_bits"):
+        restored(tmp_path / "theirs")
+
+
 @pytest.mark.parametrize("names", [("FP8",), ("FP8_BLOCK",), ("W4A16", "FP8"), ("W4A8",)])
 def test_llm_compressors_scales_of_all_of_blocks_and_of_several_groups(names: tuple[str, ...], tmp_path: Path) -> None:
     groups = {f"group_{place}": {**PRESETS[name], "targets": ["re:.*"]} for place, name in enumerate(names)}

@@ -138,6 +138,11 @@ def test_calls_under_older_names_are_tool_calls(calls: list[dict[str, Any]]) -> 
     said = {"human": "u", "function_call": text, "observation": "sun", "gpt": "a"}
     sharegpt = [{"from": role, "value": value} for role, value in said.items()]
     assert made({"conversations": sharegpt}) == made({"messages": turns})
+    thoughts = [
+        {**turn, "value": f"<think>\nRain?\n</think>\n{text}"} if turn["value"] == text else turn for turn in sharegpt
+    ]
+    thought = {**called, "content": "<think>\nRain?\n</think>"}
+    assert made({"conversations": thoughts}) == made({"messages": [USER, thought, told, ANSWER]})
     if len(calls) == 1:
         older = [{"role": "assistant", "content": None, "function_call": OSLO}, {**told, "role": "function"}]
         assert made({"messages": [USER, *older, ANSWER]}) == made({"messages": turns})
@@ -146,7 +151,7 @@ def test_calls_under_older_names_are_tool_calls(calls: list[dict[str, Any]]) -> 
 @pytest.mark.parametrize("text", ["weather(Oslo)", '{"name": "weather"}', "[]", "5", None, '[{"name": "weather"'])
 def test_a_function_call_that_is_none_is_refused(text: Any) -> None:
     turns = [{"from": "human", "value": "u"}, {"from": "function_call", "value": text}]
-    with pytest.raises(DataError, match=r"turn 2 of 'conversations' is from 'function_call' and no JSON object with"):
+    with pytest.raises(DataError, match=r"turn 2 of 'conversations' is a 'function_call', but its value is not JSON"):
         made({"conversations": turns})
 
 

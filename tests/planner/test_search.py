@@ -13,7 +13,8 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.instants import moments_of
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, in_flight, leading
-from meshwright.planner.search.bounds import families
+from meshwright.planner.search.bounds import Least, families
+from meshwright.planner.search.memory_bounds import CellTerms
 from meshwright.planner.search.ranking import Found, search, worst
 from meshwright.planner.search.regions import Fixed, without_own
 from meshwright.planner.step.predict import Estimator, estimator
@@ -272,6 +273,20 @@ def test_a_short_step_has_as_much_in_flight_as_a_long_one(p: int, v: int, m: int
     few = enough("interleaved", p, m, v)
     most = [max(sum(one.alive) for one in moments_of("interleaved", p, n, v, 0)) for n in (few, m)]
     assert most[0] == most[1]
+
+
+def test_the_least_memory_of_a_cell_does_not_depend_on_cells_before_it() -> None:
+    """Cells share what blocks keep. With a pipeline, sums take products of weights, and less stands inside a block."""
+    asked = Plan(
+        model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=64, precision="bf16"),
+        cluster=presets.cluster("h100x8", 2),
+    )  # fmt: skip
+    of, pipelines = estimator(asked), set()
+    for least, family in families(of, asked, {"tp": (2,)}):
+        alone = Least(of, asked, least.cell, least.splits, CellTerms())
+        assert least.kept(family.recompute) == alone.kept(family.recompute)
+        pipelines.add(least.cell.pp)
+    assert {1, 2} <= pipelines
 
 
 def test_interleaved_stages_of_every_number_are_looked_at() -> None:

@@ -103,3 +103,11 @@ def test_special_tokens_are_left_out_of_texts_unless_they_are_wanted() -> None:
         if "text" in choice:
             offsets = choice["logprobs"]["text_offset"]
             assert offsets == sorted(offsets) and offsets[-1] <= len(text)
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_answer() -> None:
+    """Its text is left out by default, so the text alone would never show it."""
+    body = {**ASKED, "prompt": PROMPT, "logit_bias": {"1": 4}, "stop": ["<s>"]}
+    [answer] = asked_once(HttpServer(NAME, model, ServerOptions(port=0), EXACT), ("/v1/completions", body))
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "stop" and choice["token_ids"].count(1) <= 1 and "<s>" not in choice["text"]

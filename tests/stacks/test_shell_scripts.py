@@ -70,6 +70,11 @@ def test_a_script_that_takes_options_has_the_values_that_it_takes_without_any() 
     }  # fmt: skip
 
 
+def test_a_line_of_dashes_is_read_at_once() -> None:
+    """An expression that can split dashes in two ways takes 2 ** 60 steps to see that no branch begins here."""
+    assert options("-" * 60 + "\ntrl sft --learning_rate 1e-4\n")["--learning_rate"] == 1e-4
+
+
 def test_options_that_a_script_leaves_to_one_that_sources_it() -> None:
     """NVIDIA/Megatron-LM examples/post_training/modelopt/conf/qwen/Qwen3-8B.sh."""
     text = 'NAME=x\nMODEL_ARGS=" \\\n    --num-layers 36 \\\n    --swiglu \\\n    --hidden-size 4096 \\\n"\n'

@@ -141,7 +141,8 @@ def report(*runs: Place, out: str | Path | None = None, tolerance: float = 0.1, 
         check_page(target, "report.html")
     for folder in folders:
         RunFolder.open(folder)
-    check_page(target, "report.html")
+    if out is None:
+        check_page(target, "report.html")
     from meshwright.observe.report.report_page import page  # loads torch
 
     found = [open_run(folder) for folder in folders]

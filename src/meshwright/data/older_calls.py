@@ -6,22 +6,33 @@ message, since replaced by `tool_calls`, holds one call, which the role `functio
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.spec.errors import DataError
 
 CALL = "function_call"
+THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 
 
-def read_calls(text: Any, what: str) -> list[dict[str, Any]]:
-    """`tool_calls` of a turn that is JSON: one call, or several in a list. DataError names `what` is neither."""
+def read_calls(text: Any, what: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the thought in front of the calls of a turn, and its `tool_calls`: JSON of one call or of a list.
+
+    LLaMA-Factory cuts a thought off before it reads the calls. Raises DataError, which begins with `what`, for
+    anything else.
+    """
     with contextlib.suppress(ValueError, TypeError, RecursionError):
-        read = json.loads(text)
+        thought = THOUGHT.match(text)
+        read = json.loads(text[thought.end() :] if thought else text)
         calls = read if isinstance(read, list) else [read]
         if calls and all(isinstance(call, Mapping) and {"name", "arguments"} <= call.keys() for call in calls):
-            return [{"type": "function", "function": call} for call in calls]
-    raise DataError(f"{what} is from {CALL!r} and no JSON object with name and arguments: text is from 'gpt'")
+            tool_calls = [{"type": "function", "function": call} for call in calls]
+            return thought[1] if thought else "", tool_calls
+    raise DataError(
+        f"{what} is a {CALL!r}, but its value is not JSON with 'name' and 'arguments': correct it, or use from='gpt' "
+        "for plain text"
+    )
 
 
 def renewed(turns: Iterable[Any]) -> list[Any]:

@@ -200,8 +200,8 @@ def _renamed(turn: Any, where: str, number: int) -> Message:
         )
     others = {name: value for name, value in turn.items() if name not in ("from", "value")}
     if turn["from"] == CALL:
-        calls = read_calls(turn.get("value"), f"{where}: turn {number} of 'conversations'")
-        return {**others, "role": role, "tool_calls": calls}
+        thought, calls = read_calls(turn.get("value"), f"{where}: turn {number} of 'conversations'")
+        return {**others, "role": role, **({"content": thought} if thought else {}), "tool_calls": calls}
     return {**others, "role": role, "content": turn.get("value")}
 
 

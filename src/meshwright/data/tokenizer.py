@@ -204,6 +204,11 @@ class Tokenizer:
         """Ids of its special tokens."""
         return frozenset(id for id, token in self._library.get_added_tokens_decoder().items() if token.special)
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that this text spells, or None."""
+        token: int | None = self._library.token_to_id(text)
+        return token if token in self.special_ids else None
+
     @property
     def json(self) -> str:
         """The content of its tokenizer.json."""

@@ -1,7 +1,7 @@
 """From the fields of a request to tasks for the engine, within its limits."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from meshwright.serve.request_options import RequestOptions
@@ -41,12 +41,15 @@ def tasks_of(
     scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
     with_logprobs = fields.likeliest is not None or made > fields.n
     model_ends = frozenset() if fields.ignore_eos else frozenset(card.end_ids)
+    # A stop string that is a special token ends the answer by its id: its text is left out of answers by default.
+    spelled = [card.tokenizer.special_id(stop) for stop in fields.stops] if card.tokenizer else []
+    stop_ids = frozenset([*fields.stop_token_ids, *(token for token in spelled if token is not None)])
     return [
         EngineTask(
             prompt=list(ids),
-            options=_options(fields, tokens, tenant, schema, adapter),
+            options=_options(fields, tokens, tenant, schema, adapter, stop_ids),
             tokenizer=card.tokenizer,
-            end_ids=model_ends | frozenset(fields.stop_token_ids),
+            end_ids=model_ends | stop_ids,
             scored=scored,
             with_logprobs=with_logprobs,
             keeps_ids=with_logprobs or fields.return_token_ids,
@@ -83,7 +86,8 @@ def _answer_tokens(
 
 
 def _options(
-    fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None, adapter: str | None
+    fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None, adapter: str | None,
+    stop_ids: Collection[int],
 ) -> RequestOptions:  # fmt: skip
     """As the engine takes them. A request without a seed gets one of its own."""
     try:
@@ -103,7 +107,7 @@ def _options(
             length_penalty=fields.length_penalty,
             early_stopping=fields.early_stopping,
             stop=fields.stops,
-            stop_ids=tuple(fields.stop_token_ids),
+            stop_ids=tuple(stop_ids),
             ignore_end=fields.ignore_eos,
             json_schema=fields.schema_wanted if schema is None else schema,
             regex=fields.regex_wanted,

@@ -19,13 +19,10 @@ LISTED = 3
 
 
 def looks_like_hub_name(name: str) -> bool:
-    """Whether a name could be `ORG/NAME` of the hub: one slash, and neither the path of a file nor in a folder of the
-    user's own."""
+    """Return whether a name could be `ORG/NAME` of the hub: one slash, no file's ending, no usual folder in front."""
     if len(name) > LONGEST or HUB_NAME.fullmatch(name) is None or Path(name).suffix in FILES:
         return False
-    owner = Path(name.partition("/")[0])
-    # A folder with models in it may be named after their owner, as downloads of several are.
-    return owner.name.lower() not in FOLDERS and (not owner.is_dir() or any(owner.glob("*/config.json")))
+    return name.partition("/")[0].lower() not in FOLDERS
 
 
 def missing(name: str, instead: str, argument: str = "") -> str:
@@ -65,7 +62,10 @@ def download_command(name: str, file: str = "") -> str:
 def download_hint(name: str, argument: str = "") -> str:
     """A sentence for a model that does not exist here but has a name as on the hub; otherwise empty. `argument`: the
     one that takes it, as `model=`."""
-    if not looks_like_hub_name(name):
+    owner = Path(name.partition("/")[0])
+    # A folder with models in it may be named after their owner, as downloads of several are.
+    is_local = owner.is_dir() and not any(owner.glob("*/config.json"))
+    if is_local or not looks_like_hub_name(name):
         return ""
     folder = argument + name.rpartition("/")[2]
     return f". To use the model of that name on the Hugging Face Hub, run `{download_command(name)}` and give {folder}"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from meshwright.cli.terminal.screen_text import coloured, marked, width, wrapped
 from meshwright.observe.compare.disagreement import TITLES, explanation, shown
-from meshwright.observe.compare.judge import ComparedRow, Comparison
+from meshwright.observe.compare.judge import ComparedRow, Comparison, room_of_small_parts
 from meshwright.observe.compare.table import missing, notes, peaks, percent
 from meshwright.spec.units import many
 
@@ -70,7 +70,7 @@ def _verdict(found: Comparison, run: str) -> Iterator[str]:
         yield from wrapped(sentence, columns, "  ")
     small = sum(row.small for row in judged)
     if small and not bad:
-        room = f"{found.tolerance:.0%} of a quarter of the sum or of 20 MiB"
+        room = room_of_small_parts(found.tolerance)
         yield from wrapped(f"{many(small, 'small part')} may differ by {room}.", columns, "  ")
 
 

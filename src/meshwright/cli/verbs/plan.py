@@ -197,9 +197,13 @@ def plan(
 
 def _of_gpus(cluster: str | None, gpus: int | None) -> str | None:
     """`--cluster h100 --gpus 8` is `--cluster h100x8`."""
-    from meshwright.spec.presets import split_cluster
+    from meshwright.spec.presets import machine, split_cluster
 
     if gpus is None:
+        return cluster
+    if cluster is not None and (sold := machine(cluster)) is not None:
+        if sold.devices != gpus:
+            raise PlanError(f"--cluster {cluster} has {sold.devices} devices: leave --gpus out, or name the device")
         return cluster
     if cluster is None or split_cluster(cluster)[1] not in (1, gpus):
         raise PlanError(f"--gpus {gpus} says how many devices of --cluster a node has: name the device, as h100")

@@ -40,7 +40,7 @@ NoDryRun = Annotated[
     bool,
     typer.Option(
         "--no-dry-run",
-        help="Without the plan and dry run before the first step, and beside the measured after the last.",
+        help="Skip the plan and the dry run: train at once, and show only measured figures at the end.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]

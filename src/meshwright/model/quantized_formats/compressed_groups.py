@@ -62,6 +62,8 @@ def _scheme(group: Entries, layout: str) -> Scheme:
             raise weights.fail(
                 f"block_structure={sides} is not read: square blocks of {', '.join(map(str, GROUPS))} are"
             )
+    if inputs is not None:
+        inputs.allow("num_bits", (8,))
     if bits != 8 or strategy == "group":  # inputs of W4A8 stay as they are here, too
         inputs = None
     if inputs is not None:

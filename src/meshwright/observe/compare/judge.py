@@ -2,9 +2,9 @@
 
 A row is judged by how far the others are from the measured figure, or from the dry run where nothing was measured.
 Traffic must agree exactly, but for the bytes that a router sends to experts. A small part is held against a quarter of
-its whole: an error in it counts as much as one there. Memory is held against SEGMENT_BYTES at least. A peak is a peak
-wherever it stands; but what it is made of is judged only between columns whose peaks stand at like moments. Whatever
-is not known is None, with the reason.
+its whole: an error in it counts as much as one there. Memory is held against LEAST_MEMORY_BYTES at least. A peak is a
+peak wherever it stands; but what it is made of is judged only between columns whose peaks stand at like moments.
+Whatever is not known is None, with the reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,8 @@ from meshwright.spec.places import pipeline_ranks
 
 SMALL = 0.25
 """Parts below this share of their whole are judged as if they had it."""
-SEGMENT_BYTES = 20 * 2**20
-"""Segment that torch's allocator takes from a GPU for blocks of 1 to 10 MiB: toy models differ by less than a share of
-it, which no device shows."""
+LEAST_MEMORY_BYTES = 20 * 2**20
+"""Memory below this is judged as if it were this much. A choice: toy runs of two ranks differ by 1.5 MiB of logits."""
 TIMES = ("compute", "exchange", "bubble", "weights", "gradients", "optimizer", "other")
 USES = {
     "tokens_per_second_per_device": "tokens/s per device", "mfu_causal": "MFU (causal)", "mfu_full": "MFU (full)",
@@ -101,11 +100,11 @@ class ComparedRow:
     @property
     def _least(self) -> float:
         """Smallest figure that an error is held against."""
-        return max(SMALL * self.whole, SEGMENT_BYTES if self.section == "memory" else 0.0)
+        return max(SMALL * self.whole, LEAST_MEMORY_BYTES if self.section == "memory" else 0.0)
 
     @property
     def small(self) -> bool:
-        """Whether it is held against a share of its whole, or against SEGMENT_BYTES."""
+        """Whether it is held against a share of its whole, or against LEAST_MEMORY_BYTES."""
         at = self.reference
         return at is not None and abs(self.values[at] or 0.0) < self._least
 
@@ -118,6 +117,11 @@ class ComparedRow:
     def agrees(self) -> bool:
         """Whether every column is near enough to the reference."""
         return not self.beyond
+
+
+def room_of_small_parts(tolerance: float) -> str:
+    """Say how far small parts may be off."""
+    return f"{tolerance:.0%} of a quarter of the sum (of memory: of 20 MiB, where that is more)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

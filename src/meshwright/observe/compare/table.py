@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any
 
 from meshwright.observe.compare.disagreement import TITLES, explanation
-from meshwright.observe.compare.judge import ComparedRow, Comparison
+from meshwright.observe.compare.judge import ComparedRow, Comparison, room_of_small_parts
 from meshwright.spec.schedule import phase_words
 from meshwright.spec.units import GIB
 
@@ -126,9 +126,7 @@ def verdict(found: Comparison) -> Iterator[str]:
     elif not bad:
         small = sum(row.small for row in judged)
         held = f"traffic exactly, the others within {found.tolerance:.0%}"
-        held += (
-            f", {small} small parts within {found.tolerance:.0%} of a quarter of the sum or of 20 MiB" if small else ""
-        )
+        held += f", {small} small parts within {room_of_small_parts(found.tolerance)}" if small else ""
         yield f"All {len(judged)} rows that are known twice agree: {held}."
     else:
         yield f"{len(bad)} of {len(judged)} rows that are known twice disagree, the first of them:"

@@ -105,7 +105,7 @@ class BlockTerms:
     """Micro-batch -> by recompute policy."""
     between: dict[int, float] = field(default_factory=dict)
     """Micro-batch -> bytes of what a stage passes on."""
-    kept: dict[str, tuple[float, float, float]] = field(default_factory=dict)
+    kept: dict[tuple[str, bool], tuple[float, float, float]] = field(default_factory=dict)
     passes: dict[tuple[int, str], BlockPasses] = field(default_factory=dict)
 
 
@@ -266,8 +266,8 @@ class LeastMemory:
         """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
         one's backward pass, of which gradients of weights do not grow with them, and are not where sums take
         products."""
-        known = self._blocks.kept
-        if recompute not in known:
+        known, key = self._blocks.kept, (recompute, self.cell.pp > 1)
+        if key not in known:
             costs = self.costs(1, recompute)
             parts = [part for part in (costs.dense, costs.routed) if part.forward_s]
             compiled = compiles_blocks(self.base, self.of.shape, "cuda", self.of.recipe.fake_quantize)
@@ -275,8 +275,8 @@ class LeastMemory:
             inside = [part.inputs_bytes if summed else part.transient_bytes for part in parts]
             here = self.base.offload == "off"  # else in host memory, but for each stage's last block
             kept = (costs.dense.kept_bytes, costs.routed.kept_bytes) if here else (0.0, 0.0)
-            known[recompute] = *kept, min(inside, default=0.0)
-        return known[recompute]
+            known[key] = *kept, min(inside, default=0.0)
+        return known[key]
 
     def states(self, sums: bool) -> list[HeldBytes]:
         """With the most sharing of each ZeRO stage. `sums`: of several micro-batches."""

@@ -27,7 +27,7 @@ SCRIPT = "script"
 LONGEST = 100_000
 """Characters of a line: a variable may hold others, and they others."""
 ASSIGNMENT = r"[A-Za-z_]\w*\+?="
-BRANCH = re.compile(r"^\s*(?:-{1,2}[\w-]+\s*\|?\s*)+\)")
+BRANCH = re.compile(r"^\s*-{1,2}\w[\w-]*(?:\s*\|\s*-{1,2}\w[\w-]*)*\s*\)")
 """Begins a branch of `case`: the script reads an option of its own there, and passes none on."""
 
 

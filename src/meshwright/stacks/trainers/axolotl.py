@@ -196,7 +196,7 @@ AXOLOTL = TrainingSoftware(
     launch=_launch,
     unknown=(
         hf.NOT_SCORED,
-        "With packing, documents attend within themselves. Attention is counted over whole sequences, which is slower.",
+        hf.PACKED,
     ),
     axes={"micro_batch": "micro_batch_size", "zero": "fsdp_config.reshard_after_forward", "cp": "context_parallel_size",
           "recompute": "gradient_checkpointing", "dp_shard": "dp_shard_size", "dp_replicate": "dp_replicate_size"},

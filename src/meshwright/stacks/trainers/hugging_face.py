@@ -95,6 +95,9 @@ TRAINER_IGNORED = (
     "wandb_*", "overwrite_cache", "max_prompt_length", "ref_model_name_or_path", "label_smoothing",
     "model_type", "low_cpu_mem_usage", "ignore_data_skip", "use_flash_attention_2",
 )  # fmt: skip
+PACKED = (
+    "With packing, a document attends only to itself. Attention is counted over whole sequences, so times are too long."
+)
 NOT_SCORED = "No published run of transformers' models could be scored: times may be off by tens of percent."
 ADAMW = ("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 """Names of AdamW with two fp32 states: transformers OptimizerNames. Others keep other states."""

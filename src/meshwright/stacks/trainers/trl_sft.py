@@ -127,7 +127,7 @@ TRL_SFT = TrainingSoftware(
     launch=_launch,
     unknown=(
         hf.NOT_SCORED,
-        "With packing, documents attend within themselves. Attention is counted over whole sequences, which is slower.",
+        hf.PACKED,
     ),
     axes=accelerate.ACCELERATE_FSDP.axes,
 )  # fmt: skip
