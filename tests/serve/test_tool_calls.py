@@ -242,7 +242,7 @@ def test_a_call_inside_of_a_thought_is_no_call(text: str, opened: str) -> None:
 
 
 def test_a_prompt_says_whether_it_opens_a_thought() -> None:
-    """The ends of prompts of DeepSeek-R1, of Qwen3 that is told not to think, of Magistral and of any other."""
+    """Ends of prompts: DeepSeek-R1, Qwen3 with thinking switched off, Magistral, and a model without thoughts."""
     assert opened_thought("<|Assistant|><think>\n") == "<think>" and opened_thought("[/INST][THINK]") == "[THINK]"
     assert opened_thought("<|im_start|>assistant\n<think>\n\n</think>\n\n") == opened_thought("What is <think>?") == ""
 

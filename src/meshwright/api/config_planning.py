@@ -189,8 +189,8 @@ def plan_from(
     plan.check()
     if why := config.software.round_refusal(plan):
         raise PlanError(f"{file}: {why}: the run would end with an error")
-    of = estimator(plan, config.software.stack(config.facts))
-    return ConfigAnswer(config=config, prediction=of.predict(plan), estimator=of)
+    plan_estimator = estimator(plan, config.software.stack(config.facts))
+    return ConfigAnswer(config=config, prediction=plan_estimator.predict(plan), estimator=plan_estimator)
 
 
 def _shape(model: str) -> ModelShape:

@@ -42,10 +42,10 @@ class Kept:
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kept: Kept, changed: int, bias: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, saved: Kept, changed: int, bias: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors)
         ctx.others = len(tensors) - changed
-        kept._node = ctx
+        saved._node = ctx
         views = tuple(tensor.view_as(tensor) for tensor in tensors[:changed])
         ctx.mark_non_differentiable(*(view for view, x in zip(views, tensors, strict=False) if not x.requires_grad))
         return views
@@ -276,18 +276,18 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, form: str, waiting: Sequence[bool], kept: Kept | None, *parameters: Tensor | None
+        ctx: Any, x: Tensor, form: str, waiting: Sequence[bool], saved: Kept | None, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = in_halves(parameters)
         learns = any(ctx.needs_input_grad[4 : 4 + len(weights)])
-        if kept is None:
+        if saved is None:
             ctx.save_for_backward(x if learns else None, *weights)
-        ctx.leaves, ctx.form, ctx.waiting, ctx.kept = tuple(map(as_leaf, weights)), form, waiting, kept
+        ctx.leaves, ctx.form, ctx.waiting, ctx.saved = tuple(map(as_leaf, weights)), form, waiting, saved
         return products(x, weights, biases, form)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, *weights = ctx.saved_tensors if ctx.kept is None else ctx.kept.tensors
+        x, *weights = ctx.saved_tensors if ctx.saved is None else ctx.saved.tensors
         if torch.compiler.is_compiling() and x is not None and _are_opaque(x, weights, ctx.form):
             return _Linears.in_one(ctx, x, weights, gradients)
         found = input_gradient(gradients, weights, ctx.form) if ctx.needs_input_grad[0] else None
@@ -345,9 +345,9 @@ def linears(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = SAME) -> Tensor:
     """As the reference; of another `form` as that of kernels.fp8."""
     if is_direct(weight):
-        kept = Kept()
-        (x,) = kept(x, weight, changed=1, bias=bias)
-        product: Tensor = _Linears.apply(x, form, [False], kept, weight, bias)[0]  # type: ignore[no-untyped-call]  # torch has no annotations there
+        saved = Kept()
+        (x,) = saved(x, weight, changed=1, bias=bias)
+        product: Tensor = _Linears.apply(x, form, [False], saved, weight, bias)[0]  # type: ignore[no-untyped-call]  # torch has no annotations there
         return product
     if splits() or _has_own(x, weight, form):
         return linears(x, (weight,), (bias,), form)[0]

@@ -23,7 +23,7 @@ class Interrupt:
     """
 
     def __init__(self, echo_s: float = 0.0, speaks: bool = False) -> None:
-        """`speaks`: say at the first signal what follows, since a step and its save may take minutes."""
+        """`speaks`: say at the first Ctrl-C what follows, since a step and its save may take minutes."""
         self.requested: str | None = None
         self.echo_s, self.speaks = echo_s, speaks
         self._presses: list[float] = []
@@ -43,7 +43,7 @@ class Interrupt:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is None and self.speaks:
+        if self.speaks and number == signal.SIGINT and not self._presses:
             os.write(STDERR, ENDING)  # print may stand in the middle of another one
         self.requested = self.requested or signal.Signals(number).name
         if number == signal.SIGINT:

@@ -145,8 +145,8 @@ def _mlp_kept(of: "Local", routed: Routed | None) -> float:
     """What is gone when the pass comes to the attention core."""
     if routed:
         return (3 * routed.copies * routed.ffn + 2 * routed.copies * of.shape.hidden) * of.width
-    kept = of.gates + of.stack.activation_kept / 2 if of.gates == 2 else of.gates
-    return kept * of.tokens * of.shape.ffn / of.tp * of.width
+    tensors = of.gates + of.stack.activation_kept / 2 if of.gates == 2 else of.gates
+    return tensors * of.tokens * of.shape.ffn / of.tp * of.width
 
 
 def _attention(of: "Local", widths: HeadWidths) -> float:

@@ -165,7 +165,7 @@ function atMoment(rank, [what, place, alive, queued, graded, reduced]) {
     }
   } else found.push(kinds(gradients, logits - gone, inside, 0, headless));
   if (final && layout.zero && !apart) { // the last layer's gradients are reduced
-    const left = gradients - (units.tied ? 0 : end.gradients * (1 - 1 / sharers));
+    const left = gradients - (units.tied ? 0 : end.gradients - end.share);
     found.push({...kinds(left, logits - gone, 0, block.gradients, headless + block.parameters), activations: kept - cost.largest_kept});
   }
   if (alone && !again && !units.summed) { // the first layer, where gradients of all others are there

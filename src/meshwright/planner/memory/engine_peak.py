@@ -281,7 +281,7 @@ class PipelineRank:
         head's have been."""
         last, block = self.units.last if ends and not self.units.tied else GatherUnit(), self.units.block
         return inside._replace(
-            gradients=inside.gradients - last.gradients + last.gradients / (self.layout.dp_shard * self.layout.cp),
+            gradients=inside.gradients - last.gradients + last.share,
             temporaries=0.0,
             buffers=block.gradients,
             parameters=inside.parameters - block.parameters,
