@@ -178,39 +178,6 @@ def test_circles_are_found() -> None:
     assert circle({("a", "b"), ("b", "c"), ("a", "c")}) == []
 
 
-NAMED_ALIKE = {
-    "attention": "modules of the model and their kernels",
-    "linear": "modules of the model and their kernels",
-    "norm": "modules of the model and their kernels",
-    "rope": "modules of the model and their kernels",
-    "init": "weights, and a verb",
-    "generate": "what a model does, and its verb",
-    "plan": "a noun, and its verb",
-    "data": "an axis of parallelism, and a verb",
-}
-"""File names that two packages have, each with the reason."""
-
-
-def test_a_file_name_says_where_it_lies() -> None:
-    """No two packages have a file of one name, but for those of the list; else a traceback's line says little."""
-    seen: dict[str, list[str]] = {}
-    for path in MODULES:
-        if not path.stem.startswith("__"):
-            seen.setdefault(path.stem, []).append(shown(path))
-    assert {name: paths for name, paths in seen.items() if len(paths) > 1 and name not in NAMED_ALIKE} == {}
-    assert {name for name, paths in seen.items() if len(paths) > 1} == set(NAMED_ALIKE), "strike off what is alone"
-
-
-def test_no_two_classes_have_one_name() -> None:
-    """One noun per concept: a reader who meets a name knows which class it is."""
-    homes: dict[str, list[str]] = {}
-    for path in MODULES:
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault(node.name, []).append(shown(path))
-    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
-
-
 def test_lower_layers_use_only_their_libraries() -> None:
     free = set(sys.stdlib_module_names) | {"meshwright"}
     outside = []
