@@ -15,7 +15,7 @@ from meshwright.api.planning import plan as ranked
 from meshwright.api.preflight import settle
 from meshwright.cli.main import main
 from meshwright.observe.dryrun.simulate import dry_run
-from meshwright.parallel.agree import FirstRank
+from meshwright.parallel.agree import RankZero
 from meshwright.parallel.mesh import make_mesh
 from meshwright.planner.plan_document import document
 from meshwright.planner.search.bounds import families
@@ -215,17 +215,17 @@ def test_a_run_settles_it_on_all_ranks_and_says_why() -> None:
     unknown, said = settle(replace(asked, cluster=Cluster()), "")
     assert (unknown.layout.compile, unknown.layout.cuda_graphs) == ("off", "off") and "no plan knows this GPU" in said
 
-    first, gpu = FirstRank(make_mesh(Layout())["world"]), torch.device("cuda", 0)
+    rank_zero, gpu = RankZero(make_mesh(Layout())["world"]), torch.device("cuda", 0)
     seen: list[str] = []
 
     def choose(plan: Plan, lacks: str) -> tuple[Plan, str]:
         seen.append(lacks)
         return settle(plan, "")
 
-    assert loop.settled(asked, gpu, first, choose)[0] == settled and len(seen) == 1
-    assert loop.settled(asked, torch.device("cpu"), first, choose) == (asked, "") and len(seen) == 1
+    assert loop.settled(asked, gpu, rank_zero, choose)[0] == settled and len(seen) == 1
+    assert loop.settled(asked, torch.device("cpu"), rank_zero, choose) == (asked, "") and len(seen) == 1
     once = replace(asked, recipe=replace(asked.recipe, deterministic=True))
-    assert loop.settled(once, gpu, first, None)[0].layout.compile == "off"
+    assert loop.settled(once, gpu, rank_zero, None)[0].layout.compile == "off"
 
 
 def test_a_dry_run_runs_what_the_plan_settles() -> None:

@@ -13,39 +13,39 @@ from meshwright.spec.errors import MeshwrightError
 T = TypeVar("T")
 
 
-class FirstRank:
-    """The first rank of the world, which owns the run folder and speaks to people."""
+class RankZero:
+    """Rank 0 of the world, which owns the run folder and speaks to people."""
 
     def __init__(self, world: Group) -> None:
         self.world = world
-        self.here = world.index == 0
+        self.is_here = world.index == 0
 
-    def alone(self, do: Callable[[], T]) -> T | None:
-        """Done by the first rank only; the others wait, and are given None. Its errors are raised on every rank."""
-        found, failure = None, None
-        if self.here:
+    def run(self, work: Callable[[], T]) -> T | None:
+        """Run `work` on rank 0 only; other ranks wait and get None. If it fails, every rank raises its error."""
+        answer, failure = None, None
+        if self.is_here:
             try:
-                found = do()
+                answer = work()
             except MeshwrightError as error:
                 failure = error
         if self.world.size > 1:
             failure = told_by(0, failure, self.world.process_group)
         if failure is not None:
-            failure.said_elsewhere = not self.here
+            failure.said_elsewhere = not self.is_here
             raise failure
-        return found
+        return answer
 
-    def before_others(self, do: Callable[[], T]) -> T:
-        """Done by the first rank, then by all the others, who find what it left (a cache) ready."""
-        found = self.alone(do)
-        return do() if found is None else found
+    def run_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0, then on all others, which find the cache that it filled."""
+        answer = self.run(work)
+        return work() if answer is None else answer
 
-    def for_all(self, do: Callable[[], T]) -> T:
-        """What the first rank finds, on every rank: a file system may show others an older state."""
-        found = self.alone(do)
+    def broadcast(self, work: Callable[[], T]) -> T:
+        """Return rank 0's answer on every rank. A shared file system may show other ranks an older state."""
+        answer = self.run(work)
         if self.world.size > 1:
-            found = told_by(0, found, self.world.process_group)
-        return found  # type: ignore[return-value]  # broadcast: no None is left
+            answer = told_by(0, answer, self.world.process_group)
+        return answer  # type: ignore[return-value]  # broadcast: no None is left
 
 
 def same_everywhere(world: Group, what: str, mine: str) -> None:

@@ -15,7 +15,7 @@ from meshwright.data.advice import advice
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.run_reading import announced
 from meshwright.parallel import Mesh, build_engine, make_mesh
-from meshwright.parallel.agree import FirstRank, same_everywhere
+from meshwright.parallel.agree import RankZero, same_everywhere
 from meshwright.parallel.compiling import missing_anywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
@@ -80,30 +80,32 @@ def run(
     plan.check_runs()
     pulse = pulse or Heartbeat()
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
-    first = FirstRank(mesh["world"])
+    rank_zero = RankZero(mesh["world"])
     same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
-    plan = replace(plan, run=first.for_all(lambda: default_folders.begun(plan, resume)))
-    left = first.alone(lambda: default_folders.left_alone(plan, resume))
-    first.alone(lambda: check_resume(plan, resume))
+    plan = replace(plan, run=rank_zero.broadcast(lambda: default_folders.begun(plan, resume)))
+    left = rank_zero.run(lambda: default_folders.left_alone(plan, resume))
+    rank_zero.run(lambda: check_resume(plan, resume))
     target = device.pick_device()
-    plan = replace(plan, cluster=first.for_all(lambda: device.cluster_of(plan, device.known_device(target), machines)))
-    plan, execution = settled(plan, target, first, settle)
-    first.alone(lambda: check_fits(plan, target, machines=machines))
+    plan = replace(
+        plan, cluster=rank_zero.broadcast(lambda: device.cluster_of(plan, device.known_device(target), machines))
+    )
+    plan, execution = settled(plan, target, rank_zero, settle)
+    rank_zero.run(lambda: check_fits(plan, target, machines=machines))
     if plan.layout.offload != "off" and target.type == "cpu":
         raise PlanError(
             f"layout.offload={plan.layout.offload} moves to host memory, which is all that a CPU has: take "
             "layout.offload=off"
         )
     check_device(plan.model, plan.layout, target, DTYPES[plan.recipe.precision])
-    crowded = first.alone(lambda: check_space(plan))
-    foreseen = first.alone(lambda: preflight(plan, target)) if preflight is not None else None
+    crowded = rank_zero.run(lambda: check_space(plan))
+    foreseen = rank_zero.run(lambda: preflight(plan, target)) if preflight is not None else None
     foreseen = _also_said(foreseen, ("execution", execution)) if execution else foreseen
     recipe = plan.recipe
     device.prepare(
         target, recipe.precision, tf32=recipe.tf32, deterministic=recipe.deterministic, products=recipe.products
     )
     saving = saving_group(mesh) if plan.layout.saves_behind(target.type) else None
-    corpus = first.before_others(lambda: prepare_data(plan.data, progress=progress if first.here else None))
+    corpus = rank_zero.run_first(lambda: prepare_data(plan.data, progress=progress if rank_zero.is_here else None))
     _check_vocabulary(plan, corpus)
     check_shared(plan, corpus.tokenizer)
     # Refuses a short text before a run folder is made.
@@ -113,29 +115,31 @@ def run(
         told = foreseen.with_documents(rows.take(0, min(len(rows), MEASURED_ROWS)).document_tokens)
         foreseen = _also_said(foreseen, *told)
     if plan.recipe.epochs:
-        crowded = first.alone(lambda: check_space(plan))
+        crowded = rank_zero.run(lambda: check_space(plan))
     named = plan.run
-    plan = replace(plan, run=first.for_all(lambda: default_folders.settled(plan)))
+    plan = replace(plan, run=rank_zero.broadcast(lambda: default_folders.settled(plan)))
     with (
-        _folder(plan, corpus, resume, first, new=plan.run != named) as folder,
-        Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0, speaks=first.here) as stop,
+        _folder(plan, corpus, resume, rank_zero, new=plan.run != named) as folder,
+        Interrupt(echo_s=ECHO_S if mesh["world"].size > 1 else 0.0, speaks=rank_zero.is_here) as stop,
     ):
-        found = _checkpoint_of(folder, resume, first, pulse)
+        found = _checkpoint_of(folder, resume, rank_zero, pulse)
         drawn, frozen = plan.init == RANDOM, plan.model.lora is not None
         if found is not None:
             check_resumed(plan, corpus, found)
         read = data_read(found)
-        before = first.alone(lambda: _kept_recipe(found))
+        before = rank_zero.run(lambda: _kept_recipe(found))
         # Its steps are counted from what was read, perhaps in steps of another size.
         plan = replace(plan, recipe=plan.recipe.over(len(rows), read))
         folder = replace(folder, plan=plan)
-        reference = Reference(plan=plan, corpus=corpus, device=target, first=first, run=folder.path, found=found)
+        reference = Reference(
+            plan=plan, corpus=corpus, device=target, rank_zero=rank_zero, run=folder.path, found=found
+        )
         begins = found is None or reference.lost or frozen  # a checkpoint holds what is trained
         answers = None
         if recipe.distillation_top_k:
             from meshwright.training.teacher_targets import ask
 
-            answers = ask(plan, corpus, read, mesh, target, first, stop)
+            answers = ask(plan, corpus, read, mesh, target, rank_zero, stop)
         state = new_state(plan, mesh, target, initialize=begins and drawn, adapters=begins and frozen)
         state.base, state.first_weights = base_fingerprint(plan), reference.first_weights
         columns = state.engine.columns(plan.recipe.sequence)
@@ -162,7 +166,7 @@ def run(
         remarks = (*(said for said in (left, crowded, jump) if said), *rounding_notes(plan), *advice(plan, corpus))
         reads = announced(plan.data, plan.recipe, corpus.train, rows, read)
         foreseen = _also_said(foreseen, *reads, *(("note", remark) for remark in remarks))
-        changes = first.alone(lambda: _begun(folder, plan, state.progress.step)) or ()
+        changes = rank_zero.run(lambda: _begun(folder, plan, state.progress.step)) or ()
         trainer = Trainer(
             plan=plan,
             state=state,
@@ -173,7 +177,7 @@ def run(
             device=target,
             pulse=pulse,
             saving=saving,
-            watchers=tuple(watchers) if first.here else (),
+            watchers=tuple(watchers) if rank_zero.is_here else (),
             changes=changes,
             foreseen=foreseen or Foreseen(),
         )
@@ -196,14 +200,14 @@ def _lines(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _folder(plan: Plan, corpus: Corpus, resume: str, first: FirstRank, *, new: bool) -> Iterator[RunFolder]:
+def _folder(plan: Plan, corpus: Corpus, resume: str, rank_zero: RankZero, *, new: bool) -> Iterator[RunFolder]:
     """The run folder, made and locked by the first rank, looked at by the others; a `new` one goes where no run began
     in it."""
     path = Path(plan.run)
     with ExitStack() as stack:
-        if new and first.here:
+        if new and rank_zero.is_here:
             stack.push(lambda kind, error, trace: default_folders.drop_unbegun(path) if kind else None)
-        made = first.alone(lambda: _made(path, plan, corpus, resume))
+        made = rank_zero.run(lambda: _made(path, plan, corpus, resume))
         yield stack.enter_context(made) if made is not None else RunFolder(path=path, plan=plan)
 
 
@@ -215,12 +219,12 @@ def _made(path: Path, plan: Plan, corpus: Corpus, resume: str) -> RunFolder:
     return folder
 
 
-def settled(plan: Plan, target: torch.device, first: FirstRank, settle: Settle | None) -> tuple[Plan, str]:
+def settled(plan: Plan, target: torch.device, rank_zero: RankZero, settle: Settle | None) -> tuple[Plan, str]:
     """The plan as its passes are run here, on every rank, and why; a CPU runs them plainly, whatever is left open."""
     if settle is None or target.type != "cuda":
         return device.deterministic_plan(plan, target), ""
-    lacks = missing_anywhere(target, first.world)
-    return first.for_all(lambda: settle(plan, lacks))
+    lacks = missing_anywhere(target, rank_zero.world)
+    return rank_zero.broadcast(lambda: settle(plan, lacks))
 
 
 def _also_said(foreseen: Foreseen | None, *rows: tuple[str, str]) -> Foreseen:
@@ -306,13 +310,13 @@ def rounding_notes(plan: Plan) -> list[str]:
     ]
 
 
-def _checkpoint_of(folder: RunFolder, resume: str, first: FirstRank, pulse: Heartbeat) -> Path | None:
+def _checkpoint_of(folder: RunFolder, resume: str, rank_zero: RankZero, pulse: Heartbeat) -> Path | None:
     """What `resume` means now, verified: of our own choice damaged ones are passed over, one that was named is not."""
     if resume == "no":
         return None
     if resume != "auto":
         return checkpoint.named(Path(resume), begun=pulse.piece_begun)
-    candidates = first.for_all(lambda: checkpoint_folder.newest_first(folder.checkpoints))
+    candidates = rank_zero.broadcast(lambda: checkpoint_folder.newest_first(folder.checkpoints))
     return checkpoint.newest_whole(candidates, begun=pulse.piece_begun)
 
 

@@ -22,7 +22,7 @@ from meshwright.data.corpus import Stream
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Engine
-from meshwright.parallel.agree import FirstRank
+from meshwright.parallel.agree import RankZero
 from meshwright.spec import Plan
 from meshwright.spec.errors import PlanError, RunError
 from meshwright.spec.objective_traits import most_answers
@@ -52,7 +52,7 @@ class Reference:
     plan: Plan
     corpus: Corpus
     device: torch.device
-    first: FirstRank
+    rank_zero: RankZero
     run: Path
     found: Path | None
     """The checkpoint that the run goes on from."""
@@ -67,7 +67,7 @@ class Reference:
         if not self.plan.recipe.traits.reference:
             return
         self._settings = store.settings_of(self.plan, self.corpus, self.device.type)
-        known = self.first.for_all(self._look)
+        known = self.rank_zero.broadcast(self._look)
         self._weights, self.said, self.tables = known
 
     @property
@@ -100,7 +100,7 @@ class Reference:
         self.tables = AnswerTables(train=train, validation=validation)
         took = duration(time.perf_counter() - began)
         self.said = f"log-probabilities under the first weights, computed in {took}"
-        self.first.alone(self._write)
+        self.rank_zero.run(self._write)
 
     def task(self) -> Task:
         """What the run minimizes."""
@@ -157,7 +157,7 @@ class Reference:
             share=share,
             of_answers=lambda numbers: {NUMBERS: numbers},
         )
-        if self.first.here:
+        if self.rank_zero.is_here:
             batches = announced(batches, -(-len(rows) // (size * share.parts)))
         answers = most_answers(plan.recipe.sequence)
         return log_probabilities(engine, batches, stream.num_documents, answers, self.device).numpy()

@@ -26,7 +26,7 @@ from meshwright.data.windows import Sampler
 from meshwright.kernels.divergence_rows import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
-from meshwright.parallel.agree import FirstRank, gathered
+from meshwright.parallel.agree import RankZero, gathered
 from meshwright.spec import Plan
 from meshwright.spec.recipe import DataRead
 from meshwright.spec.units import GB, duration
@@ -55,7 +55,7 @@ class TeacherTargets:
 
 
 def ask(
-    plan: Plan, corpus: Corpus, read: DataRead, mesh: Mesh, device: torch.device, first: FirstRank, stop: Interrupt
+    plan: Plan, corpus: Corpus, read: DataRead, mesh: Mesh, device: torch.device, rank_zero: RankZero, stop: Interrupt
 ) -> TeacherTargets:  # fmt: skip
     """What the teacher of a plan says of all rows that its run still reads; asked where it is not on disk. All ranks
     together. A signal that any rank has ends the asking after a batch: the run then makes no step, since the signal
@@ -66,9 +66,9 @@ def ask(
     kept = TeacherTables(folder=_place(plan, corpus, device), sizes=sizes_of(plan, len(rows)))
     left = plan.recipe.tokens_of_run(read) // plan.recipe.sequence - read.rows
     needed = np.unique(rows.windows(read.rows, min(left, len(rows)))) if len(rows) else np.zeros(0, np.int64)
-    missing = first.for_all(lambda: _prepared(kept, needed).tolist())
+    missing = rank_zero.broadcast(lambda: _prepared(kept, needed).tolist())
     began = time.perf_counter()
-    asked = _fill(kept, np.array(missing), plan, rows, mesh, device, first, stop) if missing else 0
+    asked = _fill(kept, np.array(missing), plan, rows, mesh, device, rank_zero, stop) if missing else 0
     each = f"{kept.sizes.top} log-probabilities per token, {kept.sizes.token_bytes} bytes, {kept.folder}"
     some = "" if asked == len(missing) else f"stopped after {asked:,} of {len(missing):,} rows, "
     took = f"{some}asked in {duration(time.perf_counter() - began)}" if missing else "found"
@@ -122,7 +122,7 @@ def _prepared(kept: TeacherTables, needed: NDArray[np.int64]) -> NDArray[np.int6
 
 def _fill(
     kept: TeacherTables, missing: NDArray[np.int64], plan: Plan, rows: Sampler | SampleRows, mesh: Mesh,
-    device: torch.device, first: FirstRank, stop: Interrupt,
+    device: torch.device, rank_zero: RankZero, stop: Interrupt,
 ) -> int:  # fmt: skip
     """How many rows were asked: all, unless a rank was told to stop."""
     engine = build_teacher(plan, mesh, device)
@@ -151,9 +151,9 @@ def _fill(
             logs.flush()  # type: ignore[attr-defined]  # the same
             mine = np.concatenate([numbers for _, numbers in some])
             done, stops = _together(mesh, mine, stop.requested is not None)
-            first.alone(partial(kept.mark, done))
+            rank_zero.run(partial(kept.mark, done))
             asked_rows += len(done)
-            if first.here:
+            if rank_zero.is_here:
                 pace.tell(asked_rows)
             if stops:
                 break
