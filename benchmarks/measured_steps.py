@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from meshwright.planner.cost.engine_speeds import attention_of, engine_speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, on_gpu
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 
 TABLE = Path(__file__).with_name("own_h200_steps.csv")
@@ -62,7 +62,7 @@ class MeasuredStep:
         speeds = engine_speeds(self.plan.cluster.device, attention_of(stack, self.plan))
         speeds = replace(speeds, **{name: getattr(speeds, name) * factor for name, factor in (changes or {}).items()})
         speeds = speeds.in_tf32() if self.plan.recipe.tf32 else speeds
-        of = estimator(self.plan, on_gpu(stack), speeds, document_tokens=self.document_tokens)
+        of = build_estimator(self.plan, on_gpu(stack), speeds, document_tokens=self.document_tokens)
         return of.time(self.plan.layout).total_s
 
 

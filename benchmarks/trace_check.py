@@ -35,7 +35,7 @@ from meshwright.observe.verify.feature_matrix import Trial, trials
 from meshwright.parallel import make_mesh
 from meshwright.planner.explain import layout_words
 from meshwright.planner.search.ranking import search
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.schedule import refusal
 from meshwright.spec.schedule_kinds import KINDS, NAMES
@@ -140,7 +140,7 @@ def best(model: str, nodes: int, batch: int) -> Plan:
     """The planner's first choice on nodes of eight H100s."""
     recipe = Recipe(sequence=4096, global_batch=batch, precision="bf16", document_mask=False)
     plan = Plan(model=presets.model(model), recipe=recipe, cluster=presets.cluster("h100x8", nodes))
-    found = search(estimator(plan), plan, listed=1)
+    found = search(build_estimator(plan), plan, listed=1)
     return replace(plan, layout=found.best[0].plan.layout)
 
 

@@ -16,7 +16,7 @@ from docs.generate import run
 from docs.tables import TABLES
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.parallel.context import places
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Plan, Recipe, presets
@@ -162,7 +162,7 @@ def zero_stage(zero: int) -> Lines:
     split = {"dp_shard": 32} if zero else {"dp_replicate": 32}
     layout = Layout(**split, zero=zero, micro_batch=1)  # type: ignore[arg-type]  # whole numbers, all of them
     recipe = Recipe(sequence=8192, global_batch=32, precision="bf16")
-    of = estimator(Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", 4)))
+    of = build_estimator(Plan(model=model, recipe=recipe, layout=layout, cluster=presets.cluster("h100x8", 4)))
     block = of.parts(layout)[1].dense
     sent = sharing(model, layout, StageContents((0,), False, False), of.links, 2.0, 4.0, False)
     lines, ends = Lines(), [0.0]

@@ -13,10 +13,10 @@ from meshwright import planfile
 from meshwright.api.plan_request import asked_plan
 from meshwright.cli.main import main
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
-from meshwright.planner.search.changes import fixes, on_half
-from meshwright.planner.search.ranking import Found, search
-from meshwright.planner.search.recommend import is_bold, recommended
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.search.changes import cheapest_fixes, on_half
+from meshwright.planner.search.ranking import Ranking, search
+from meshwright.planner.search.recommend import is_bold, recommend
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, presets
 from meshwright.spec.recipe import BatchStage
@@ -248,7 +248,7 @@ def test_the_memory_of_a_ramp_is_that_of_its_largest_step() -> None:
 def test_fixes_are_the_layouts_that_were_measured() -> None:
     asked = asked_plan("llama-3.1-8b", "h100x8", None, ["global_batch=512", "sequence=8192"])
     given = replace(asked, layout=Layout(dp_replicate=8, micro_batch=1))
-    found = fixes(estimator(given), given, 20)
+    found = cheapest_fixes(build_estimator(given), given, 20)
     assert found
     for change in found:
         words = dict(word.removeprefix("layout.").split("=") for word in change.what.split())
@@ -261,7 +261,7 @@ def test_odd_machines_have_no_half() -> None:
     for devices, nodes, half in ((8, 3, False), (3, 1, False), (8, 2, True), (4, 1, True), (1, 1, False)):
         cluster = presets.cluster(f"h100x{devices}", nodes)
         asked = replace(asked_plan("llama-3.2-1b", "h100x8", None, ["global_batch=48"]), cluster=cluster)
-        found = on_half(estimator(asked), asked)
+        found = on_half(build_estimator(asked), asked)
         assert (found is not None) is half
         if found and found.best:
             assert 2 * found.best[0].plan.layout.world == cluster.devices
@@ -336,7 +336,7 @@ def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.C
     words = ["plan", "llama-3.1-8b", "--recipe", "global_batch=64,sequence=4096"]
     asked = asked_plan(words[1], "h100x8", None, [words[3]])
     asked = replace(asked, layout=replace(asked.layout, compile="on"))  # else a tight device has blocks compiled
-    open_hand = search(estimator(asked), asked)
+    open_hand = search(build_estimator(asked), asked)
     fastest = open_hand.best[0]
     device = replace(asked.cluster.device, memory_bytes=int(fastest.peak_bytes / 0.99) + DRIVER_BYTES)
     asked = replace(asked, cluster=replace(asked.cluster, device=device))
@@ -356,9 +356,9 @@ def test_what_is_recommended_leaves_memory_free(tmp_path: Path, capsys: pytest.C
         planfile.read(saved).layout == planfile.read(None, [f"layout={json.dumps(document['plan']['layout'])}"]).layout
     )
     assert " GiB !  " in said and "it fits with a probability below 95%" in said
-    only = Found(best=open_hand.best[:1], legal=2)
+    only = Ranking(best=open_hand.best[:1], legal=2)
     only.best[0] = replace(only.best[0], plan=replace(only.best[0].plan, cluster=asked.cluster))
-    first, *others = recommended(estimator(asked), asked, only).best
+    first, *others = recommend(build_estimator(asked), asked, only).best
     assert any(map(is_bold, others)) and not is_bold(first), "also where none of the listed leaves any"
 
 

@@ -12,8 +12,8 @@ from meshwright.cli.main import main
 from meshwright.cli.terminal import screen_text as text
 from meshwright.cli.terminal.plan_answer import ALTERNATIVES
 from meshwright.planner.search.ranking import LISTED, search
-from meshwright.planner.search.recommend import ALIKE, merged
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.search.recommend import ALIKE, merge_alike
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec.units import short_gib
 
 TWENTY = [
@@ -100,8 +100,8 @@ def test_rows_that_differ_in_virtual_stages_alone_are_one(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     asked = asked_plan("llama-3.1-70b", "h100x8", 2, [])
-    best = search(estimator(asked), asked).best
-    rows = merged(best)
+    best = search(build_estimator(asked), asked).best
+    rows = merge_alike(best)
     assert 1 + sum(len(vps) for _, vps in rows[:1]) + len(rows[1:]) <= len(best) and len(rows) < len(best)
     for first, vps in rows:
         for other in best:

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.api import preflight
 from meshwright.planfile import read
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 from meshwright.spec.units import count
@@ -19,7 +19,7 @@ PLAN = read(
 
 
 def predicted(plan: Plan) -> Prediction:
-    return estimator(plan).predict(plan)
+    return build_estimator(plan).predict(plan)
 
 
 def test_the_time_of_the_documents_that_are_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_the_time_of_the_documents_that_are_there_is_said(monkeypatch: pytest.Mo
     together = replace(PLAN, recipe=replace(PLAN.recipe, document_mask=False))
     rates = []
     for tokens in (512.0, 8192.0):
-        found = estimator(PLAN, document_tokens=tokens).predict(PLAN)
+        found = build_estimator(PLAN, document_tokens=tokens).predict(PLAN)
         [(label, said)] = preflight._with_documents(PLAN, tokens)[:1]
         assert label == "plan" and f"{count(found.tokens_per_s_per_device)} tokens/s" in said and count(tokens) in said
         rates.append(found.tokens_per_s_per_device)

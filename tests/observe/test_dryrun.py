@@ -19,7 +19,7 @@ from meshwright.observe.dryrun.simulate import device_of, dry_run, see
 from meshwright.observe.ranks import SERVER, on_ranks
 from meshwright.observe.uniform_routing import Routing
 from meshwright.parallel.group import Group
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import IllegalLayout, PlanError
@@ -310,7 +310,7 @@ def test_kernels_and_memory_are_of_one_device() -> None:
         asked = replace(one, cluster=Cluster(device=device))
         assert device_of(asked) == kind
         assert room_of(asked, kind).of == device.name
-        assert estimator(asked)._gpu is (kind == "cuda")
+        assert build_estimator(asked)._gpu is (kind == "cuda")
 
 
 def test_ranks_of_one_machine_need_memory_together() -> None:
@@ -329,7 +329,9 @@ def test_the_largest_step_of_a_ramp_is_run() -> None:
     seen = dry_run(ramped(small, 32), device="cpu")
     assert seen.peak_bytes == dry_run(large, device="cpu").peak_bytes > 1.2 * dry_run(small, device="cpu").peak_bytes
     assert any("32 sequences" in note for note in seen.notes)
-    planned, of_large = (estimator(one).memory(one.layout, [0])[0].total_bytes for one in (ramped(small, 32), large))
+    planned, of_large = (
+        build_estimator(one).memory(one.layout, [0])[0].total_bytes for one in (ramped(small, 32), large)
+    )
     assert planned == of_large
 
 
@@ -346,7 +348,7 @@ def test_the_copy_of_a_background_save_is_host_memory() -> None:
     assert "staging" not in cuda.worst.kinds and cuda.worst.staging_bytes == state
     rare = replace(behind, recipe=replace(behind.recipe, checkpoint_every=0))
     assert dry_run(rare, device="cpu").peak_bytes == before.peak_bytes
-    planned = [estimator(one).memory(one.layout, [0])[0] for one in (plain, behind)]
+    planned = [build_estimator(one).memory(one.layout, [0])[0] for one in (plain, behind)]
     assert planned[1].total_bytes - planned[0].total_bytes == state == planned[1].kinds["staging"]
 
 
@@ -363,7 +365,7 @@ def test_narrow_states_are_those_that_are_counted(states: str, device: str) -> N
         found = dry_run(one, device=device).worst
         storage = one.recipe.storage
         counted = memory(SMALL, one.layout, "bf16", found.rank, micro_batches=1, storage=storage)["update"]
-        planned = estimator(one).memory(one.layout, [0])[0].kinds
+        planned = build_estimator(one).memory(one.layout, [0])[0].kinds
         for kind in ("parameters", "masters", "moments", "counters"):
             held, right = found.kinds.get(kind, 0), counted.get(kind, 0)
             assert held == right if device == "cpu" else right <= held <= right + 512 * 64, kind

@@ -14,7 +14,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.work import AttentionCore
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.memory.rank_memory import in_flight, leading
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -145,7 +145,7 @@ def test_korthikanti_figure_1(name: str) -> None:
     params, pp, vp, batch, micro = TABLE[name]
     layers, hidden, heads, _ = params
     plan = paper(params, pp, vp, batch, micro)
-    found = estimator(plan, MEGATRON_2022).measure(plan.layout, exact=False)[1][0].kinds
+    found = build_estimator(plan, MEGATRON_2022).measure(plan.layout, exact=False)[1][0].kinds
     alive = layers * (1 + (pp - 1) / (pp * vp) if vp > 1 else 1)
     kept = S * micro * hidden * (10 + 24 / 8 + 5 * heads * S / hidden / 8) * alive
     assert found["activations"] == pytest.approx(kept, rel=1e-12)

@@ -19,10 +19,10 @@ from meshwright.parallel.agree import RankZero
 from meshwright.parallel.mesh import make_mesh
 from meshwright.planner.plan_document import document
 from meshwright.planner.search.bounds import families
-from meshwright.planner.search.ranking import rank, search
-from meshwright.planner.search.regions import without_own
+from meshwright.planner.search.ranking import ranking_key, search
+from meshwright.planner.search.regions import search_base
 from meshwright.planner.step.execution import COMPILE_S, GRAPHS_GAIN, Execution
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, Recipe, presets
 from meshwright.spec.layout import RECOMPUTE
@@ -87,7 +87,7 @@ def test_a_start_must_pay_for_itself() -> None:
         assert found is not None and found.best.layout.compile == word
     by_epochs = predict(plan_of("gpt2-124m", 1024, 32, epochs=1)).executions  # of unknown length: no start is weighed
     assert by_epochs is not None and by_epochs.best.layout.compile == "on"
-    of = replace(estimator(plan_of("gpt2-124m", 1024, 32)), run_steps=10**6)  # of a budget of tokens
+    of = replace(build_estimator(plan_of("gpt2-124m", 1024, 32)), run_steps=10**6)  # of a budget of tokens
     budgeted = of.predict(plan_of("gpt2-124m", 1024, 32)).executions
     assert budgeted is not None and budgeted.best.layout.compile == "on"
 
@@ -95,7 +95,7 @@ def test_a_start_must_pay_for_itself() -> None:
 def test_what_fits_comes_first() -> None:
     plan = plan_of()
     ways = {way.layout.compile: way for way in ways_of(replace(plan, layout=replace(plan.layout, cuda_graphs="off")))}
-    share = estimator(plan).largest_share
+    share = build_estimator(plan).largest_share
     small = (ways["on"].peak_bytes + 1) / share
     room = small + plan.cluster.device.memory_bytes - usable_bytes(plan)
     tight = replace(plan, cluster=Cluster(device=replace(plan.cluster.device, memory_bytes=int(room))))
@@ -244,14 +244,14 @@ def test_a_search_ranks_layouts_by_how_they_run(name: str, batch: int, sequence:
     which would be among the slowest without: ranked by compiled blocks alone, it was not listed."""
     recipe = Recipe(sequence=sequence, global_batch=batch, precision="bf16", steps=10**6)  # so many share a start
     plan = Plan(model=presets.model(name), recipe=recipe, cluster=presets.cluster("h100x8"))
-    costs = estimator(plan)
-    searched = costs.looked_at(without_own(plan, {}))
+    costs = build_estimator(plan)
+    searched = costs.looked_at(search_base(plan, {}))
     layouts = [
         region.layout(*split, base=searched.layout)
         for least, family in families(costs, searched, {}) for region in family.regions() for split in least.splits
     ]  # fmt: skip
     settled = [costs.predict(replace(searched, layout=layout)) for layout in layouts]
-    fastest = sorted((way for way in settled if way.peak_bytes <= usable_bytes(plan)), key=rank)
+    fastest = sorted((way for way in settled if way.peak_bytes <= usable_bytes(plan)), key=ranking_key)
     listed = search(costs, plan)
     assert listed.legal == len(layouts) == listed.too_large + listed.slower + len(listed.best)
     assert [way.step_s for way in listed.best] == pytest.approx([way.step_s for way in fastest[:20]], rel=1e-9)

@@ -15,7 +15,7 @@ import pytest
 from meshwright.planner.explorer.explorer_page import facts, source
 from meshwright.planner.search.landscape import PARTS
 from meshwright.planner.search.regions import divisors
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.ledger import PLANNED
 from meshwright.spec.lora import LoRAShape
@@ -63,7 +63,7 @@ def javascript(question: str, given: Any, *more: str) -> Any:
 @cache
 def shared(place: int) -> Estimator:
     """Of a model's first plan; others differ in sequence and batch."""
-    return estimator(asked(*MODELS[place]))
+    return build_estimator(asked(*MODELS[place]))
 
 
 @cache
@@ -141,7 +141,7 @@ def test_memory_of_hundreds_of_plans(plans: list[tuple[int, Plan, list[str]]]) -
     }
     found = javascript("GIVEN.plans.map((one) => memoryOf(GIVEN.facts[one.of], one.recipe, one.layout))", given)
     for (_, plan), ranks in zip(legal, found, strict=True):
-        of: Estimator = estimator(plan)
+        of: Estimator = build_estimator(plan)
         for expected, rank in zip(of.measure(plan.layout)[1], ranks, strict=True):  # compiled, as the page has it
             assert rank["when"] == expected.when, plan.layout
             assert {k: v for k, v in rank["kinds"].items() if v} == pytest.approx(

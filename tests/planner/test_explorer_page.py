@@ -17,8 +17,8 @@ from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import data, page
 from meshwright.planner.explorer.half import Half
 from meshwright.planner.search.bounds import families
-from meshwright.planner.search.landscape import Front, LayoutPoint, counted, landscape, look
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.search.landscape import Front, LayoutPoint, count_point, family_points, landscape
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.replay import replay
@@ -50,7 +50,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for name, plan in (("small", SMALL), ("large", LARGE)):
         found[name] = folder / f"{name} page.html"
-        found[name].write_text(page(Half(plan=plan, of=estimator(plan), command=COMMAND)), encoding="utf-8")
+        found[name].write_text(page(Half(plan=plan, of=build_estimator(plan), command=COMMAND)), encoding="utf-8")
     return found
 
 
@@ -161,7 +161,7 @@ def test_every_legal_neighbour_has_a_time_near_the_planners(opened: Browser) -> 
 @in_browser
 def test_tight_is_not_green(opened: Browser) -> None:
     capacity = usable_bytes(SMALL)
-    likely = estimator(SMALL).largest_share
+    likely = build_estimator(SMALL).largest_share
     assert 0.8 < likely < 0.96
     shares = [likely - 0.01, likely + 0.01, 1.01]
     found = opened.evaluate(f"{shares}.map((share) => verdictOf(lead, share * {capacity}))")
@@ -356,15 +356,15 @@ def test_a_page_is_one_small_file(pages: dict[str, Path]) -> None:
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "mixtral-8x7b"])
 def test_the_front_is_that_of_all_layouts(name: str) -> None:
     plan = replace(SMALL, model=replace(presets.model(name), layers=4), cluster=presets.cluster("h100x4", 1))
-    of = estimator(plan)
-    every = [point for least, family in families(of, plan, {}) for point in look(of, least, family)]
+    of = build_estimator(plan)
+    every = [point for least, family in families(of, plan, {}) for point in family_points(of, least, family)]
     whole, part = landscape(of, plan, most=10**6), landscape(of, plan, most=200)
     assert whole["legal"] == len(every) == len(whole["points"]) == part["legal"]
     assert len(part["points"]) <= 200 + part["front"] < len(every)
     assert whole["points"][: whole["front"]] == part["points"][: part["front"]]
     exact = Front()
     for point in every:
-        exact.add(counted(of, point.layout))
+        exact.add(count_point(of, point.layout))
     shown = [(sum(seconds), peak) for _, seconds, peak in part["points"][: part["front"]]]
     for point in exact.points:  # the page has four digits of each
         assert any(s <= point.step_s * 1.001 and b <= point.peak_bytes * 1.001 for s, b in shown), point
@@ -380,11 +380,11 @@ def test_points_of_a_front() -> None:
 
 
 def test_the_start_is_the_fastest_that_fits() -> None:
-    found = landscape(estimator(SMALL), SMALL)
+    found = landscape(build_estimator(SMALL), SMALL)
     room = usable_bytes(SMALL)
     times = [sum(seconds) for _, seconds, peak in found["points"] if peak <= room]
     assert sum(found["points"][found["best"]][1]) <= min(times) * 1.02
-    start = data(Half(plan=SMALL, of=estimator(SMALL)))["landscape"]["start"]
+    start = data(Half(plan=SMALL, of=build_estimator(SMALL)))["landscape"]["start"]
     assert found["points"][start][2] <= 0.95 * room and start >= found["best"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.api.exploring import rules_of
 from meshwright.planner.explorer.explorer_page import facts
 from meshwright.planner.search.landscape import FIELDS, landscape
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import Layout, Plan
 from meshwright.stacks.file_forms import option_words
 from meshwright.stacks.trainer_table import SOFTWARE
@@ -23,7 +23,7 @@ PLANS = 60
 
 
 def of_software(word: str) -> Estimator:
-    return estimator(asked("llama-3.1-8b", "h100x8", 2, "bf16"), SOFTWARE[word].stack({}))
+    return build_estimator(asked("llama-3.1-8b", "h100x8", 2, "bf16"), SOFTWARE[word].stack({}))
 
 
 @cache

@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
-from meshwright.planner.search.fewest_layers import WORTH, cheapest, fewest
+from meshwright.planner.search.fewest_layers import WORTH, cheapest_recompute, fewest_layers
 from meshwright.planner.search.ranking import search
-from meshwright.planner.search.recommend import is_bold, recommended
+from meshwright.planner.search.recommend import is_bold, recommend
 from meshwright.planner.step.error_ranges import fit_probability
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.layout import RECOMPUTE
 
@@ -33,7 +33,7 @@ def test_the_fewest_layers_are_those_that_trying_all_finds(seed: int) -> None:
     """Each layer more takes less memory and more time; of all that fit, none does with fewer."""
     dice = Random(seed)
     asked = drawn(dice)
-    of, policy = estimator(asked), dice.choice([word for word in RECOMPUTE[1:] if word != "selective"])
+    of, policy = build_estimator(asked), dice.choice([word for word in RECOMPUTE[1:] if word != "selective"])
     layout = replace(asked.layout, recompute=policy)
     most = max(map(len, of.split(layout)))
     numbers = [*range(1, most), 0]
@@ -43,16 +43,16 @@ def test_the_fewest_layers_are_those_that_trying_all_finds(seed: int) -> None:
         assert one.peak_bytes >= other.peak_bytes and one.step_s <= other.step_s * (1 + 1e-12)
     room = found[-1].peak_bytes + dice.random() * (none.peak_bytes - found[-1].peak_bytes)
     want = next(number for number, one in zip(numbers, found, strict=True) if one.peak_bytes <= room)
-    assert fewest(of, layout, room, none.peak_bytes) == replace(layout, recompute_layers=want)
-    assert fewest(of, layout, 0.99 * found[-1].peak_bytes, none.peak_bytes) is None
-    assert cheapest(of, asked.layout, none.peak_bytes) is None
+    assert fewest_layers(of, layout, room, none.peak_bytes) == replace(layout, recompute_layers=want)
+    assert fewest_layers(of, layout, 0.99 * found[-1].peak_bytes, none.peak_bytes) is None
+    assert cheapest_recompute(of, asked.layout, none.peak_bytes) is None
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_of_all_policies_and_numbers_of_layers_the_fastest_that_fits(seed: int) -> None:
     dice = Random(10 + seed)
     asked = drawn(dice)
-    of = estimator(asked)
+    of = build_estimator(asked)
     most = max(map(len, of.split(asked.layout)))
     every = [
         of.predict(replace(asked, layout=replace(asked.layout, recompute=policy, recompute_layers=number)))
@@ -61,7 +61,7 @@ def test_of_all_policies_and_numbers_of_layers_the_fastest_that_fits(seed: int) 
     ]
     low, high = min(one.peak_bytes for one in every), of.predict(asked).peak_bytes
     room = low + (0.1 + 0.8 * dice.random()) * (high - low)
-    found = cheapest(of, asked.layout, room)
+    found = cheapest_recompute(of, asked.layout, room)
     assert found is not None
     fitting = [one.step_s for one in every if one.peak_bytes <= room]
     taken = of.predict(replace(asked, layout=found)).step_s
@@ -74,9 +74,9 @@ def test_what_is_recommended_recomputes_no_more_than_it_must(gib: int) -> None:
     device = replace(presets.device("h100"), memory_bytes=int(gib * 2**30 + DRIVER_BYTES))
     cluster = replace(presets.cluster("h100x8", 1), device=device)
     asked = Plan(model=presets.model("llama-3.1-8b"), recipe=recipe, cluster=cluster)
-    of, fixed = estimator(asked), {"tp": (1, 2), "cp": (1,), "pp": (1,)}
+    of, fixed = build_estimator(asked), {"tp": (1, 2), "cp": (1,), "pp": (1,)}
     alone = next(one for one in search(of, asked, fixed=fixed).best if not is_bold(one))
-    best = recommended(of, asked, search(of, asked, fixed=fixed), fixed).best[0]
+    best = recommend(of, asked, search(of, asked, fixed=fixed), fixed).best[0]
     layout = best.plan.layout
     assert best.step_s <= alone.step_s and not is_bold(best)
     if layout.recompute_layers:
@@ -88,10 +88,10 @@ def test_what_is_recommended_recomputes_no_more_than_it_must(gib: int) -> None:
 def test_a_policy_that_is_given_is_kept() -> None:
     recipe = Recipe(sequence=8192, global_batch=512, precision="bf16")
     asked = Plan(model=presets.model("llama-3.1-8b"), recipe=recipe, cluster=presets.cluster("h100x8", 4))
-    of = estimator(asked)
+    of = build_estimator(asked)
     for fixed in ({"recompute": ("full",)}, {"recompute": RECOMPUTE[1:], "recompute_layers": (5,)}):
         fixed = {"tp": (1,), "pp": (1,), "cp": (1,), **fixed}
-        best = recommended(of, asked, search(of, asked, fixed=fixed), fixed).best
+        best = recommend(of, asked, search(of, asked, fixed=fixed), fixed).best
         assert {one.plan.layout.recompute_layers for one in best} == set(fixed.get("recompute_layers", (0,)))
         assert all(one.plan.layout.recompute in fixed["recompute"] for one in best)
 
@@ -102,8 +102,8 @@ def test_the_recommended_layout_is_the_fastest_that_fits_with_95_percent(model: 
         model=presets.model(model), recipe=Recipe(sequence=8192, global_batch=512, precision="bf16"),
         cluster=presets.cluster("h100x8", nodes=nodes),
     )  # fmt: skip
-    of = estimator(asked)
-    best, *others = recommended(of, asked, search(of, asked)).best
+    of = build_estimator(asked)
+    best, *others = recommend(of, asked, search(of, asked)).best
     assert fit_probability(best) >= 0.95
     assert all(fit_probability(one) < 0.95 for one in others if one.step_s < best.step_s)
     assert [is_bold(one) for one in others] == [fit_probability(one) < 0.95 for one in others]

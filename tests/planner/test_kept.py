@@ -16,7 +16,7 @@ from meshwright.planner.cost.local_shape import Local, local
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.search.bounds import offered_policies
 from meshwright.planner.search.regions import cells
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.layout import RECOMPUTE, Layout
 from meshwright.spec.lora import LoRAShape
@@ -138,8 +138,8 @@ def test_a_search_offers_selective_where_it_saves(kernels: Any, offered: bool) -
         layout=Layout(kernels=kernels), cluster=presets.cluster("h100x8"),
     )  # fmt: skip
     cell = next(cells(asked, 8, {}))
-    assert ("selective" in offered_policies(estimator(asked), asked, cell, {})) == offered
-    assert "selective" in offered_policies(estimator(asked), asked, cell, {"recompute": ("selective",)})
+    assert ("selective" in offered_policies(build_estimator(asked), asked, cell, {})) == offered
+    assert "selective" in offered_policies(build_estimator(asked), asked, cell, {"recompute": ("selective",)})
 
 
 def test_a_plan_with_selective_says_what_saves_instead() -> None:

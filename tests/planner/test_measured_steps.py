@@ -17,7 +17,7 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import AttentionCore, Product
 from meshwright.planner.plan_document import document
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.plan import Cluster
 
@@ -50,7 +50,7 @@ copies that widen gradients, new weights and the norm."""
 def test_each_part_of_a_step_takes_what_its_kernels_took(words: str, steps: list[MeasuredStep]) -> None:
     """By kernels alone, as a profiled step after a pause has them: power does not bound it yet."""
     step = next(one for one in steps if one.words == words)
-    of = estimator(step.plan, MEASURED_STACK)
+    of = build_estimator(step.plan, MEASURED_STACK)
     local, _ = of.parts(step.plan.layout)
     shape, parts = step.plan.model, Counter[str]()
     blocks = [(embedding(local), 1), (head(local), 1), (layer(local, routed=bool(shape.moe)), shape.layers)]
@@ -103,7 +103,7 @@ def plan(model: str = "llama-3.2-1b", cluster: str = "h200x1", **recipe: object)
 def test_steps_with_cudnns_attention(row: str, took: float, steps: list[MeasuredStep]) -> None:
     """The same steps of the same H200 with that kernel switched on: products slow down as attention speeds up."""
     step = next(one for one in steps if one.words == row)
-    of = {flash: estimator(step.plan, replace(MEASURED_STACK, flash=flash)) for flash in (2, 3)}
+    of = {flash: build_estimator(step.plan, replace(MEASURED_STACK, flash=flash)) for flash in (2, 3)}
     assert of[3].time(step.plan.layout).total_s == pytest.approx(took, rel=0.04)
     alone = of[3].speeds.attention_forward / of[2].speeds.attention_forward
     assert alone > 1.8 and of[3].speeds.parted == of[2].speeds.parted
@@ -129,7 +129,7 @@ def test_documents_take_what_their_lengths_ask_for() -> None:
     pairs = {  # keys that a query sees, on average, against the FLOP that is planned
         tokens: sum(
             work.flop
-            for op in layer(estimator(packed, document_tokens=tokens).parts(packed.layout)[0]).operations
+            for op in layer(build_estimator(packed, document_tokens=tokens).parts(packed.layout)[0]).operations
             for work in op.forward
             if isinstance(work, AttentionCore)
         )
@@ -143,7 +143,7 @@ def test_experts_compute_the_tiles_that_their_rows_begin() -> None:
     even, each = Product(512, 2048, 768, 128.0), Product(512, 2048, 768, 128.0, grouped=True)
     assert of.seconds(each) > 1.2 * of.seconds(even)
     routed = plan("qwen3-30b-a3b")
-    local, _ = estimator(routed).parts(routed.layout)
+    local, _ = build_estimator(routed).parts(routed.layout)
     rows = {
         work.m for op in layer(local, routed=True).operations if op.name.startswith("experts") and op.forward
         for work in op.forward if isinstance(work, Product)

@@ -23,7 +23,7 @@ from meshwright.planner.memory.engine_peak import standing
 from meshwright.planner.memory.instants import moments_of
 from meshwright.planner.memory.rank_memory import in_flight
 from meshwright.planner.step import predict as of_estimator
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.time.collectives import StageContents, sharing, traffic
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.inventory import parameters
@@ -98,7 +98,7 @@ def test_interleaved_rounds_wider_than_the_pipeline() -> None:
 def test_seconds_of_data_parallelism_are_those_of_the_ledgers_calls() -> None:
     """ZeRO-3: a gather a unit, of which each costs its latency."""
     one = plan(LLAMA, Recipe(sequence=4096, global_batch=512, precision="bf16"), nodes=64, dp_shard=512, zero=3)
-    of = estimator(one)
+    of = build_estimator(one)
     held = StageContents(tuple(range(LLAMA.layers)), True, True)
     whole = sharing(LLAMA, one.layout, held, of.links, 2, 4, True)
     apart = sharing(LLAMA, one.layout, held, of.links, 2, 4, False)
@@ -116,13 +116,13 @@ def test_replicas_are_summed_once_a_step() -> None:
         for batch in (64, 512)
     )
     inside = sharing(LLAMA, Layout(dp_replicate=8, dp_shard=8, zero=2), StageContents(tuple(range(32)), True, True),
-                     estimator(plan(LLAMA, recipe, nodes=8)).links, 2, 4, False)  # fmt: skip
+                     build_estimator(plan(LLAMA, recipe, nodes=8)).links, 2, 4, False)  # fmt: skip
     assert many.time.gradients_s <= once.time.gradients_s + 7 * inside.reduce_s
 
 
 def test_experts_are_reduced_over_those_that_hold_the_same() -> None:
     shape = presets.model("mixtral-8x7b")
-    links = estimator(plan(shape, Recipe(sequence=512, global_batch=64, precision="bf16"))).links
+    links = build_estimator(plan(shape, Recipe(sequence=512, global_batch=64, precision="bf16"))).links
     held = StageContents(tuple(range(shape.layers)), True, True)
     spread, together = (sharing(shape, Layout(dp_shard=8, ep=ep, zero=2), held, links, 2, 4, False) for ep in (8, 1))
     assert spread.reduce_s < 0.1 * together.reduce_s
@@ -278,7 +278,7 @@ def test_muons_matrices_take_what_was_planned(layout: dict[str, object], precisi
     shape = replace(SHAPE, hidden=1024, heads=16, kv_heads=4, ffn=4096, moe=moe)
     recipe = Recipe(sequence=64, global_batch=4, precision=precision, document_mask=False, optimizer="muon")  # type: ignore[arg-type]
     asked = plan(shape, recipe, compile="off", micro_batch=1, **layout)
-    of, run = estimator(asked), dry_run(asked, device="cuda")
+    of, run = build_estimator(asked), dry_run(asked, device="cuda")
     for place, seen in enumerate(run.ranks):
         count = of.held(asked.layout, place)
         state = of.states(asked.layout, count, asked.micro_batches)
@@ -382,14 +382,14 @@ def test_sifted_moments_hold_as_much_as_all(
         one = plan(replace(LLAMA, layers=26), recipe, pp=4, vp=vp, schedule=schedule, micro_batch=1, compile=compiled,
                    **split)  # fmt: skip
         monkeypatch.setattr(of_estimator, "standing", standing)
-        sifted = estimator(one).memory(one.layout, range(4))
+        sifted = build_estimator(one).memory(one.layout, range(4))
         monkeypatch.setattr(
             of_estimator,
             "standing",
             lambda found, costs, shares: tuple(m for one in found for m in standing((one,), costs, shares)),
         )
         assert [rank.total_bytes for rank in sifted] == pytest.approx(
-            [rank.total_bytes for rank in estimator(one).memory(one.layout, range(4))]
+            [rank.total_bytes for rank in build_estimator(one).memory(one.layout, range(4))]
         )
 
 

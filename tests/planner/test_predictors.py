@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.api import exploring
 from meshwright.planner.cost.states import counts
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, Recipe, num_parameters, presets
 from meshwright.spec.errors import PlanError
@@ -21,7 +21,9 @@ LAYOUT = Layout(pp=16, dp_shard=64, ep=64, zero=1, micro_batch=1)
 
 def _of(shape: ModelShape) -> Estimator:
     recipe = Recipe(sequence=4096, global_batch=64 * 32, precision="bf16")
-    return estimator(Plan(model=shape, recipe=recipe, layout=LAYOUT, cluster=presets.cluster("h800x8", nodes=128)))
+    return build_estimator(
+        Plan(model=shape, recipe=recipe, layout=LAYOUT, cluster=presets.cluster("h800x8", nodes=128))
+    )
 
 
 def test_deepseeks_module_has_the_published_size() -> None:

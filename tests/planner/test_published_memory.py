@@ -15,7 +15,7 @@ import pytest
 
 from meshwright.planner.accuracy.published import PublishedRow, read
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022, NANOTRON, NANOTRON_GATHERED, run_of_sweep
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -40,7 +40,7 @@ def runs() -> dict[str, Found]:
     found: dict[str, Found] = defaultdict(list)
     for row in read(table("training_throughput.csv")):
         if isinstance(row, PublishedRow) and (row.peak_bytes or row.stack.name == "aleph-alpha-scaling"):
-            found[row.stack.name].append((row, estimator(row.plan, row.stack).predict(row.plan)))
+            found[row.stack.name].append((row, build_estimator(row.plan, row.stack).predict(row.plan)))
     return found
 
 
@@ -93,7 +93,7 @@ def test_torchtitan(runs: dict[str, Found]) -> None:
         for row in read(table("peak_memory.csv"))
         if isinstance(row, PublishedRow) and row.stack.name == "torchtitan"
     ]
-    found = [(row, estimator(row.plan, row.stack).predict(row.plan)) for row in rows]
+    found = [(row, build_estimator(row.plan, row.stack).predict(row.plan)) for row in rows]
     assert {row.plan.layout.micro_batch for row in rows if " T5" in row.source} == {4}
     assert mean(errors(found)) < 0.075
 
@@ -114,7 +114,7 @@ def activations() -> Iterator[tuple[str, str, str, float]]:
 
 def first_stage(plan: Plan) -> dict[str, float]:
     """Bytes by kind of the first pipeline rank, in-flight micro-batches by closed form."""
-    return estimator(plan, MEGATRON_2022).measure(plan.layout, exact=False)[1][0].kinds
+    return build_estimator(plan, MEGATRON_2022).measure(plan.layout, exact=False)[1][0].kinds
 
 
 def test_korthikanti() -> None:

@@ -13,11 +13,11 @@ from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.memory.engine_peak import enough
 from meshwright.planner.memory.instants import moments_of
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES, in_flight, leading
-from meshwright.planner.search.bounds import Least, families
+from meshwright.planner.search.bounds import CellBounds, families
 from meshwright.planner.search.memory_bounds import CellTerms
-from meshwright.planner.search.ranking import Found, search, worst
-from meshwright.planner.search.regions import Fixed, without_own
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.search.ranking import Ranking, fullest_rank, search
+from meshwright.planner.search.regions import Fixed, search_base
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.compiled_blocks import keeps_no_norms
@@ -143,16 +143,16 @@ def test_search_lists_what_looking_at_every_layout_lists(offload: str, seed: int
     for _ in range(10):
         asked, fixed = with_offload(*random_plan(dice), offload)
         every = every_layout(asked, fixed)
-        truth = counted(estimator(asked), asked, every)
+        truth = counted(build_estimator(asked), asked, every)
         if not truth:
-            assert search(estimator(asked), asked, fixed=fixed).legal == 0
+            assert search(build_estimator(asked), asked, fixed=fixed).legal == 0
             continue
         peaks = sorted(peak for _, peak in truth)
         room = peaks[int(dice.random() ** 2 * len(peaks))] * dice.choice([1.0, 0.999999])
         device = replace(asked.cluster.device, memory_bytes=int(room + DRIVER_BYTES) + 1)
         asked = replace(asked, cluster=replace(asked.cluster, device=device))
         listed = dice.choice([1, 5, 20])
-        found = search(estimator(asked), asked, fixed=fixed, listed=listed)
+        found = search(build_estimator(asked), asked, fixed=fixed, listed=listed)
         fitting = sorted(step_s for step_s, peak in truth if peak <= usable_bytes(asked))
         assert sorted(one.step_s for one in found.best) == pytest.approx(fitting[:listed], rel=1e-9), (asked, fixed)
         assert found.legal == len(every) == found.too_large + found.slower + len(found.best)
@@ -164,8 +164,8 @@ def test_search_lists_what_looking_at_every_layout_lists(offload: str, seed: int
 def test_no_layout_is_below_the_least_of_its_kind(offload: str, seed: int) -> None:
     dice = Random(100 + seed)
     asked, fixed = with_offload(*random_plan(dice), offload)
-    of = estimator(asked)
-    for least, family in families(of, without_own(asked, fixed), fixed):
+    of = build_estimator(asked)
+    for least, family in families(of, search_base(asked, fixed), fixed):
         family_s, family_bytes = least.family_s(family), least.family_bytes(family)
         whole_s = least.whole_family_s(family)
         for region in family.regions():
@@ -193,8 +193,8 @@ def test_no_layout_is_below_the_least_of_its_kind_with_parts_of_other_families(
         model=shape, recipe=Recipe(sequence=2048, global_batch=16, precision="bf16"), cluster=presets.cluster("h100x4"),
         layout=LOOKED_AT,
     )  # fmt: skip
-    of, seen = estimator(asked), 0
-    for least, family in list(families(of, without_own(asked, {}), {}))[::7]:
+    of, seen = build_estimator(asked), 0
+    for least, family in list(families(of, search_base(asked, {}), {}))[::7]:
         for region in list(family.regions())[:2]:
             region_bytes, bounds = least.region_bytes(region), zip(least.splits_s(region), least.splits, strict=True)
             for split_s, split in list(bounds)[:: max(1, len(least.splits) - 1)]:
@@ -239,15 +239,15 @@ def test_no_layout_is_below_what_its_family_and_split_take_with_data_parallelism
     """Nor has any less memory. And the bounds are worth their name: of half the layouts that of their split is above
     89 % of the truth, that of their family above 70 %."""
     asked, stack, ranks_per_core = BOUNDED[case]
-    of = estimator(asked, stack)
+    of = build_estimator(asked, stack)
     of = replace(of, speeds=replace(of.speeds, ranks_per_core=ranks_per_core))
     dice = Random(7)
     shares: list[tuple[float, float]] = []
-    every = list(families(of, without_own(asked, {}), {}))
+    every = list(families(of, search_base(asked, {}), {}))
     for least, family in dice.sample(every, min(len(every), 600)):
         region = dice.choice(list(family.regions()))
         family_s, fullest = least.whole_family_s(family), region.layout(*least.splits[0], base=least.base)
-        assert least.region_bytes(region) <= worst(of, fullest).total_bytes, region
+        assert least.region_bytes(region) <= fullest_rank(of, fullest).total_bytes, region
         for least_s, split in zip(least.splits_s(region), least.splits, strict=True):
             step_s = of.time(region.layout(*split, base=least.base)).total_s
             assert max(family_s, least_s) <= step_s * (1 + 1e-9), (region, split)
@@ -281,9 +281,9 @@ def test_the_least_memory_of_a_cell_does_not_depend_on_cells_before_it() -> None
         model=presets.model("llama-3.1-8b"), recipe=Recipe(sequence=4096, global_batch=64, precision="bf16"),
         cluster=presets.cluster("h100x8", 2),
     )  # fmt: skip
-    of, pipelines = estimator(asked), set()
+    of, pipelines = build_estimator(asked), set()
     for least, family in families(of, asked, {"tp": (2,)}):
-        alone = Least(of, asked, least.cell, least.splits, CellTerms())
+        alone = CellBounds(of, asked, least.cell, least.splits, CellTerms())
         assert least.kept(family.recompute) == alone.kept(family.recompute)
         pipelines.add(least.cell.pp)
     assert {1, 2} <= pipelines
@@ -294,7 +294,7 @@ def test_interleaved_stages_of_every_number_are_looked_at() -> None:
     asked = replace(plan(presets.model("llama-3.1-8b"), 4, 200.0, batch=4), cluster=presets.cluster("h100x4", 1))
     fixed = {"pp": (4,), "schedule": ("interleaved",), "micro_batch": (1,), "recompute": ("full",)}
     asked = replace(asked, cluster=replace(asked.cluster, device=replace(asked.cluster.device, memory_bytes=2**40)))
-    best = search(estimator(asked), asked, fixed=fixed)
+    best = search(build_estimator(asked), asked, fixed=fixed)
     assert {one.plan.layout.vp for one in best.best} == set(range(2, 9))
     assert min(best.best, key=lambda one: one.step_s).plan.layout.vp > 5
 
@@ -306,15 +306,15 @@ def test_the_end_of_the_list_is_ranked_as_blocks_will_run() -> None:
         recipe=Recipe(sequence=1024, global_batch=64, precision="bf16"),
     )  # fmt: skip
     fixed = {"schedule": ("1f1b",), "recompute": ("none",)}
-    short, long = (search(estimator(asked), asked, fixed=fixed, listed=number).best for number in (20, 60))
+    short, long = (search(build_estimator(asked), asked, fixed=fixed, listed=number).best for number in (20, 60))
     assert [one.plan.layout for one in short] == [one.plan.layout for one in long[:20]]
-    compiled_s = [estimator(asked).time(replace(one.plan.layout, compile="on")).total_s for one in long]
+    compiled_s = [build_estimator(asked).time(replace(one.plan.layout, compile="on")).total_s for one in long]
     assert min(compiled_s[20:]) < max(compiled_s[:20]), "by compiled blocks alone the list would end otherwise"
 
 
 def test_every_listed_layout_is_legal_and_fits() -> None:
     asked = plan(presets.model("llama-3.1-8b"), 32, 80.0, batch=64)
-    found = search(estimator(asked), asked)
+    found = search(build_estimator(asked), asked)
     assert found.best
     for one in found.best:
         assert one.plan.violations() == []
@@ -327,13 +327,13 @@ def test_every_listed_layout_is_legal_and_fits() -> None:
 
 def test_what_is_fixed_stays() -> None:
     asked = plan(presets.model("llama-3.1-8b"), 16, 80.0, batch=64)
-    found = search(estimator(asked), asked, fixed={"tp": (4,), "recompute": ("full",), "dp": (4,)})
+    found = search(build_estimator(asked), asked, fixed={"tp": (4,), "recompute": ("full",), "dp": (4,)})
     assert {(p.plan.layout.tp, p.plan.layout.recompute, p.plan.layout.dp) for p in found.best} == {(4, "full", 4)}
 
 
 def test_where_nothing_fits_the_nearest_is_told() -> None:
     asked = plan(presets.model("llama-3.1-70b"), 4, 80.0)
-    found: Found = search(estimator(asked), asked)
+    found: Ranking = search(build_estimator(asked), asked)
     assert not found.best
     assert found.nearest is not None
     assert found.nearest.peak_bytes > usable_bytes(asked)
@@ -345,7 +345,7 @@ def test_pythons_collection_of_cycles_is_left_as_it_was(on: bool) -> None:
     asked = plan(presets.model("llama-3.1-8b"), 4, 80.0)
     (gc.enable if on else gc.disable)()
     try:
-        search(estimator(asked), asked)
+        search(build_estimator(asked), asked)
         assert gc.isenabled() == on
     finally:
         gc.enable()

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.planner.cost.stage_costs import FirstHalves
 from meshwright.planner.step.memo import Memo
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.shared_costs import SharedCosts
 from meshwright.spec import Layout, ModelShape, Plan, Recipe, presets
 from meshwright.spec.errors import IllegalLayout
@@ -37,7 +37,7 @@ def test_a_prediction_does_not_depend_on_what_was_predicted_before(name: str) ->
     other = replace(plan, layout=replace(layout, **change))
     assert not plan.violations() and not other.violations()
     fresh = predict(plan)
-    shared = estimator(plan)
+    shared = build_estimator(plan)
     shared.predict(other)
     found = shared.predict(plan)
     assert (found.step_s, found.peak_bytes) == (fresh.step_s, fresh.peak_bytes)
@@ -91,7 +91,7 @@ def variants(layout: Layout) -> Iterator[Layout]:
 
 def kept(plan: Plan) -> Iterator[tuple[str, object, object]]:
     """(memo, key, what it keeps) of an estimator that was asked for this plan alone."""
-    asked = estimator(plan)
+    asked = build_estimator(plan)
     asked.measure(plan.layout, exact=False)
     asked.predict(plan)
     for memo in fields(Memo):

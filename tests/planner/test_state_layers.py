@@ -14,7 +14,7 @@ from meshwright.planner.cost.states import counts
 from meshwright.planner.cost.work import MemoryPass
 from meshwright.planner.kernels.kernel_operations import Product
 from meshwright.planner.serving.cached_layers import sequence_bytes, served
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.planner.time.collectives import StageContents, sharing
 from meshwright.spec import Layout, Plan, num_parameters, presets
 from meshwright.spec.errors import PlanError
@@ -108,7 +108,7 @@ def test_ranks_hold_the_parameters_of_their_own_layers() -> None:
         model=NEXT, recipe=Recipe(sequence=4096, global_batch=64, optimizer="adamw"),
         layout=Layout(pp=24, dp_shard=8, zero=1), cluster=presets.cluster("h100x8", nodes=24),
     )  # fmt: skip
-    of = estimator(plan)
+    of = build_estimator(plan)
     by_layer = {n: sum(one.numel for one in parameters(NEXT) if one.layer == n) for n in range(NEXT.layers)}
     held = [of.held(plan.layout, rank).whole for rank in range(24)]
     ends = [NEXT.vocab * NEXT.hidden, NEXT.vocab * NEXT.hidden + NEXT.hidden]
@@ -186,7 +186,7 @@ def test_a_dense_hybrid_counts_both_kinds_by_their_share() -> None:
     plan = Plan(
         model=shape, recipe=Recipe(sequence=1024, global_batch=8), layout=Layout(), cluster=presets.cluster("h100")
     )
-    of = estimator(plan)
+    of = build_estimator(plan)
     counted, found = of.parts(plan.layout)
     state, plain = (layer(counted, state=one).kept_bytes("none") for one in (True, False))
     assert found.dense.kept_bytes == pytest.approx(0.75 * state + 0.25 * plain)
@@ -196,7 +196,7 @@ def test_a_dense_hybrid_counts_both_kinds_by_their_share() -> None:
 
 def test_gradients_of_both_kinds_are_summed() -> None:
     """A stage of linear attention sums more than one of attention, in proportion to their parameters."""
-    links, layout = estimator(
+    links, layout = build_estimator(
         Plan(model=NEXT, recipe=Recipe(sequence=4096, global_batch=64), layout=Layout(dp_shard=8, zero=1),
              cluster=presets.cluster("h100x8"))
     ).links, Layout(dp_shard=8, zero=1)  # fmt: skip

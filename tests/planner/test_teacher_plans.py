@@ -7,7 +7,7 @@ import pytest
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.regions import cells
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.flop import token_flop
 
@@ -66,7 +66,7 @@ def test_a_student_that_samples_is_offered_whole_weights_alone() -> None:
     recipe = replace(TAUGHT.recipe, distillation_on_policy=0.5)
     cluster = presets.cluster("h100x8")
     asked = replace(TAUGHT, recipe=recipe, cluster=cluster)
-    found = search(estimator(asked), asked).best
+    found = search(build_estimator(asked), asked).best
     assert found and not any(one.plan.violations() for one in found)
     assert {(one.plan.layout.tp, one.plan.layout.pp, one.plan.layout.zero) for one in found} == {(1, 1, 0)}
 
@@ -82,9 +82,9 @@ def test_a_pipeline_waits_for_a_teachers_passes() -> None:
 def test_a_memory_does_not_depend_on_what_was_asked_before() -> None:
     """Under ZeRO-3 the student's loss stands beside gathered weights of the teacher; under other stages it does not."""
     layouts = [replace(ALONE.layout, dp_shard=4, micro_batch=1, zero=zero) for zero in (0, 3, 2, 1)]
-    fresh = [estimator(TAUGHT).memory(layout, [0]) for layout in layouts]
+    fresh = [build_estimator(TAUGHT).memory(layout, [0]) for layout in layouts]
     assert fresh[1][0].kinds["logits"] > fresh[0][0].kinds["logits"]
     for order in (layouts, layouts[::-1]):
-        shared = estimator(TAUGHT)
+        shared = build_estimator(TAUGHT)
         found = {layout.zero: shared.memory(layout, [0]) for layout in order}
         assert [found[layout.zero] for layout in layouts] == fresh

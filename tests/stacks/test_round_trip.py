@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.planner.search.bounds import families
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Plan, Recipe, presets
 from meshwright.spec.errors import PlanError
 from meshwright.stacks.config_reading import read
@@ -43,7 +43,7 @@ def models_of(word: str) -> list[str]:
 @given(data=st.data(), nodes=st.sampled_from((1, 2)))
 def test_what_is_written_is_read_again(word: str, data: st.DataObject, nodes: int, tmp_path: Path) -> None:
     software, plan = SOFTWARE[word], asked(data.draw(st.sampled_from(models_of(word))), nodes)
-    found = list(families(estimator(plan, software.stack({})), plan, software.fixed()))
+    found = list(families(build_estimator(plan, software.stack({})), plan, software.fixed()))
     if not found:
         return
     least, family = data.draw(st.sampled_from(found))
@@ -58,7 +58,9 @@ def test_what_is_written_is_read_again(word: str, data: st.DataObject, nodes: in
     assert again.shape is not None
     assert again.plan(again.shape, plan.cluster, {}) == one
     if layout.tp == 1 or layout.sp:
-        read_s, written_s = (estimator(plan, software.stack(facts)).predict(one).step_s for facts in (again.facts, {}))
+        read_s, written_s = (
+            build_estimator(plan, software.stack(facts)).predict(one).step_s for facts in (again.facts, {})
+        )
         assert read_s == written_s
 
 
@@ -66,7 +68,7 @@ def test_what_is_written_is_read_again(word: str, data: st.DataObject, nodes: in
 def test_each_file_alone_says_what_it_states(word: str, tmp_path: Path) -> None:
     """The first file that has batch and sequence is enough by itself, where a software has them in one file."""
     software, plan = SOFTWARE[word], asked("llama-3.1-8b", 1)
-    found = next(iter(families(estimator(plan, software.stack({})), plan, software.fixed())))
+    found = next(iter(families(build_estimator(plan, software.stack({})), plan, software.fixed())))
     layout = next(iter(found[1].regions())).layout(*found[0].splits[0])
     one = Plan(model=plan.model, recipe=plan.recipe, layout=layout, cluster=plan.cluster)
     for name, text in texts(software, one).items():

@@ -15,10 +15,10 @@ from meshwright.api.plan_reading import Section, read_folder, section_words
 from meshwright.api.plan_request import MOST_NODES
 from meshwright.api.planned_layout import PlannedLayout, layout_cells, layout_html
 from meshwright.planner.plan_document import document
-from meshwright.planner.search.changes import LayoutChange, fixes
+from meshwright.planner.search.changes import LayoutChange, cheapest_fixes
 from meshwright.planner.search.ranking import search
-from meshwright.planner.search.recommend import recommended
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.search.recommend import recommend
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec import Cluster, ModelShape, Plan, presets
 from meshwright.spec.errors import ArgumentError, MeshwrightError, PlanError
@@ -68,7 +68,7 @@ class ConfigAnswer(Answer):
         def offered(layout: Any) -> bool:
             return not self.software.plan_refusal(replace(self.plan, layout=layout))
 
-        return () if self.fits else tuple(fixes(self.estimator, self.plan, offered=offered))
+        return () if self.fits else tuple(cheapest_fixes(self.estimator, self.plan, offered=offered))
 
     @cached_property
     def best(self) -> PlannedLayout | None:
@@ -77,7 +77,7 @@ class ConfigAnswer(Answer):
         found = search(self.estimator, self.plan, fixed=fixed)
         if not found.best:
             return None
-        return PlannedLayout(prediction=recommended(self.estimator, self.plan, found, fixed).best[0])
+        return PlannedLayout(prediction=recommend(self.estimator, self.plan, found, fixed).best[0])
 
     def options(self, plan: Plan) -> str:
         """What makes the file that plan, in the software's own words; in words of a layout where it has no name for the
@@ -189,7 +189,7 @@ def plan_from(
     plan.check()
     if why := config.software.round_refusal(plan):
         raise PlanError(f"{file}: {why}: the run would end with an error")
-    plan_estimator = estimator(plan, config.software.stack(config.facts))
+    plan_estimator = build_estimator(plan, config.software.stack(config.facts))
     return ConfigAnswer(config=config, prediction=plan_estimator.predict(plan), estimator=plan_estimator)
 
 

@@ -16,7 +16,7 @@ from meshwright.planfile.folders import ReadFolder
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.machine.clusterfile import asked, is_file
 from meshwright.planner.memory.rank_memory import DRIVER_BYTES
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import Cluster, Layout, Plan, presets
 from meshwright.spec.errors import ArgumentError, IllegalLayout, PlanError
@@ -106,7 +106,7 @@ def asked_estimator(
         if not stack.own:
             raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")
         return asked(cluster)[0].estimator(plan, document_tokens)
-    return estimator(plan, stack, document_tokens=document_tokens)
+    return build_estimator(plan, stack, document_tokens=document_tokens)
 
 
 def check_cluster(cluster: str | None) -> None:

@@ -18,9 +18,9 @@ from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.explain import bill, failure, half_machine, limit, reasons, scale_warnings, unfit
 from meshwright.planner.plan_document import document, ranked
 from meshwright.planner.search.changes import enough_nodes
-from meshwright.planner.search.ranking import Found, search
-from meshwright.planner.search.recommend import recommended
-from meshwright.planner.search.refused import answered
+from meshwright.planner.search.ranking import Ranking, search
+from meshwright.planner.search.recommend import recommend
+from meshwright.planner.search.refused import rank_candidates
 from meshwright.planner.step.budget import Budget, budget
 from meshwright.planner.step.predict import Estimator
 from meshwright.spec import Layout, Plan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class PlanAnswer(Answer):
     """The layouts that fit, the recommended one first, and why."""
 
-    found: Found
+    found: Ranking
     """As the search gave it."""
     estimator: Estimator
     fixed: Fixed
@@ -200,7 +200,7 @@ def plan(
 
             raise none_offered(software, of, asked, fixed_degrees)
         if not found.legal:
-            found = answered(of, asked, fixed)
+            found = rank_candidates(of, asked, fixed)
     if not found.best:
         every = software.fixed() if software else {}
         free = not (fixed_degrees and search(of, asked, fixed=every, listed=1).best)
@@ -210,7 +210,7 @@ def plan(
                 shared: dict[str, Any] = {"nodes": nodes, "recipe": recipe, "memory": memory, "stack": stack}
                 adapted = plan(model, cluster=cluster, tune="lora", listed=1, **shared).best.peak_bytes
         raise _does_not_fit(of, found, every, free=free, adapted_bytes=adapted)
-    found = recommended(of, asked, found, fixed)
+    found = recommend(of, asked, found, fixed)
     del found.best[listed or LISTED :]
     return PlanAnswer(found=found, estimator=of, fixed=fixed, tokens=budget, price=price, software=software)
 
@@ -226,7 +226,7 @@ def _offered(stack: str, plan: Plan, given: Fixed) -> "tuple[TrainingSoftware, F
 
 
 def _does_not_fit(
-    of: Estimator, found: Found, every: Fixed, *, free: bool, adapted_bytes: float | None = None
+    of: Estimator, found: Ranking, every: Fixed, *, free: bool, adapted_bytes: float | None = None
 ) -> Exception:
     """With the nearest layout, and its document. `every`: what any layout is restricted to. `adapted_bytes`: what
     adapters alone would need, where they fit."""

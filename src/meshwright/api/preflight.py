@@ -13,7 +13,7 @@ from meshwright.observe.compare.table import memory_line
 from meshwright.observe.dryrun.dryrun_document import dry, judged, needed_bytes, room_here, unfit
 from meshwright.observe.dryrun.simulate import device_of, dry_run
 from meshwright.observe.subprocesses import TooLong
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan
 from meshwright.spec.errors import DoesNotFit, MeshwrightError
@@ -31,7 +31,7 @@ def preflight(plan: Plan, target: torch.device, *, anyway: bool = False, machine
 
     DoesNotFit where the dry run says so, unless `anyway`. Ranks are spread evenly over `machines`.
     """
-    predicted = estimator(plan).predict(plan)
+    predicted = build_estimator(plan).predict(plan)
     elsewhere = plan.cluster.device.name if target.type == "cpu" and device_of(plan) == "cuda" else ""
     said = [("plan", _planned(predicted) + (f"; planned for {elsewhere}, run on a CPU" if elsewhere else ""))]
     by_length = partial(_with_documents, plan) if plan.recipe.document_mask else None

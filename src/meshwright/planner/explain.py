@@ -3,8 +3,14 @@
 from collections.abc import Iterator
 from math import floor, log10
 
-from meshwright.planner.search.changes import LayoutChange, fixes, longest_sequence, on_half, without
-from meshwright.planner.search.ranking import Found, search
+from meshwright.planner.search.changes import (
+    LayoutChange,
+    cheapest_fixes,
+    longest_sequence,
+    on_half,
+    without_techniques,
+)
+from meshwright.planner.search.ranking import Ranking, search
 from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.budget import budget, critical
@@ -77,13 +83,13 @@ def groups(found: Prediction) -> list[tuple[str, float]]:
     return [*rows[:SHOWN], ("other", sum(size for _, size in rows[SHOWN:]))]
 
 
-def searched(found: Found) -> str:
+def searched(found: Ranking) -> str:
     """How many layouts were searched, and what became of those that are not shown."""
     do = "does" if found.too_large == 1 else "do"
     return f"{found.legal:,} layouts searched; {found.too_large:,} {do} not fit."
 
 
-def rejected(found: Found) -> Iterator[str]:
+def rejected(found: Ranking) -> Iterator[str]:
     """Each reason with the nearest layout that it rejects, and how many were not counted at all."""
     plan = found.best[0].plan
     for one in found.rejected[:3]:
@@ -106,7 +112,7 @@ def own_batch(plan: Plan) -> Iterator[str]:
         )
 
 
-def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
+def caution(of: Estimator, found: Ranking, fixed: Fixed) -> Iterator[str]:
     """What makes the recommended layout a risk: little memory left, or tensor parallelism between nodes."""
     best, plan = found.best[0], found.best[0].plan
     if is_bold(best):
@@ -126,7 +132,7 @@ def caution(of: Estimator, found: Found, fixed: Fixed) -> Iterator[str]:
 
 def reasons(of: Estimator, best: Prediction) -> Iterator[str]:
     """Why each technique is there: the same layout with less of it."""
-    for change in without(of, best.plan):
+    for change in without_techniques(of, best.plan):
         yield f"with {change.what} {_compared(best, change)}."
 
 
@@ -236,7 +242,7 @@ def range_words(found: Prediction) -> str:
     )
 
 
-def failure(found: Found, nodes: int = 0, *, free: bool = True, adapted_bytes: float | None = None) -> str:
+def failure(found: Ranking, nodes: int = 0, *, free: bool = True, adapted_bytes: float | None = None) -> str:
     """Where nothing fits: the nearest layout, the term that overflows, and what would help. `nodes`: so many are
     enough. `free`: no degree that was fixed is to blame."""
     nearest = found.nearest
@@ -267,7 +273,7 @@ def unfit(of: Estimator, found: Prediction) -> str:
     ways = [
         f"{change.what} ({change.prediction.step_s / found.step_s - 1:+.0%} time, "
         f"{short_gib(change.prediction.peak_bytes)})"
-        for change in fixes(of, found.plan)
+        for change in cheapest_fixes(of, found.plan)
     ]
     worst, (kind, size) = found.worst, largest_kind(found)
     where = f"pipeline rank {worst.pp_rank}, {worst.when}" if found.plan.layout.pp > 1 else worst.when

@@ -4,7 +4,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from meshwright.planner.caveats import caveats
-from meshwright.planner.search.ranking import Found
+from meshwright.planner.search.ranking import Ranking
 from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import fit_probability, ranges
 from meshwright.planner.step.prediction import Prediction
@@ -43,7 +43,7 @@ def document(found: Prediction) -> dict[str, Any]:
     }
 
 
-def ranked(found: Found) -> dict[str, Any]:
+def ranked(found: Ranking) -> dict[str, Any]:
     """What a search adds to the document of the layout that it recommends: all that are listed, the fastest first."""
     return {
         "layouts": [

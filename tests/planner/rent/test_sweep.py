@@ -14,7 +14,7 @@ from meshwright.planner.rent.uncertainty import below, digits, normal, rounded, 
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.recommend import is_bold
 from meshwright.planner.step.error_ranges import fit_probability, relative_range
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Plan, Recipe, presets
 
 SMALL = Plan(
@@ -33,7 +33,7 @@ def every() -> list[RunOn]:
     for device in DEVICES:
         for offer in offers_of(device, shipped(), NODES):
             plan = replace(SMALL, cluster=offer.cluster)
-            best, _ = fastest(estimator(plan), plan, {}, float("inf"))
+            best, _ = fastest(build_estimator(plan), plan, {}, float("inf"))
             if best is not None:
                 found.append(run_on(offer, best, ASKED.tokens, Conditions()))
     return found
@@ -65,7 +65,7 @@ def every_by_name(runs: list[RunOn]) -> list[tuple[str, int]]:
 def test_no_search_finds_fewer_device_seconds_than_the_bound(model: str, device: str) -> None:
     for nodes in (1, 4):
         plan = replace(SMALL, model=presets.model(model), cluster=presets.cluster(f"{device}x8", nodes))
-        of = estimator(plan)
+        of = build_estimator(plan)
         best = search(of, plan, listed=1).best
         if best:
             assert best[0].step_s * plan.cluster.devices >= least_device_s(of)
@@ -74,10 +74,10 @@ def test_no_search_finds_fewer_device_seconds_than_the_bound(model: str, device:
 @pytest.mark.parametrize("nodes", [2, 16])
 def test_costs_of_one_number_of_nodes_serve_another(nodes: int) -> None:
     plan = replace(SMALL, cluster=presets.cluster("h100x8", 1))
-    first = estimator(plan)
+    first = build_estimator(plan)
     search(first, plan, listed=3)
     other = replace(plan, cluster=presets.cluster("h100x8", nodes))
-    shared, fresh = search(first.on_nodes(nodes), other, listed=3), search(estimator(other), other, listed=3)
+    shared, fresh = search(first.on_nodes(nodes), other, listed=3), search(build_estimator(other), other, listed=3)
     assert [(one.plan.layout, one.step_s, one.peak_bytes) for one in shared.best] == [
         (one.plan.layout, one.step_s, one.peak_bytes) for one in fresh.best
     ]
@@ -85,7 +85,7 @@ def test_costs_of_one_number_of_nodes_serve_another(nodes: int) -> None:
 
 def test_layouts_below_a_limit_are_those_of_the_whole_search() -> None:
     plan = replace(SMALL, cluster=presets.cluster("a100-40x8", 2))
-    of = estimator(plan)
+    of = build_estimator(plan)
     whole = search(of, plan, listed=10)
     limit = whole.best[4].step_s
     some = search(of, plan, listed=10, below_s=limit)
@@ -97,10 +97,10 @@ def test_layouts_below_a_limit_are_those_of_the_whole_search() -> None:
 
 def test_what_is_recommended_leaves_memory_and_recomputes_no_more_than_it_must() -> None:
     plan = replace(SMALL, model=presets.model("llama-3.1-8b"), cluster=presets.cluster("h100x8", 1))
-    best, too_large = fastest(estimator(plan), plan, {}, float("inf"))
+    best, too_large = fastest(build_estimator(plan), plan, {}, float("inf"))
     assert best is not None and not too_large and not is_bold(best)
     tiny = replace(plan, model=presets.model("llama-3.1-405b"))
-    assert fastest(estimator(tiny), tiny, {}, float("inf")) == (None, True)
+    assert fastest(build_estimator(tiny), tiny, {}, float("inf")) == (None, True)
 
 
 def test_the_front_has_no_run_that_another_beats() -> None:
@@ -128,7 +128,7 @@ def test_ranges_hold_the_mean_and_grow_with_the_error() -> None:
 
 def test_errors_are_those_of_the_planners_ranges() -> None:
     plan = replace(SMALL, cluster=presets.cluster("h100"))
-    found = search(estimator(plan), plan, listed=1).best[0]
+    found = search(build_estimator(plan), plan, listed=1).best[0]
     low, high, _ = relative_range(plan)
     error = time_error(found)
     assert below(found.step_s * low, found.step_s * high, error) == pytest.approx(0.9995, abs=5e-4)
@@ -147,7 +147,7 @@ def test_where_nothing_fails_the_range_is_the_planners(model: str) -> None:
     plan = replace(SMALL, model=presets.model(model), cluster=presets.cluster("h100x8"))
     offer = list(offers_of("H100-SXM-80", shipped(), (1,)))[-1]
     calm = Conditions(mtbf_device_hours=1e9, restart_s=0.0, evaluation=0.0)
-    run = run_on(offer, search(estimator(plan), plan, listed=1).best[0], 3e9, calm)
+    run = run_on(offer, search(build_estimator(plan), plan, listed=1).best[0], 3e9, calm)
     low, high, _ = relative_range(plan)
     assert run.range_s[0] / run.wall_s == pytest.approx(low, rel=0.005)
     assert run.range_s[1] / run.wall_s == pytest.approx(high, rel=0.005)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 from meshwright.cli.terminal.screen_text import bar, dot, marked, width, wrapped
 from meshwright.planner import explain
 from meshwright.planner.caveats import caveats
-from meshwright.planner.search.ranking import Found
-from meshwright.planner.search.recommend import is_bold, merged
+from meshwright.planner.search.ranking import Ranking
+from meshwright.planner.search.recommend import is_bold, merge_alike
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.error_ranges import LIKELY, ranges
 from meshwright.planner.step.predict import Estimator
@@ -38,13 +38,13 @@ class Asked:
     """Other training software, which has files of its own and no --save."""
 
 
-def answer(of: Estimator, found: Found, asked: Asked) -> Iterator[str]:
+def answer(of: Estimator, found: Ranking, asked: Asked) -> Iterator[str]:
     """All lines for layouts that fit."""
     best, columns = found.best[0], width()
     chosen = found.legal > 1
     yield from headline(best.plan)
     yield ""
-    rows = merged(found.best)
+    rows = merge_alike(found.best)
     yield from _verdict(best, _note(rows[0][1], _recommended(found.best) if chosen else ""))
     own = explain.own_batch(best.plan) if asked.own_batch else ()
     for line in (*own, *caveats(best), *explain.caution(of, found, asked.fixed)):
@@ -218,7 +218,7 @@ def _next(asked: Asked, chosen: bool) -> list[str]:
     return words
 
 
-def details(of: Estimator, found: Found) -> Iterator[str]:
+def details(of: Estimator, found: Ranking) -> Iterator[str]:
     """The recommended layout's memory and time by part, and the layouts that were rejected."""
     best, columns = found.best[0], width()
     whole = best.peak_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from meshwright.observe.compare.finished_run import DRYRUN, PROFILE, Finished, measured, same_program
 from meshwright.observe.shared_document import KindBytes, RankRecord, SentEntry, SharedDocument, checked
 from meshwright.planner.plan_document import document
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec import Plan, presets
 from meshwright.spec.places import pipeline_ranks
@@ -49,7 +49,7 @@ def planned(plan: Plan, of: Estimator | None = None) -> Column:
     """The planner's prediction, of every pipeline place; times only where the device is known."""
     cluster = of.cluster if of else plan.cluster
     known, device = of is not None or cluster.device.half_flop_per_s > 0, cluster.device.name
-    prediction = (of or estimator(plan)).predict(plan)
+    prediction = (of or build_estimator(plan)).predict(plan)
     found = replace(checked(document(prediction), "the prediction"), ranks=_places(prediction))
     if not known:
         found = replace(

@@ -23,7 +23,7 @@ from meshwright.observe.report.pipeline_view import executed_timeline, planned_t
 from meshwright.observe.shared_document import PartPeak
 from meshwright.planner.explain import layout_words
 from meshwright.planner.explorer.explorer_page import schedules, source
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.spec import num_parameters
 from meshwright.spec.ledger import PLANNED
@@ -100,7 +100,7 @@ def data(run: Finished, name: str, of: Estimator | None, tolerance: float) -> di
         "moments": {key: _moments(column, plan) for key, column in zip(("dryrun", "measured"), three[1:], strict=True)},
         "timelines": {
             "planned": planned_timeline(
-                of or estimator(plan), plan, seconds=three[0].found is not None and not three[0].timeless
+                of or build_estimator(plan), plan, seconds=three[0].found is not None and not three[0].timeless
             ),
             "executed": executed_timeline(plan, measured) if measured else None,
         },

@@ -16,7 +16,7 @@ from meshwright.planner.cost.links import Links, links_of
 from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.machine.fitting import Adjustment, Scalar, changed, changes_at, minimum
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec.errors import DataError
 
 MOST_ROWS = 20
@@ -164,4 +164,4 @@ def _has(scalar: Scalar, row: PublishedRow) -> bool:
 def _predicted_s(row: PublishedRow, changes: Mapping[str, Adjustment]) -> float:
     plan = row.plan
     speeds, links = speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster)
-    return estimator(plan, *changed(row.stack, speeds, links, changes)).predict(plan).step_s
+    return build_estimator(plan, *changed(row.stack, speeds, links, changes)).predict(plan).step_s

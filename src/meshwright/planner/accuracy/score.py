@@ -12,7 +12,7 @@ from meshwright.planner.accuracy.judged import Judged
 from meshwright.planner.accuracy.published import PublishedRow, Unreadable, duplicate_of
 from meshwright.planner.cost.links import links_of
 from meshwright.planner.cost.speeds import speeds_of
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.errors import MeshwrightError
 from meshwright.spec.ledger import STATES
@@ -71,12 +71,12 @@ def _judged(row: PublishedRow, calibration: Calibration | None, estimators: dict
     key = (row.plan.model, row.plan.recipe, row.plan.cluster, row.stack, row.source)
     if key not in estimators:
         estimators[key] = estimator_of(row, calibration)
-    estimator = estimators[key]
-    prediction = estimator.predict(row.plan)
+    build_estimator = estimators[key]
+    prediction = build_estimator.predict(row.plan)
     return Judged(
         row=row,
         step_s=prediction.step_s,
-        part_value=_part(row, prediction, estimator),
+        part_value=_part(row, prediction, build_estimator),
         fits=prediction.fits,
         seen=calibration is not None and calibration.saw(row),
     )
@@ -88,10 +88,10 @@ def estimator_of(row: PublishedRow, calibration: Calibration | None = None) -> E
     speeds, links = speeds_of(plan.cluster.device, row.stack.flash), links_of(plan.cluster)
     if calibration is not None:
         stack, speeds, links = calibration.applied(row, stack, speeds, links)
-    return estimator(plan, stack, speeds, links)
+    return build_estimator(plan, stack, speeds, links)
 
 
-def _part(row: PublishedRow, prediction: Prediction, estimator: Estimator) -> float:
+def _part(row: PublishedRow, prediction: Prediction, build_estimator: Estimator) -> float:
     first = prediction.memory[0].kinds
     if row.part == "activations":
         return first.get("activations", 0.0)
@@ -99,7 +99,7 @@ def _part(row: PublishedRow, prediction: Prediction, estimator: Estimator) -> fl
         return sum(first.get(kind, 0.0) for kind in STATES)
     if row.part == "activation share":
         plain = replace(row.plan, layout=replace(row.plan.layout, sp=False, recompute="none"))
-        return first.get("activations", 0.0) / estimator.predict(plain).memory[0].kinds["activations"]
+        return first.get("activations", 0.0) / build_estimator.predict(plain).memory[0].kinds["activations"]
     return prediction.reported_bytes
 
 

@@ -26,7 +26,7 @@ from meshwright.planner.cost.speeds import Speeds, speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.kernels.rate_grid import RateGrid
 from meshwright.planner.serving.engine_rates import EngineRates
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.spec import presets
 from meshwright.spec.cluster import Cluster, Device
 from meshwright.spec.errors import ArgumentError, PlanError
@@ -94,7 +94,7 @@ class ClusterFile:
         or the nearest number that was."""
         ranks = plan.cluster.devices_per_node
         near = self._near(ranks)
-        return estimator(plan, self.stack, near.speeds, replace(near.links, per_node=ranks), document_tokens)
+        return build_estimator(plan, self.stack, near.speeds, replace(near.links, per_node=ranks), document_tokens)
 
     def _near(self, ranks: int) -> Together:
         return self.together[min(self.together, key=lambda known: abs(log(known / ranks)))]

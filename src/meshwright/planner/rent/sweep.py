@@ -15,12 +15,12 @@ from meshwright.planner.rent.clusters import Offer, offers_of
 from meshwright.planner.rent.failures import DAY_S, Conditions
 from meshwright.planner.rent.prices import Prices
 from meshwright.planner.rent.run_on import RunOn, run_on, steps_of
-from meshwright.planner.search.bounds import Least
-from meshwright.planner.search.fewest_layers import refined
+from meshwright.planner.search.bounds import CellBounds
+from meshwright.planner.search.fewest_layers import refine
 from meshwright.planner.search.memory_bounds import CellTerms
 from meshwright.planner.search.ranking import search
 from meshwright.planner.search.regions import Cell, Fixed, RegionFamily
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.legal import divisors
 from meshwright.spec.plan import Plan
@@ -105,14 +105,14 @@ def least_device_s(of: Estimator) -> float:
     micro-batch, at the best size."""
     cell = Cell(1, False, 1, 1, 1, 1)
     plan = Plan(model=of.shape, recipe=of.recipe, cluster=of.cluster)
-    least = Least(of, plan, cell, [(1, 1, 0)], CellTerms())
+    least = CellBounds(of, plan, cell, [(1, 1, 0)], CellTerms())
     sizes = [size for size in divisors(of.recipe.global_batch) if size <= LARGEST_MICRO]
     found = min(least.family_s(RegionFamily(cell, size, "none", (("1f1b", 1),))) for size in sizes)
     return found * (SLACK_MOE if of.shape.moe else SLACK)
 
 
 def _estimator(plan: Plan, offer: Offer) -> Estimator:
-    return estimator(replace(plan, cluster=offer.cluster))
+    return build_estimator(replace(plan, cluster=offer.cluster))
 
 
 class _Sweep:
@@ -176,7 +176,7 @@ def fastest(of: Estimator, plan: Plan, fixed: Fixed, below_s: float) -> tuple[Pr
     found = search(of, plan, fixed=fixed, listed=1, share=share, below_s=below_s)
     if not found.best:
         return None, not found.slower
-    return refined(of, found.best, share * usable_bytes(plan))[0], False
+    return refine(of, found.best, share * usable_bytes(plan))[0], False
 
 
 def _space(plan: Plan) -> Fixed:

@@ -12,14 +12,14 @@ from itertools import accumulate
 from operator import le, mul
 
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.search.memory_bounds import BlockPasses, CellTerms, LeastMemory, Split, StageLayers, Wait
+from meshwright.planner.search.memory_bounds import BlockPasses, CellTerms, MemoryBounds, Split, StageLayers, Wait
 from meshwright.planner.search.regions import (
     Cell,
     Fixed,
     Region,
     RegionFamily,
+    allowed,
     cells,
-    keep,
     micro_batches,
     offered_splits,
     pipelines,
@@ -34,7 +34,7 @@ from meshwright.spec.schedule_kinds import SPLIT
 
 
 @cache
-def wait(layers: StageLayers, name: str, ranks: int, virtual: int, m: int) -> Wait:
+def longest_wait(layers: StageLayers, name: str, ranks: int, virtual: int, m: int) -> Wait:
     """Of the rank that does and waits most, as far as layers tell, of a pipeline with these stages. A rank waits for
     the forward passes of the stages in front of its first one; their backward passes follow its own, unless gradients
     of weights are left to be done beside them."""
@@ -58,7 +58,7 @@ def _shortest(kinds: Sequence[MicroBatchCost]) -> tuple[float, float]:
     return min((one.forward_s for one in kinds), default=0.0), min((one.backward_s for one in kinds), default=0.0)
 
 
-class Least(LeastMemory):
+class CellBounds(MemoryBounds):
     """Least memory and time of one cell's layouts."""
 
     def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
@@ -136,7 +136,7 @@ class Least(LeastMemory):
             pp, known = self.cell.pp, self.known.waits
             key = pp, m, pipelines
             if key not in known:
-                each = {wait(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines}
+                each = {longest_wait(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines}
                 known[key] = [
                     one for one in each if not any(other != one and all(map(le, other, one)) for other in each)
                 ]
@@ -156,7 +156,7 @@ class Least(LeastMemory):
         """No layout takes less whose passes take so long, with each split of data parallelism."""
         m = self.m(micro_batch, self.batch)
         if (m, pipelines) not in self._unhidden:
-            held = self.lowest(pipelines, self.m(micro_batch, self.largest))[-1].held
+            held = self.least_layers(pipelines, self.m(micro_batch, self.largest))[-1].held
             self._unhidden[m, pipelines] = self._sharing(held, m)
         return [added.step_s(passes_s, m, self.turns) for added in self._unhidden[m, pipelines]]
 
@@ -180,17 +180,17 @@ def offered_policies(of: Estimator, plan: Plan, cell: Cell, fixed: Fixed) -> tup
         "selective": of.stack.drops_scores_alone and not layout.writes_scores,
     }
     asked = fixed.get("recompute", ())
-    return keep(fixed, "recompute", tuple(one for one in layout.policies if one in asked or not idle.get(one)))
+    return allowed(fixed, "recompute", tuple(one for one in layout.policies if one in asked or not idle.get(one)))
 
 
-def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[Least, RegionFamily]]:
+def families(of: Estimator, plan: Plan, fixed: Fixed) -> Iterator[tuple[CellBounds, RegionFamily]]:
     """All that are legal, each with the bounds of its cell."""
     known = CellTerms()
     for cell in cells(plan, plan.cluster.devices, fixed):
         sharings = offered_splits(plan, cell, fixed)
         if not sharings:
             continue
-        least = Least(of, plan, cell, sharings, known)
+        least = CellBounds(of, plan, cell, sharings, known)
         policies = offered_policies(of, plan, cell, fixed)
         for micro in micro_batches(plan, cell, fixed):
             schedules = pipelines(plan, cell, micro, fixed)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
-from meshwright.planner.search.fewest_layers import fewest
-from meshwright.planner.search.ranking import Found, search, worst
+from meshwright.planner.search.fewest_layers import fewest_layers
+from meshwright.planner.search.ranking import Ranking, fullest_rank, search
 from meshwright.planner.search.regions import Fixed, batches
-from meshwright.planner.step.predict import Estimator, estimator
+from meshwright.planner.step.predict import Estimator, build_estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.errors import IllegalLayout, PlanError
 from meshwright.spec.layout import Layout
@@ -30,7 +30,7 @@ class LayoutChange:
     fits: bool
 
 
-def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> LayoutChange | None:
+def predict_change(of: Estimator, plan: Plan, layout: Layout, what: str) -> LayoutChange | None:
     """The change's prediction; None where it is illegal."""
     try:
         changed = replace(plan, layout=layout)
@@ -42,7 +42,7 @@ def predicted(of: Estimator, plan: Plan, layout: Layout, what: str) -> LayoutCha
     return LayoutChange(what=what, prediction=prediction, fits=prediction.peak_bytes <= usable_bytes(plan))
 
 
-def without(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
+def without_techniques(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """The layout with one technique less; its ranks go to data parallelism, sharded as the others are."""
     layout = plan.layout
     tries = [(_with_batch(_less(layout, axis), plan), f"{axis}=1") for axis in AXES if getattr(layout, axis) > 1]
@@ -57,7 +57,7 @@ def without(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
 def _legal(of: Estimator, plan: Plan, tries: Iterable[tuple[Layout, str]]) -> Iterator[LayoutChange]:
     """The predictions of those that are."""
     for layout, what in tries:
-        found = predicted(of, plan, layout, what)
+        found = predict_change(of, plan, layout, what)
         if found:
             yield found
 
@@ -84,7 +84,7 @@ def _with_batch(layout: Layout, plan: Plan) -> Layout:
     return replace(layout, micro_batch=micro)
 
 
-def fixes(
+def cheapest_fixes(
     of: Estimator, plan: Plan, most: int = 3, offered: Callable[[Layout], bool] = lambda layout: True
 ) -> list[LayoutChange]:
     """What would make a layout that does not fit fit, the cheapest first, of those that are `offered`."""
@@ -96,9 +96,9 @@ def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
     """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
     layout = plan.layout
     tries: list[Layout] = []
-    none_bytes = worst(of, replace(layout, recompute="none", recompute_layers=0)).total_bytes
+    none_bytes = fullest_rank(of, replace(layout, recompute="none", recompute_layers=0)).total_bytes
     for recompute in layout.policies[max(1, layout.policies.index(layout.recompute)) :]:
-        some = fewest(of, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
+        some = fewest_layers(of, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
         if some is not None and some != layout:
             tries.append(some)
     half = layout.micro_batch_of(plan.recipe.global_batch) // 2
@@ -137,31 +137,31 @@ def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, LayoutChange | Non
         longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))
         if longer.violations():
             return fits, None
-        prediction = estimator(longer, of.stack, of.speeds, of.links, of.document_tokens).predict(longer)
+        prediction = build_estimator(longer, of.stack, of.speeds, of.links, of.document_tokens).predict(longer)
         if prediction.peak_bytes > usable_bytes(plan):
             return fits, LayoutChange(what=f"recipe.sequence={sequence}", prediction=prediction, fits=False)
         fits = sequence
     return fits, None
 
 
-def odd(plan: Plan) -> bool:
+def has_no_half(plan: Plan) -> bool:
     """Whether there is no half of the devices to look at."""
     cluster = plan.cluster
     return cluster.devices == 1 or bool((cluster.nodes if cluster.nodes > 1 else cluster.devices_per_node) % 2)
 
 
-def on_half(of: Estimator, plan: Plan) -> Found | None:
+def on_half(of: Estimator, plan: Plan) -> Ranking | None:
     """The best layouts, freely chosen, with half the nodes (or half the devices of one); None where that is no whole
     number."""
     cluster = plan.cluster
-    if odd(plan):
+    if has_no_half(plan):
         return None
     if cluster.nodes > 1:
         smaller = replace(cluster, nodes=cluster.nodes // 2)
     else:
         smaller = replace(cluster, devices_per_node=cluster.devices_per_node // 2)
     half = replace(plan, cluster=smaller)
-    return search(estimator(half, of.stack, of.speeds, of.links, of.document_tokens), half, listed=1)
+    return search(build_estimator(half, of.stack, of.speeds, of.links, of.document_tokens), half, listed=1)
 
 
 def enough_nodes(of: Estimator, plan: Plan, fixed: Fixed | None = None) -> int:
@@ -170,6 +170,6 @@ def enough_nodes(of: Estimator, plan: Plan, fixed: Fixed | None = None) -> int:
     cluster = plan.cluster
     for doubling in range(1, DOUBLINGS + 1):
         larger = replace(plan, layout=Layout(), cluster=replace(cluster, nodes=cluster.nodes * 2**doubling))
-        if search(estimator(larger, of.stack, of.speeds), larger, fixed=fixed, listed=1).best:
+        if search(build_estimator(larger, of.stack, of.speeds), larger, fixed=fixed, listed=1).best:
             return larger.cluster.nodes
     return 0

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil, inf
 
-from meshwright.planner.search.ranking import rank, worst
+from meshwright.planner.search.ranking import fullest_rank, ranking_key
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.layout import Layout
@@ -14,14 +14,14 @@ WORTH = 0.005
 """Share of a step that must be gained by layers that keep everything: below, all recompute and leave memory free."""
 
 
-def fewest(of: Estimator, layout: Layout, room: float, none_bytes: float) -> Layout | None:
+def fewest_layers(of: Estimator, layout: Layout, room: float, none_bytes: float) -> Layout | None:
     """The same policy on as few layers as fit into `room` bytes; None where all are not enough. `none_bytes`: the peak
     without recomputation. Each layer saves almost as much as any other: the search begins where all would save as much,
     and goes on layer by layer."""
     most = max(map(len, of.split(layout)))
 
     def peak_bytes(layers: int) -> float:
-        return worst(of, replace(layout, recompute_layers=layers % most), room).total_bytes
+        return fullest_rank(of, replace(layout, recompute_layers=layers % most), room).total_bytes
 
     least_bytes = peak_bytes(most)
     if least_bytes > room:
@@ -36,14 +36,14 @@ def fewest(of: Estimator, layout: Layout, room: float, none_bytes: float) -> Lay
     return replace(layout, recompute_layers=enough % most)
 
 
-def cheapest(of: Estimator, layout: Layout, room: float) -> Layout | None:
+def cheapest_recompute(of: Estimator, layout: Layout, room: float) -> Layout | None:
     """The fastest of the policies, each on the fewest layers, or on all where that hardly takes longer; None where the
     layout fits without, or with none."""
-    none_bytes = worst(of, layout).total_bytes
+    none_bytes = fullest_rank(of, layout).total_bytes
     if none_bytes <= room:
         return None
     policies = (replace(layout, recompute=policy) for policy in layout.policies[1:])
-    some = [found for one in policies if (found := fewest(of, one, room, none_bytes))]
+    some = [found for one in policies if (found := fewest_layers(of, one, room, none_bytes))]
     if not some:
         return None
     best_s, best = _fastest(of, some)
@@ -55,7 +55,7 @@ def _fastest(of: Estimator, layouts: Iterable[Layout]) -> tuple[float, Layout]:
     return min(((of.time(one).total_s, one) for one in layouts), key=lambda timed: timed[0])
 
 
-def refined(of: Estimator, best: Iterable[Prediction], room: float) -> list[Prediction]:
+def refine(of: Estimator, best: Iterable[Prediction], room: float) -> list[Prediction]:
     """These layouts, ranked; those that recompute to fit into `room` do so on the fewest layers. So do, beside those
     that need more, the same with recomputation."""
     found: dict[Layout, Prediction] = {}
@@ -68,10 +68,10 @@ def refined(of: Estimator, best: Iterable[Prediction], room: float) -> list[Pred
             continue
         without = replace(one.plan.layout, recompute="none")
         if without not in known:
-            known[without] = cheapest(of, without, room)
+            known[without] = cheapest_recompute(of, without, room)
         layout = known[without]
         if layout is None or one.peak_bytes > room:
             found[one.plan.layout] = one
         if layout is not None and layout not in found:
             found[layout] = of.predict(replace(one.plan, layout=layout))
-    return sorted(found.values(), key=rank)
+    return sorted(found.values(), key=ranking_key)

@@ -15,8 +15,8 @@ from math import inf
 from random import Random
 from typing import Any, NamedTuple
 
-from meshwright.planner.search.bounds import Least, families
-from meshwright.planner.search.regions import Fixed, Region, RegionFamily, without_own
+from meshwright.planner.search.bounds import CellBounds, families
+from meshwright.planner.search.regions import Fixed, Region, RegionFamily, search_base
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
 from meshwright.planner.time.timeline import StepTime
@@ -68,7 +68,7 @@ class Front:
 def landscape(of: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: int = MOST) -> dict[str, Any]:
     """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts. `fixed`:
     what restricts them."""
-    every = list(families(of, without_own(plan, {"offload": ("off",)}), fixed or {}))
+    every = list(families(of, search_base(plan, {"offload": ("off",)}), fixed or {}))
     if not every:
         recipe = plan.recipe
         raise IllegalLayout(
@@ -79,14 +79,14 @@ def landscape(of: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: in
     sizes = [len(least.splits) * len(family.pipelines) for least, family in every]
     dice = Random(0)
     if sum(sizes) <= most:
-        found = [point for least, family in every for point in look(of, least, family)]
+        found = [point for least, family in every for point in family_points(of, least, family)]
         front = Front()
         for point in sorted(found, key=lambda point: point.step_s * point.peak_bytes):
             add(of, front, point)
     else:
         front, looked = search_front(of, every)
         found = dice.sample(looked, min(len(looked), most // 4))
-        found += drawn(of, every, sizes, most - len(found), dice)
+        found += draw_points(of, every, sizes, most - len(found), dice)
     first = {point.layout for point in front.points}
     rest = {point.layout: point for point in found if point.layout not in first}
     room = usable_bytes(plan)
@@ -101,7 +101,7 @@ def landscape(of: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: in
     }
 
 
-def search_front(of: Estimator, every: list[tuple[Least, RegionFamily]]) -> tuple[Front, list[LayoutPoint]]:
+def search_front(of: Estimator, every: list[tuple[CellBounds, RegionFamily]]) -> tuple[Front, list[LayoutPoint]]:
     """The front of all families, counted exactly, and all points looked at."""
     front, looked = Front(), []
     bounds = [(least.family_s(family), least.family_bytes(family)) for least, family in every]
@@ -117,7 +117,7 @@ def search_front(of: Estimator, every: list[tuple[Least, RegionFamily]]) -> tupl
 
 
 def _promising(
-    least: Least, family: RegionFamily, least_s: float, front: Front
+    least: CellBounds, family: RegionFamily, least_s: float, front: Front
 ) -> Iterator[tuple[float, float, Region]]:
     """A family's schedules. Of interleaved ones those with less time than all that take less memory, as far as bounds
     can tell: they share the states in the same ways."""
@@ -135,7 +135,7 @@ def _promising(
 
 
 def _not_beaten(
-    of: Estimator, least: Least, region: Region, least_s: float, least_bytes: float, front: Front
+    of: Estimator, least: CellBounds, region: Region, least_s: float, least_bytes: float, front: Front
 ) -> Iterator[LayoutPoint]:
     """The region's layouts, for as long as the front does not beat what is left of them."""
     layout = region.layout(*least.splits[0], base=least.base)
@@ -145,24 +145,24 @@ def _not_beaten(
     for split in least.splits:
         if front.beats(least_s, least_bytes):
             return
-        yield counted(of, region.layout(*split, base=least.base), exact=False)
+        yield count_point(of, region.layout(*split, base=least.base), exact=False)
 
 
 def add(of: Estimator, front: Front, point: LayoutPoint) -> None:
     """A point as closed forms count it: the truth is no less, so it is asked for only where that is not beaten."""
     if not front.beats(point.step_s, point.peak_bytes):
-        front.add(counted(of, point.layout))
+        front.add(count_point(of, point.layout))
 
 
-def look(of: Estimator, least: Least, family: RegionFamily) -> Iterator[LayoutPoint]:
+def family_points(of: Estimator, least: CellBounds, family: RegionFamily) -> Iterator[LayoutPoint]:
     """The family's layouts, by closed forms."""
     for region in family.regions():
         for split in least.splits:
-            yield counted(of, region.layout(*split, base=least.base), exact=False)
+            yield count_point(of, region.layout(*split, base=least.base), exact=False)
 
 
-def drawn(
-    of: Estimator, every: list[tuple[Least, RegionFamily]], sizes: list[int], number: int, dice: Random
+def draw_points(
+    of: Estimator, every: list[tuple[CellBounds, RegionFamily]], sizes: list[int], number: int, dice: Random
 ) -> list[LayoutPoint]:
     """So many layouts, each as likely as any other."""
     ends = list(accumulate(sizes))
@@ -173,11 +173,11 @@ def drawn(
         pipeline, split = divmod(place - (ends[index] - sizes[index]), len(least.splits))
         name, vp = family.pipelines[pipeline]
         region = Region(family.cell, family.micro_batch, name, vp, family.recompute)
-        found.append(counted(of, region.layout(*least.splits[split], base=least.base), exact=False))
+        found.append(count_point(of, region.layout(*least.splits[split], base=least.base), exact=False))
     return found
 
 
-def counted(of: Estimator, layout: Layout, *, exact: bool = True) -> LayoutPoint:
+def count_point(of: Estimator, layout: Layout, *, exact: bool = True) -> LayoutPoint:
     """Of one layout."""
     time, memory = of.measure(layout, exact=exact)
     return LayoutPoint(time.total_s, max(one.total_bytes for one in memory), layout, time)

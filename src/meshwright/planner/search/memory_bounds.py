@@ -27,7 +27,7 @@ FIRST = 2
 """Ranks looked at for activations: the second has a whole share of layers, the first also the embedding."""
 
 
-class Shares(NamedTuple):
+class RankLayers(NamedTuple):
     """Of the layers of a pipeline rank (dense, routed): how many it holds, and how many it has in flight at once, once
     for each micro-batch."""
 
@@ -121,7 +121,7 @@ class CellTerms:
 
     stages: dict[tuple[int, int], StageLayers] = field(default_factory=dict)
     """(ranks, stages of each)."""
-    shares: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[Shares, ...]] = field(default_factory=dict)
+    layers: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[RankLayers, ...]] = field(default_factory=dict)
     """(ranks, micro-batches, pipelines) -> `lowest` of them."""
     stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
     """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
@@ -134,10 +134,10 @@ class CellTerms:
     """Cell, splits, layers of a rank, micro-batches -> of each split the least that it adds."""
 
 
-def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
+def least_layers(pipelines: list[tuple[RankLayers, ...]]) -> tuple[RankLayers, ...]:
     """Rank by rank the least that any of these pipelines has."""
     return tuple(
-        Shares(
+        RankLayers(
             (min(one.held[0] for one in same), min(one.held[1] for one in same)),
             (min(one.alive[0] for one in same), min(one.alive[1] for one in same)),
             same[0].first,
@@ -147,7 +147,7 @@ def lowest(pipelines: list[tuple[Shares, ...]]) -> tuple[Shares, ...]:
 
 
 @cache
-def shares(stages: StageLayers, name: str, ranks: int, virtual: int, m: int) -> tuple[Shares, ...]:
+def rank_layers(stages: StageLayers, name: str, ranks: int, virtual: int, m: int) -> tuple[RankLayers, ...]:
     """Of the first ranks of a pipeline with these stages."""
     found = []
     few = enough(name, ranks, m, virtual)
@@ -155,16 +155,16 @@ def shares(stages: StageLayers, name: str, ranks: int, virtual: int, m: int) -> 
         alive = leading(name, ranks, few, virtual, rank)
         dense, routed = ([stages[stage][kind] for stage in own] for kind in (0, 1))
         in_flight = sum(map(mul, alive, dense)), sum(map(mul, alive, routed))
-        found.append(Shares((sum(dense), sum(routed)), in_flight, int(rank == 0)))
+        found.append(RankLayers((sum(dense), sum(routed)), in_flight, int(rank == 0)))
     return tuple(found)
 
 
-class LeastMemory:
+class MemoryBounds:
     """Of one cell's layouts."""
 
     def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
         self.of, self.cell, self.base, self.known = of, cell, plan.layout, known
-        self.splits = sorted(splits, key=sharing, reverse=True)
+        self.splits = sorted(splits, key=sharing_degree, reverse=True)
         self.batch, self.largest = plan.recipe.global_batch, batches(plan.recipe)[-1]
         self.dense = of.shape.layers - of.shape.routed_layers
         self._states: dict[bool, list[HeldBytes]] = {}
@@ -238,25 +238,25 @@ class LeastMemory:
         """Rank by rank the least that any of these pipelines has."""
         if (pipelines, m) not in self._ranks:
             held = self.states(m > 1)
-            ranks = self.lowest(pipelines, m)
+            ranks = self.least_layers(pipelines, m)
             self._ranks[pipelines, m] = [Idle(*rank.alive, *min(map(rank.bytes_of, held))) for rank in ranks]
         return self._ranks[pipelines, m]
 
-    def lowest(self, pipelines: tuple[tuple[str, int], ...], m: int) -> tuple[Shares, ...]:
+    def least_layers(self, pipelines: tuple[tuple[str, int], ...], m: int) -> tuple[RankLayers, ...]:
         """The same without bytes."""
         pp = self.cell.pp
         key = pp, m, pipelines
-        if key not in self.known.shares:
-            each = [shares(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines]
-            self.known.shares[key] = lowest(each) if len(each) > 1 else each[0]
-        return self.known.shares[key]
+        if key not in self.known.layers:
+            each = [rank_layers(self.stage_layers(vp), name, pp, vp, m) for name, vp in pipelines]
+            self.known.layers[key] = least_layers(each) if len(each) > 1 else each[0]
+        return self.known.layers[key]
 
     def stage_layers(self, vp: int) -> StageLayers:
         """Of each stage of the cell's pipelines of so many stages a rank."""
         key = self.cell.pp, vp
         if key not in self.known.stages:
             shape = self.of.shape
-            places = ranges(sizes_of(self.of, *key, self.base))
+            places = ranges(stage_sizes(self.of, *key, self.base))
             in_front = [*accumulate(map(shape.is_moe_layer, range(shape.layers)), initial=0)]
             routed = [in_front[place.stop] - in_front[place.start] for place in places]
             self.known.stages[key] = tuple((len(place) - r, r) for place, r in zip(places, routed, strict=True))
@@ -325,7 +325,7 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(len(layers) for layers in stage_layers(layers, stages))
 
 
-def sizes_of(of: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
+def stage_sizes(of: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
     """Layers of each stage."""
     by_hand = pp > 1 and len(base.stages) == pp * vp
     if of.stack.split == "cost" or by_hand:
@@ -334,6 +334,6 @@ def sizes_of(of: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
     return _even(of.shape.layers, pp * vp)
 
 
-def sharing(split: Split) -> tuple[int, int]:
+def sharing_degree(split: Split) -> tuple[int, int]:
     """How far (dp_replicate, dp_shard, zero) shares the states."""
     return (split[1] if split[2] else 0, split[2])

@@ -21,9 +21,16 @@ from itertools import count
 from typing import NamedTuple
 
 from meshwright.planner.memory.rank_memory import RankMemory
-from meshwright.planner.search.bounds import Least, families, offered_policies
+from meshwright.planner.search.bounds import CellBounds, families, offered_policies
 from meshwright.planner.search.memory_bounds import Split
-from meshwright.planner.search.regions import Fixed, Region, RegionFamily, in_graphs, samples_under, without_own
+from meshwright.planner.search.regions import (
+    Fixed,
+    Region,
+    RegionFamily,
+    graph_variants,
+    search_base,
+    with_sampling_rules,
+)
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.capturing_rules import left_to_auto
@@ -48,7 +55,7 @@ class Rejected:
 
 
 @dataclass(slots=True, kw_only=True)
-class Found:
+class Ranking:
     """What a search found."""
 
     best: list[Prediction] = field(default_factory=list)
@@ -88,7 +95,7 @@ class TimedChoice(NamedTuple):
 
 
 Part = RegionFamily | WholeFamily | Region | Choice | TimedChoice
-Waiting = tuple[float, int, Least, Part]
+Waiting = tuple[float, int, CellBounds, Part]
 """(no layout of it takes less seconds, its number, bounds, what it is)."""
 
 
@@ -100,12 +107,12 @@ def search(
     listed: int = LISTED,
     share: float = 1.0,
     below_s: float = float("inf"),
-) -> Found:
+) -> Ranking:
     """Rank the legal layouts of `plan`'s model, recipe and cluster; of its own layout only what is not searched matters
     (regions.Region.layout). What needs more than `share` of a device does not fit. Layouts whose step takes `below_s`
     or longer are not wanted: they count as slower, without a look at their memory."""
     with _uncollected():
-        return _Search(estimator, plan, samples_under(plan, fixed or {}), listed, share, below_s).run()
+        return _Search(estimator, plan, with_sampling_rules(plan, fixed or {}), listed, share, below_s).run()
 
 
 @contextmanager
@@ -129,16 +136,16 @@ class _Search:
         self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float, below_s: float
     ) -> None:
         self.estimator, self.asked, self.fixed, self.listed = estimator, plan, fixed, listed
-        self.plan = estimator.looked_at(without_own(plan, fixed))
+        self.plan = estimator.looked_at(search_base(plan, fixed))
         self.room, self.below_s = share * usable_bytes(plan), below_s
-        self.found = Found()
+        self.found = Ranking()
         self.numbers = count()
         self.best: list[tuple[float, int, int, Layout]] = []
         self.predictions: dict[Layout, Prediction] = {}
         self.reasons: Counter[str] = Counter()
         self.examples: dict[str, tuple[float, Layout]] = {}
 
-    def run(self) -> Found:
+    def run(self) -> Ranking:
         waiting: list[Waiting] = list(self.fitting())
         heapify(waiting)
         while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
@@ -148,7 +155,7 @@ class _Search:
                 continue
             for part in self.opened(least, first):
                 heappush(waiting, part)
-        self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=rank)
+        self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=ranking_key)
         self.tell()
         return self.found
 
@@ -167,13 +174,13 @@ class _Search:
     def fitting(self) -> Iterator[Waiting]:
         """The families that may fit, compiled and without graphs, and in graphs where these may be."""
         yield from self.fitting_families()
-        for layout, fixed in in_graphs(self.plan, self.fixed) if self.estimator.chooses else ():
+        for layout, fixed in graph_variants(self.plan, self.fixed) if self.estimator.chooses else ():
             plan = replace(self.plan, layout=layout)
             for least, family in families(self.estimator, plan, fixed):
                 if self.runs(least, family) and least.family_bytes(family, self.room) <= self.room:
                     yield least.family_s(family), next(self.numbers), least, family
 
-    def runs(self, least: Least, family: RegionFamily) -> bool:
+    def runs(self, least: CellBounds, family: RegionFamily) -> bool:
         """Whether layouts of a family are searched, and their passes may be graphs."""
         if family.recompute not in offered_policies(self.estimator, self.plan, family.cell, self.fixed):
             return False
@@ -193,7 +200,7 @@ class _Search:
                 continue
             self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
 
-    def opened(self, least: Least, first: RegionFamily | WholeFamily | Region | Choice) -> Iterator[Waiting]:
+    def opened(self, least: CellBounds, first: RegionFamily | WholeFamily | Region | Choice) -> Iterator[Waiting]:
         """The next smaller parts of what is first, each with the least seconds it takes."""
         parts: Iterable[tuple[float, Part]]
         if isinstance(first, RegionFamily):
@@ -209,7 +216,7 @@ class _Search:
             if bound_s * (1 - ROUNDING) <= self.limit_s:
                 yield bound_s, next(self.numbers), least, part
 
-    def fitting_regions(self, least: Least, family: RegionFamily) -> Iterator[Region]:
+    def fitting_regions(self, least: CellBounds, family: RegionFamily) -> Iterator[Region]:
         """Those of a family that may fit."""
         for region in family.regions():
             peak = least.region_bytes(region)
@@ -218,13 +225,13 @@ class _Search:
             elif least.base is self.plan.layout:
                 self.reject(least.kind(family, peak), peak, region, least.splits[0], len(least.splits))
 
-    def look(self, least: Least, choice: Choice) -> None:
+    def look(self, least: CellBounds, choice: Choice) -> None:
         """Count a layout exactly; keep it if it fits and is to be listed so far."""
         layout, searched = choice.layout(least.base), choice.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
         if step_s > self.limit_s or step_s >= self.below_s:
             return
-        memory = worst(self.estimator, layout, self.room)
+        memory = fullest_rank(self.estimator, layout, self.room)
         if memory.total_bytes > self.room:
             if least.base is self.plan.layout:
                 self.reject(_largest(memory), memory.total_bytes, choice.region, choice.split, 1)
@@ -252,13 +259,13 @@ class _Search:
         self.found.slower = max(0, self.found.legal - self.found.too_large - len(self.best))
         for reason, number in self.reasons.most_common():
             layout = self.examples[reason][1]
-            peak = worst(self.estimator, layout).total_bytes
+            peak = fullest_rank(self.estimator, layout).total_bytes
             self.found.rejected.append(Rejected(reason=reason, layout=layout, peak_bytes=peak, count=number))
         if not self.found.best and self.reasons and self.below_s == float("inf"):
             self.found.nearest = self.predict(nearest(self.estimator, self.plan, self.fixed))
 
 
-def worst(of: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
+def fullest_rank(of: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
     """The pipeline rank with the highest peak, or one of those likely to have it that exceeds the room."""
     telling = of.telling(layout)
     if layout.pp > 1 and room < float("inf"):
@@ -266,7 +273,7 @@ def worst(of: Estimator, layout: Layout, room: float = float("inf")) -> RankMemo
         if least.total_bytes > room:
             return least
     likely = _fullest(of.memory(layout, telling))
-    others = [rank for rank in of.fullest(layout) if rank not in telling]
+    others = [ranking_key for ranking_key in of.fullest(layout) if ranking_key not in telling]
     if likely.total_bytes > room or not others:
         return likely
     return _fullest((likely, *of.memory(layout, others)))
@@ -279,7 +286,7 @@ def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
 def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     """The layout with the lowest peak; IllegalLayout where none is legal."""
     numbers = count()
-    waiting: list[tuple[float, int, Least, RegionFamily | Region]] = [
+    waiting: list[tuple[float, int, CellBounds, RegionFamily | Region]] = [
         (least.family_bytes(family), next(numbers), least, family) for least, family in families(of, plan, fixed)
     ]
     heapify(waiting)
@@ -292,7 +299,7 @@ def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
             continue
         for split in least.splits:
             layout = first.layout(*split, base=plan.layout)
-            peak = worst(of, layout, best[0] if best else float("inf")).total_bytes
+            peak = fullest_rank(of, layout, best[0] if best else float("inf")).total_bytes
             if best is None or peak < best[0]:
                 best = peak, layout
     if best is None:
@@ -300,7 +307,7 @@ def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     return best[1]
 
 
-def rank(found: Prediction) -> tuple[float, int, float, int]:
+def ranking_key(found: Prediction) -> tuple[float, int, float, int]:
     """The fastest first; of equal ones the simplest, then the smallest, then the lowest stage of ZeRO."""
     layout = found.plan.layout
     return float(f"{found.step_s:.7g}"), techniques(layout), float(f"{found.peak_bytes:.7g}"), layout.zero

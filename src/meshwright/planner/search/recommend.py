@@ -7,8 +7,8 @@ takes, unless the policy is given.
 
 from dataclasses import replace
 
-from meshwright.planner.search.fewest_layers import refined
-from meshwright.planner.search.ranking import Found, search
+from meshwright.planner.search.fewest_layers import refine
+from meshwright.planner.search.ranking import Ranking, search
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.error_ranges import likely_share
 from meshwright.planner.step.predict import Estimator
@@ -23,7 +23,7 @@ def is_bold(found: Prediction) -> bool:
     return found.peak_bytes > share * usable_bytes(plan)
 
 
-def recommended(of: Estimator, plan: Plan, found: Found, fixed: Fixed | None = None) -> Found:
+def recommend(of: Estimator, plan: Plan, found: Ranking, fixed: Fixed | None = None) -> Ranking:
     """The same with the fastest layout that is not bold as the first of `best`, also where all that were listed are;
     unchanged where every layout is bold, or none was to be chosen."""
     if found.legal < 2 or not found.best:
@@ -32,7 +32,7 @@ def recommended(of: Estimator, plan: Plan, found: Found, fixed: Fixed | None = N
     if all(map(is_bold, found.best)):
         found.best += search(of, plan, fixed=fixed, listed=1, share=share).best
     if not {"recompute", "recompute_layers"} & (fixed or {}).keys():
-        found.best = refined(of, found.best, share * usable_bytes(plan))
+        found.best = refine(of, found.best, share * usable_bytes(plan))
     chosen = next((one for one in found.best if not is_bold(one)), found.best[0])
     found.best = [chosen, *(one for one in found.best if one is not chosen)]
     return found
@@ -42,7 +42,7 @@ ALIKE = 0.001
 """Layouts whose step times differ by less, and which differ in their virtual stages only, are one choice."""
 
 
-def merged(best: list[Prediction]) -> list[tuple[Prediction, list[int]]]:
+def merge_alike(best: list[Prediction]) -> list[tuple[Prediction, list[int]]]:
     """Each layout with the numbers of virtual stages that do as well: those rows differ in nothing else, and by less
     than ALIKE of the time. The order stays."""
     rows: list[tuple[Prediction, list[int]]] = []

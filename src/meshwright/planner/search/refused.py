@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 from itertools import islice, product
 from typing import Any
 
-from meshwright.planner.search.ranking import Found
+from meshwright.planner.search.ranking import Ranking
 from meshwright.planner.search.regions import Fixed
 from meshwright.planner.step.predict import Estimator
 from meshwright.planner.step.prediction import usable_bytes
@@ -19,10 +19,10 @@ MOST = 20_000
 """Layouts looked at."""
 
 
-def answered(of: Estimator, plan: Plan, fixed: Fixed) -> Found:
+def rank_candidates(of: Estimator, plan: Plan, fixed: Fixed) -> Ranking:
     """The legal layouts with these values that the search leaves out; IllegalLayout with the rule where none is."""
     nearest: list[str] | None = None
-    found = Found()
+    found = Ranking()
     for layout in candidates(plan, fixed):
         asked = replace(plan, layout=layout)
         broken = asked.violations()

@@ -100,7 +100,7 @@ class RegionFamily(NamedTuple):
             yield Region(self.cell, self.micro_batch, name, vp, self.recompute)
 
 
-def without_own(plan: Plan, fixed: Fixed) -> Plan:
+def search_base(plan: Plan, fixed: Fixed) -> Plan:
     """The plan, whose layers recompute as many as are fixed, else all of them; what they keep is where it is fixed.
     Passes are graphs where that is fixed; else what is listed may have them (planner/step/execution.py)."""
     layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
@@ -108,26 +108,26 @@ def without_own(plan: Plan, fixed: Fixed) -> Plan:
     return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload, cuda_graphs=graphs))
 
 
-def in_graphs(plan: Plan, fixed: Fixed) -> Iterator[tuple[Layout, Fixed]]:
+def graph_variants(plan: Plan, fixed: Fixed) -> Iterator[tuple[Layout, Fixed]]:
     """What is fixed of layouts whose passes may be CUDA graphs, where a plan leaves that open, and how they run:
     compiled and uncompiled, where that is open, too."""
     if plan.layout.cuda_graphs != "auto" or plan.model.moe is not None:
         return
-    alone = {key: keep(fixed, key, legal) for key, legal in CAPTURED.items()}
+    alone = {key: allowed(fixed, key, legal) for key, legal in CAPTURED.items()}
     asked = replace(plan.layout, cuda_graphs="on")
     ways = [replace(asked, compile="on"), replace(asked, compile="off")] if asked.compile == "auto" else [asked]
     for layout in ways:
         yield layout, {**fixed, **alone}
 
 
-def samples_under(plan: Plan, fixed: Fixed) -> Fixed:
+def with_sampling_rules(plan: Plan, fixed: Fixed) -> Fixed:
     """What is fixed, with what a student needs that samples inside of training."""
     if not plan.recipe.distillation_on_policy:
         return fixed
     return {**{key: (legal,) for key, legal in SAMPLES_UNDER.items()}, **fixed}
 
 
-def keep(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+def allowed(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Of these values the allowed ones."""
     return tuple(value for value in values if value in fixed[name]) if name in fixed else values
 
@@ -141,11 +141,11 @@ def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
     """All legal degrees for so many devices, with `plan`'s model and recipe."""
     shape, batch = plan.model, gcd(*batches(plan.recipe))
     for tp, sp, cp in _inside(plan, devices, fixed):
-        for pp in keep(fixed, "pp", divisors(devices // (tp * cp))):
+        for pp in allowed(fixed, "pp", divisors(devices // (tp * cp))):
             dp = devices // (tp * cp * pp)
             if plan.beside is not None and pp > plan.beside.layers:
                 continue
-            if pp > shape.layers or batch % dp or not keep(fixed, "dp", (dp,)):
+            if pp > shape.layers or batch % dp or not allowed(fixed, "dp", (dp,)):
                 continue
             for ep in _experts(shape, tp, sp, dp * cp * tp, fixed):
                 yield Cell(tp, sp, cp, ep, pp, dp)
@@ -173,7 +173,7 @@ def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
     legal = [d for d in sorted(found) if all(size % min(d, size) == 0 for size in sizes)]
     if plan.recipe.noise_scale_every:  # of one device: it compares micro-batches of a step
         legal = [d for d in legal if d < max(sizes)]
-    return keep(fixed, "micro_batch", tuple(legal))
+    return allowed(fixed, "micro_batch", tuple(legal))
 
 
 def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool, int]]:
@@ -181,9 +181,9 @@ def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool,
     shapes = [plan.model] if plan.beside is None else [plan.model, plan.beside]
     recipe = replace(plan.recipe, noise_scale_every=0)
     split = plan.layout.context_split
-    for tp in keep(fixed, "tp", divisors(devices)):
-        for sp in keep(fixed, "sp", (True, False) if tp > 1 else (False,)):
-            for cp in keep(fixed, "cp", divisors(devices // tp)):
+    for tp in allowed(fixed, "tp", divisors(devices)):
+        for sp in allowed(fixed, "sp", (True, False) if tp > 1 else (False,)):
+            for cp in allowed(fixed, "cp", divisors(devices // tp)):
                 layout = Layout(tp=tp, sp=sp, cp=cp, context_split=split)
                 if not any(layout_violations(shape, recipe, layout) for shape in shapes):
                     yield tp, sp, cp
@@ -191,8 +191,8 @@ def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool,
 
 def _experts(shape: ModelShape, tp: int, sp: bool, ranks: int, fixed: Fixed) -> tuple[int, ...]:
     if shape.moe is None or (tp > 1 and not sp):
-        return keep(fixed, "ep", (1,))
-    return keep(fixed, "ep", tuple(e for e in divisors(shape.moe.experts) if ranks % e == 0))
+        return allowed(fixed, "ep", (1,))
+    return allowed(fixed, "ep", tuple(e for e in divisors(shape.moe.experts) if ranks % e == 0))
 
 
 def pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
@@ -214,7 +214,7 @@ def _times(plan: Plan, cell: Cell, micro_batch: int) -> tuple[int, ...]:
 def _legal_pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
     shape, pp = plan.model, cell.pp
     if pp == 1:
-        return (("1f1b", 1),) if keep(fixed, "vp", (1,)) and keep(fixed, "schedule", ("1f1b",)) else ()
+        return (("1f1b", 1),) if allowed(fixed, "vp", (1,)) and allowed(fixed, "schedule", ("1f1b",)) else ()
     tied_ends = shape.tied and cell.dp * cell.cp > 1
     times = _times(plan, cell, micro_batch)
     if not {"schedule", "vp"} & fixed.keys():
@@ -223,7 +223,7 @@ def _legal_pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> 
     return tuple(
         (name, vp)
         for name, vp in _pipelines(shape.layers, pp, times, tied_ends, deep)
-        if keep(fixed, "schedule", (name,)) and keep(fixed, "vp", (vp,))
+        if allowed(fixed, "schedule", (name,)) and allowed(fixed, "vp", (vp,))
     )
 
 
@@ -258,7 +258,7 @@ def splits(cell: Cell, fixed: Fixed) -> tuple[tuple[int, int, int], ...]:
     if not {"dp_replicate", "dp_shard", "zero"} & fixed.keys():
         return found
     names = ("dp_replicate", "dp_shard", "zero")
-    return tuple(v for v in found if all(keep(fixed, name, (n,)) for name, n in zip(names, v, strict=True)))
+    return tuple(v for v in found if all(allowed(fixed, name, (n,)) for name, n in zip(names, v, strict=True)))
 
 
 @cache

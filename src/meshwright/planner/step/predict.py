@@ -302,7 +302,7 @@ class Estimator(SharedCosts):
         return 2 * units.block.parameters + 2 * units.block.gradients + ends
 
 
-def estimator(
+def build_estimator(
     plan: Plan, stack: Stack = MESHWRIGHT, speeds: Speeds | None = None, links: Links | None = None,
     document_tokens: float = 0.0,
 ) -> Estimator:  # fmt: skip
@@ -324,4 +324,4 @@ def estimator(
 
 def predict(plan: Plan, stack: Stack = MESHWRIGHT, document_tokens: float = 0.0) -> Prediction:
     """What a legal plan would cost."""
-    return estimator(plan, stack, document_tokens=document_tokens).predict(plan)
+    return build_estimator(plan, stack, document_tokens=document_tokens).predict(plan)
