@@ -10,7 +10,7 @@ import torch
 from meshwright.observe.ranks import on_ranks
 from meshwright.observe.verify.one_device import RankOutcome, assemble
 from meshwright.parallel import build_engine, make_mesh
-from meshwright.parallel.agree import gathered
+from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, Recipe
@@ -108,7 +108,7 @@ def _errors(wanted: list[tuple[Expected, dict[str, Any]]]) -> list[tuple[float, 
     made: Made = {}
     found = []
     for of, options in wanted:
-        ranks = gathered(train(of, Layout(compile="off", **options), made), None)
+        ranks = gather_objects(train(of, Layout(compile="off", **options), made), None)
         found.append(worst(of, ranks))
     return found
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from meshwright.observe.ranks import on_ranks
 from meshwright.parallel import make_mesh
-from meshwright.parallel.agree import all_names, same_everywhere
+from meshwright.parallel.agree import check_same, union_of_names
 from meshwright.spec import Layout
 from meshwright.spec.errors import MeshwrightError
 
@@ -40,10 +40,10 @@ def asked(differs: int | None) -> tuple[str, bool, list[int], int]:
     try:
         text, refusal = TEXT, ""
         try:
-            same_everywhere(world, "plans", text.replace("line 7\n", "line x\n") if world.index == differs else text)
+            check_same(world, "plans", text.replace("line 7\n", "line x\n") if world.index == differs else text)
         except MeshwrightError as error:
             refusal = str(error)
-        found = all_names(names_of(world.index), world.process_group)
+        found = union_of_names(names_of(world.index), world.process_group)
     finally:
         dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
     return refusal, found == names_of(0) | names_of(2), gathers, broadcasts

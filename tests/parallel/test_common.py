@@ -16,7 +16,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import RECIPE, Case, case_batch, first_difference, outcome
 from meshwright.parallel import Engine, build_engine, make_mesh
-from meshwright.parallel.agree import gathered
+from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.data import local
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout, ModelShape, parameters
@@ -81,7 +81,7 @@ def _differences() -> list[str]:
     for name, shape in CASES.items():
         alone = outcome(Case(shape=shape), Layout(compile="off")) if dist.get_rank() == 0 else None
         for each in _layouts(name):
-            ranks = gathered(outcome(Case(shape=shape), Layout(compile="off", **each), made=made), None)
+            ranks = gather_objects(outcome(Case(shape=shape), Layout(compile="off", **each), made=made), None)
             found = alone and first_difference(alone, ranks)
             wrong += [f"{name}, {each}: {found}"] if found else []
     return wrong
@@ -126,7 +126,7 @@ def _needed_sums(shapes: list[ModelShape], layouts: list[dict[str, Any]]) -> lis
             engine, mine = _gradients(shape, layout, made, summed=False)
             tp, needed = engine.mesh["tp"], dict[str, set[int]]()
             rounding = 1e-3 * max(whole.abs().max() for whole in true.values())  # of gradients that are truly zero
-            all_ranks = gathered(mine, tp.process_group)
+            all_ranks = gather_objects(mine, tp.process_group)
             for name, whole in true.items():
                 box = engine.boxes[name]
                 expected, none = whole[box.slices], torch.zeros(box.sizes)

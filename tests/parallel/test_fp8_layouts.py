@@ -12,7 +12,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.one_device import Case, first_difference, outcome
-from meshwright.parallel.agree import gathered
+from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.mesh import Made
 from meshwright.spec import Layout
 from meshwright.spec.shape import MoEShape
@@ -45,7 +45,7 @@ def _differences() -> list[str]:
     alone = outcome(CASE, Layout(compile="off")) if dist.get_rank() == 0 else None
     wrong = []
     for each in LAYOUTS:
-        ranks = gathered(outcome(CASE, Layout(compile="off", **each), made=made), None)
+        ranks = gather_objects(outcome(CASE, Layout(compile="off", **each), made=made), None)
         found = alone and first_difference(alone, ranks, BANDS["fp8"])
         wrong += [f"{each}: {found}"] if found else []
     return wrong
@@ -56,7 +56,7 @@ def _of_all_products() -> list[str]:
     wrong = []
     for case, each in EVERY:
         alone = outcome(case, Layout(compile="off")) if dist.get_rank() == 0 else None
-        ranks = gathered(outcome(case, Layout(compile="off", **each), made=made), None)
+        ranks = gather_objects(outcome(case, Layout(compile="off", **each), made=made), None)
         found = alone and first_difference(alone, ranks, BANDS["fp8-all"])
         wrong += [f"{each}: {found}"] if found else []
     return wrong

@@ -1,4 +1,7 @@
-"""What one rank does for all, so that what fails on one ends all with the same sentence and none waits for it."""
+"""Agreement of ranks: work that rank 0 does for all of them, and small objects that ranks tell each other.
+
+An error on one rank is raised on every rank, so none waits for a rank that failed.
+"""
 
 import hashlib
 import json
@@ -14,14 +17,14 @@ T = TypeVar("T")
 
 
 class RankZero:
-    """Rank 0 of the world, which owns the run folder and speaks to people."""
+    """Work that rank 0 of the world does for all ranks: it owns the run folder and prints messages."""
 
     def __init__(self, world: Group) -> None:
         self.world = world
         self.is_here = world.index == 0
 
     def run(self, work: Callable[[], T]) -> T | None:
-        """Run `work` on rank 0 only; other ranks wait and get None. If it fails, every rank raises its error."""
+        """Run `work` on rank 0 while the others wait. Its errors are raised on every rank; other ranks get None."""
         answer, failure = None, None
         if self.is_here:
             try:
@@ -29,67 +32,67 @@ class RankZero:
             except MeshwrightError as error:
                 failure = error
         if self.world.size > 1:
-            failure = told_by(0, failure, self.world.process_group)
+            failure = broadcast_object(0, failure, self.world.process_group)
         if failure is not None:
             failure.said_elsewhere = not self.is_here
             raise failure
         return answer
 
     def run_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0, then on all others, which find the cache that it filled."""
+        """Run `work` on rank 0, then on all other ranks, which find the cache that rank 0 wrote."""
         answer = self.run(work)
         return work() if answer is None else answer
 
     def broadcast(self, work: Callable[[], T]) -> T:
-        """Return rank 0's answer on every rank. A shared file system may show other ranks an older state."""
+        """Run `work` on rank 0 and return its answer on every rank: a file system may show others an older state."""
         answer = self.run(work)
         if self.world.size > 1:
-            answer = told_by(0, answer, self.world.process_group)
-        return answer  # type: ignore[return-value]  # broadcast: no None is left
+            answer = broadcast_object(0, answer, self.world.process_group)
+        return answer  # type: ignore[return-value]  # the broadcast leaves no None
 
 
-def same_everywhere(world: Group, what: str, mine: str) -> None:
-    """MeshwrightError on every rank where the ranks were started with different things (a plan, a version)."""
-    digests = gathered(digest([mine]), world.process_group) if world.size > 1 else [""]
-    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
-    if other is None:
+def check_same(world: Group, what: str, mine: str) -> None:
+    """Raise MeshwrightError on every rank when the ranks were started with different texts (a plan, a version)."""
+    digests = gather_objects(digest([mine]), world.process_group) if world.size > 1 else [""]
+    differing = next((rank for rank, other in enumerate(digests) if other != digests[0]), None)
+    if differing is None:
         return
-    first, second = (told_by(rank, mine, world.process_group) for rank in (0, other))
+    first, second = (broadcast_object(rank, mine, world.process_group) for rank in (0, differing))
+    lines = zip((first + "\n").splitlines(), (second + "\n").splitlines(), strict=False)
+    here, there = next(((a, b) for a, b in lines if a != b), (first[-60:], second[-60:]))
     raise MeshwrightError(
-        f"rank 0 and rank {other} disagree about {what}: {_difference(first, second)}. Start every rank "
-        "with the same command and version"
+        f"rank 0 and rank {differing} disagree about {what}: {here.strip()[:80]!r} and {there.strip()[:80]!r}. "
+        "Start every rank with the same command and version"
     )
 
 
-def all_names(mine: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
-    """The names that any rank of a group has. Most ranks have the same as others: all tell all a digest, and one for
-    each digest its names."""
+def union_of_names(mine: Iterable[str], group: dist.ProcessGroup | None) -> set[str]:
+    """Return the names that any rank of a group has.
+
+    Most ranks have the same names. So all ranks send a digest, and one rank for each digest sends its names.
+    """
     names = sorted(mine)
-    digests = gathered(digest(names), group)
-    return set().union(*(told_by(digests.index(one), names, group) for one in sorted(set(digests))))
+    digests = gather_objects(digest(names), group)
+    return set().union(*(broadcast_object(digests.index(each), names, group) for each in sorted(set(digests))))
 
 
 def digest(texts: Iterable[str]) -> str:
-    """What tells lists of texts apart."""
+    """Return a hash of a list of texts."""
     return hashlib.blake2b(json.dumps(list(texts)).encode(), digest_size=16).hexdigest()
 
 
-def gathered(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """What each rank of a group says, on every rank: for what is small, since it is sent that many times squared."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the objects of all ranks of a group, by rank, on every rank.
+
+    For small objects only: the bytes sent grow with the square of the number of ranks.
+    """
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
 
 
-def told_by(source: int, mine: T, group: dist.ProcessGroup | None) -> T:
-    """What the rank at place `source` says, on every rank."""
-    told = [mine]
-    dist.broadcast_object_list(told, group=group, group_src=source)
-    return told[0]
-
-
-def _difference(one: str, other: str) -> str:
-    """The first line in which two texts differ."""
-    lines = zip((one + "\n").splitlines(), (other + "\n").splitlines(), strict=False)
-    first = next(((a, b) for a, b in lines if a != b), (one[-60:], other[-60:]))
-    return f"{first[0].strip()[:80]!r} and {first[1].strip()[:80]!r}"
+def broadcast_object(source: int, mine: T, group: dist.ProcessGroup | None) -> T:
+    """Return the object of the rank with index `source` in the group, on every rank."""
+    objects = [mine]
+    dist.broadcast_object_list(objects, group=group, group_src=source)
+    return objects[0]

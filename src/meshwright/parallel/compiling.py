@@ -15,7 +15,7 @@ from meshwright.model.kv_cache import Past
 from meshwright.model.moe import MoE, RoutedTokens, begin, finish
 from meshwright.model.seams import BlockCall, compute
 from meshwright.model.transformer import Block
-from meshwright.parallel.agree import gathered
+from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.group import Group
 from meshwright.parallel.recompute import block_call
 from meshwright.spec.compiled_blocks import keeps_no_norms
@@ -68,7 +68,7 @@ def without_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
 def missing_anywhere(device: torch.device, world: Group) -> str:
     """What compiling lacks on the machine of some rank of `world`, all of which ask; empty where all have it."""
     missing = torch_compile.compile_tool_missing(device.type)
-    everywhere = gathered(missing, world.process_group) if world.size > 1 else [missing]
+    everywhere = gather_objects(missing, world.process_group) if world.size > 1 else [missing]
     return next(filter(None, everywhere), "")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.parallel.agree import gathered
+from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.data import local
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.group import Group
@@ -66,7 +66,7 @@ def check_replicas(engine: Engine, step: int) -> None:
     if not world.all_reduce(bad, "max").item():
         return
     mine = [_who(names[int(differ.nonzero()[0])], held, group) for names, group, differ in found if differ.any()]
-    sentences = [sentence for rank in gathered(mine, world.process_group) for sentence in rank]
+    sentences = [sentence for rank in gather_objects(mine, world.process_group) for sentence in rank]
     error = RunError(
         f"step {step}: {sentences[0]}; this checkpoint was not written. "
         "Take resume=auto to go on from the last one, and look at the memory and the kernels of that rank"

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from meshwright.parallel.agree import all_names, gathered
+from meshwright.parallel.agree import gather_objects, union_of_names
 from meshwright.spec.errors import CheckpointError, DamagedCheckpoint
 from meshwright.spec.units import gib
 from meshwright.store import checkpoint_folder
@@ -179,7 +179,7 @@ def load(
     commit = _agreed(lambda: commits.read(checkpoint), group) if verified else verify(checkpoint, group)
     reader = Reader(checkpoint)
     saved = _agreed(reader.kinds, group)
-    everyone = all_names(_not_random(tensors), group) if _distributed() else set(tensors)
+    everyone = union_of_names(_not_random(tensors), group) if _distributed() else set(tensors)
     _agreed(lambda: _check_same(checkpoint, tensors, saved, set(saved) if subset else everyone), group)
     wanted = {name: tensor for name, tensor in tensors.items() if saved.get(name) == _kind(tensor)}
     reader.fill(wanted, group, alone=not _distributed())
@@ -316,7 +316,7 @@ def _agreed(look: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         answers.append(look())
     except CheckpointError as error:
         refusal = error
-    refusals = [error for error in (gathered(refusal, group) if _distributed() else [refusal]) if error]
+    refusals = [error for error in (gather_objects(refusal, group) if _distributed() else [refusal]) if error]
     if refusals:
         raise _also_said(refusals[0], str(refusals[0]), type(refusals[0]), elsewhere=_rank(group) > 0)
     return answers[0]

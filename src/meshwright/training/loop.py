@@ -15,7 +15,7 @@ from meshwright.data.advice import advice
 from meshwright.data.numbered_rows import numbered_rows
 from meshwright.data.run_reading import announced
 from meshwright.parallel import Mesh, build_engine, make_mesh
-from meshwright.parallel.agree import RankZero, same_everywhere
+from meshwright.parallel.agree import RankZero, check_same
 from meshwright.parallel.compiling import missing_anywhere
 from meshwright.parallel.health.heartbeat import Heartbeat
 from meshwright.parallel.mesh import saving_group
@@ -81,7 +81,7 @@ def run(
     pulse = pulse or Heartbeat()
     mesh = make_mesh(plan.layout, traffic=pulse.calls)
     rank_zero = RankZero(mesh["world"])
-    same_everywhere(mesh["world"], "plans or versions", _started_with(plan, resume))
+    check_same(mesh["world"], "plans or versions", _started_with(plan, resume))
     plan = replace(plan, run=rank_zero.broadcast(lambda: default_folders.begun(plan, resume)))
     left = rank_zero.run(lambda: default_folders.left_alone(plan, resume))
     rank_zero.run(lambda: check_resume(plan, resume))

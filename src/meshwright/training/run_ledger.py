@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
-from meshwright.parallel.agree import told_by
+from meshwright.parallel.agree import broadcast_object
 from meshwright.parallel.traffic import Counts
 from meshwright.spec import Plan
 from meshwright.spec.places import pipeline_ranks
@@ -50,7 +50,7 @@ class StepLedger:
         own, world = self._own(), mesh["world"]
         ranks = [own]
         if world.size > 1:
-            ranks = [told_by(rank, own, world.process_group) for rank in pipeline_ranks(mesh.layout)]
+            ranks = [broadcast_object(rank, own, world.process_group) for rank in pipeline_ranks(mesh.layout)]
         found: dict[str, Any] = {"source": "measured", **ranks[0], "step": self.step, "ranks": ranks}
         if target.type == "cuda":
             use = device.memory(target)

@@ -26,7 +26,7 @@ from meshwright.data.windows import Sampler
 from meshwright.kernels.divergence_rows import KnownTop
 from meshwright.model.predictions import Predictions
 from meshwright.parallel import Mesh
-from meshwright.parallel.agree import RankZero, gathered
+from meshwright.parallel.agree import RankZero, gather_objects
 from meshwright.spec import Plan
 from meshwright.spec.recipe import DataRead
 from meshwright.spec.units import GB, duration
@@ -163,7 +163,7 @@ def _fill(
 def _together(mesh: Mesh, mine: NDArray[np.int64], stops: bool) -> tuple[NDArray[np.int64], bool]:
     """Rows that the ranks have written, and whether any was told to stop; the same on every rank."""
     world = mesh["world"]
-    every = gathered((mine.tolist(), stops), world.process_group) if world.size > 1 else [(mine.tolist(), stops)]
+    every = gather_objects((mine.tolist(), stops), world.process_group) if world.size > 1 else [(mine.tolist(), stops)]
     rows = [number for numbers, _ in every for number in numbers]
     return np.unique(np.array(rows, dtype=np.int64)), any(asked for _, asked in every)
 

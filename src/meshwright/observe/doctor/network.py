@@ -14,7 +14,7 @@ import torch
 
 from meshwright.observe.calibrate.rates import settle
 from meshwright.observe.doctor.findings import Finding, failure, named_ranks, ok, skipped, warning
-from meshwright.parallel.agree import gathered
+from meshwright.parallel.agree import gather_objects
 from meshwright.parallel.group import Group
 
 T = TypeVar("T")
@@ -185,4 +185,4 @@ def node_numbers(names: Sequence[str]) -> list[int]:
 
 def of_all(world: Group, mine: T) -> list[T]:
     """What each rank says, on every rank."""
-    return gathered(mine, world.process_group) if world.size > 1 else [mine]
+    return gather_objects(mine, world.process_group) if world.size > 1 else [mine]
