@@ -89,7 +89,7 @@ def test_the_sequence_may_come_from_the_caller(tmp_path: Path) -> None:
     batch = '"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2'
     text = f'{{{batch}, "zero_optimization": {{"stage": 3}}, "bf16": {{"enabled": true}}}}'
     path = write(tmp_path, "d.json", text)
-    with pytest.raises(PlanError, match="the length of sequences is not said"):
+    with pytest.raises(PlanError, match="the sequence length is unknown"):
         mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8")
     found = mw.plan_from(path, model="llama-3.1-8b", cluster="h100x8", recipe={"sequence": 4096})
     assert (found.plan.layout.zero, found.plan.layout.micro_batch) == (3, 2)
@@ -381,7 +381,7 @@ def test_a_name_that_is_not_known_names_the_nearest_preset(tmp_path: Path) -> No
         PlanError, match=r"give MODEL, a preset or a folder with its config.json, as .*; nearest: .*llama-3\.1-8b"
     ):
         read(str(write(tmp_path, "a.yaml", text)))
-    assert read(str(write(tmp_path, "a.yaml", text)), given=presets.model("llama-3.1-8b")).facts["zero"] == 3
+    assert read(str(write(tmp_path, "a.yaml", text)), model=presets.model("llama-3.1-8b")).facts["zero"] == 3
 
 
 def test_trl_without_a_file_of_accelerate_shards_nothing(tmp_path: Path) -> None:

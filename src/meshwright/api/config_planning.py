@@ -165,7 +165,7 @@ def plan_from(
     PlanError with key and line for what is not understood, or matters and is not counted.
     """
     named_shape = _shape(str(model)) if model else None
-    config = read(str(file), stack, folder_shape=_folder_shape, hub_shape=_hub_shape, given=named_shape)
+    config = read(str(file), stack, folder_shape=_folder_shape, hub_shape=_hub_shape, model=named_shape)
     shape = config.shape
     if shape is None:
         raise ArgumentError(

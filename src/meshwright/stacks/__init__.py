@@ -1,1 +1,1 @@
-"""Other people's training software: the layouts each offers, its options by name, its files written and read."""
+"""Training software of others: the layouts that each offers, its options by name, its files written and read."""

@@ -1,4 +1,4 @@
-"""Files of options as a plan: whose they are, what they say, what was left aside."""
+"""Configuration files of training software, read as a plan: whose files they are, what they state, what is ignored."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,58 +23,61 @@ from meshwright.stacks.trainers.deepspeed import JSON as SHARDING_FILE
 from meshwright.stacks.trainers.hugging_face import LAUNCHER_KEYS
 
 ABSENT = "is not beside the file, and may shard the run, which needs less memory: not counted."
-"""Of a file that another names."""
+"""End of the sentence about a file that another file names."""
 OFF: tuple[Any, ...] = (None, 0, "none", "None", "false", "off", "no", "", "null", "cpu_off", {}, [])
-"""Values of an option that matters by which it is off, beside False."""
+"""Values besides False that turn an option off."""
 DECIDES = re.compile(
     r"(^|[._-])(tp|pp|cp|sp|ep|autotp|autoep|((tensor|pipeline|context|sequence|expert|ulysses)_?(model_)?(parallel)?))"
     r"_?(world_)?(size|degree|stages|dim)$"
 )
-"""Names of options that say how many ranks share the work: one that no table has decides the answer all the same."""
+"""Keys that set how many ranks share the work. An unlisted one decides the answer all the same."""
 PARTS = re.compile(r"(size|degree|parallelism|stages|instances|tiling)$")
-"""Ends of options that say in how many parts or ranks something is cut: 1 is off, and so is -1."""
+"""Endings of keys that split something into parts or over ranks: 1 and -1 are off."""
 FEWEST_KNOWN = 1 / 4
-"""Share of a file's keys that its software has to know: below it, it is of another."""
+"""Smallest share of a file's keys that its software must know."""
 OTHER_TRAINING = re.compile(r"(?<![a-z])(grpo|ppo|kto|rloo|reward(ing)?|distill(ation)?|gkd|rlhf|rm)(?![a-z])")
-"""In the name of a program that rates or rewards answers."""
+"""Words in names of programs that compare or reward answers."""
 NO_TRAINING = re.compile(
     r"^(?!.*(train|tun|sft|clm)).*(generat|inference|export|convert|quantiz|evaluat|(?<![a-z])(eval|serve|ptq|prompt)(?![a-z]))"
 )
-"""In the name of a program that trains nothing."""
+"""Words in names of programs that train nothing."""
 PAIRS = re.compile(r"(?<![a-z])(dpo|orpo|simpo|cpo)(?![a-z])")
-"""In the name of one that compares pairs of answers."""
+"""Words in names of programs that compare pairs of answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadConfig:
-    """What files of options say."""
+    """Statements of configuration files."""
 
     software: TrainingSoftware
     paths: tuple[Path, ...]
     facts: Facts
-    """Common ones and the software's own."""
+    """Common facts and facts of the software alone."""
     shape: ModelShape | None
-    """Of the model; None = the files do not say."""
+    """Shape of the model. None = the files do not tell."""
     file: str
-    """What the software calls the first file."""
+    """Name that the software gives the first file."""
     ignored: tuple[str, ...]
     """Options that change neither memory nor time."""
     unknown: tuple[str, ...]
-    """Options that are in no list here: they may matter."""
+    """Options that no list here contains. They may matter."""
     uncounted: tuple[str, ...] = ()
-    """A sentence for each option that matters, and has another value than is counted."""
+    """Sentences about options that matter and differ from the value that is counted."""
     bounds: tuple[str, ...] = ()
-    """A sentence for each option that saves memory or time and is not counted: the run needs less than is said."""
+    """Sentences about options that save memory or time uncounted: the run needs less than predicted."""
 
     def nodes(self, devices_per_node: int) -> int:
-        """As the files say; 1 where they do not."""
+        """Return the number of nodes that the files state, or 1."""
         nodes, devices = self.facts.get("nodes"), self.facts.get("devices")
         if isinstance(devices, int) and devices > 0 and devices % devices_per_node == 0:
             return devices // devices_per_node
         return nodes if isinstance(nodes, int) and nodes > 0 else 1
 
     def plan(self, shape: ModelShape, cluster: Cluster, changes: Mapping[str, Any]) -> Plan:
-        """On a cluster, with changes of facts; PlanError where files contradict themselves or say too little."""
+        """Return the plan on a cluster, with changed facts.
+
+        Raises PlanError if files contradict themselves or state too little.
+        """
         try:
             return plan_of({**self.facts, "devices_per_node": cluster.devices_per_node, **changes}, shape, cluster)
         except PlanError as error:
@@ -83,21 +86,28 @@ class ReadConfig:
 
 def read(
     file_or_folder: str, word: str = "", *, folder_shape: ReadFolder | None = None, hub_shape: ReadHub | None = None,
-    given: ModelShape | None = None,
+    model: ModelShape | None = None,
 ) -> ReadConfig:  # fmt: skip
-    """A file, a folder of files, or FILE.py:function. `word`: whose, where that is known; `given`: the model, whatever
-    the file says. `hub_shape`: of a name of the hub that no table here has."""
+    """Read a file, a folder of files, or FILE.py:function.
+
+    Args:
+        file_or_folder: Path, or FILE.py:function.
+        word: Software of the files, if known.
+        folder_shape: Reads the shape of a model from a folder.
+        hub_shape: Reads the shape of a model by its name on the Hub, for names without a preset.
+        model: Shape of the model, whatever the files state.
+    """
     if word and word not in READ:
         software(word)
     path, function = _split(file_or_folder)
-    named = NamedModel(folder_shape, hub_shape, given)
+    named = NamedModel(folder_shape, hub_shape, model)
     if path.is_dir():
-        whose, files = _of_folder(path, word)
+        whose, files = _software_of_folder(path, word)
         return _read(whose, [(file, entries_of(path / file.name)) for file in files], path, named)
     if not path.is_file():
         raise PlanError(f"source={str(path)!r} is no file and no folder: give a configuration of {', '.join(READ)}")
     entries = entries_of(path, function)
-    whose, file = _whose(path, entries, word)
+    whose, file = _software_of_file(path, entries, word)
     return _read(whose, [(file, entries)], path, named)
 
 
@@ -106,60 +116,65 @@ def _split(text: str) -> tuple[Path, str]:
     return (Path(head), function) if colon and head.endswith(".py") else (Path(text), "")
 
 
-def _of_folder(path: Path, word: str) -> tuple[TrainingSoftware, list[ConfigFile]]:
-    """The software of whose files most are there."""
-    have = {one.name for one in path.iterdir()}
-    found = [
-        (one, [file for file in one.files if file.name in have]) for one in SOFTWARE.values() if word in ("", one.word)
+def _software_of_folder(path: Path, word: str) -> tuple[TrainingSoftware, list[ConfigFile]]:
+    """Return the software that most files of a folder fit, with these files."""
+    names = {entry.name for entry in path.iterdir()}
+    candidates = [
+        (stack, files)
+        for stack in SOFTWARE.values()
+        if word in ("", stack.word) and (files := [file for file in stack.files if file.name in names])
     ]
-    found = [(one, files) for one, files in found if files]
-    if not found:
+    if not candidates:
         raise PlanError(f"{path}: no file that --for writes; give the configuration file itself")
-    best = max(len(files) / len(one.files) + len(files) for one, files in found)
-    first = [pair for pair in found if len(pair[1]) / len(pair[0].files) + len(pair[1]) == best]
+    best = max(len(files) / len(stack.files) + len(files) for stack, files in candidates)
+    first = [pair for pair in candidates if len(pair[1]) / len(pair[0].files) + len(pair[1]) == best]
     if len(first) > 1 and not word:
-        first = [pair for pair in first if _says(path, pair[0].word)] or first
+        first = [pair for pair in first if _launches(path, pair[0].word)] or first
     if len(first) > 1:
-        raise PlanError(f"{path}: files of {' or '.join(one.word for one, _ in first)}: say which by --for")
+        raise PlanError(
+            f"{path}: files of {' or '.join(stack.word for stack, _ in first)}: name the program with --for"
+        )
     software, files = first[0]
     return software, files
 
 
-def _says(path: Path, word: str) -> bool:
-    return f"--for {word}:" in _launch(path)
+def _launches(path: Path, word: str) -> bool:
+    return f"--for {word}:" in _launch_text(path)
 
 
 def _nodes_of(path: Path) -> int | None:
-    """What the launch script says that was written beside the files: several trainers' own files do not."""
-    said = re.search(r"^NNODES=(\d{1,6})$", _launch(path), re.MULTILINE)
-    return int(said[1]) if said else None
+    """Return the number of nodes in the launch script beside the files. Files of several trainers lack it."""
+    line = re.search(r"^NNODES=(\d{1,6})$", _launch_text(path), re.MULTILINE)
+    return int(line[1]) if line else None
 
 
-def _launch(path: Path) -> str:
+def _launch_text(path: Path) -> str:
     launch = path / "launch.sh"
     return launch.read_text(encoding="utf-8", errors="replace") if launch.is_file() else ""
 
 
-def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSoftware, ConfigFile]:
-    """The software whose table knows most of the file's options."""
+def _software_of_file(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSoftware, ConfigFile]:
+    """Return the software whose table knows most options of the file."""
     form = form_of(path)
-    keys = {entry.key for entry in entries} | {f"{SCRIPT}:{one.value}" for one in entries if one.key == SCRIPT}
-    found = [
-        (_known(file, keys) + 0.0001 * (file in one.files) + 0.0002 * bool(file.marks), one, file)
-        for one in READ.values()
-        if word in ("", one.word)
-        for file in (*one.files, *one.also_read)
+    scripts = [entry.value for entry in entries if entry.key == SCRIPT]
+    keys = {entry.key for entry in entries} | {f"{SCRIPT}:{script}" for script in scripts}
+    # Small bonuses break ties: files that the software itself reads, and files with keys of their own.
+    scored = [
+        (_known(file, keys) + 0.0001 * (file in stack.files) + 0.0002 * bool(file.marks), stack, file)
+        for stack in READ.values()
+        if word in ("", stack.word)
+        for file in (*stack.files, *stack.also_read)
         if file.form == form
     ]
-    best = max((score for score, *_ in found), default=0.0)
-    other = next((one.value for one in entries if one.key == SCRIPT and OTHER_TRAINING.search(str(one.value).lower())),
-                 next((one.key for one in entries if OTHER_TRAINING.match(one.key.lower())), ""))  # fmt: skip
+    best = max((score for score, *_ in scored), default=0.0)
+    other = next((script for script in scripts if OTHER_TRAINING.search(str(script).lower())),
+                 next((entry.key for entry in entries if OTHER_TRAINING.match(entry.key.lower())), ""))  # fmt: skip
     if best < 1 and other:
         raise PlanError(f"{path}: {other} is of a program that compares or rewards answers, which is not counted")
     if best < 1:
-        known = ", ".join(word or one for one in ([word] if word else READ))
+        known = ", ".join([word] if word else READ)
         raise PlanError(f"{path}: no option of {known} is in it: give --for, or another file ({', '.join(ENDINGS)})")
-    first = {one.word: (one, file) for score, one, file in found if score == best}
+    first = {stack.word: (stack, file) for score, stack, file in scored if score == best}
     known_keys = max(sum(map(file.knows, keys)) for _, file in first.values())
     if not word and form in ("yaml", "toml") and known_keys < FEWEST_KNOWN * len(keys):
         raise PlanError(
@@ -167,15 +182,15 @@ def _whose(path: Path, entries: Sequence[Entry], word: str) -> tuple[TrainingSof
             f"{' or '.join(first)}. Name its program with --for"
         )
     if len({id(file) for _, file in first.values()}) > 1:
-        raise PlanError(f"{path} may be of {' or '.join(first)}: say which by --for")
+        raise PlanError(f"{path} fits {' and '.join(first)}: name the program with --for")
     return next(iter(first.values()))  # of one file that several take, the first
 
 
 def _known(file: ConfigFile, keys: set[str]) -> float:
     if file.marks and not keys & set(file.marks):
         return 0.0
-    whose = keys - LAUNCHER_KEYS
-    return sum(file.option(key) is not None for key in whose) + 0.01 * sum(map(file.knows, whose))
+    keys = keys - LAUNCHER_KEYS
+    return sum(file.option(key) is not None for key in keys) + 0.01 * sum(map(file.knows, keys))
 
 
 def _read(
@@ -183,41 +198,43 @@ def _read(
 ) -> ReadConfig:
     facts: Facts = {"nodes": _nodes_of(path)} if path.is_dir() else {}
     facts["file_name"] = path.stem
-    told = FileNotes()
+    notes = FileNotes()
     for file, entries in files:
-        where = path / file.name if path.is_dir() else path
-        said = _facts(file, entries, where, told)
-        facts.update({name: value for name, value in said.items() if value is not None or name not in facts})
-        with told.collected(f"{where}, "):
+        file_path = path / file.name if path.is_dir() else path
+        file_facts = _facts(file, entries, file_path, notes)
+        facts.update({name: value for name, value in file_facts.items() if value is not None or name not in facts})
+        with notes.collected(f"{file_path}, "):
             facts.update(software.noticed(entries))
-        given_values = {entry.key: entry.value for entry in entries}
-        told.uncounted += filter(None, (one.note(given_values.get(one.key, one.absent)) for one in file.unread))
-    _read_named(facts, path, told)
-    shape = named.given
-    with told.collected():
-        shape = named.given or named.shape(software, facts, path, told.uncounted)
+        values_by_key = {entry.key: entry.value for entry in entries}
+        notes.uncounted += filter(
+            None, (option.note(values_by_key.get(option.key, option.absent)) for option in file.unread)
+        )
+    _read_named(facts, path, notes)
+    shape = named.chosen
+    with notes.collected():
+        shape = named.chosen or named.shape(software, facts, path, notes.uncounted)
     if shape is not None:
         facts["layers"] = shape.layers
     scripts = [str(entry.value) for _, entries in files for entry in entries if entry.key == SCRIPT]
     if scripts and all(NO_TRAINING.search(script.lower()) for script in scripts):
-        told.objections.append(f"{path}: {scripts[0]} trains nothing")
-    told.objections += [f"{path}: {sentence}" for sentence in software.objections(facts)]
-    told.bounds += software.bounds(facts)
-    with told.collected(f"{path}: "):
+        notes.objections.append(f"{path}: {scripts[0]} trains nothing")
+    notes.objections += [f"{path}: {sentence}" for sentence in software.objections(facts)]
+    notes.bounds += software.bounds(facts)
+    with notes.collected(f"{path}: "):
         facts = software.resolve(facts)
         shape = shape or shape_of(facts)
-    told.check(path)
+    notes.check(path)
     software = software.variant(software, facts) if software.variant else software
     return ReadConfig(
         software=software, paths=(path,), facts=facts, shape=shape, file=files[0][0].name,
-        ignored=tuple(told.ignored), unknown=tuple(told.unknown), uncounted=tuple(told.uncounted),
-        bounds=tuple(dict.fromkeys(told.bounds)),
+        ignored=tuple(notes.ignored), unknown=tuple(notes.unknown), uncounted=tuple(notes.uncounted),
+        bounds=tuple(dict.fromkeys(notes.bounds)),
     )  # fmt: skip
 
 
 @dataclass(slots=True)
 class FileNotes:
-    """What is to be said of files beside their facts."""
+    """Notes on files, gathered beside their facts."""
 
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -227,114 +244,114 @@ class FileNotes:
 
     @contextmanager
     def collected(self, where: str = "") -> Iterator[None]:
-        """Go on after a PlanError: all reasons are told together."""
+        """Record a PlanError and continue, so that all reasons are reported together."""
         try:
             yield
         except PlanError as error:
             self.objections.append(f"{where}{error}")
 
     def check(self, path: Path) -> None:
-        """PlanError with every reason, if there is one."""
+        """Raise PlanError with every reason, if there is any."""
         reasons = list(dict.fromkeys(self.objections))
         if len(reasons) == 1:
             raise PlanError(reasons[0])
         if reasons:
-            listed = "; ".join(one.removeprefix(str(path)).lstrip(",: ") for one in reasons)
+            listed = "; ".join(reason.removeprefix(str(path)).lstrip(",: ") for reason in reasons)
             raise PlanError(f"{path}: {len(reasons)} reasons why it is not counted: {listed}")
 
 
-def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, told: FileNotes) -> Facts:
-    """What one file says; the last word counts. Values that are not understood or not counted are told of."""
+def _facts(file: ConfigFile, entries: Sequence[Entry], path: Path, notes: FileNotes) -> Facts:
+    """Return the facts of a file. The last occurrence counts; uncounted or unclear values are added to the notes."""
     facts: Facts = {}
     for option in file.options:
         if option.default is not None:
             facts[option.fact] = option.value(Entry(key=option.key, value=option.default, line=0))
     for entry in entries:
-        said, off = f"{entry.key}={entry.value}", is_off(entry.key, entry.value)
-        option_ = file.option(entry.key)
-        if option_ is not None:
-            with told.collected(f"{path}, "):
-                facts[option_.fact] = option_.value(entry)
-        elif entry.key in {one.key for one in file.unread}:
+        setting, off = f"{entry.key}={entry.value}", is_off(entry.key, entry.value)
+        matching = file.option(entry.key)
+        if matching is not None:
+            with notes.collected(f"{path}, "):
+                facts[matching.fact] = matching.value(entry)
+        elif entry.key in {option.key for option in file.unread}:
             continue
         elif entry.key in file.refused and not off:
             why = file.refused[entry.key]
             ending = "" if why.endswith("not counted") else ": not counted here"
-            told.objections.append(f"{path}, line {entry.line}: {said} {why}{ending}")
+            notes.objections.append(f"{path}, line {entry.line}: {setting} {why}{ending}")
         elif entry.key in file.bounded and not off:
-            told.bounds.append(f"{said.lower()} {file.bounded[entry.key]}: not counted.")
+            notes.bounds.append(f"{setting.lower()} {file.bounded[entry.key]}: not counted.")
         elif file.knows(entry.key):
-            with told.collected():
+            with notes.collected():
                 _check_fixed(file, entry, path)
-            told.ignored.append(entry.key)
+            notes.ignored.append(entry.key)
         elif DECIDES.search(entry.key.lstrip("-").replace("-", "_")):
             if not off:
                 why = "says how many ranks share the work, and is not counted here"
-                told.objections.append(f"{path}, line {entry.line}: {said} {why}")
+                notes.objections.append(f"{path}, line {entry.line}: {setting} {why}")
         elif entry.key == SCRIPT and (pairs := PAIRS.search(str(entry.value).lower())):
             facts["preference"] = pairs[0]
         elif entry.key == SCRIPT and OTHER_TRAINING.search(str(entry.value).lower()):
-            told.objections.append(
+            notes.objections.append(
                 f"{path}, line {entry.line}: {entry.value} compares or rewards answers, which is not counted here"
             )
         elif entry.key not in ("def", "=", "import", NAMED, SCRIPT) and entry.value not in (None, "", {}, []):
-            told.unknown.append(f"{entry.key} (line {entry.line})")
+            notes.unknown.append(f"{entry.key} (line {entry.line})")
     return facts
 
 
-def _read_named(facts: Facts, path: Path, told: FileNotes) -> None:
-    """Add what files of accelerate and DeepSpeed say that options name: where they lie, else by their names."""
+def _read_named(facts: Facts, path: Path, notes: FileNotes) -> None:
+    """Add facts of the accelerate and DeepSpeed files that options name: from these files, or else from their names."""
     launcher = facts.get("accelerate_file")
     if isinstance(launcher, str) and launcher:
-        found = _beside(path, launcher)
-        if found is not None:
-            with told.collected():
-                said = _facts(LAUNCHER_FILE, entries_of(found), found, told)
-                facts.update({fact: value for fact, value in said.items() if facts.get(fact) is None})
+        launcher_path = _beside(path, launcher)
+        if launcher_path is not None:
+            with notes.collected():
+                named_facts = _facts(LAUNCHER_FILE, entries_of(launcher_path), launcher_path, notes)
+                facts.update({fact: value for fact, value in named_facts.items() if facts.get(fact) is None})
         elif kind := re.search(r"(?:zero|stage)_?([0-3])(?!\d)|fsdp|multi_gpu|single_gpu", Path(launcher).name.lower()):
             kinds = {"fsdp": "FSDP", "multi_gpu": "MULTI_GPU", "single_gpu": "NO"}
             facts["distributed"] = kinds.get(kind[0], "DEEPSPEED")
             facts.setdefault("zero_stage", int(kind[1]) if kind[1] else None)
-            told.uncounted.append(f"{launcher} is not beside the file: taken as {kind[0]} by its name.")
+            notes.uncounted.append(f"{launcher} is not beside the file: taken as {kind[0]} by its name.")
         else:
-            told.bounds.append(f"{launcher} {ABSENT}")
+            notes.bounds.append(f"{launcher} {ABSENT}")
     name = facts.get("deepspeed_file")
     if not isinstance(name, str) or not name:
         return
     facts["distributed"] = "DEEPSPEED"
-    found = _beside(path, name)
-    if found is not None:
-        with told.collected():
-            said = _facts(SHARDING_FILE, entries_of(found), found, told)
-            facts["zero_stage"] = said.get("zero")
+    sharding_path = _beside(path, name)
+    if sharding_path is not None:
+        with notes.collected():
+            named_facts = _facts(SHARDING_FILE, entries_of(sharding_path), sharding_path, notes)
+            facts["zero_stage"] = named_facts.get("zero")
             wanted = ("micro_batch", "accumulation", "global_batch", "overlaps", "travels", "optimizer_type")
-            facts.update({fact: said[fact] for fact in wanted if said.get(fact) not in (None, "auto")})
+            facts.update({fact: named_facts[fact] for fact in wanted if named_facts.get(fact) not in (None, "auto")})
     elif stage := re.search(r"(?:z(?:ero)?_?(?:stage)?|stage)_?([0-3])(?!\d)", Path(name).name):
         facts["zero_stage"] = int(stage[1])
-        told.uncounted.append(f"{name} is not beside the file: taken as stage {stage[1]} of ZeRO by its name.")
+        notes.uncounted.append(f"{name} is not beside the file: taken as stage {stage[1]} of ZeRO by its name.")
     else:
         facts["zero_stage"] = 0
-        told.bounds.append(f"{name} {ABSENT}")
+        notes.bounds.append(f"{name} {ABSENT}")
 
 
 def _beside(path: Path, name: str) -> Path | None:
-    """A file that options name, from their own folder or one above it."""
+    """Return the path of a file that options name, looked up from their folder upwards."""
     here = path if path.is_dir() else path.parent
     return next((folder / name for folder in (here, *here.absolute().parents) if (folder / name).is_file()), None)
 
 
 def is_off(key: str, value: Any) -> bool:
-    """Whether an option of this value does nothing."""
+    """Return True if an option with this value has no effect."""
     if isinstance(value, bool):
         return not value
     return value in OFF or (value in (1, -1) and PARTS.search(key) is not None)
 
 
 def _check_fixed(file: ConfigFile, entry: Entry, path: Path) -> None:
-    """PlanError where an option that matters, and is written with one value for every plan, has another."""
+    """Raise PlanError if an option that is written with one value for every plan has another."""
     if entry.key not in file.fixed or file.ignores(entry.key):
         return
     value, _ = file.fixed[entry.key]
     if str(entry.value).lower() != str(value).lower():
-        said, known = (option_word("yaml", entry.key, one) for one in (entry.value, value))
-        raise PlanError(f"{path}, line {entry.line}: {said} is not counted here: take {known}")
+        stated, counted = (option_word("yaml", entry.key, word) for word in (entry.value, value))
+        raise PlanError(f"{path}, line {entry.line}: {stated} is not counted here: take {counted}")

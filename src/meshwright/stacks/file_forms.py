@@ -1,4 +1,4 @@
-"""Text of a file of options, by its form."""
+"""Text of a configuration file in its form: YAML, JSON, TOML, shell or Python."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +26,7 @@ LARGEST_BYTES = 2**20
 
 
 def text_of(file: ConfigFile, facts: Facts, title: Sequence[str]) -> str:
-    """A file for a plan of these facts."""
+    """Return the text of a file for a plan with these facts."""
     body = WRITERS[file.form](file.settings(facts), title)
     if file.head is None:
         return body
@@ -34,13 +34,16 @@ def text_of(file: ConfigFile, facts: Facts, title: Sequence[str]) -> str:
 
 
 def option_words(file: ConfigFile, facts: Facts) -> dict[str, str]:
-    """Option -> `--key value` or `key=value`, of all that a file for these facts says; a switch that is off is not."""
-    found = {one.key: option_word(file.form, one.key, one.value) for one in file.settings(facts)}
-    return {key: word for key, word in found.items() if word}
+    """Return `--key value` or `key=value` of each option in a file for these facts, without switches that are off."""
+    return {
+        setting.key: word
+        for setting in file.settings(facts)
+        if (word := option_word(file.form, setting.key, setting.value))
+    }
 
 
 def option_word(form: Form, key: str, value: Any) -> str:
-    """One option as it is spoken of; empty for a switch of a shell that is off."""
+    """Return an option as written in prose, or an empty string for a shell switch that is off."""
     shown = value.name if isinstance(value, Called) else str(value).lower() if isinstance(value, bool) else value
     if form == "shell":
         return key if value is True else "" if value is False else f"{key} {shown}"
@@ -48,14 +51,14 @@ def option_word(form: Form, key: str, value: Any) -> str:
 
 
 def form_of(path: Path) -> Form:
-    """By its ending; PlanError where none is known."""
+    """Return the form of a file by its ending. Raises PlanError for an unknown ending."""
     if path.suffix not in ENDINGS:
         raise PlanError(f"{path}: a file of options ends in one of {', '.join(ENDINGS)}")
     return ENDINGS[path.suffix]
 
 
 def entries_of(path: Path, function: str = "") -> list[Entry]:
-    """Every option of a file; PlanError in one line, with the file and line."""
+    """Return every option of a file. Raises PlanError of one line, with the file and the line."""
     form = form_of(path)
     try:
         if path.stat().st_size > LARGEST_BYTES:

@@ -1,4 +1,4 @@
-"""Scripts that start a run on its nodes: with torchrun or the trainer's launcher by hand, and as a job of SLURM."""
+"""Scripts that start a run on its nodes: by hand with torchrun or the launcher of the trainer, or as a job of Slurm."""
 
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.plan import Plan
@@ -9,7 +9,7 @@ PORT = 29500
 
 
 def by_hand(plan: Plan, launch: LaunchCommand, title: str) -> str:
-    """launch.sh: run on each node, with the number of the node."""
+    """Return launch.sh, which is run on each node with the number of the node."""
     cluster = plan.cluster
     many = cluster.nodes > 1
     usage = f"on each node: NODE_RANK=0..{cluster.nodes - 1} HEAD=name of node 0" if many else "on its node"
@@ -24,7 +24,7 @@ def by_hand(plan: Plan, launch: LaunchCommand, title: str) -> str:
 
 
 def slurm(plan: Plan, launch: LaunchCommand, title: str) -> str:
-    """launch.sbatch: one task per node, which runs launch.sh."""
+    """Return launch.sbatch: one task per node, which runs launch.sh."""
     cluster = plan.cluster
     return "\n".join([
         "#!/usr/bin/env bash", *_directives(cluster), f"# {title}",

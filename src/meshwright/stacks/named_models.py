@@ -1,4 +1,4 @@
-"""The model that a file names: a preset, a published one, a folder, one of the hub, or a guess."""
+"""Model that a configuration file names: a preset, a published model, a folder, a model of the Hub, or a guess."""
 
 import re
 from collections.abc import Callable
@@ -14,21 +14,21 @@ from meshwright.stacks.declaration.option import OUTSIDE, Facts
 from meshwright.stacks.declaration.software import TrainingSoftware
 
 CODED = re.compile(r"gptq|awq|aqlm|hqq|w4a16|w8a8|int[48]\b|[48]bit|\bfp8\b")
-"""In names of folders whose matrices are codes."""
+"""Words in names of folders with quantized matrices."""
 ReadFolder = Callable[[Path], ModelShape]
 ReadHub = Callable[[str], ModelShape | None]
 
 
 @dataclass(frozen=True, slots=True)
 class NamedModel:
-    """Where the shape of a model comes from that a file names."""
+    """Sources for the shape of the model that a file names."""
 
     folder: ReadFolder | None
     hub: ReadHub | None
-    given: ModelShape | None
+    chosen: ModelShape | None
 
     def shape(self, software: TrainingSoftware, facts: Facts, path: Path, notes: list[str]) -> ModelShape | None:
-        """The model by the name that the file gives it; None where it gives none. A guess is named in the answer."""
+        """Return the model that the file names, or None. A guess is added to the notes."""
         shape = software.shape(facts)
         if shape is not None:
             return shape
@@ -64,5 +64,5 @@ class NamedModel:
 
 
 def example(path: Path) -> str:
-    """The command that gives a model beside a file which names none that is known."""
+    """Return a command that passes a known model beside the file."""
     return f"meshwright plan llama-3.1-8b --from {path.name}"

@@ -1,6 +1,6 @@
-"""How far the planner is off on the published rows of a training software: the tables of docs/accuracy.md, as data.
+"""Prediction errors on published rows of each training software: the tables of docs/accuracy.md as data.
 
-`python -m docs.stack_errors` writes published_errors.toml from that page, and a test holds both together.
+`python -m docs.stack_errors` writes published_errors.toml from that page. A test compares the two.
 """
 
 import tomllib
@@ -18,21 +18,21 @@ def _errors() -> dict[str, Any]:
 
 
 def errors(software: TrainingSoftware) -> list[tuple[str, dict[str, Any]]]:
-    """(source, its row of the tables: rows, step, peaks, memory) for each that the software was scored on."""
+    """Return (source, row with rows, step, peaks, memory) for each source that the software was scored on."""
     return [(name, _errors()[name]) for name in software.measured if name in _errors()]
 
 
 def sentences(software: TrainingSoftware) -> list[str]:
-    """What is known of the error, and what cannot be predicted."""
-    said = []
+    """Return sentences on the known errors and on what cannot be predicted."""
+    lines = []
     for name, row in errors(software):
         parts = []
         if row.get("step"):
             parts.append(f"step time {_mean(row['step'])} on {row['rows']} rows")
         if row.get("memory"):
             parts.append(f"memory {_mean(row['memory'])} on {row['peaks']} peaks")
-        said.append(f"Mean error on published rows of {name}: {', '.join(parts)}.")
-    return said + list(software.unknown)
+        lines.append(f"Mean error on published rows of {name}: {', '.join(parts)}.")
+    return lines + list(software.unknown)
 
 
 def _mean(cell: str) -> str:

@@ -1,4 +1,4 @@
-"""All training software that `--for` and `--from` know, by its word."""
+"""Every training software that `--for` and `--from` know, by its word."""
 
 from meshwright.spec.errors import PlanError
 from meshwright.spec.presets import suggested
@@ -16,15 +16,15 @@ from meshwright.stacks.trainers.torchtitan import TORCHTITAN
 from meshwright.stacks.trainers.torchtune import TORCHTUNE
 from meshwright.stacks.trainers.trl_sft import TRL_SFT
 
-SOFTWARE = {one.word: one for one in (
+SOFTWARE = {stack.word: stack for stack in (
     TORCHTITAN, MEGATRON_LM, ACCELERATE_FSDP, DEEPSPEED, TRL_SFT, AXOLOTL, NANOTRON, NEMO, MAXTEXT,
 )}  # fmt: skip
-READ = {**SOFTWARE, **{one.word: one for one in (TORCHTUNE, LITGPT, LLM_FOUNDRY)}}
-"""Those whose files are read."""
+READ = {**SOFTWARE, **{stack.word: stack for stack in (TORCHTUNE, LITGPT, LLM_FOUNDRY)}}
+"""Software whose files are read."""
 
 
 def software(word: str) -> TrainingSoftware:
-    """The one of this word; PlanError with the nearest words."""
+    """Return the software for a word. Raises PlanError with the nearest words."""
     if word not in SOFTWARE:
         raise PlanError(f"stack={word!r} is not known; {suggested(word, SOFTWARE)}")  # fmt: skip
     return SOFTWARE[word]

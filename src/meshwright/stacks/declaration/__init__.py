@@ -1,1 +1,1 @@
-"""What is declared of a training software, and how a plan becomes facts for its options and back."""
+"""Declaration of a training software: its options, its limits, and the facts of a plan that they state."""

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face Hub: presets, tuned copies of them, and published shapes beside them."""
+"""Models by their names on the Hugging Face Hub: presets, fine-tuned copies of them, and other published shapes."""
 
 import re
 import tomllib
@@ -13,26 +13,26 @@ from meshwright.spec.errors import PlanError
 
 TABLE = "hub_models.toml"
 UNSHAPED = ("base", "source", "parameters")
-"""What a table says beside fields of its shape."""
+"""Entries of the table that are not fields of a shape."""
 MARKS = re.compile(
     r"^(meta-)|-(hf|instruct|chat|base|it|pt|thinking|fp16|bf16|\d{4}|v\d(\.\d)?|bnb-4bit|bnb-nf4|unsloth)$"
 )
-"""What is added to a model's name for a tuned or converted copy, whose matrices are the same."""
+"""Suffixes and prefixes of fine-tuned or converted copies, whose matrices are the same."""
 FAMILY = re.compile(
     r"(?<![a-z0-9])(llama|qwen|gemma|mistral|mixtral|olmo|phi|gpt-oss)-?v?(\d+(?:\.\d+|-\d(?![\w.]))?)?(?![\d.]|b\b)(?:.*?)"
     r"(?<![\dx.])(\d+(?:\.\d+)?b|8x\d+b)(?![a-z0-9])"
 )
-"""In the name of a copy: family, version, size."""
+"""Family, version and size within the name of a copy."""
 OTHER_PARTS = re.compile(
     r"vl\b|vision|audio|omni|multimodal|moe|reward|\brm\b|embed|rerank|guard|draft|eagle|medusa|pruned|"
     r"minitron|distill|-a\d+b|coder-next|scout|maverick|franken|(?<!8)x\d+b|8x8b"
 )
-"""In names of models that have more, or others, than the matrices of their family."""
+"""Words in names of models whose parts differ from those of their family."""
 
 
 @cache
 def hub_names() -> Mapping[str, str]:
-    """Preset -> its name on the Hugging Face hub, as its source says."""
+    """Return the name on the Hugging Face Hub of each preset, read from the link of its source."""
     names = {}
     for name in presets.model_names():
         link = re.search(r"huggingface\.co/([\w.-]+/[\w.-]+)/", presets.published(name).source)
@@ -42,13 +42,13 @@ def hub_names() -> Mapping[str, str]:
 
 
 def hub_name(shape: ModelShape) -> str | None:
-    """Of a preset; None for another shape."""
+    """Return the name of a preset on the Hub, or None for any other shape."""
     return hub_names().get(shape.name)
 
 
 @cache
 def published_models() -> Mapping[str, Mapping[str, Any]]:
-    """Name -> what the table has of it, beside presets."""
+    """Return the models of the table that are no presets: their fields by name."""
     return _table()["like"]  # type: ignore[no-any-return]  # a table of tables
 
 
@@ -59,7 +59,7 @@ def _table() -> dict[str, Any]:
 
 @cache
 def published_shape(name: str) -> ModelShape:
-    """A preset, or a shape of the table; PlanError where there is neither."""
+    """Return the shape of a preset or of a model of the table. Raises PlanError for an unknown name."""
     return presets.shape_of(_fields(name))
 
 
@@ -73,7 +73,7 @@ def _fields(name: str) -> Mapping[str, Any]:
 
 
 def preset_of_hub(name: str) -> ModelShape | None:
-    """The shape that a hub name means, of a copy that was tuned or converted too; None where there is none."""
+    """Return the shape that a Hub name means, also for fine-tuned or converted copies, or None."""
     for preset, hub in hub_names().items():
         if hub.lower() == name.lower():
             return presets.model(preset)
@@ -91,8 +91,10 @@ def preset_of_hub(name: str) -> ModelShape | None:
 
 
 def likely_preset(name: str) -> ModelShape | None:
-    """The preset whose family, version and size stand in a name or path: of a copy that was tuned by others. None where
-    none does, or where the name speaks of other parts than the family's. A guess: to be said."""
+    """Return the preset whose family, version and size stand in a name or a path, or None.
+
+    Names that mention parts which the family lacks give None. The answer is a guess, so tell the user.
+    """
     for part in reversed(name.lower().replace("_", "-").split("/")):
         exact = preset_of_hub(part) if part else None
         matches = ((re.fullmatch(pattern, part), preset) for pattern, preset in _table()["tuned"].items())

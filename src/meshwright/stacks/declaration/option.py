@@ -1,6 +1,6 @@
-"""One option of a training software: its name, the fact of a plan that it states, its words, its meaning.
+"""Options of a training software: the key, the fact of a plan that it states, its words and its meaning.
 
-Files are written and read by this one table, so that both cannot disagree.
+One table serves for writing and reading, so the two cannot disagree.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from meshwright.spec.errors import PlanError
 from meshwright.stacks.text.option_text import Called, Entry, Setting
 
 Facts = dict[str, Any]
-"""What a plan says, by name: degrees, sizes, batch (declaration/plan_facts.py), and what one software calls its own."""
+"""Facts of a plan by name: degrees, sizes and batch (declaration/plan_facts.py), and facts of a single software."""
 COUNTED = frozenset({
     "accumulation", "cp", "cp_size", "devices", "dp", "dp_replicate", "dp_shard", "ep", "expert_tp", "ffn",
     "global_batch", "head_dim", "heads", "hidden", "key_heads", "kv_heads", "layers", "local_batch", "lora_rank",
@@ -22,45 +22,44 @@ COUNTED = frozenset({
     "pp", "recompute_number", "replicas", "round", "sequence", "shards", "stage_depth", "stage_layers",
     "stages_of_rank", "rank_tokens", "step_tokens", "tp", "tp_size", "vocab", "vp", "zero", "zero_stage",
 })  # fmt: skip
-"""Facts that are whole numbers; -1, `auto` and nothing leave one to the software."""
+"""Facts that are whole numbers. With -1, `auto` or nothing the software chooses."""
 MEASURED = frozenset({"moe_routed_scale", "norm_eps", "per_device", "rope_theta", "rotary_base", "stretch"})
-"""Facts that are numbers."""
+"""Facts that are real numbers."""
 ASKED = frozenset({
     "accumulation", "devices", "global_batch", "local_batch", "micro_batch", "nodes", "sequence",
     "steps",
 })  # fmt: skip
-"""Facts that a user may give beside a file."""
+"""Facts that the user may pass beside a file."""
 OUTSIDE = "$"
-"""Begins a value that a script takes from outside: a variable that it does not set, or an argument."""
+"""First character of a value that a script takes from outside: an argument, or a variable that it does not set."""
 Form = Literal["yaml", "json", "toml", "shell", "python"]
 
 
-def _said(value: Any) -> str:
-    """As text, whatever its case; a name or a call in Python as it stands there."""
+def _lower_text(value: Any) -> str:
     return (value.name if isinstance(value, Called) else str(value)).lower().removesuffix("()")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """An option of a file."""
+    """Option of a configuration file or a command line."""
 
     key: str
-    """As the software writes it, dotted where files nest; `--tp` in a shell."""
+    """Key as the software writes it, dotted where files nest, or `--tp` in a shell."""
     fact: str
-    """The fact that it states."""
+    """Fact that the option states."""
     meaning: str
-    """For people, in a few words."""
+    """Short explanation for people."""
     words: Mapping[Any, Any] | None = None
-    """Value of the fact -> the software's; None = the same."""
+    """Word of the software for each value of the fact. None = the fact's own values."""
     default: Any = None
-    """The software's value where the option is left out; None = then it says nothing."""
+    """Value that the software takes if the option is absent. None = unknown."""
     also: tuple[str, ...] = ()
-    """Other names of it that are read: of other versions."""
+    """Other keys that are read, as older or newer versions write it."""
     quiet: bool = False
-    """Not written where it is the default."""
+    """Omitted from files while it has its default."""
 
     def setting(self, facts: Facts) -> Setting | None:
-        """As it is written; None where there is nothing to say."""
+        """Return the line to write, or None if there is nothing to write."""
         if self.fact not in facts or facts[self.fact] is None:
             return None
         value = facts[self.fact]
@@ -70,17 +69,19 @@ class Option:
         return Setting(key=self.key, value=value, meaning=self.meaning)
 
     def value(self, entry: Entry) -> Any:
-        """The fact's value; PlanError with the words that there are, or where a count is no whole number."""
+        """Return the value of the fact. Raises PlanError for an unknown word, or a count that is not a whole number."""
         if self.words is None:
             return self._number(entry) if self.fact in COUNTED | MEASURED else entry.value
         for fact, word in self.words.items():
             if word == entry.value and type(word) is type(entry.value):
                 return fact
         for fact, word in self.words.items():
-            if _said(word) == _said(entry.value):
+            if _lower_text(word) == _lower_text(entry.value):
                 return fact
         known = ", ".join(getattr(word, "name", str(word)) for word in self.words.values() if word is not None)
-        raise PlanError(f"line {entry.line}: {self.key}={_said(entry.value)} is not understood: take one of {known}")
+        raise PlanError(
+            f"line {entry.line}: {self.key}={_lower_text(entry.value)} is not understood: take one of {known}"
+        )
 
     def _number(self, entry: Entry) -> Any:
         value, whole = entry.value, self.fact in COUNTED
@@ -95,23 +96,25 @@ class Option:
         number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if number and (not whole or value == int(value)):
             return int(value) if whole else value
-        raise PlanError(f"line {entry.line}: {self.key}={_said(value)} must be a {'whole ' if whole else ''}number")
+        raise PlanError(
+            f"line {entry.line}: {self.key}={_lower_text(value)} must be a {'whole ' if whole else ''}number"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncountedOption:
-    """An option that changes memory or time, and is counted with one value only."""
+    """Option that changes memory or time and is counted for a single value only."""
 
     key: str
     counted: Any
-    """With this value."""
+    """Value that is counted."""
     absent: Any
-    """What the software takes where the option is left out."""
+    """Value that the software takes if the option is absent."""
     effect: str
-    """What another value does: the end of a sentence that begins with the option."""
+    """Effect of any other value: the end of a sentence that begins with the option."""
 
     def note(self, value: Any) -> str:
-        """A sentence about a file that has this value; empty where it is the one that is counted."""
+        """Return a sentence about a file with this value, or an empty string for the counted value."""
         if value == self.counted or str(value).lower() == str(self.counted).lower():
             return ""
         return f"{self.key}={str(value).lower()} {self.effect}: not counted."
@@ -119,30 +122,36 @@ class UncountedOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """A file of options that a software reads."""
+    """Configuration file or command line that a software reads."""
 
     name: str
-    """As it is written."""
+    """File name under which it is written."""
     form: Form
     options: tuple[Option, ...]
     fixed: Mapping[str, tuple[Any, str]] = None  # type: ignore[assignment]  # an empty mapping cannot be a default
-    """Key -> (value, meaning): written always, and right for every plan."""
+    """Key -> (value, meaning) that is always written and right for every plan."""
     ignored: tuple[str, ...] = ()
-    """Keys that change neither memory nor time; a trailing * stands for any rest."""
+    """Keys that change neither memory nor time. A trailing * stands for any ending."""
     refused: Mapping[str, str] = None  # type: ignore[assignment]  # the same
-    """Keys that matter and are not counted, with what they do: refused where they are on."""
+    """Keys that matter but are not counted, with their effect: refused when they are on."""
     bounded: Mapping[str, str] = None  # type: ignore[assignment]  # the same
-    """Keys that save memory or time, with what they do: named where they are on, and the figures are a bound."""
+    """Keys that save memory or time uncounted, with their effect.
+
+    When one is on, it is named and the figures are a bound.
+    """
     unread: tuple[UncountedOption, ...] = ()
-    """Named in the answer where they have another value than is counted."""
+    """Options that are named in the answer unless they have their counted value."""
     marks: tuple[str, ...] = ()
-    """Keys one of which stands in every such file, beside keys that others have too; none = no such key."""
+    """Keys of which every such file has at least one.
+
+    They tell it from files with similar keys. Empty = no such key.
+    """
     title: str = ""
-    """What the file is, for its first line."""
+    """Description of the file for its first line."""
     head: Callable[[Facts], str] | None = None
-    """Python: what stands above its statements."""
+    """Text above the statements of a Python file."""
     tail: str = ""
-    """And below them."""
+    """Text below them."""
 
     def __post_init__(self) -> None:
         for field in ("fixed", "refused", "bounded"):
@@ -150,35 +159,39 @@ class ConfigFile:
                 object.__setattr__(self, field, {})
 
     def option(self, key: str) -> Option | None:
-        """The option of this name."""
-        return next((one for one in self.options if key == one.key or key in one.also), None)
+        """Return the option with this key, or None."""
+        return next((option for option in self.options if key == option.key or key in option.also), None)
 
     def ignores(self, key: str) -> bool:
-        """Whether this key is known not to matter."""
-        return any(key == one or (one.endswith("*") and key.startswith(one[:-1])) for one in self.ignored)
+        """Return True if the key is known not to matter."""
+        return any(
+            key == pattern or (pattern.endswith("*") and key.startswith(pattern[:-1])) for pattern in self.ignored
+        )
 
     def knows(self, key: str) -> bool:
-        """Whether it is in any list."""
+        """Return True if the key is in any list of the file."""
         named = key in self.fixed or key in self.refused or key in self.bounded
         return named or self.option(key) is not None or self.ignores(key)
 
     def settings(self, facts: Facts) -> list[Setting]:
-        """All that is written for a plan."""
-        said = [one.setting(facts) for one in self.options]
+        """Return all lines to write for a plan."""
+        settings = [setting for option in self.options if (setting := option.setting(facts))]
         fixed = [Setting(key=key, value=value, meaning=meaning) for key, (value, meaning) in self.fixed.items()]
-        return [one for one in said if one] + fixed
+        return settings + fixed
 
 
 def as_shell(file: ConfigFile) -> ConfigFile:
-    """The same options as arguments of a command: `key: value` of a YAML is `--key value`."""
+    """Return the same options as arguments of a command: `key: value` of YAML becomes `--key value`."""
 
     def flags(keys: Mapping[str, Any]) -> dict[str, Any]:
         return {f"--{key}": value for key, value in keys.items()}
 
-    options = (replace(one, key=f"--{one.key}", also=tuple(f"--{key}" for key in one.also)) for one in file.options)
+    options = (
+        replace(option, key=f"--{option.key}", also=tuple(f"--{key}" for key in option.also)) for option in file.options
+    )
     return replace(
         file, form="shell", options=tuple(options), marks=tuple(f"--{key}" for key in file.marks), fixed={},
         ignored=tuple(f"--{key}" for key in file.ignored),
         refused=flags(file.refused), bounded=flags(file.bounded),
-        unread=tuple(replace(one, key=f"--{one.key}") for one in file.unread),
+        unread=tuple(replace(option, key=f"--{option.key}") for option in file.unread),
     )  # fmt: skip

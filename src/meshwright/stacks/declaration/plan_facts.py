@@ -1,4 +1,4 @@
-"""A plan as flat facts that options state, and a plan again from the facts that a file gives."""
+"""A plan as flat facts that options state, and a plan from the facts of a file."""
 
 from dataclasses import asdict, replace
 from math import inf
@@ -18,14 +18,14 @@ SIZES = (
     "vocab", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "norm", "norm_eps", "mlp", "positions",
     "rope_theta", "qkv_bias", "qk_norm", "window", "tied",
 )  # fmt: skip
-"""Fields of a shape that a model may be recognized by."""
+"""Fields of a shape by which a model is recognized."""
 ROUTED = ("experts", "top_k", "ffn", "shared_experts", "first_dense")
-"""The same of its experts."""
+"""Fields of its experts by which a model is recognized."""
 MADE_OF = ("vocab", "layers", "hidden", "heads", "kv_heads", "ffn")
 
 
 def facts_of(plan: Plan) -> Facts:
-    """Every fact of a plan that options state, those that follow from others too."""
+    """Return every fact of a plan that options state, derived facts included."""
     shape, recipe, layout, cluster = plan.model, plan.recipe, plan.layout, plan.cluster
     micro, times = layout.micro_batch_of(recipe.global_batch), layout.micro_batches(recipe.global_batch)
     return {
@@ -43,12 +43,16 @@ def _experts(shape: ModelShape) -> Facts:
 
 
 def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
-    """The plan that these facts describe, on a cluster; PlanError where they contradict one another. `pairs`: a batch
-    is of pairs of answers. `reference`: a frozen copy of the model reads them too, as a teacher does."""
+    """Return the plan that facts describe, on a cluster. Raises PlanError if they contradict each other.
+
+    With `pairs` a batch consists of pairs of answers. With `reference` a frozen copy of the model reads them too, as a
+    teacher does.
+    """
     recipe = recipe_of(facts, shape)
-    found = degrees(facts, cluster.devices)
-    micro, batch = batches(facts, found["dp_replicate"] * found["dp_shard"])
-    sharded = found["dp_shard"] * found["cp"] > 1
+    degrees_of_plan = degrees(facts, cluster.devices)
+    micro, batch = batches(facts, degrees_of_plan["dp_replicate"] * degrees_of_plan["dp_shard"])
+    # ZeRO and sequence parallelism have no effect without ranks to split over.
+    sharded = degrees_of_plan["dp_shard"] * degrees_of_plan["cp"] > 1
     if facts.get("lora"):
         shape = replace(shape, lora=LoRAShape(**facts["lora"]))
         if facts.get("whole"):
@@ -57,8 +61,8 @@ def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
     if facts.get("pairs"):
         micro, batch = 2 * micro, 2 * batch
     layout = Layout(
-        **found, micro_batch=micro, zero=int(facts.get("zero", 0)) if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
-        sp=bool(facts.get("sp", False)) and found["tp"] > 1, schedule=facts.get("schedule", "1f1b"),
+        **degrees_of_plan, micro_batch=micro, zero=int(facts.get("zero", 0)) if sharded else 0,  # type: ignore[arg-type]  # 0 to 3
+        sp=bool(facts.get("sp", False)) and degrees_of_plan["tp"] > 1, schedule=facts.get("schedule", "1f1b"),
         recompute=facts.get("recompute", "none"), recompute_layers=facts.get("recompute_layers", 0),
     )  # fmt: skip
     recipe = replace(recipe, global_batch=batch, objective=DISTILL if teacher else recipe.objective)
@@ -66,21 +70,24 @@ def plan_of(facts: Facts, shape: ModelShape, cluster: Cluster) -> Plan:
 
 
 def recipe_of(facts: Facts, shape: ModelShape) -> Recipe:
-    """Sequence, precision and what else a file says of the recipe."""
-    given = {name: facts[name] for name in ("steps", "learning_rate") if _is_number(facts.get(name))}
+    """Return the recipe of facts: sequence length, precision, steps and learning rate.
+
+    Raises PlanError without a length.
+    """
+    schedule_fields = {name: facts[name] for name in ("steps", "learning_rate") if _is_number(facts.get(name))}
     sequence: Any = facts.get("sequence")
     if not _is_whole(sequence):
-        raise PlanError("the length of sequences is not said: give --recipe sequence=N")
-    return Recipe(precision=facts.get("precision", "bf16"), sequence=int(sequence), **given)
+        raise PlanError("the sequence length is unknown: give --recipe sequence=N")
+    return Recipe(precision=facts.get("precision", "bf16"), sequence=int(sequence), **schedule_fields)
 
 
 def degrees(facts: Facts, devices: int) -> dict[str, int]:
-    """All degrees for so many devices: data parallelism takes what is left."""
-    found = {name: int(facts.get(name) or 1) for name in DEGREES}
-    rest, left = divmod(devices, found["tp"] * found["cp"] * found["pp"])
-    said = f"tp={found['tp']} x cp={found['cp']} x pp={found['pp']}"
+    """Return all degrees of parallelism for a number of devices. Data parallelism takes the devices that are left."""
+    sizes = {name: int(facts.get(name) or 1) for name in DEGREES}
+    rest, left = divmod(devices, sizes["tp"] * sizes["cp"] * sizes["pp"])
+    product = f"tp={sizes['tp']} x cp={sizes['cp']} x pp={sizes['pp']}"
     if left or not rest:
-        raise PlanError(f"{said} does not divide the {devices} devices: give the cluster of the file")
+        raise PlanError(f"{product} does not divide the {devices} devices: give the cluster of the file")
     copies, shard = facts.get("dp_replicate"), facts.get("dp_shard")
     copies = -1 if copies is None else int(copies)
     shard = -1 if shard is None else int(shard)
@@ -93,14 +100,14 @@ def degrees(facts: Facts, devices: int) -> dict[str, int]:
         copies = rest // shard
     if copies * shard != rest:
         raise PlanError(
-            f"dp_replicate={copies} x dp_shard={shard} x {said} differs from the {devices} devices: give the "
+            f"dp_replicate={copies} x dp_shard={shard} x {product} differs from the {devices} devices: give the "
             "cluster of the file"
         )
-    return {**found, "dp_replicate": copies, "dp_shard": shard}
+    return {**sizes, "dp_replicate": copies, "dp_shard": shard}
 
 
 def batches(facts: Facts, dp: int) -> tuple[int, int]:
-    """(sequences of a micro-batch, of a step); PlanError where a file says too little of them."""
+    """Return (sequences of a micro-batch, sequences of a step). Raises PlanError if the facts do not determine them."""
     micro: Any = facts.get("micro_batch")
     batch: Any = facts.get("global_batch")
     times: Any = facts.get("accumulation")
@@ -137,25 +144,25 @@ def _is_number(value: Any) -> bool:
 
 
 def shape_of(facts: Facts) -> ModelShape | None:
-    """The preset with these sizes, else a shape of its own; None where a file gives too few sizes."""
+    """Return the preset with these sizes, or else a new shape. None = too few sizes."""
     if any(not _is_whole(facts.get(name)) for name in MADE_OF if name not in ("kv_heads", "vocab")):
         return None
     for name in () if facts.get("unrotated") else presets.model_names():
         known = presets.model(name)
-        if _same(known, facts):
+        if _matches(known, facts):
             return known
     if not _is_whole(facts.get("vocab")):
-        raise PlanError("the vocabulary is not said: give MODEL, or its size")
-    given = {name: facts[name] for name in SIZES if facts.get(name) is not None}
+        raise PlanError("the vocabulary size is unknown: give MODEL, or the size")
+    fields = {name: facts[name] for name in SIZES if facts.get(name) is not None}
     moe = {name.removeprefix("moe_"): value for name, value in facts.items() if name.startswith("moe_")}
     mla = {name.removeprefix("mla_"): value for name, value in facts.items() if name.startswith("mla_")}
     parts = {**({"moe": moe} if moe.get("experts") else {}), **({"mla": mla} if mla else {})}
     parts |= {"unbuilt": {"unrotated_every": 1}} if facts.get("unrotated") else {}
     positions = int(facts.get("max_positions") or facts.get("sequence") or 8192)
-    return presets.shape_of({**given, "max_positions": positions, **parts})
+    return presets.shape_of({**fields, "max_positions": positions, **parts})
 
 
-def _same(known: ModelShape, facts: Facts) -> bool:
+def _matches(known: ModelShape, facts: Facts) -> bool:
     sizes = all(
         getattr(known, name) == facts.get(name, getattr(known, name)) for name in SIZES if facts.get(name) is not None
     )
@@ -165,5 +172,5 @@ def _same(known: ModelShape, facts: Facts) -> bool:
     experts = facts.get("moe_experts") or 0
     if known.moe is None or not experts:
         return sizes and known.moe is None and not experts
-    said = {name: facts.get(f"moe_{name}") for name in ROUTED}
-    return sizes and all(getattr(known.moe, name) == value for name, value in said.items() if value is not None)
+    routed = {name: facts.get(f"moe_{name}") for name in ROUTED}
+    return sizes and all(getattr(known.moe, name) == value for name, value in routed.items() if value is not None)

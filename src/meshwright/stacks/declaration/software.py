@@ -1,4 +1,4 @@
-"""A training software: which layouts it offers, how it spends memory and time, its files."""
+"""A training software: the layouts that it offers, its memory and time, and its files."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,124 +16,124 @@ from meshwright.stacks.declaration.plan_facts import facts_of
 from meshwright.stacks.text.option_text import Entry
 
 Refusal = Callable[[ModelShape, Layout], str]
-"""Why a software has no such layout, as a sentence; empty = it has."""
+"""Rule that returns why a software lacks a layout, as a sentence, or an empty string."""
 
 
 def no_refusal(shape: ModelShape, layout: Layout) -> str:
-    """It has all."""
+    """Refuse nothing."""
     return ""
 
 
 def nothing_more(plan: Plan) -> Facts:
-    """No facts of its own."""
+    """Return no further facts."""
     return {}
 
 
 def nothing_noticed(entries: Sequence[Entry]) -> Facts:
-    """None."""
+    """Return no facts."""
     return {}
 
 
 def no_shape(facts: Facts) -> ModelShape | None:
-    """It names models as everybody does."""
+    """Return None: the software has no model names of its own."""
     return None
 
 
 def no_sentences(facts: Facts) -> Iterable[str]:
-    """None."""
+    """Return no sentences."""
     return ()
 
 
 def as_read(facts: Facts) -> Facts:
-    """Nothing to resolve."""
+    """Return the facts unchanged."""
     return facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchCommand:
-    """How its program is started on each node: what stands in launch.sh."""
+    """Command in launch.sh that starts the program on each node."""
 
     command: str
-    """Of torchrun or another launcher; $NNODES, $GPUS, $NODE_RANK, $HEAD and $PORT are set by the script."""
+    """Command of torchrun or another launcher. The script sets $NNODES, $GPUS, $NODE_RANK, $HEAD and $PORT."""
     before: tuple[str, ...] = ()
-    """Lines before it."""
+    """Lines above the command."""
     yours: tuple[str, ...] = ()
-    """What the user has to give: words in capitals of these files."""
+    """Words in capitals that the user has to replace in these files."""
     processes_per_node: int = 0
-    """Of srun: 0 = one, which starts the others."""
+    """Processes that srun starts on each node. 0 = one, which starts the others."""
 
 
 def not_written(plan: Plan) -> LaunchCommand:
-    """Of a software whose files are read alone."""
+    """Raise PlanError: files of this software are only read."""
     raise PlanError("its files are read, and none is written")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSoftware:
-    """What is known of one."""
+    """Description of a training software."""
 
     word: str
-    """Of --for."""
+    """Value of --for."""
     title: str
-    """With the version that the files are of."""
+    """Name with the version of the described files."""
     stack: Callable[[Facts], Stack]
-    """Its memory and time, as its file has it."""
+    """Memory and time model, chosen by the facts of a file."""
     offered: dict[str, tuple[Any, ...]]
-    """Fields of a layout with the values that it offers; an absent one is free."""
+    """Offered values of each restricted field of a layout. Fields that are absent are free."""
     reasons: dict[str, str]
-    """Field -> why it offers no other value."""
+    """Reason why a field has no other values."""
     split_refusal: Refusal = no_refusal
-    """Looks at degrees, ZeRO and the split of data parallelism only."""
+    """Rule that reads degrees, ZeRO and the split of data parallelism only."""
     pipeline_refusal: Refusal = no_refusal
-    """Looks at degrees, schedule, virtual stages and micro-batch only."""
+    """Rule that reads degrees, schedule, virtual stages and micro-batch only."""
     full_rounds: bool = False
-    """Several stages of a pipeline rank want as many micro-batches as there are ranks."""
+    """True if several stages per pipeline rank need at least as many micro-batches as ranks."""
     files: tuple[ConfigFile, ...]
-    """Those that it writes and reads."""
+    """Files that are written and read."""
     also_read: tuple[ConfigFile, ...] = ()
-    """Files of programs on top of it, which are read and not written."""
+    """Files of programs built on this software, which are read but not written."""
     named_files: tuple[ConfigFile, ...] = ()
-    """Files that an option of its own names: advice speaks of them too."""
+    """Files that another file names. Advice covers them too."""
     facts: Callable[[Plan], Facts] = nothing_more
-    """Facts of its own, for its options; PlanError where it has no such model."""
+    """Facts of this software alone, for its options. Raises PlanError for a model that it lacks."""
     resolve: Callable[[Facts], Facts] = as_read
-    """The other way: common facts from its own."""
+    """Inverse of `facts`: common facts from those of this software."""
     noticed: Callable[[Sequence[Entry]], Facts] = nothing_noticed
-    """Facts that stand in a file without being an option of the table."""
+    """Facts that a file contains without an option of the table."""
     objections: Callable[[Facts], Iterable[str]] = no_sentences
-    """Why facts cannot be counted, each by itself, before they are resolved."""
+    """Reasons why facts cannot be counted, one each, before they are resolved."""
     bounds: Callable[[Facts], Iterable[str]] = no_sentences
-    """What facts save that is not counted: the figures are a bound, and each is named."""
+    """Sentences about savings that are not counted, so that the figures are a bound."""
     variant: "Callable[[TrainingSoftware, Facts], TrainingSoftware] | None" = None
-    """The same software as resolved facts have it: sharded by another library, with other options to advise."""
+    """Variant that resolved facts select, such as sharding by another library with other options to advise."""
     shape: Callable[[Facts], ModelShape | None] = no_shape
-    """The model that facts name, where the software has names of its own."""
+    """Model that facts name, if the software has names of its own."""
     launch: Callable[[Plan], LaunchCommand]
     binds_devices: bool = False
-    """Its files say how many devices the run has, and a step's batch is over these."""
+    """True if its files fix the number of devices of a run, and a step's batch covers all of them."""
     measured: tuple[str, ...] = ()
-    """Sources of published rows that it was scored on, as docs/accuracy.md names them."""
+    """Sources of published rows that this software was scored on, as named in docs/accuracy.md."""
     unknown: tuple[str, ...] = ()
-    """What the planner cannot predict of it, a sentence each."""
+    """Limits of the prediction, a sentence each."""
     axes: dict[str, str]
-    """Field of a layout -> the option that states it, for advice in its own words."""
+    """Option that states each field of a layout, for advice in the words of the software."""
 
     def all_facts(self, plan: Plan) -> Facts:
-        """What its options state of a plan; PlanError where it has no such model."""
+        """Return all facts of a plan for its options. Raises PlanError for a model that it lacks."""
         return {**facts_of(plan), **self.facts(plan)}
 
     def fixed(self) -> Fixed:
-        """What restricts a search to its layouts."""
+        """Return what restricts a search to its layouts."""
         rules = {SPLIT_RULES: (self.split_refusal,), PIPELINE_RULES: (self.pipeline_refusal,)}
         rounds = {FULL_ROUNDS: (True,)} if self.full_rounds else {}
         return {**self.offered, **rules, **rounds}
 
     def plan_refusal(self, plan: Plan) -> str:
-        """Why it has no such plan; empty = it has. As `refusal`, and by the number of micro-batches."""
+        """Return why it lacks a plan, or an empty string. Covers `refusal` and the number of micro-batches."""
         return self.refusal(plan.model, plan.layout) or self.round_refusal(plan)
 
     def round_refusal(self, plan: Plan) -> str:
-        """Why so few micro-batches do not go with its interleaved schedule; empty = they do."""
+        """Return why there are too few micro-batches for its interleaved schedule, or an empty string."""
         layout = plan.layout
         fewest = min(map(layout.micro_batches, plan.recipe.global_batches))
         if not self.full_rounds or layout.vp == 1 or fewest >= layout.pp:
@@ -141,11 +141,11 @@ class TrainingSoftware:
         return f"{self.word} interleaves stages in rounds of pp={layout.pp} micro-batches or more: a rank has {fewest}"
 
     def refusal(self, shape: ModelShape, layout: Layout) -> str:
-        """Why it has no such layout; empty = it has."""
-        return next(filter(None, (one(shape, layout) for one in self.refusals())), "")
+        """Return why it lacks a layout, or an empty string."""
+        return next(filter(None, (rule(shape, layout) for rule in self.refusals())), "")
 
     def refusals(self) -> tuple[Refusal, ...]:
-        """One for each field that it restricts, one for the split of data parallelism, one for the pipeline."""
+        """Return all rules: one per restricted field, one for the split of data parallelism, one for the pipeline."""
         return (*(partial(self._no_value, field) for field in self.offered), self.split_refusal, self.pipeline_refusal)
 
     def _no_value(self, field: str, shape: ModelShape, layout: Layout) -> str:
@@ -153,5 +153,5 @@ class TrainingSoftware:
         if value in values:
             return ""
         why = self.reasons.get(field, "")
-        taken = ", ".join(str(one).lower() for one in values)
+        taken = ", ".join(str(word).lower() for word in values)
         return f"{self.word} has no {field}={str(value).lower()}: take {taken}" + (f" ({why})" if why else "")

@@ -1,1 +1,1 @@
-"""Files of options as text: YAML, JSON, TOML, shell and Python, written with comments and read with line numbers."""
+"""Options as text, in each form of configuration file: read with line numbers, written with meanings."""

@@ -1,4 +1,4 @@
-"""Options in JSON. It has no comments, so meanings stand elsewhere."""
+"""Options in JSON. The form has no comments, so meanings are omitted."""
 
 import json
 import re
@@ -10,16 +10,16 @@ from meshwright.stacks.text.option_text import Entry, Setting, flat, nested
 
 
 def write(settings: Sequence[Setting], title: Sequence[str]) -> str:
-    """The options as one document; the title is left out."""
+    """Return the options as one document. The title is omitted."""
     return json.dumps(_values(nested(settings)), indent=2) + "\n"
 
 
-def _values(found: Any) -> Any:
-    return {key: _values(value) for key, value in found.items()} if isinstance(found, dict) else found.value
+def _values(tree: Any) -> Any:
+    return {key: _values(value) for key, value in tree.items()} if isinstance(tree, dict) else tree.value
 
 
 def read(text: str) -> list[Entry]:
-    """Every option, its line found by its last name; PlanError where this is no JSON object."""
+    """Return every option with the line of its last name. Raises PlanError unless the text is a JSON object."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -30,11 +30,11 @@ def read(text: str) -> list[Entry]:
 
 
 def line_of(text: str, key: str) -> int:
-    """The line where the names of a dotted key stand one after another; 0 = nowhere."""
+    """Return the line where the names of a dotted key follow each other. 0 = not in the text."""
     at = 0
     for name in key.split("."):
-        found = re.compile(rf'["\[.\s]?\b{re.escape(name)}\b["\]]?').search(text, at)
-        if found is None:
+        match = re.compile(rf'["\[.\s]?\b{re.escape(name)}\b["\]]?').search(text, at)
+        if match is None:
             return 0
-        at = found.start()
+        at = match.start()
     return text.count("\n", 0, at + 1) + 1

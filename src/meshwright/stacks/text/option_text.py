@@ -1,4 +1,4 @@
-"""An option as it stands in a file, and as it is to be written there."""
+"""Options as read from a file and as written to it."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """An option that was read."""
+    """Option that was read."""
 
     key: str
-    """Dotted where files nest."""
+    """Key, dotted where files nest."""
     value: Any
     line: int
-    """From 1; 0 = not known."""
+    """Line number from 1. 0 = unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """An option that is written, with its meaning beside it."""
+    """Option to write, with its meaning beside it."""
 
     key: str
     value: Any
@@ -27,25 +27,25 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Called:
-    """A name, or a call of one, as the value of an option in Python: `SelectiveAC.Config()`."""
+    """Name or call as the value of an option in Python: `SelectiveAC.Config()`."""
 
     name: str
 
 
 def nested(settings: Iterable[Setting]) -> dict[str, Any]:
-    """Dotted keys as mappings of mappings, in their order; a setting stands where its value was."""
-    found: dict[str, Any] = {}
-    for one in settings:
-        *folders, last = one.key.split(".")
-        place = found
+    """Return dotted keys as nested mappings in their order, with each setting at its last name."""
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        *folders, last = setting.key.split(".")
+        branch = tree
         for name in folders:
-            place = place.setdefault(name, {})
-        place[last] = one
-    return found
+            branch = branch.setdefault(name, {})
+        branch[last] = setting
+    return tree
 
 
 def flat(value: Any, key: str = "") -> Iterable[tuple[str, Any]]:
-    """(dotted key, value) of all that is no mapping with something in it."""
+    """Yield (dotted key, value) of everything that is not a mapping with entries."""
     if isinstance(value, Mapping) and (value or not key):
         for name, inner in value.items():
             yield from flat(inner, f"{key}.{name}" if key else str(name))

@@ -11,35 +11,35 @@ from meshwright.stacks.text.option_text import Entry, Setting
 from meshwright.stacks.text.python_text import folded
 
 ARRAY = "ARGUMENTS"
-"""The bash array that is written."""
+"""Name of the bash array that is written."""
 VARIABLE = re.compile(r"\$\{?(\w+)(?::?[-=]([^}]*))?\}?")
 ARITHMETIC = re.compile(r"\$\(\((.*?)\)\)(?!\))")
 QUOTED = r"\"(?:\\.|[^\"\\])*\"|'[^']*'"
 BREAK = re.compile(rf"\\[^\n]|{QUOTED}|(?<!\S)#[^\n]*|\n", re.DOTALL)
-"""Ends of lines, beside what they are not to be looked for in: strings, comments, escaped characters."""
+"""Ends of lines, and what may hide them: strings, comments, escaped characters."""
 ASSIGNED = re.compile(
     rf"(?:^|[\s;])([A-Za-z_]\w*)(\+?)=(?![(])({QUOTED}|{ARITHMETIC.pattern}|(?:\$\{{[^}}\n]*\}}|[^\s;#])*)", re.DOTALL
 )
 PROGRAMS = ("trl", "swift")
-"""Trainers whose verb says what is trained."""
+"""Trainers whose verb names the kind of training."""
 SCRIPT = "script"
-"""Key of the program that a command runs, where it is one of Python, or a trainer and its verb."""
+"""Key of the program that a command runs: a Python file, or a trainer with its verb."""
 LONGEST = 100_000
-"""Characters of a line: a variable may hold others, and they others."""
+"""Limit of characters in a line, since variables may expand to others without end."""
 ASSIGNMENT = r"[A-Za-z_]\w*\+?="
 BRANCH = re.compile(r"^\s*-{1,2}\w[\w-]*(?:\s*\|\s*-{1,2}\w[\w-]*)*\s*\)")
-"""Begins a branch of `case`: the script reads an option of its own there, and passes none on."""
+"""Start of a branch of `case`, where the script reads an option and passes none on."""
 
 
 def write(settings: Sequence[Setting], title: Sequence[str]) -> str:
-    """A bash array with an option per line and its meaning beside it; a switch stands alone."""
+    """Return a bash array with an option and its meaning per line. A switch has no value."""
     lines = [f"# {line}".rstrip() for line in title]
     lines.append(f"{ARRAY}=(")
-    for one in settings:
-        if one.value is False:
+    for setting in settings:
+        if setting.value is False:
             continue
-        said = f"    {one.key}" if one.value is True else f"    {one.key} {shlex.quote(_word(one.value))}"
-        lines.append(f"{said}  # {one.meaning}" if one.meaning else said)
+        line = f"    {setting.key}" + ("" if setting.value is True else f" {shlex.quote(_word(setting.value))}")
+        lines.append(f"{line}  # {setting.meaning}" if setting.meaning else line)
     return "\n".join([*lines, ")"]) + "\n"
 
 
@@ -48,7 +48,7 @@ def _word(value: object) -> str:
 
 
 def read(text: str) -> list[Entry]:
-    """Every `--option` of the script's commands and arrays; variables are followed where the script sets them."""
+    """Return every `--option` of the commands and arrays of a script, with variables that it sets filled in."""
     names: dict[str, str] = {}
     words: list[tuple[str, int]] = []
     for number, line in _lines(text):
@@ -58,64 +58,66 @@ def read(text: str) -> list[Entry]:
         words += [(word, number) for word in _words(BRANCH.sub("", _known(line, names)), number)]
     lines = text.splitlines()
     entries = list(_entries(words)) or list(_entries(_left_to_others(names)))
-    return [replace(one, line=_line_of(one, lines)) for one in entries]
+    return [replace(entry, line=_line_of(entry, lines)) for entry in entries]
 
 
 def _left_to_others(names: dict[str, str]) -> list[tuple[str, int]]:
-    """Options in variables of a script without a command that has any: one that sources it passes them on."""
+    """Return options in variables of a script without commands: a script that sources it passes them on."""
     held = (value for value in names.values() if re.match(r"\s*--[A-Za-z]", value))
     return [(word, 1) for value in held for word in _words(value.replace("\\\n", " "), 1)]
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """A line that ends in a backslash goes on; its arguments keep the number of their own line all the same. A string
-    over several lines is in one. Comments are left out."""
+    """Yield (number, line) of a script without comments.
+
+    A line that ends in a backslash is joined to the next. A string over several lines is a single line.
+    """
     number, line, at, breaks = 1, "", 0, 0
-    for found in BREAK.finditer(f"{text}\n"):
-        line += text[at : found.start()]
-        at, breaks = found.end(), breaks + found[0].count("\n")
-        if found[0] == "\n":
+    for match in BREAK.finditer(f"{text}\n"):
+        line += text[at : match.start()]
+        at, breaks = match.end(), breaks + match[0].count("\n")
+        if match[0] == "\n":
             yield number, line.rstrip().removesuffix("\\")
             number, line = breaks + 1, ""
-        elif not found[0].startswith("#"):
-            line += found[0].replace("\\\n", " ")
+        elif not match[0].startswith("#"):
+            line += match[0].replace("\\\n", " ")
 
 
-def _line_of(one: Entry, lines: Sequence[str]) -> int:
-    """Of an option that a variable brought, the line where it was last written."""
-    if one.key == SCRIPT or one.key in lines[one.line - 1]:
-        return one.line
-    return max((number for number, line in enumerate(lines, 1) if one.key in line), default=one.line)
+def _line_of(entry: Entry, lines: Sequence[str]) -> int:
+    """Return the line where an option from a variable was last written."""
+    if entry.key == SCRIPT or entry.key in lines[entry.line - 1]:
+        return entry.line
+    return max((number for number, line in enumerate(lines, 1) if entry.key in line), default=entry.line)
 
 
 def _known(text: str, names: dict[str, str]) -> str:
-    found = VARIABLE.sub(lambda found: _held(found, names), text)
-    if len(found) > LONGEST:
+    expanded = VARIABLE.sub(lambda match: _held(match, names), text)
+    if len(expanded) > LONGEST:
         raise PlanError(f"a line of more than {LONGEST:,} characters, once its variables are known: no options")
-    return ARITHMETIC.sub(lambda found: _computed(found[1], names) or found[0], found)
+    return ARITHMETIC.sub(lambda match: _computed(match[1], names) or match[0], expanded)
 
 
-def _held(found: re.Match[str], names: dict[str, str]) -> str:
-    """Of a variable, what the script sets; its own default where it sets nothing, or what comes from outside."""
-    name, default = found.groups()
+def _held(match: re.Match[str], names: dict[str, str]) -> str:
+    """Return the value of a variable: set by the script, or else its default, or else the variable itself."""
+    name, default = match.groups()
     held = names.get(name)
     if held is None or (default and held.startswith("$")):
-        return (default or found[0]).strip("\"'")
+        return (default or match[0]).strip("\"'")
     return held
 
 
 def _computed(text: str, names: dict[str, str]) -> str:
-    """The whole number of an arithmetic expression; empty where it is none."""
-    said = re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text).replace("/", "//")
+    """Return the whole number of an arithmetic expression, or an empty string."""
+    expression = re.sub(r"[A-Za-z_]\w*", lambda match: names.get(match[0], match[0]), text).replace("/", "//")
     try:
-        value = folded(ast.parse(said.strip(), mode="eval").body)
+        value = folded(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ZeroDivisionError):
         return ""
     return str(value) if isinstance(value, int) else ""
 
 
 def _words(line: str, number: int) -> Iterator[str]:
-    """Of a line, and of a command that stands in it as a string."""
+    """Yield the words of a line, and of a command that it holds as a string."""
     for word in _split(line, number):
         if re.search(r"\s--[A-Za-z]|^--[\w-]+\s", word) and not re.match(ASSIGNMENT, word):
             yield from _words(word, number)
@@ -153,12 +155,12 @@ def _entries(words: Sequence[tuple[str, int]]) -> Iterator[Entry]:
 
 
 def _starts_command(word: str) -> bool:
-    """Whether a word is no value: a path of a script, an array, the name of a variable that gets one."""
+    """Return True if a word cannot be a value: an assignment, an array, or the start of another command."""
     return bool(re.match(ASSIGNMENT + r"|\"?\$\{?\w+\[|&&|\|\||[;|&]$", word))
 
 
 def number_of(word: str) -> object:
-    """The number that a word is, or True or False, or the word."""
+    """Return the number, True or False that a word means, or the word."""
     for kind in (int, float):
         try:
             return kind(word)

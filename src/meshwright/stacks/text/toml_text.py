@@ -11,20 +11,20 @@ from meshwright.stacks.text.option_text import Entry, Setting, flat, nested
 
 
 def write(settings: Sequence[Setting], title: Sequence[str]) -> str:
-    """The options, each with its meaning at the end of its line."""
+    """Return the options, each with its meaning at the end of its line."""
     lines = [f"# {line}".rstrip() for line in title]
     return "\n".join([*lines, *_tables(nested(settings), "")]) + "\n"
 
 
-def _tables(found: dict[str, Any], table: str) -> Iterator[str]:
-    plain = {key: one for key, one in found.items() if not isinstance(one, dict)}
+def _tables(tree: dict[str, Any], table: str) -> Iterator[str]:
+    plain = {key: setting for key, setting in tree.items() if not isinstance(setting, dict)}
     if table and plain:
         yield ""
         yield f"[{table}]"
-    for key, one in plain.items():
-        said = f"{key} = {_word(one.value)}"
-        yield f"{said}  # {one.meaning}" if one.meaning else said
-    for key, inner in found.items():
+    for key, setting in plain.items():
+        line = f"{key} = {_word(setting.value)}"
+        yield f"{line}  # {setting.meaning}" if setting.meaning else line
+    for key, inner in tree.items():
         if isinstance(inner, dict):
             yield from _tables(inner, f"{table}.{key}" if table else key)
 
@@ -34,7 +34,7 @@ def _word(value: Any) -> str:
 
 
 def read(text: str) -> list[Entry]:
-    """Every option with its line; PlanError where this is no TOML."""
+    """Return every option with its line. Raises PlanError unless the text is TOML."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -13,27 +13,27 @@ from meshwright.stacks.text.option_text import Entry, Setting, nested
 
 VARIABLE = re.compile(r"\$\{(\.?[\w.]+)\}")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-"""Numbers that PyYAML takes for text: 3e-4 has no point."""
+"""Numbers that PyYAML reads as text: 3e-4 lacks a point."""
 
 
 def write(settings: Sequence[Setting], title: Sequence[str]) -> str:
-    """The options, each with its meaning at the end of its line."""
+    """Return the options, each with its meaning at the end of its line."""
     lines = [f"# {line}".rstrip() for line in title]
     return "\n".join([*lines, *_lines(nested(settings), "")]) + "\n"
 
 
-def _lines(found: dict[str, Any], indent: str) -> Iterator[str]:
-    for key, value in found.items():
+def _lines(tree: dict[str, Any], indent: str) -> Iterator[str]:
+    for key, value in tree.items():
         if isinstance(value, dict):
             yield f"{indent}{key}:"
             yield from _lines(value, indent + "  ")
             continue
-        said = f"{indent}{key}: {_word(value.value)}"
-        yield f"{said}  # {value.meaning}" if value.meaning else said
+        line = f"{indent}{key}: {_word(value.value)}"
+        yield f"{line}  # {value.meaning}" if value.meaning else line
 
 
 def _word(value: Any) -> str:
-    """In one line, as YAML and JSON both read it."""
+    """Return a value in a single line that YAML and JSON both read."""
     if isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value):
         return value if yaml.safe_load(value) == value else json.dumps(value)
     if isinstance(value, float):
@@ -42,7 +42,7 @@ def _word(value: Any) -> str:
 
 
 def read(text: str) -> list[Entry]:
-    """Every option with its line; PlanError where this is no YAML mapping."""
+    """Return every option with its line. Raises PlanError unless the text is a YAML mapping."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
@@ -54,7 +54,7 @@ def read(text: str) -> list[Entry]:
 
 
 def _interpolated(entries: list[Entry]) -> list[Entry]:
-    """`${a.b}` as a whole value is the value of that key, `${.b}` of one beside it (OmegaConf)."""
+    """Replace `${a.b}` as a whole value by the value of that key, and `${.b}` by that of a sibling (OmegaConf)."""
     values = {entry.key: entry.value for entry in entries}
 
     def known(entry: Entry) -> Any:
@@ -77,11 +77,11 @@ def _entries(node: yaml.MappingNode, prefix: str) -> Iterator[Entry]:
 
 
 def _plain(node: yaml.Node) -> Any:
-    """Without tags that make objects."""
+    """Return the value of a node without tags that create objects."""
     if isinstance(node, yaml.SequenceNode):
-        return [_plain(one) for one in node.value]
+        return [_plain(inner) for inner in node.value]
     if isinstance(node, yaml.MappingNode):
-        return {one.value: _plain(other) for one, other in node.value}
+        return {key.value: _plain(inner) for key, inner in node.value}
     if node.tag.startswith("tag:yaml.org,2002:"):
         value = yaml.SafeLoader("").construct_object(node)
         return float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
