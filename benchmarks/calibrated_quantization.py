@@ -129,7 +129,7 @@ def quantized(model: Transformer, schemes: Mapping[str, Scheme], batches: Sequen
             shape=model.shape, dtype=torch.float32, tokenizer=None, chat_template=None, generation=None, dropout=0.0,
             weights=lambda dtype: iter(weights.items()),
         )  # fmt: skip
-        described = QuantizedModel(shape=model.shape, schemes=schemes, kept={}, dtype=torch.float32)
+        described = QuantizedModel(shape=model.shape, schemes=schemes, outlier_columns={}, dtype=torch.float32)
         with tempfile.TemporaryDirectory() as made:
             parts = dict(calibrate(Path(made) / "q", original, described, batches, torch.float32).weights)
     else:

@@ -34,7 +34,7 @@ from benchmarks.serve_speed import peer_of
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.quantized_model import build_quantized
-from meshwright.model.quantized_weights import QuantizedWeight, place, quantizable
+from meshwright.model.quantized_weights import QuantizedWeight, quantizable, quantized_name
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
@@ -133,11 +133,11 @@ def llama(folder: Path, kind: str = "q8_0") -> Decoding:
 def quantized(model: Transformer, scheme: str) -> Transformer:
     """The same weights by a scheme that needs no text; what it leaves out is shared with the model."""
     sizes = quantizable(model.shape)
-    found = build_quantized(model.shape, dict.fromkeys(sizes, SCHEMES[scheme]), kept={}, dtype=torch.float32)
+    found = build_quantized(model.shape, dict.fromkeys(sizes, SCHEMES[scheme]), outlier_columns={}, dtype=torch.float32)
     own = dict(found.named_parameters())
     for name, weight in model.named_parameters():
         if name in sizes:
-            module = found.get_submodule(place(name))
+            module = found.get_submodule(quantized_name(name))
             assert isinstance(module, QuantizedWeight)
             module.take(quantize_matrix(name, weight, SCHEMES[scheme]))
         else:

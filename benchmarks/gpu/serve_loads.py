@@ -21,7 +21,7 @@ from benchmarks.serve_peers import vllm_engine
 from meshwright.kernels.weight_codes import quantize_matrix
 from meshwright.model import Transformer, build
 from meshwright.model.quantized_model import build_quantized
-from meshwright.model.quantized_weights import place, quantizable
+from meshwright.model.quantized_weights import quantizable, quantized_name
 from meshwright.serve.engine_options import EngineOptions
 from meshwright.serve.request_options import RequestOptions
 from meshwright.serve.serving_engine import ServingEngine
@@ -86,11 +86,11 @@ def model_of(entry: ServeEntry, device: torch.device, dtype: torch.dtype) -> Tra
     if not entry.scheme:
         return plain
     scheme, sizes = SCHEMES[entry.scheme], quantizable(shape)
-    found = build_quantized(shape, dict.fromkeys(sizes, scheme), kept={}, dtype=dtype, device=device)
+    found = build_quantized(shape, dict.fromkeys(sizes, scheme), outlier_columns={}, dtype=dtype, device=device)
     named = dict(found.named_parameters())
     for name, weight in plain.named_parameters():
         if name in sizes:
-            found.get_submodule(place(name)).take(quantize_matrix(name, weight, scheme))  # type: ignore[operator]  # it is one that has codes
+            found.get_submodule(quantized_name(name)).take(quantize_matrix(name, weight, scheme))  # type: ignore[operator]  # it is one that has codes
         else:
             named[name].copy_(weight)
     return found.eval()

@@ -71,7 +71,7 @@ def original(shape: ModelShape, seed: int = 0) -> tuple[OriginalModel, Transform
 
 def described(shape: ModelShape, scheme: str) -> QuantizedModel:
     schemes = dict.fromkeys(quantizable(shape), SCHEMES[scheme])
-    return QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=torch.float32)
+    return QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=torch.float32)
 
 
 @torch.no_grad()

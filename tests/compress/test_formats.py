@@ -106,7 +106,10 @@ def test_rows_of_rotary_pairs_change_places_with_their_scales(tmp_path: Path) ->
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(size, generator=generator) for name, size in tensor_sizes(shape).items()}
     model = QuantizedModel(
-        shape=shape, schemes=dict.fromkeys(quantizable(shape), SCHEMES["int4-rtn"]), kept={}, dtype=torch.float32
+        shape=shape,
+        schemes=dict.fromkeys(quantizable(shape), SCHEMES["int4-rtn"]),
+        outlier_columns={},
+        dtype=torch.float32,
     )
     original = OriginalModel(
         shape=shape, dtype=torch.float32, weights=lambda dtype: iter(weights.items()), tokenizer=None,

@@ -69,7 +69,7 @@ def test_products_of_eight_bits_are_those_of_the_quantized_model() -> None:
     names = quantizable(WIDE)
     weights = {name: one.detach() for name, one in model.named_parameters()}
     codes = {name: quantize_matrix(name, weights[name], scheme).tensors for name in names}
-    coded = build_quantized(WIDE, dict.fromkeys(names, scheme), kept={}, dtype=torch.float32)
+    coded = build_quantized(WIDE, dict.fromkeys(names, scheme), outlier_columns={}, dtype=torch.float32)
     fill(coded, (weights | codes).items())
     tokens = torch.arange(24).view(2, 12)
     plain = model(tokens)

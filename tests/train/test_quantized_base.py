@@ -17,7 +17,7 @@ from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.kernels.weight_codes import quantize_matrix, relative_error
 from meshwright.model.hub import export_folder
 from meshwright.model.quantized_formats.folder_quantization import is_quantized
-from meshwright.model.quantized_weights import QuantizedWeight, frozen_codes, place
+from meshwright.model.quantized_weights import QuantizedWeight, frozen_codes, quantized_name
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.spec import Plan
 from meshwright.spec.errors import CheckpointError, HubError, PlanError
@@ -63,7 +63,7 @@ def restored_twin(folder: Path, to: Path, asked: Plan) -> str:
     def weights() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in base_weights(asked, torch.float32):
             if isinstance(tensor, QuantizedMatrix):
-                coded = found.get_submodule(place(name))
+                coded = found.get_submodule(quantized_name(name))
                 assert isinstance(coded, QuantizedWeight)
                 yield name, coded.matrix.dequantized()
             else:
@@ -90,7 +90,7 @@ def test_its_codes_are_the_frozen_base(files: Path, form: str, scheme: str, more
     held = frozen_codes([state.engine.model], asked.model)
     assert len(held) == 14
     for name, one in held.items():
-        there = opened.get_submodule(place(name))
+        there = opened.get_submodule(quantized_name(name))
         assert all(torch.equal(tensor, there.get_buffer(part)) for part, tensor in one.named_buffers()), name
     counted = memory(asked.model, asked.layout, "fp32")["step"]
     assert kept_bytes.memory(state.engine, state.optimizer) == {k: v for k, v in counted.items() if k != "gradients"}

@@ -116,7 +116,9 @@ def _open_quantized(path: Path, dtype: str | None) -> TrainedModel:
     folder = import_folder(path, quantized=True)
     found = open_quantized(folder)
     wanted = DTYPES[dtype] if dtype else folder.dtype
-    model = build_quantized(folder.shape, found.schemes, kept=found.kept, dtype=wanted, device=pick_device())
+    model = build_quantized(
+        folder.shape, found.schemes, outlier_columns=found.outlier_columns, dtype=wanted, device=pick_device()
+    )
     fill(model, decoded_parts(path, found))
     return _with_tokenizer(model, folder, path)
 

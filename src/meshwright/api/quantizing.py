@@ -231,7 +231,7 @@ def quantize(
         assert before is not None and text is not None
         peaks = column_peaks(before.opened.model, text.calibration, whole_model.schemes)
         columns = outlier_columns(peaks, taken.threshold)
-        whole_model = replace(whole_model, kept={name: len(found) for name, found in columns.items()})
+        whole_model = replace(whole_model, outlier_columns={name: len(found) for name, found in columns.items()})
     if limit is not None:
         assert before is not None and text is not None
         whole_model = within_budget(whole_model, taken, limit, FORMATS[format], before.model, text.calibration)
@@ -277,7 +277,7 @@ def _as_gguf(
     measured, errors = BeforeQuantized(path, checkpoint, text).against(target, names) if text else (None, {})
     return QuantizeAnswer(
         run=target, original=path, scheme=name, format=GGUF, bytes=written, predicted_bytes=plan.bytes,
-        bytes_before=model_bytes(QuantizedModel(shape=original.shape, schemes={}, kept={}, dtype=wanted)),
+        bytes_before=model_bytes(QuantizedModel(shape=original.shape, schemes={}, outlier_columns={}, dtype=wanted)),
         quality=measured, max_kl=taken.max_kl if max_kl is None else max_kl, skipped=kept,
         layers=tuple(_record(one, errors) for one in layers), quantized_parameters=plan.coded, note=plan.note,
     )  # fmt: skip
@@ -286,7 +286,7 @@ def _as_gguf(
 def _chosen(original: OriginalModel, scheme: Scheme, keep: Sequence[str], dtype: torch.dtype) -> QuantizedModel:
     """Every matrix but those that are kept; ArgumentError for a pattern without one."""
     schemes = dict.fromkeys(matrices_left(original, keep), scheme)
-    return QuantizedModel(shape=original.shape, schemes=schemes, kept={}, dtype=dtype)
+    return QuantizedModel(shape=original.shape, schemes=schemes, outlier_columns={}, dtype=dtype)
 
 
 def _record(one: QuantizedLayer, errors: Mapping[str, float]) -> LayerRecord:

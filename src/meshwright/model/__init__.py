@@ -2,11 +2,11 @@
 
 transformer      embed, blocks, norm, head; the file to read first
 attention, rope, mlp, moe, norm, linear     the parts of a block
-seams            every place at which something else may be put
-low_rank, quantized_weights, fake_quantized     other weights in these places
-init             first weights
-generate, kv_cache, prompt_batch     text from a model, one prompt or several
-hub, gguf, quantized_formats     folders and files of others
+seams            every point where a layout replaces the arithmetic
+low_rank, quantized_weights, fake_quantized     other kinds of weights in these layers
+init             initial weights
+generate, kv_cache, prompt_batch     text generation, for one prompt or several
+hub, gguf, quantized_formats     folders and files of other software
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cache", "Generation", "Loss", "Sampling", "Transformer", "build"]
 
-# Loaded when they are asked for: configs of folders are read without torch.
+# Loaded on first use: the configs of folders are read without torch.
 __getattr__ = lazy_names(__name__, {
     "Cache": "kv_cache", "Generation": "generate", "Loss": "transformer", "Sampling": "generate",
     "Transformer": "transformer", "build": "transformer",

@@ -1,4 +1,4 @@
-"""Self-attention: grouped-query (MHA and MQA are its ends) and multi-head latent.
+"""Self-attention: grouped-query (with MHA and MQA as its extremes) and multi-head latent.
 
 Letters: B batch, S sequence, D hidden, H query heads, K key heads, E head_dim.
 """
@@ -22,8 +22,10 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What layers need to know about positions: the mask, rotary tables (None with learned positions), and (B, S) which
-    of them fill a row up (None = none), for the balance loss of experts."""
+    """Positions as the layers need them: the mask and the rotary tables (None with learned positions).
+
+    `padding` (B, S) marks padding for the balance loss of experts. None = there is none.
+    """
 
     mask: Mask
     cos: Tensor | None = None
@@ -32,7 +34,7 @@ class AttentionMetadata:
 
 
 class AttentionBase(nn.Module):
-    """What both kinds end with: attention of queries over keys and values, and the product with its result."""
+    """Common end of both kinds: attention of queries over keys and values, and the output product."""
 
     o: Linear
     scale: float
@@ -42,11 +44,11 @@ class AttentionBase(nn.Module):
         self.shape, self.kernels, self.seams, self.dropout = shape, kernels, seams, dropout
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
-        """q (B, S, H, E), k and v of the same positions -> (B, S, D)."""
+        """Map q (B, S, H, E), and k and v of the same positions, to (B, S, D)."""
         return write(self.seams.dense, self.over_past(q, k, v, metadata, cache).flatten(2), self.o)
 
     def over_past(self, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata, cache: Past | None) -> Tensor:
-        """The same before the last product: (B, S, H, width of values)."""
+        """Attend like `attended`, without the output product. Returns (B, S, H, width of values)."""
         attend = self.seams.attend or self.kernels.attend
         if cache is not None:
             return cache.attend(attend, q, k, v, metadata.mask, scale=self.scale)
@@ -70,12 +72,12 @@ class Attention(AttentionBase):
 
     @property
     def held_key_heads(self) -> int:
-        """Key heads that are here: all, or those of a part of the model."""
+        """Number of key heads held here: all, or those of a part of the model."""
         width = self.shape.head_dim
         return held_rows(self.k, self.shape.kv_heads * width) // width
 
     def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
-        """x (B, S, D) -> (B, S, D)."""
+        """Map x (B, S, D) to (B, S, D)."""
         parts = read(self.seams.dense, x, self.q, self.k, self.v)
         q, k, v = (part.unflatten(-1, (-1, self.shape.head_dim)) for part in parts)
         if cache is None or not self._turned_by(cache, q, k, v, metadata):
@@ -86,7 +88,7 @@ class Attention(AttentionBase):
         return self.attended(q, k, v, metadata, cache)
 
     def _turned_by(self, cache: Past, q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> bool:
-        """Whether the cache normed and turned q and k in their place, in one pass with what it keeps."""
+        """Return True if the cache normed and rotated q and k in place, in one pass with storing k and v."""
         if metadata.cos is None or metadata.sin is None:
             return False
         norms = None
@@ -98,7 +100,7 @@ class Attention(AttentionBase):
 
 
 class LatentAttention(AttentionBase):
-    """Multi-head latent attention: keys and values of all heads from one low-rank vector, one rotary key for all."""
+    """Multi-head latent attention: keys and values of all heads from one low-rank vector, and one rotary key."""
 
     def __init__(self, shape: ModelShape, kernels: Kernels, seams: Seams, dropout: float) -> None:
         super().__init__(shape, kernels, seams, dropout)
@@ -118,7 +120,7 @@ class LatentAttention(AttentionBase):
         self.scale = (mla.nope_dim + mla.rope_dim) ** -0.5 * softmax_factor(shape)
 
     def forward(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> Tensor:
-        """x (B, S, D) -> (B, S, D)."""
+        """Map x (B, S, D) to (B, S, D)."""
         mla = self.mla
         q, low = read(self.seams.dense, x, self.q_down if mla.q_rank else self.q, self.kv_down)
         q = self.q_up(self.q_norm(q)) if mla.q_rank else q
@@ -126,9 +128,11 @@ class LatentAttention(AttentionBase):
         q_nope, q_rope = q.split((mla.nope_dim, mla.rope_dim), dim=-1)
         latent, k_rope = low.split((mla.kv_rank, mla.rope_dim), dim=-1)
         low = self.kv_norm(latent)
+        # A cache of the low rank is smaller than one of keys and values, which are then never made.
         over_low = cache is not None and cache.low_rank
         kv = low if over_low else self.kv_up(low)
         pair = (q_rope, k_rope.unsqueeze(2))
+        # Not in place: both are views of tensors that the backward pass reads.
         q_rope, k_rope = self.kernels.rotate_pair(
             *pair, metadata.cos, metadata.sin, self.shape.rope_interleaved, in_place=False
         )
@@ -141,30 +145,33 @@ class LatentAttention(AttentionBase):
 
     @property
     def held_key_heads(self) -> int:
-        """As those of Attention, where keys and values of every head are kept."""
+        """Number of key heads held here, where keys and values of every head are cached."""
         width = self.mla.nope_dim + self.mla.v_dim
         return held_rows(self.kv_up, self.shape.heads * width) // width
 
     @property
     def folds_keys(self) -> bool:
-        """Whether what makes keys and values may be multiplied into queries and results: it is a matrix."""
+        """True if the matrix of keys and values may be multiplied into queries and outputs."""
         return is_plain(self.kv_up)
 
     def attended_low(
         self, q: tuple[Tensor, Tensor], k: tuple[Tensor, Tensor], metadata: AttentionMetadata, cache: Past
     ) -> Tensor:
-        """As `attended`, over the low rank (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): with c the low rank of a
-        position, q (W_k c) = (W_k^T q) c, and sums of W_v c are W_v times sums of c.
+        """Attend over the low rank (DeepSeek-V2, arXiv:2405.04434, section 2.1.2). Returns (B, S, D).
 
-        q: without and with rotation (B, S, H, width); k: low rank and rotary key (B, S, 1, width).
+        With c the low rank of a position, q (W_k c) = (W_k^T q) c, and sums of W_v c are W_v times sums of c.
+
+        Args:
+            q: Queries without and with rotation, (B, S, H, width) each.
+            k: Low rank and rotary key, (B, S, 1, width) each.
         """
         mla = self.mla
         matrix = self.kv_up.weight.view(-1, mla.nope_dim + mla.v_dim, mla.kv_rank)
-        of_keys, of_values = matrix.split((mla.nope_dim, mla.v_dim), dim=1)
-        low = _folded("bshn,hnr->bshr", q[0], of_keys)
+        key_matrix, value_matrix = matrix.split((mla.nope_dim, mla.v_dim), dim=1)
+        low = _folded("bshn,hnr->bshr", q[0], key_matrix)
         keys = torch.cat(k, dim=-1)
         summed = self.over_past(torch.cat((low, q[1]), dim=-1), keys, keys[..., : mla.kv_rank], metadata, cache)
-        out = _folded("bshr,hvr->bshv", summed, of_values)
+        out = _folded("bshr,hvr->bshv", summed, value_matrix)
         return write(self.seams.dense, out.flatten(2), self.o)
 
 

@@ -1,9 +1,10 @@
-"""Weights that are rounded in every product, and trained all the same (quantization-aware training).
+"""Quantization-aware training: weights that are rounded in every product.
 
-    forward    y = x Q(W)^T        Q(W): what the codes of W stand for, by the function that writes them; of int8 Q(x)
+    forward    y = x Q(W)^T        Q(W): W written as codes and read back, by the code that exports it; for int8 also
+    Q(x)
     backward   dL/dW = dL/dQ(W)    the straight-through estimator (Bengio et al. 2013, arXiv:1308.3432)
 
-W keeps the small steps of the optimizer. What is exported is codes of the last W: those that the last product had.
+W keeps the small steps of the optimizer. The export holds the codes of the last W, those of the last product.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +25,11 @@ from meshwright.spec.quantization_schemes import SCHEMES, Scheme
 from meshwright.spec.shape import ModelShape
 
 Coding = Callable[[Tensor], QuantizedMatrix]
-"""A matrix (N, K), or a stack (X, N, K), -> its codes."""
+"""Function from a matrix (N, K), or a stack (X, N, K), to its codes."""
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Q(W), with the gradient of W. It gets none where that is left for later."""
+    """Q(W) with the gradient of W. There is none where it is deferred."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, code: Coding) -> Tensor:
@@ -41,15 +42,17 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def straight_through(weight: Tensor, scheme: Scheme, part: MatrixPart | None = None) -> Tensor:
-    """What a matrix (N, K), or each of a stack, is when it is written in a scheme and read back, in its own dtype;
-    differentiable. `part`: where it is a part of a matrix that is rounded as a whole."""
+    """Return a matrix (N, K), or a stack of them, written in a scheme and read back in its own dtype.
+
+    Differentiable. `part` describes a part of a matrix that is rounded as a whole.
+    """
     code = part.coded if part else lambda whole: coded(whole, scheme)
-    found: Tensor = _StraightThrough.apply(weight, code)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return stand_for(found, weight)
+    restored: Tensor = _StraightThrough.apply(weight, code)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return stand_for(restored, weight)
 
 
 class _RoundedRows(torch.autograd.Function):
-    """Q(x), with the gradient of x."""
+    """Q(x) with the gradient of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, largest: Largest | None) -> Tensor:
@@ -63,44 +66,48 @@ class _RoundedRows(torch.autograd.Function):
 
 
 def rounded_rows(x: Tensor, largest: Largest | None = None) -> Tensor:
-    """What 8-bit products make of activations (..., K): whole numbers with a scale for each row, in x's dtype;
-    differentiable. `largest`: where other ranks hold parts of the rows."""
-    found: Tensor = _RoundedRows.apply(x, largest)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    """Round activations (..., K) as 8-bit products do: integers with a scale per row, in the dtype of x.
+
+    Differentiable. `largest` finds the maximum of rows of which other ranks hold parts.
+    """
+    rounded: Tensor = _RoundedRows.apply(x, largest)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return rounded
 
 
 class FakeQuantized:
-    """The Weight of a layer, or of a stack of experts, whose matrix is rounded in each product."""
+    """Weight of a layer, or of a stack of experts, whose matrix is rounded in each product."""
 
     adds_bias = False
 
     def __init__(self, scheme: Scheme, part: MatrixPart | None = None, over_inputs: Largest | None = None) -> None:
-        """`part`: as straight_through's; `over_inputs`: as rounded_rows'."""
+        """Set the scheme. `part` is that of straight_through, `over_inputs` the `largest` of rounded_rows."""
         self.scheme, self.part, self.over_inputs = scheme, part, over_inputs
 
     def read(self, x: Tensor) -> Tensor:
-        """The input, rounded token by token where the scheme's products round it."""
+        """Return the input, rounded token by token where the scheme's products round it."""
         return rounded_rows(x, self.over_inputs) if self.scheme.activations == "int8" else x
 
     def matrices(self, weight: Matrix) -> Sequence[Matrix]:
-        """The rounded one."""
+        """Return the rounded matrix."""
         assert isinstance(weight, Tensor), "codes are not trained"
         return (straight_through(weight, self.scheme, self.part),)
 
-    def alone(self, weight: Tensor) -> Tensor | None:
-        """The same, where the input is not rounded."""
+    def sole_matrix(self, weight: Tensor) -> Tensor | None:
+        """Return the rounded matrix, or None if the input is rounded too."""
         return None if self.scheme.activations == "int8" else straight_through(weight, self.scheme, self.part)
 
-    def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
-        """The product."""
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+        """Return the product."""
         return products[0]
 
 
 def put_fake_quantization(
     models: Iterable[nn.Module], shape: ModelShape, scheme: str, cut: Mapping[str, FakeQuantized] | None = None
 ) -> None:
-    """Have parts of a model round every matrix that `meshwright quantize` rounds. `cut`: how, of those of which other
-    ranks hold parts, by name."""
+    """Make parts of a model round every matrix that `meshwright quantize` rounds.
+
+    `cut` has the rounding, by name, of matrices of which other ranks hold parts.
+    """
     named = {name: module for model in models for name, module in model.named_modules()}
     for name in quantizable(shape):
         rounding = (cut or {}).get(name) or FakeQuantized(SCHEMES[scheme])

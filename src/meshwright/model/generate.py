@@ -1,4 +1,4 @@
-"""Text from a model, one token at a time, with cached keys and values."""
+"""Text generation, one token at a time, with cached keys and values."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,18 +12,18 @@ from meshwright.model.transformer import Transformer
 from meshwright.spec.errors import PlanError, RunError
 
 LEAST_TEMPERATURE = 1e-6
-"""Below it temperatures differ by less than the rounding of fp32 logits, and dividing by them would overflow."""
+"""Least temperature. Below it, differences vanish in the rounding of fp32 logits, and the division overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 = greedy."""
+    """Choice of the next token. temperature 0 = greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
-    """Only the k likeliest; 0 = all."""
+    """Number of likeliest tokens to choose from. 0 = all."""
     top_p: float = 1.0
-    """Only the likeliest that together reach p (Holtzman et al. 2020, arXiv:1904.09751)."""
+    """Probability that the likeliest tokens to choose from must reach (Holtzman et al. 2020, arXiv:1904.09751)."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -39,14 +39,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """New tokens, and the log-probability the model (untempered) gave each."""
+    """New tokens and the model's log-probability (untempered) of each."""
 
     ids: list[int]
     logprobs: list[float]
 
 
 def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token from logits (V,) fp32. RunError: they are no numbers."""
+    """Choose the next token from logits (V,) fp32. Raises RunError when they are not numbers."""
     if sampling.temperature == 0:
         return int(logits.argmax())
     logits = (logits - logits.max()) / max(sampling.temperature, LEAST_TEMPERATURE)
@@ -64,7 +64,7 @@ def pick(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
 
 
 def broken() -> RunError:
-    """What is raised where the weights of a model make no numbers."""
+    """Return the error for a model whose logits are not numbers."""
     return RunError(
         "the model's logits are no numbers (NaN or infinite): its weights are broken; take another checkpoint"
     )
@@ -80,9 +80,10 @@ def generate(
     stop_ids: Sequence[int] = (),
     on_token: Callable[[int], None] | None = None,
 ) -> Generation:
-    """Continue a prompt of at least one token; ends at max_new_tokens, a stop token (kept), or the last position.
+    """Continue a prompt of at least one token.
 
-    Without dropout, whatever mode the model is in; the mode is put back. PlanError, RunError (as `pick`).
+    Ends at max_new_tokens, at a stop token (included), or at the model's last position. Runs without dropout and
+    restores the model's mode afterwards. Raises PlanError, and RunError as `pick` does.
     """
     check_prompt(model, prompt_ids, max_new_tokens)
     training = model.training
@@ -105,7 +106,7 @@ def _continue(
     generator = torch.Generator().manual_seed(sampling.seed)
     cache = Cache(model.shape.layers)
     fed = torch.tensor([list(prompt_ids)], device=device)
-    found = Generation(ids=[], logprobs=[])
+    generation = Generation(ids=[], logprobs=[])
     room = model.shape.max_positions - len(prompt_ids) + 1
     for _ in range(min(max_new_tokens, room)):
         x, _ = model.hidden(fed, cache=cache)
@@ -114,18 +115,18 @@ def _continue(
         logprob = float(logits.log_softmax(0)[token])
         if math.isnan(logprob):
             raise broken()
-        found.ids.append(token)
-        found.logprobs.append(logprob)
+        generation.ids.append(token)
+        generation.logprobs.append(logprob)
         if on_token:
             on_token(token)
         if token in stop_ids:
             break
         fed = torch.tensor([[token]], device=device)
-    return found
+    return generation
 
 
 def check_prompt(model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int = 0) -> None:
-    """PlanError where nothing can be made of it."""
+    """Raise PlanError if the model cannot continue the prompt."""
     if not prompt_ids:
         raise PlanError("the prompt is empty: give at least one token")
     if max_new_tokens < 0:

@@ -1,6 +1,8 @@
-"""Initial weights: every tensor's distribution as a table. They depend on (seed, parameter name, place in the tensor)
-alone, so any layout of any size starts from the same numbers. They are drawn where the tensor is: a GPU's generator
-gives other numbers than a CPU's."""
+"""Initial weights.
+
+They depend only on the seed, the parameter's name and the position in the tensor, so any layout starts from the same
+numbers. They are drawn on the tensor's device, and a GPU's generator differs from a CPU's.
+"""
 
 import hashlib
 import math
@@ -13,20 +15,23 @@ from meshwright.spec.shape import ModelShape
 
 
 def width_deviation(hidden: int) -> float:
-    """sqrt(2 / (5 D)), "small init" (Nguyen and Salazar 2019, arXiv:1910.05895): 0.02 at D = 1000, 0.056 at D = 128.
+    """Return sqrt(2 / (5 D)), "small init" (Nguyen and Salazar 2019, arXiv:1910.05895).
 
-    GPT-2's fixed 0.02 is the same at its width, and far too small for a narrow model, which then learns late.
+    It is 0.02 at D = 1000 and 0.056 at D = 128. GPT-2's fixed 0.02 is far too small for a narrow model, which then
+    learns late.
     """
     return math.sqrt(2 / (5 * hidden))
 
 
 ZERO = ("lora.b", "lora.magnitude")
-"""Of adapters: B, so that they begin as nothing, and the lengths of rows, which are measured later
-(parallel/apply.py). A has the deviation of PEFT's uniform numbers, 1 / sqrt(3 in)."""
+"""Adapter parameters that start at zero: B, so an adapter starts as nothing, and the magnitudes.
+
+Magnitudes are measured later (parallel/apply.py). A has the deviation of PEFT's uniform numbers, 1 / sqrt(3 in).
+"""
 
 
 def standard_deviation(name: str, shape: ModelShape) -> float | None:
-    """Standard deviation of a parameter's normal distribution; None = ones or zeros (norms, biases).
+    """Return the standard deviation of a parameter's normal distribution. None = ones or zeros (norms, biases).
 
     The two matrices that write into the residual stream are scaled by 1/sqrt(2 L), as in GPT-2.
     """
@@ -38,24 +43,28 @@ def standard_deviation(name: str, shape: ModelShape) -> float | None:
 
 
 BLOCK_ELEMENTS = 2**20
-"""Rows of about so many elements are drawn at a time, each run from a generator of its own: a rank that holds some rows
-draws little more than those."""
+"""Approximate number of elements drawn at a time, in whole rows.
+
+Each such block has its own generator, so a rank that holds some rows draws little more than those.
+"""
 
 
 LAUNCH_ELEMENTS = 2**15
-"""On a GPU a generator gives a thread of each launch its own numbers. So many elements are threads enough for no GPU to
-cut the launch, so that all GPUs draw the same."""
+"""Elements drawn per launch on a GPU.
+
+A generator gives each thread of a launch its own numbers. No GPU splits a launch of this size, so all draw the same.
+"""
 
 
 def generator_for(seed: int, name: str, block: int = 0, device: torch.device | None = None) -> torch.Generator:
-    """A generator seeded by a hash of (seed, name, run of rows), whatever the order or number of layers."""
+    """Return a generator seeded by a hash of (seed, name, block of rows), independent of the order of layers."""
     key = f"{seed}:{name}:{block}" if block else f"{seed}:{name}"
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return torch.Generator(device or "cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def _drawn(size: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
-    """Normal numbers in fp32, on the generator's device."""
+def _normal(size: Sequence[int], deviation: float, generator: torch.Generator) -> Tensor:
+    """Return normal numbers in fp32, on the generator's device."""
     whole = torch.empty(size, device=generator.device)
     pieces = (whole,) if whole.device.type == "cpu" else whole.view(-1).split(LAUNCH_ELEMENTS)
     for piece in pieces:
@@ -66,8 +75,10 @@ def _drawn(size: Sequence[int], deviation: float, generator: torch.Generator) ->
 def fill_initial(
     part: Tensor, name: str, shape: ModelShape, seed: int, *, whole: Sequence[int], offsets: Sequence[int] | None = None
 ) -> None:
-    """Give `part`, the box at `offsets` of a parameter of size `whole`, its initial values, drawn where it is. At most
-    a run of rows is alive beside it."""
+    """Fill `part`, the box at `offsets` of a parameter of size `whole`, with its initial values.
+
+    They are drawn on its device. At most one block of rows is allocated beside it.
+    """
     deviation = standard_deviation(name, shape)
     if deviation is None:
         part.fill_(0.0 if name.endswith((".bias", *ZERO)) else 1.0)
@@ -80,6 +91,6 @@ def fill_initial(
     first, last = offsets[0], offsets[0] + len(part)
     for block in range(first // rows, -(-last // rows)):
         start, end = block * rows, min((block + 1) * rows, whole[0])
-        drawn = _drawn((end - start, *whole[1:]), deviation, generator_for(seed, name, block, part.device))
+        block_values = _normal((end - start, *whole[1:]), deviation, generator_for(seed, name, block, part.device))
         here = slice(max(start, first), min(end, last))
-        part[here.start - first : here.stop - first] = drawn[here.start - start : here.stop - start][:, *inside]
+        part[here.start - first : here.stop - first] = block_values[here.start - start : here.stop - start][:, *inside]

@@ -1,4 +1,4 @@
-"""Keys and values of the past, so that one new token costs one token's work."""
+"""Keys and values of past tokens, so a new token costs one token's work."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,38 +9,42 @@ from torch import Tensor
 from meshwright.kernels.attention import Mask
 
 Norms = tuple[Tensor, Tensor, float]
-"""Of queries and keys: weights (E,) of each, and what is added to mean squares."""
+"""Norms of queries and keys: the weights (E,) of each, and the epsilon."""
 
 
 class Past(Protocol):
-    """What one layer keeps of the past. It owns attention over itself, so that how it is kept is its own affair."""
+    """Past of one layer. It runs attention over itself, so its memory format is private."""
 
     @property
     def low_rank(self) -> bool:
-        """Whether latent attention keeps its low rank here: one head of keys for all, whose first dims are the values.
-        Else it keeps the keys and values of every head."""
+        """True if latent attention stores its low rank here: one key head for all, whose first dims are the values.
+
+        Otherwise the keys and values of every head are stored.
+        """
 
     @property
     def length(self) -> int:
-        """Positions held."""
+        """Number of positions stored."""
 
     def turn(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
     ) -> bool:  # fmt: skip
-        """Norm and turn q and k (B, S, heads, E) in their own memory, and keep k and v, so that `attend` need not.
-        False where the caller must turn them itself. `norms`: weights (E,) of the norms of q and k, and their eps."""
+        """Norm and rotate q and k (B, S, heads, E) in place, and store k and v ahead of `attend`.
+
+        Returns False if the caller must do so itself. `norms`: weights (E,) of the norms of q and k, and their epsilon.
+        """
 
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
     ) -> Tensor:
-        """Keeps k and v of S new positions; q (B, S, H, E) over all so far -> (B, S, H, V). `attend`: the kernel."""
+        """Store k and v of S new positions and attend with q (B, S, H, E) over all so far. Returns (B, S, H, V)."""
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows (B',) of the batch; one may be there several times."""
+        """Continue with these rows (B',) of the batch. A row may repeat."""
 
 
 class LayerCache:
-    """Past keys and values of one layer, in buffers that double when full. Tensors (B, T, K, E)."""
+    """Past keys and values of one layer, (B, T, K, E), in buffers that double when full."""
 
     low_rank = False
 
@@ -52,17 +56,17 @@ class LayerCache:
     def turn(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, norms: Norms | None
     ) -> bool:  # fmt: skip
-        """As Past: never."""
+        """Return False: the caller rotates."""
         return False
 
     def attend(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float
     ) -> Tensor:
-        """As Past."""
+        """Store k and v and call the kernel `attend` over all positions."""
         return attend(q, *self.extend(k, v), mask, scale=scale)
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append S new positions; returns all keys and values so far."""
+        """Append S new positions and return all keys and values so far."""
         end = self.length + keys.shape[1]
         self._keys = self._put(self._keys, keys, end)
         self._values = self._put(self._values, values, end)
@@ -70,7 +74,7 @@ class LayerCache:
         return self._keys[:, :end], self._values[:, :end]
 
     def select(self, rows: Tensor) -> None:
-        """As Past."""
+        """Continue with these rows (B',) of the batch. A row may repeat."""
         self._keys = None if self._keys is None else self._keys[rows]
         self._values = None if self._values is None else self._values[rows]
 
@@ -85,17 +89,17 @@ class LayerCache:
 
 
 class Cache:
-    """The past of each layer; by default LayerCaches."""
+    """Past of every layer, by default as LayerCache."""
 
     def __init__(self, layers: int, make: Callable[[], Past] = LayerCache) -> None:
         self.layers: Sequence[Past] = [make() for _ in range(layers)]
 
     @property
     def length(self) -> int:
-        """Positions held."""
+        """Number of positions stored."""
         return self.layers[0].length
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows (B',) of the batch; one may be there several times."""
+        """Continue with these rows (B',) of the batch. A row may repeat."""
         for layer in self.layers:
             layer.select(rows)

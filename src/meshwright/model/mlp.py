@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: gated (SwiGLU) or plain (GELU)."""
+"""Feed-forward half of a block: gated (SwiGLU) or plain (GELU). Letters: D hidden, F width of the feed-forward."""
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from meshwright.spec.shape import ModelShape
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """Gated feed-forward: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, hidden: int, ffn: int, kernels: Kernels, border: Border, bias: bool = False) -> None:
         super().__init__()
@@ -19,15 +19,15 @@ class GatedMLP(nn.Module):
         self.kernels, self.border = kernels, border
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) -> (..., D)."""
+        """Map x (..., D) to (..., D)."""
         return self.finish(*self.begin(x))
 
     def begin(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What `finish` takes: the gate and what it is for, (..., F) each."""
+        """Return the arguments of `finish`: gate and up, (..., F) each."""
         return read(self.border, x, self.gate, self.up)
 
     def finish(self, gate: Tensor, up: Tensor) -> Tensor:
-        """-> (..., D)."""
+        """Map gate and up to the output (..., D)."""
         weight = None if self.border.prepared is not None else sole_matrix(self.down)
         if weight is None:
             return write(self.border, self.kernels.swiglu(gate, up), self.down)
@@ -37,7 +37,7 @@ class GatedMLP(nn.Module):
 
 
 class PlainMLP(nn.Module):
-    """down(gelu(up(x)))."""
+    """Feed-forward without a gate: down(gelu(up(x)))."""
 
     def __init__(self, hidden: int, ffn: int, kernels: Kernels, border: Border, bias: bool, approximate: str) -> None:
         super().__init__()
@@ -46,25 +46,25 @@ class PlainMLP(nn.Module):
         self.kernels, self.border, self.approximate = kernels, border, approximate
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., D) -> (..., D)."""
+        """Map x (..., D) to (..., D)."""
         return self.finish(*self.begin(x))
 
     def begin(self, x: Tensor) -> tuple[Tensor, ...]:
-        """What `finish` takes: (..., F)."""
+        """Return the argument of `finish`, (..., F)."""
         return read(self.border, x, self.up)
 
     def finish(self, up: Tensor) -> Tensor:
-        """-> (..., D)."""
+        """Map up to the output (..., D)."""
         return write(self.border, self.kernels.gelu(up, self.approximate), self.down)
 
 
 def make_mlp(shape: ModelShape, kernels: Kernels, border: Border, ffn: int, bias: bool) -> "GatedMLP | PlainMLP":
-    """The dense feed-forward of a shape, `ffn` wide."""
+    """Build the dense feed-forward of a shape, `ffn` wide."""
     if shape.mlp == "swiglu":
         return GatedMLP(shape.hidden, ffn, kernels, border, bias)
     return PlainMLP(shape.hidden, ffn, kernels, border, bias, gelu_form(shape))
 
 
 def gelu_form(shape: ModelShape) -> str:
-    """What F.gelu calls the form of a shape without a gate."""
+    """Return F.gelu's `approximate` for a shape without a gate."""
     return "tanh" if shape.mlp == "gelu_tanh" else "none"

@@ -1,6 +1,7 @@
 """Mixture of experts: a router, stacked experts, shared experts and the balance loss.
 
-Dropless: every token reaches its top_k experts, however uneven. Letters: N tokens, D hidden, X experts, F expert ffn.
+Dropless: every token reaches its top_k experts, however uneven the load.
+Letters: B batch, S sequence, N = B S tokens, D hidden, k experts per token, X experts, R rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from meshwright.spec.shape import ModelShape, MoEShape
 
 
 class Router(nn.Module):
-    """Scores every expert in fp32 and picks top_k of them a token."""
+    """Router: scores all experts in fp32 and picks top_k of them per token."""
 
     correction_bias: Tensor
 
@@ -35,7 +36,10 @@ class Router(nn.Module):
             self.register_buffer("correction_bias", torch.zeros(moe.experts, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (N, D) -> weights (N, k) fp32, experts (N, k) int64, all scores (N, X) fp32 that sum to 1 a token."""
+        """Route tokens x (N, D).
+
+        Returns weights (N, k) fp32, experts (N, k) int64 and all scores (N, X) fp32, which sum to 1 per token.
+        """
         logits = x.float() @ self.weight.float().t()
         scores = logits.softmax(-1) if self.moe.scoring == "softmax" else logits.sigmoid()
         experts = self._choose(scores)
@@ -47,21 +51,22 @@ class Router(nn.Module):
         return weights * self.moe.routed_scale, experts, probabilities
 
     def _choose(self, scores: Tensor) -> Tensor:
-        """Indices (N, k). With groups: a group counts as its two best experts, the rest is out of the choice."""
+        """Return the indices (N, k) of the chosen experts. A group of experts ranks by the sum of its two best."""
         moe, choice = self.moe, scores.detach()
         if moe.correction_bias:
             choice = choice + self.correction_bias
         if moe.groups > 1:
+            # Experts outside the top_groups groups cannot be chosen (DeepSeek-V3, section 2.1.2).
             grouped = choice.view(len(choice), moe.groups, -1)
             strength = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
             best = strength.topk(moe.top_groups, dim=-1).indices
-            kept = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, best, True)
-            choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+            allowed = torch.zeros_like(strength, dtype=torch.bool).scatter_(1, best, True)
+            choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
         return choice.topk(moe.top_k, dim=-1).indices
 
 
 class Experts(nn.Module):
-    """X feed-forwards as three stacked matrices, or two without a gate; the product over runs of rows is a kernel."""
+    """X feed-forwards as three stacked matrices, or two without a gate. A kernel multiplies runs of rows."""
 
     def __init__(self, shape: ModelShape, moe: MoEShape, kernels: Kernels, seams: Seams) -> None:
         super().__init__()
@@ -73,21 +78,24 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(moe.experts, shape.hidden, moe.ffn))
         self.kernels, self.seams = kernels, seams
         self.rounding: dict[str, Weight] = {}
-        """Of stacks that are rounded in each product, by name."""
+        """Weights of stacks that are rounded in each product, by name."""
         self.beside: BesideStacks | None = None
 
     def forward(self, *sent: Any) -> Any:
-        """What Dispatch.send has made of rows -> what Dispatch.receive takes."""
+        """Map what Dispatch.send returned to the argument of Dispatch.receive."""
         return self.seams.dispatch.compute(self, *sent)
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Where all experts are here: rows (N k, D) sorted by expert, counts (X,) rows of each expert -> (N k, D)."""
+        """Map rows (N k, D), sorted by expert, to (N k, D) where all experts are here.
+
+        counts (X,) are the rows of each expert.
+        """
         if self.up is not None and keeps_counts(rows, self.up, self.kernels.prefer):
             return self.feed_forward(rows, counts)
         return self.feed_forward(rows, self.seams.counts_on_host(counts.unsqueeze(0), len(rows))[0])
 
     def stacks(self, pieces: int = 1) -> list[tuple["ExpertStack", ...]]:
-        """The matrices that each of so many equal parts of the experts has: (gate,) up, down."""
+        """Return the matrices (gate,) up, down of each of `pieces` equal parts of the experts."""
         held = [self._stack(name).parts(pieces) for name in (("gate",) if self.gated else ()) + ("up", "down")]
         return list(zip(*held, strict=True))
 
@@ -103,8 +111,10 @@ class Experts(nn.Module):
         return ExpertStack(held if quantized is None else quantized.matrix, low, scale, drops, name=name)
 
     def feed_forward(self, rows: Tensor, counts: Counts, stacks: Sequence["ExpertStack"] = ()) -> Tensor:
-        """Experts that are held here, all or those of `stacks`: rows (R, D) sorted by them, counts rows of each ->
-        (R, D)."""
+        """Map rows (R, D), sorted by expert, to (R, D) with all experts held here, or with those of `stacks`.
+
+        `counts` are the rows of each expert.
+        """
         *first, down = stacks or self.stacks()[0]
         more = None
         if self.beside is not None:
@@ -115,81 +125,83 @@ class Experts(nn.Module):
         return self._product(down.read(inner), down, counts, more)
 
     def _product(self, rows: Tensor, stack: "ExpertStack", counts: Counts, more: "AddedProducts | None") -> Tensor:
-        found = self._plain_product(rows, stack, counts)
-        return found if more is None else more.added(stack, rows, found)
+        product = self._plain_product(rows, stack, counts)
+        return product if more is None else more.added(stack, rows, product)
 
     def _plain_product(self, rows: Tensor, stack: "ExpertStack", counts: Counts) -> Tensor:
-        product = self.kernels.expert_linear
+        multiply = self.kernels.expert_linear
         if isinstance(stack.matrices, QuantizedMatrix):
             assert not isinstance(counts, Tensor)
-            found = quantized_expert_linear(rows, stack.matrices, counts, self.kernels.quantized_linears)
+            product = quantized_expert_linear(rows, stack.matrices, counts, self.kernels.quantized_linears)
         else:
-            found = product(rows, stack.matrices, counts)
+            product = multiply(rows, stack.matrices, counts)
         if not stack.low:
-            return found
+            return product
         a, b = stack.low
         dropped = dropout(rows, stack.dropout, self.training)
-        low: Tensor = product(product(dropped, a, counts) * stack.scale, b, counts)
-        return found + low
+        low: Tensor = multiply(multiply(dropped, a, counts) * stack.scale, b, counts)
+        return product + low
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """Matrices (X, out, in) of experts, and their adapter (model/low_rank.py): A (X, rank, in), B (X, out, rank)."""
+    """Matrices (X, out, in) of experts and their adapter (model/low_rank.py): A (X, rank, in), B (X, out, rank)."""
 
     matrices: Tensor | QuantizedMatrix
     low: tuple[Tensor, ...] = ()
     scale: float = 1.0
     dropout: float = 0.0
     read: Callable[[Tensor], Tensor] = same
-    """What is multiplied of rows; stacks of the same rows agree on it."""
+    """Transform of the rows before the product. Stacks that read the same rows share it."""
     name: str = ""
     first: int = 0
-    """Which of the experts that are held here the first one is."""
+    """Index of the first expert among those held here."""
 
     def parts(self, number: int) -> "list[ExpertStack]":
-        """Equal parts of the experts."""
+        """Cut the experts into equal parts."""
         if number == 1:
             return [self]
         whole = self.matrices
         if isinstance(whole, QuantizedMatrix):
-            each = len(whole.codes) // number
-            stacks: Sequence[Tensor | QuantizedMatrix] = [experts(whole, part * each, each) for part in range(number)]
+            experts_per_part = len(whole.codes) // number
+            stacks: Sequence[Tensor | QuantizedMatrix] = [
+                experts(whole, part * experts_per_part, experts_per_part) for part in range(number)
+            ]
         else:
             stacks = whole.chunk(number)
-        cut = zip(stacks, *(one.chunk(number) for one in self.low), strict=True)
-        found = [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
+        cut = zip(stacks, *(adapter.chunk(number) for adapter in self.low), strict=True)
+        parts = [replace(self, matrices=matrices, low=tuple(low)) for matrices, *low in cut]
         held = len(whole.codes if isinstance(whole, QuantizedMatrix) else whole)
-        return [replace(one, first=place * held // number) for place, one in enumerate(found)]
+        return [replace(part, first=index * held // number) for index, part in enumerate(parts)]
 
 
 class AddedProducts(Protocol):
-    """What is added to the products of rows with experts' matrices."""
+    """Products that are added to those of rows with experts' matrices."""
 
-    def added(self, stack: ExpertStack, rows: Tensor, found: Tensor) -> Tensor:
-        """rows (R, in) and their products (R, out) with a stack -> the sum."""
+    def added(self, stack: ExpertStack, rows: Tensor, products: Tensor) -> Tensor:
+        """Return products (R, out) of rows (R, in) with a stack, plus the added ones."""
 
 
 class BesideStacks(Protocol):
-    """What stands beside the stacks of some experts for a time."""
+    """Additional products beside the stacks of some experts, for a time."""
 
     def __call__(self, experts: Experts, rows: Tensor, counts: Counts) -> tuple[Tensor, AddedProducts]:
-        """Rows as they were sent -> (R, D), and what is added to their products."""
+        """Return the rows (R, D) of what was sent, and what is added to their products."""
 
 
 TINY = 1e-9
-"""Of a row's positions, where all are padding."""
+"""Least number of positions in a row, for rows that are all padding."""
 Half = Callable[..., Any]
-"""(shared experts, ...) -> as their `begin` or `finish`."""
+"""Function (shared experts, ...) that runs their `begin` or `finish`."""
 
 
 def begin(shared: GatedMLP | PlainMLP, x: Tensor) -> tuple[Tensor, ...]:
-    """As its method."""
+    """Run the first half of the shared experts."""
     return shared.begin(x)
 
 
 def finish(shared: GatedMLP | PlainMLP, *begun: Tensor) -> Tensor:
-    """As its method."""
+    """Run the second half of the shared experts."""
     return shared.finish(*begun)
 
 
@@ -197,22 +209,22 @@ IN_HALVES: tuple[Half, Half] = begin, finish
 
 
 class RoutedTokens(NamedTuple):
-    """Where tokens go, and how they are put together again."""
+    """Tokens with their experts, and how their rows are put together again."""
 
     x: Tensor
-    """(B, S, D), the tokens."""
+    """Tokens (B, S, D)."""
     counts: Tensor
-    """(X,) rows of each expert."""
+    """Rows of each expert (X,)."""
     weights: Tensor
-    """(N, k) fp32."""
+    """Weights (N, k) fp32."""
     experts: Tensor
-    """(N, k) int64, of each token."""
+    """Experts (N, k) int64 of each token."""
     probabilities: Tensor
-    """(N, X) fp32."""
+    """Scores (N, X) fp32."""
     order: Tensor
-    """(N k,) which choice each row is."""
+    """Choice of each row (N k,)."""
     inverse: Tensor
-    """(N k,) which row each choice is."""
+    """Row of each choice (N k,)."""
 
 
 class MoE(nn.Module):
@@ -229,17 +241,23 @@ class MoE(nn.Module):
             self.shared = make_mlp(shape, kernels, seams.shared, shape.moe.shared_experts * shape.moe.ffn, False)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> (B, S, D) and the balance loss of each sequence (B,), fp32, without `padding` (B, S)."""
+        """Map x (B, S, D) to (B, S, D) and the balance loss of each sequence (B,) fp32.
+
+        `padding` (B, S) is left out of the balance loss.
+        """
         routed, rows = self.route(x)
         received, shared = self.visit(routed, rows)
         return self.join(routed, received, shared, padding)
 
     def route(self, x: Tensor) -> tuple["RoutedTokens", list[Tensor]]:
-        """What comes before the experts: x (B, S, D) -> where its tokens go, and their rows (N k, D), sorted by that.
-        These are alone in a list, so that who sends them can let go of them."""
+        """Route x (B, S, D): return where its tokens go, and their rows (N k, D) sorted by expert.
+
+        The rows are alone in a list, so the sender can release them.
+        """
         x = self.seams.routed.enter(x)
         flat, dispatch, prefer = x.flatten(0, 1), self.seams.dispatch, self.experts.kernels.prefer
         weights, experts, probabilities = self.router(flat)
+        # A stable sort by expert. `inverse` is a scatter, cheaper than a second sort.
         choices = experts.flatten()
         order = dispatch.ordered(choices).argsort(stable=True)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -250,10 +268,10 @@ class MoE(nn.Module):
     def visit(
         self, routed: "RoutedTokens", rows: list[Tensor], halves: "tuple[Half, Half]" = IN_HALVES
     ) -> tuple[Tensor, Tensor | None]:
-        """To the experts and back: (rows (N k, D) that they made, what shared experts made of x (B, S, D)).
+        """Send rows to the experts and back. Returns their output (N k, D) and that of the shared experts (B, S, D).
 
-        Where rows travel, the shared experts are computed in two halves, by `halves`: while the rows come, and while
-        they return. Elsewhere `join` computes them. The backward pass goes the same way round.
+        Where rows travel, the shared experts run in two `halves`: while rows arrive, and while they return. The
+        backward pass overlaps the same way. Elsewhere `join` runs them.
         """
         dispatch, (begin, finish) = self.seams.dispatch, halves
         beside = self.moe.shared_experts > 0 and dispatch.travels
@@ -266,21 +284,20 @@ class MoE(nn.Module):
     def join(
         self, routed: "RoutedTokens", received: Tensor, shared: Tensor | None, padding: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """What comes behind the experts: their rows (N k, D) -> as `forward`."""
+        """Combine the experts' rows (N k, D) into the output of `forward`."""
         x, prefer = routed.x, self.experts.kernels.prefer
         out = combine(received, routed.weights, routed.order, routed.inverse, prefer).view_as(x)
         if self.moe.shared_experts:
             out = out + (self.shared(x) if shared is None else shared)
         chosen = torch.zeros_like(routed.probabilities).scatter_(1, routed.experts, 1.0)
         balance = self._balance(chosen.view(*x.shape[:2], -1), routed.probabilities.view(*x.shape[:2], -1), padding)
-        return self.seams.routed.leave(out), balance  # last: recomputation stops before it
+        return self.seams.routed.leave(out), balance  # `leave` is last: recomputation stops before it
 
     def _balance(self, chosen: Tensor, probabilities: Tensor, padding: Tensor | None) -> Tensor:
-        """X * sum over experts of (share of choices) * (mean probability), 1 when even (arXiv:2101.03961, eq. 4), of
-        both (B, S, X).
+        """Return X * sum over experts of (share of choices) * (mean probability), both given as (B, S, X).
 
-        Taken per sequence (as DeepSeek-V3, eq. 17-20), so that no split of a batch changes it, over what is not
-        padding. Where a part of each sequence is here, a seam makes of the means those of whole sequences.
+        It is 1 when even (arXiv:2101.03961, eq. 4). It is taken per sequence and without padding (DeepSeek-V3, eq.
+        17-20), so no split of a batch changes it. Where ranks hold parts of sequences, a seam averages over whole ones.
         """
         if padding is None:
             means = self.seams.over_sequence(torch.stack((chosen.mean(1), probabilities.mean(1))))

@@ -1,4 +1,4 @@
-"""The two norms as modules."""
+"""RMSNorm and LayerNorm."""
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from meshwright.spec.shape import ModelShape
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight."""
+    """Root-mean-square norm: x / rms(x) * weight."""
 
     def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
         super().__init__()
@@ -17,20 +17,20 @@ class RMSNorm(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., size)."""
+        """Return the norm of x (..., size)."""
         normed: Tensor = self.kernels.rms_norm(x, self.weight, self.eps)
         return normed
 
     def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + added, and x + added; all (..., size)."""
-        if self._forward_hooks:  # they are for what `forward` gives
+        """Return the norm of x + added, and x + added. All are (..., size)."""
+        if self._forward_hooks:  # hooks expect the output of `forward`
             total = x + added
             return self(total), total
         return self.kernels.add_rms_norm(x, added, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
-    """(x - mean) / std * weight + bias."""
+    """Layer norm: (x - mean) / std * weight + bias."""
 
     def __init__(self, size: int, eps: float, kernels: Kernels) -> None:
         super().__init__()
@@ -40,18 +40,18 @@ class LayerNorm(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., size)."""
+        """Return the norm of x (..., size)."""
         normed: Tensor = self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
         return normed
 
     def after(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of x + added, and x + added; all (..., size)."""
+        """Return the norm of x + added, and x + added. All are (..., size)."""
         total = x + added
         return self(total), total
 
 
 def make_norm(shape: ModelShape, kernels: Kernels) -> RMSNorm | LayerNorm:
-    """The norm of a shape over the hidden dim."""
+    """Build the norm of a shape over the hidden dim."""
     if shape.norm == "layernorm":
         return LayerNorm(shape.hidden, shape.norm_eps, kernels)
     return RMSNorm(shape.hidden, shape.norm_eps, kernels)

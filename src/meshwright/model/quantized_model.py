@@ -11,13 +11,15 @@ from meshwright.spec.shape import ModelShape
 
 
 def build_quantized(
-    shape: ModelShape, schemes: Mapping[str, Scheme], *, kept: Mapping[str, int], dtype: torch.dtype,
+    shape: ModelShape, schemes: Mapping[str, Scheme], *, outlier_columns: Mapping[str, int], dtype: torch.dtype,
     device: torch.device | str = "cpu", kernels: str = "auto",
 ) -> Transformer:  # fmt: skip
-    """With room for codes of the matrices that have a scheme, and for everything else in `dtype`, all unset. `kept`:
-    columns that stay in `dtype`, of matrices that have any."""
+    """Build a model with room for codes of the matrices that have a scheme. Everything is unset and frozen.
+
+    All other tensors are in `dtype`. `outlier_columns` counts the columns of each matrix that are in `dtype` too.
+    """
     model = skeleton(shape, kernels=kernels)
-    put_quantized(model, shape, schemes, kept, dtype)
+    put_quantized(model, shape, schemes, outlier_columns, dtype)
     shrink(model, dtype)
     materialize(model, device)
     return model.requires_grad_(False)

@@ -9,7 +9,7 @@ from meshwright.spec.shape import ModelShape, RopeScaling, temperature
 
 
 def frequencies(shape: ModelShape) -> Tensor:
-    """Angle per position of each pair (E/2,), fp32: theta^(-2i/E), then stretched as the shape says."""
+    """Return the angle per position of each pair (E/2,) fp32: theta^(-2i/E), stretched as the shape says."""
     half = torch.arange(0, shape.rope_dim, 2, dtype=torch.int64).float() / shape.rope_dim
     plain = 1.0 / (shape.rope_theta**half)
     scaling = shape.rope_scaling
@@ -23,7 +23,10 @@ def frequencies(shape: ModelShape) -> Tensor:
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Waves longer than original/low are divided by the factor, shorter than original/high kept, between blended."""
+    """Divide the frequencies of waves longer than original/low and keep those shorter than original/high.
+
+    Frequencies between are blended.
+    """
     wave = 2 * math.pi / plain
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     blend = ((scaling.original_positions / wave - low) / (high - low)).clamp(0, 1)
@@ -31,7 +34,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling, shape: ModelShape) -> Tensor:
-    """Pairs that turn more than beta_fast times over the original length are kept, fewer than beta_slow divided."""
+    """Keep pairs that turn over beta_fast times in the original length, divide those that turn under beta_slow."""
 
     def pair_of(turns: float) -> float:
         return (
@@ -47,7 +50,7 @@ def _yarn(plain: Tensor, scaling: RopeScaling, shape: ModelShape) -> Tensor:
 
 
 def table_factor(shape: ModelShape) -> float:
-    """What cos and sin are multiplied by: 1 but for YaRN."""
+    """Return the factor of cos and sin. It is 1 except for YaRN."""
     scaling = shape.rope_scaling
     if scaling is None or scaling.kind != "yarn":
         return 1.0
@@ -57,7 +60,7 @@ def table_factor(shape: ModelShape) -> float:
 
 
 def softmax_factor(shape: ModelShape) -> float:
-    """What the softmax scale is multiplied by: DeepSeek's mscale_all_dim, squared; else 1."""
+    """Return the factor of the softmax scale: DeepSeek's mscale_all_dim, squared. It is 1 elsewhere."""
     scaling = shape.rope_scaling
     if shape.mla is None or scaling is None or scaling.kind != "yarn" or not scaling.mscale_all_dim:
         return 1.0
@@ -65,6 +68,6 @@ def softmax_factor(shape: ModelShape) -> float:
 
 
 def tables(inverse: Tensor, positions: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """cos and sin for positions (B or 1, S): both (B or 1, S, 1, E/2), fp32."""
+    """Return cos and sin of positions (B or 1, S), both (B or 1, S, 1, E/2) fp32."""
     angles = (positions.float().unsqueeze(-1) * inverse).unsqueeze(2)
     return angles.cos() * factor, angles.sin() * factor

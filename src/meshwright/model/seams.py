@@ -1,9 +1,9 @@
-"""Seams: every place at which a model may be given something else to do than one device's arithmetic.
+"""Seams: every point where a layout may replace the arithmetic of one device.
 
-A `Transformer` makes one `Seams` and shares it with its parts. Whoever lays the model out fills fields in
-(parallel/apply.py); no method of a model is ever replaced. A layout that fills none in is one device.
+A `Transformer` makes one `Seams` and shares it with its parts. Whoever lays the model out fills in fields
+(parallel/apply.py); no method of a model is ever replaced. With no field filled in, the model runs on one device.
 
-Letters: B batch, S sequence, D hidden, N tokens, X experts, k choices of a token.
+Letters: B batch, S sequence, D hidden, N tokens, X experts, k experts per token.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,29 +18,29 @@ from meshwright.kernels.divergence_rows import DistillationLoss, KnownTop
 from meshwright.kernels.linear import SummedProduct
 
 BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
-"""What runs a block, which is its first argument; the others and the results are those of Block.compute."""
+"""Function that runs a block, its first argument. The other arguments and the results are those of Block.compute."""
 
 
 def same(x: Tensor) -> Tensor:
-    """The tensor itself."""
+    """Return the tensor unchanged."""
     return x
 
 
-def compute(part: Any, *given: Any) -> Any:
-    """The part's own arithmetic."""
-    return part.compute(*given)
+def compute(part: Any, *arguments: Any) -> Any:
+    """Run the part's own arithmetic."""
+    return part.compute(*arguments)
 
 
 def look_up(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Rows of weight (V, D) for tokens (B, S) -> (B, S, D)."""
+    """Return rows (B, S, D) of weight (V, D) for tokens (B, S)."""
     return F.embedding(tokens, weight)
 
 
 def counts_on_host(counts: Tensor, rows: int) -> list[list[int]]:
-    """Tables of counts (T, X) as lists; the host waits for the device. `rows` is the sum of the first table.
+    """Return tables of counts (T, X) as lists. The host waits for the device. `rows` is the sum of the first table.
 
-    The only place where the host learns how tokens were routed, once a layer. Where tensors have no values (a dry run)
-    another function of this signature gives the counts.
+    Only here does the host learn how tokens were routed, once per layer. A dry run, whose tensors have no values,
+    replaces this function.
     """
     known: list[list[int]] = counts.tolist()
     return known
@@ -48,82 +48,82 @@ def counts_on_host(counts: Tensor, rows: int) -> list[list[int]]:
 
 @dataclass(slots=True, kw_only=True)
 class Border:
-    """Where a part of a block begins and ends: attention, an MLP, a mixture of experts."""
+    """Entry and exit of a part of a block: attention, an MLP or a mixture of experts."""
 
     read: Callable[..., tuple[Tensor, ...]] | None = None
-    """Products of the part's input with its first matrices, as kernels.linears, which None is. A part that begins with
-    such products is entered by them."""
+    """Products of the part's input with its first matrices, which also enter the part. None = kernels.linears."""
     gathers: bool = False
-    """Whether `read` makes of its input more than is here: products alone do not take its place."""
+    """True if `read` gathers its input from other ranks, so products alone cannot replace it."""
     enter: Callable[[Tensor], Tensor] = same
-    """(B, S, D) of the residual stream -> what the part reads, where it begins with something else than products, or
-    with those of codes."""
+    """Residual stream (B, S, D) -> input of the part, where it does not begin with products of `read`.
+
+    Products with codes are among these exceptions.
+    """
     leave: Callable[[Tensor], Tensor] = same
-    """What the part gives -> (B, S, D) of the residual stream."""
+    """Output of the part -> residual stream (B, S, D)."""
     write: SummedProduct | None = None
-    """The product with the part's last matrix and `leave` in one, where that is better than one after the other."""
+    """Product with the part's last matrix and `leave` in one, where that is better than one after the other."""
     prepared: Callable[[Tensor, Sequence[Any]], tuple[Tensor, ...] | None] | None = None
-    """Products of x (..., in) with layers whose matrices an engine has prepared for its steps; None for layers that it
-    has not."""
+    """Products of x (..., in) with matrices that an engine prepared for its steps. Returns None for other layers."""
 
 
-def as_given(experts: Any, *given: Any) -> Any:
-    """What was given."""
-    return given
+def pass_through(experts: Any, *arguments: Any) -> Any:
+    """Return the arguments after the experts unchanged."""
+    return arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """How rows (N k, D), each for one expert, come to it and back. By default all experts are here."""
+    """Transport of rows (N k, D), each for one expert, to the expert and back. By default all experts are here."""
 
     ordered: Callable[[Tensor], Tensor] = same
-    """Experts (N k,) of the rows -> numbers in whose order the rows leave."""
-    send: Callable[..., Any] = as_given
-    """(experts, rows (N k, D) in that order, counts (X,) of each expert) -> what `compute` takes behind the experts."""
+    """Experts (N k,) of the rows -> keys by which the rows are sorted."""
+    send: Callable[..., Any] = pass_through
+    """(experts, sorted rows (N k, D), counts (X,) of each expert) -> arguments of `compute` after the experts."""
     compute: Callable[..., Any] = compute
-    """(experts, ...) -> what `receive` takes."""
+    """(experts, ...) -> argument of `receive`."""
     receive: Callable[[Any], Tensor] = same
-    """-> what the rows' experts made of them (N k, D), in that order."""
+    """Return the experts' outputs (N k, D) in the sorted order."""
     travels: bool = False
-    """Whether `send` and `compute` start what the next one waits for."""
+    """True if `send` and `compute` start transfers that the next function waits for."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Seams:
-    """The seams of one model. None = the model's own kernel."""
+    """Seams of one model. None = the model's own kernel."""
 
     look_up: Callable[[Tensor, Tensor], Tensor] = look_up
-    """Tokens (B, S) and the embedding's weight -> the first hidden states."""
+    """Tokens (B, S) and the embedding's weight -> first hidden states."""
     positions: Callable[[Tensor], Tensor] = same
-    """Positions (B, S) -> those that learned positions are added at."""
+    """Positions (B, S) -> those at which learned positions are added."""
     mask: Callable[..., Mask] = causal_mask
-    """What queries see of keys; signature of kernels.attention.causal_mask."""
+    """Visibility of keys to queries. Signature of kernels.attention.causal_mask."""
     call: BlockCall = compute
-    """Runs a block; what hangs on the block itself stays outside."""
+    """Function that runs a block. Hooks on the block itself stay outside."""
     dense: Border = field(default_factory=Border)
-    """Of attention, and of an MLP that is the block's."""
+    """Border of attention, and of a dense MLP of the block."""
     routed: Border = field(default_factory=Border)
-    """Of a whole mixture of experts."""
+    """Border of a whole mixture of experts."""
     shared: Border = field(default_factory=Border)
-    """Of the shared experts inside of it."""
+    """Border of the shared experts inside it."""
     attend: Callable[..., Tensor] | None = None
-    """As kernels.attend."""
+    """Replacement of kernels.attend."""
     dispatch: Dispatch = Dispatch()
-    """Of every mixture of experts."""
+    """Dispatch of every mixture of experts."""
     counts_on_host: Callable[[Tensor, int], list[list[int]]] = counts_on_host
     in_routed: Callable[[Tensor], Tensor] = same
-    """(B, S) of the positions that a model is given -> of those that a mixture of experts is."""
+    """Mask (B, S) over the model's positions -> over the positions that a mixture of experts receives."""
     over_sequence: Callable[[Tensor], Tensor] = same
-    """Means (2, B, ...) over the positions that are here -> over whole sequences."""
+    """Means (2, B, ...) over the positions held here -> over whole sequences."""
     whole_sums: Callable[[Tensor], Tensor] = same
-    """Sums over the positions that are here -> over whole sequences, for an objective that needs these."""
+    """Sums over the positions held here -> over whole sequences, for objectives that need these."""
     enter_head: Callable[[Tensor], Tensor] = same
-    """Normed hidden states (B, S, D) -> what the head reads."""
+    """Normed hidden states (B, S, D) -> input of the head."""
     loss: Callable[..., Tensor] | None = None
-    """As kernels.linear_cross_entropy."""
+    """Replacement of kernels.linear_cross_entropy."""
     log_probabilities: Callable[..., Tensor] | None = None
-    """As kernels.linear_log_probabilities."""
+    """Replacement of kernels.linear_log_probabilities."""
     divergence: Callable[..., DistillationLoss] | None = None
-    """As kernels.linear_divergence."""
+    """Replacement of kernels.linear_divergence."""
     top: Callable[..., KnownTop] | None = None
-    """As kernels.linear_top."""
+    """Replacement of kernels.linear_top."""

@@ -23,7 +23,7 @@ from meshwright.model.low_rank import add_adapters
 from meshwright.model.mlp import make_mlp
 from meshwright.model.moe import MoE
 from meshwright.model.norm import make_norm
-from meshwright.model.predictions import Made, Predictions
+from meshwright.model.predictions import Output, Predictions
 from meshwright.model.rope import frequencies, table_factor, tables
 from meshwright.model.seams import Seams
 from meshwright.spec.errors import PlanError
@@ -44,18 +44,18 @@ class Block(nn.Module):
         self.mlp = make_mlp(shape, kernels, *dense) if dense else MoE(shape, kernels, seams)
         self.seams, self.dropout = seams, dropout
         self.draws = bool(dropout or (shape.lora and shape.lora.dropout))
-        """Whether training draws random numbers here."""
+        """True when training draws random numbers here, for dropout."""
 
     def forward(
         self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, S, D) -> (B, S, D) and, for routed layers, the balance loss of each sequence (B,)."""
+        """Map x (B, S, D) to (B, S, D). Routed layers also return the balance loss of each sequence (B,)."""
         return self.seams.call(self, x, metadata, cache)
 
     def compute(
         self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `forward`: the arithmetic of one device."""
+        """Run `forward` on one device, without the seams."""
         normed, x = self.attend(x, metadata, cache)
         if self.routed:
             out, balance = self.mlp(normed, metadata.padding)
@@ -63,42 +63,41 @@ class Block(nn.Module):
         return x + self.drop(self.mlp(normed)), None
 
     def attend(self, x: Tensor, metadata: AttentionMetadata, cache: Past | None = None) -> tuple[Tensor, Tensor]:
-        """x (B, S, D) -> what the feed-forward reads, and what its result is added to."""
+        """Return the input of the feed-forward and the residual that its output is added to, both (B, S, D)."""
         attended = self.drop(self.attention(self.attention_norm(x), metadata, cache))
         normed, x = self.mlp_norm.after(x, attended)
         return normed, x
 
     def drop(self, x: Tensor) -> Tensor:
-        """x with dropout."""
+        """Apply dropout in training."""
         return dropout(x, self.dropout, self.training)
 
 
 class Embedding(nn.Embedding):
-    """A row of a matrix (V, D) for each token."""
+    """Token embedding: one row of a matrix (V, D) per token."""
 
     def __init__(self, size: int, width: int, seams: Seams) -> None:
         super().__init__(size, width)
         self.seams = seams
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens (B, S) -> (B, S, D)."""
+        """Return the rows (B, S, D) of tokens (B, S)."""
         return self.seams.look_up(tokens, self.weight)
 
 
 class Loss(NamedTuple):
-    """What a forward pass adds up, times what the caller gave. A tuple, so that those who look for tensors find
-    them."""
+    """Sums of one forward pass, times the scale that the caller gave. Tuple, so tree utilities find its tensors."""
 
     cross_entropy: Tensor
-    """Or what another objective makes of the predictions."""
+    """Cross-entropy, or the loss of another objective."""
     balance: Tensor | None
 
 
 class Transformer(nn.Module):
-    """A decoder-only language model whose variants are data in its shape.
+    """Decoder-only language model whose variants are data in its shape.
 
-    It may hold a part of the layers only: `first` says whether it embeds tokens, `last` whether it
-    ends in norm, head and loss. A tied head's matrix is `embed.weight` on a last stage too.
+    It may hold only a part of the layers. With `first` it embeds tokens; with `last` it ends in norm, head and loss.
+    A last stage with a tied head holds the matrix as `embed.weight` too.
     """
 
     def __init__(self, shape: ModelShape, *, kernels: Kernels, dropout: float = 0.0, products: str = SAME) -> None:
@@ -123,7 +122,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The matrix (V, D) that makes logits; with a tied head the embedding."""
+        """Matrix (V, D) that produces logits. With a tied head, the embedding."""
         return self.embed.weight if self.shape.tied else self.head.weight
 
     def forward(
@@ -134,7 +133,7 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Logits (B, S, V) of tokens (B, S); see `hidden` for the rest."""
+        """Return logits (B, S, V) of tokens (B, S). See `hidden` for the other arguments."""
         x, _ = self.hidden(tokens, positions=positions, documents=documents, cache=cache)
         logits: Tensor = self.kernels.linear(x, self.head_weight) if self.shape.tied else self.head(x)
         return logits
@@ -148,7 +147,10 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Loss:
-        """Summed cross-entropy over targets (B, S) that are not -100, in nats, times scale; the balance loss (B,)."""
+        """Return the summed loss of a batch.
+
+        Cross-entropy is in nats over targets (B, S) that are not -100, times scale. The balance loss is (B,).
+        """
         return self.stage(None, tokens, targets, scale=scale, positions=positions, documents=documents)[1]
 
     def stage(
@@ -164,10 +166,18 @@ class Transformer(nn.Module):
         padding: Tensor | None = None,
         objective: "Criterion | None" = None,
     ) -> tuple[Tensor, Loss]:
-        """What this model's layers make of the hidden states x of the stage before (None on the first), and its part of
-        the loss: see `loss`. The cross-entropy is zero on all but the last, where `objective` may make another of the
-        predictions. `spans`: what the host knows of documents; `padding` (B, S): what fills rows up, which the balance
-        loss leaves out."""
+        """Run the layers of one pipeline stage and return its hidden states and its part of the loss.
+
+        The cross-entropy is zero on all stages but the last.
+
+        Args:
+            x: Hidden states of the previous stage (B, S, D). None on the first stage.
+            tokens: Input tokens (B, S).
+            targets: See `loss`, as for `scale`.
+            spans: Document boundaries as far as the host knows them.
+            padding: Mask (B, S) of padding, which the balance loss leaves out.
+            objective: Loss of the predictions. None = cross-entropy.
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         x = self.enter(tokens, positions) if x is None else x
@@ -186,10 +196,10 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Last hidden states (B, S, D), and the balance loss of each sequence (B,) averaged over routed layers.
+        """Return the last hidden states (B, S, D) and each sequence's balance loss (B,), a mean over routed layers.
 
-        `positions` (B, S) default to 0, 1, 2 ... after the cache; `documents` (B, S): tokens of other documents are not
-        seen.
+        `positions` (B, S) default to 0, 1, 2 ... after the cache. With `documents` (B, S), a token attends only to
+        tokens of its own document.
         """
         past = cache.length if cache else 0
         if positions is None:
@@ -199,7 +209,7 @@ class Transformer(nn.Module):
         return self.seams.enter_head(self.norm(x)), balance
 
     def enter(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """What the first layer reads (B, S, D)."""
+        """Return the input (B, S, D) of the first layer."""
         x = self.embed(tokens)
         if self.shape.positions == "learned":
             x = x + self.positions(self.seams.positions(positions))
@@ -207,14 +217,17 @@ class Transformer(nn.Module):
 
     @property
     def blocks(self) -> list[Block]:
-        """The layers that it holds, in order."""
+        """Layers that this model holds, in order."""
         return cast(list[Block], list(self.layers.values()))
 
     def run_layers(
         self, x: Tensor, attention_metadata: dict[int, AttentionMetadata], cache: Cache | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """x (B, S, D) through all layers that this model holds; the balance loss (B,) is a mean over all of the shape's
-        routed layers, so that those of pipeline stages add up to it."""
+        """Run x (B, S, D) through all layers held here and return it with the balance loss (B,).
+
+        The balance loss is divided by the number of routed layers in the whole shape, so pipeline stages add up to the
+        mean.
+        """
         balances: list[Tensor] = []
         for index, block in enumerate(self.blocks):
             x, balance = block(x, attention_metadata[block.window], cache.layers[index] if cache else None)
@@ -230,7 +243,10 @@ class Transformer(nn.Module):
         spans: DocumentSpans = UNKNOWN,
         padding: Tensor | None = None,
     ) -> dict[int, AttentionMetadata]:
-        """What each kind of layer sees, by window size; made once a pass. positions (B, S), documents (B, keys)."""
+        """Build what each kind of layer needs to know about positions, by window size. Called once per pass.
+
+        positions are (B, S), documents (B, keys).
+        """
         cos = sin = None
         if self.shape.positions == "rope":
             cos, sin = tables(self.inverse, positions, table_factor(self.shape))
@@ -241,22 +257,25 @@ class Transformer(nn.Module):
             padding = self.seams.in_routed(padding)
         return {window: AttentionMetadata(mask(window=window), cos, sin, padding) for window in windows}
 
-    def at_head(self, x: Tensor, use: Callable[[Tensor, Tensor], Made]) -> Made:
-        """use(x (N, D), weight (V, D)) of the head, tied or not."""
+    def at_head(self, x: Tensor, use: Callable[[Tensor, Tensor], Output]) -> Output:
+        """Return use(x (N, D), weight (V, D)) with the weight of the head, tied or not."""
         if self.shape.tied:
             return use(x, use_alias(self.embed.weight))
-        found: Made = self.head(x, use)
-        return found
+        output: Output = self.head(x, use)
+        return output
 
 
 Criterion = Callable[[Predictions, Tensor, Tensor | None], Tensor]
-"""(predictions, targets (B, S), scale () or None) -> a sum () fp32 over the targets, times scale."""
+"""Function (predictions, targets (B, S), scale () or None) -> sum () fp32 over the targets, times scale."""
 
 
 def skeleton(
     shape: ModelShape, *, dropout: float = 0.0, kernels: str = "auto", products: str = SAME
 ) -> Transformer:  # fmt: skip
-    """The whole model without memory: every parameter on the meta device. PlanError where parts are for plans only."""
+    """Build the whole model without memory: every parameter is on the meta device.
+
+    Raises PlanError when the shape has parts that can only be planned.
+    """
     if shape.plan_only:
         raise PlanError(f"{shape.name}: {shape.plan_only}; `meshwright plan` answers for it")
     with torch.device("meta"):
@@ -267,18 +286,23 @@ def shrink(
     model: Transformer, dtype: torch.dtype, sizes: Mapping[str, Sequence[int]] | None = None,
     frozen: torch.dtype | None = None,
 ) -> None:  # fmt: skip
-    """Give a skeleton's parameters their dtype (`frozen`: of those that are not trained), and sizes where a rank holds
-    a part of them; still without memory."""
+    """Set the dtype of a skeleton's parameters, and their sizes where a rank holds a part. Allocates nothing.
+
+    `frozen` is the dtype of parameters that are not trained. None = `dtype`.
+    """
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             size = (sizes or {}).get(f"{prefix}.{name}" if prefix else name, parameter.shape)
-            own = dtype if parameter.requires_grad else frozen or dtype
-            empty = torch.empty(tuple(size), dtype=own, device="meta")
+            parameter_dtype = dtype if parameter.requires_grad else frozen or dtype
+            empty = torch.empty(tuple(size), dtype=parameter_dtype, device="meta")
             setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 def materialize(model: Transformer, device: torch.device | str) -> None:
-    """Give a skeleton memory: parameters unset, those of fully_shard this rank's shards only; buffers as they begin."""
+    """Allocate a skeleton's tensors. Parameters stay unset, and buffers get their initial values.
+
+    Of parameters under fully_shard, only this rank's shards are allocated.
+    """
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
@@ -296,7 +320,10 @@ def build(
     kernels: str = "auto",
     initialize: bool = True,
 ) -> Transformer:
-    """A model with initial weights of (seed, parameter name); `initialize=False` leaves them unset for a loader."""
+    """Build a model with initial weights that depend on (seed, parameter name).
+
+    `initialize=False` leaves them unset for a loader.
+    """
     model = skeleton(shape, dropout=dropout, kernels=kernels)
     shrink(model, dtype)
     materialize(model, device)

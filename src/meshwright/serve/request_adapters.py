@@ -97,11 +97,11 @@ class BesideRows:
         """As Weight: the layer's own; and each A, where rows come with the product alone."""
         return (weight, *(product.a for product, _ in self.now)) if self._gathers else (weight,)
 
-    def alone(self, weight: Tensor) -> Tensor | None:
+    def sole_matrix(self, weight: Tensor) -> Tensor | None:
         """As Weight: never."""
         return None
 
-    def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """As Weight."""
         if not self._gathers:
             return self.added(x, products[0])

@@ -106,7 +106,7 @@ class BitsAndBytes:
                     f"{folder}: {coded[0]} and its like have codes of several layouts, and are one stack here"
                 )
             schemes |= dict.fromkeys(binding.ours, each.pop())
-        model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
+        model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: all weights are floating-point numbers")
         why = _unreadable(model)

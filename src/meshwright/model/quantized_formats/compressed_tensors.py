@@ -125,7 +125,7 @@ class CompressedTensors:
                     f"{folder}: {coded[0]} has codes of another layout than those that are one stack with it"
                 )
             schemes |= dict.fromkeys(binding.ours, each.pop())
-        model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
+        model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no weight_scale")
         planned = _as_stored(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.safetensors_files import Planned
-from meshwright.model.quantized_weights import place, quantizable
+from meshwright.model.quantized_weights import quantizable, quantized_name
 from meshwright.model.transformer import Transformer
 from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.shape import ModelShape
@@ -32,7 +32,7 @@ class QuantizedModel:
     shape: ModelShape
     schemes: Mapping[str, Scheme]
     """Of each matrix that is quantized."""
-    kept: Mapping[str, int]
+    outlier_columns: Mapping[str, int]
     """Columns that are not, of matrices that have any."""
     dtype: torch.dtype
     """Of everything else."""
@@ -77,7 +77,9 @@ def fill(model: Transformer, weights: Iterable[tuple[str, Tensor | dict[str, Ten
     places = model.state_dict()
     for name, found in weights:
         parts = (
-            {f"{place(name)}.{part}": one for part, one in found.items()} if isinstance(found, dict) else {name: found}
+            {f"{quantized_name(name)}.{part}": one for part, one in found.items()}
+            if isinstance(found, dict)
+            else {name: found}
         )
         for where, tensor in parts.items():
             places[where].copy_(tensor)

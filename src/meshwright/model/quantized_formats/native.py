@@ -42,11 +42,11 @@ class NativeFormat:
                 found.append(Planned(name=name, size=size, dtype=dtype))
                 continue
             *stack, rows, columns = size
-            kept = model.kept.get(name, 0)
-            for part, (dims, kind) in model.schemes[name].sizes(rows, columns, stack, kept=kept).items():
+            num_outliers = model.outlier_columns.get(name, 0)
+            for part, (dims, kind) in model.schemes[name].sizes(rows, columns, stack, kept=num_outliers).items():
                 found.append(Planned(name=f"{name}.{part}", size=dims, dtype=getattr(torch, kind)))
-            if kept:
-                found.append(Planned(name=f"{name}.kept", size=(*stack, rows, kept), dtype=model.dtype))
+            if num_outliers:
+                found.append(Planned(name=f"{name}.kept", size=(*stack, rows, num_outliers), dtype=model.dtype))
         return found
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -82,14 +82,14 @@ class NativeFormat:
         unknown = [name for name in schemes if name not in sizes]
         if unknown:
             raise HubError(f"{folder}/config.json quantizes {unknown[0]}, which is no matrix of this shape")
-        kept = {}
+        outlier_columns = {}
         for name in schemes:
             found = stored.get(f"{name}.columns")
             if found is not None and (len(found.size) != 1 or not 0 < found.size[0] <= sizes[name][-1]):
                 raise HubError(f"{folder}: {name}.columns is {list(found.size)}: damaged; quantize the model again")
             if found is not None:
-                kept[name] = found.size[0]
-        model = QuantizedModel(shape=shape, schemes=schemes, kept=kept, dtype=dtype)
+                outlier_columns[name] = found.size[0]
+        model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns=outlier_columns, dtype=dtype)
         check(folder, self.planned(model), stored)
         return model
 

@@ -157,7 +157,7 @@ class PackedLinears(ABC):
             schemes |= dict.fromkeys(binding.ours, each.pop())
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no qweight")
-        model = QuantizedModel(shape=shape, schemes=schemes, kept={}, dtype=dtype)
+        model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         planned = self._as_stored(self.planned(model), stored)
         check(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
