@@ -84,6 +84,7 @@ schema: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.train_speed $(ARGS)
 	$(RUN) -m benchmarks.product_share
+	$(RUN) -m benchmarks.product_rates
 	$(RUN) -m benchmarks.documents
 	$(RUN) -m benchmarks.recomputation
 	$(RUN) -m benchmarks.kernel_errors
@@ -109,6 +110,8 @@ bench-serve: $(VENV)/.installed-dev
 leaderboard: $(VENV)/.installed-dev
 	$(RUN) -m benchmarks.leaderboard --write $(ARGS)
 	$(RUN) -m benchmarks.kernel_times --page $(ARGS)
+	$(RUN) -m benchmarks.measured_peaks --plan
+	$(RUN) -m benchmarks.measured_steps
 
 claims: $(VENV)/.installed-dev
 	$(RUN) -m claims.run $(if $(SLOW),--slow) $(if $(ONLY),--only $(ONLY)) $(ARGS)

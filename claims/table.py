@@ -50,7 +50,6 @@ class Claim:
     """One row."""
 
     id: str
-    issue: int
     text: str
     command: str
     """Run from the root of the checkout, without a shell."""
@@ -88,7 +87,7 @@ def _claim(row: Mapping[str, Any], where: str) -> Claim:
     known = {field.name for field in fields(Claim)}
     if unknown := sorted(set(row) - known):
         raise ClaimsError(f"{where}, {name}: unknown key {unknown[0]!r}; a row has {', '.join(sorted(known))}")
-    if missing := sorted({"id", "issue", "text", "command", "read", "bar"} - set(row)):
+    if missing := sorted({"id", "text", "command", "read", "bar"} - set(row)):
         raise ClaimsError(f"{where}, {name}: {missing[0]!r} is missing")
     try:
         bar = Bar.parse(row["bar"])

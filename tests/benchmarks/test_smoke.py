@@ -1,12 +1,9 @@
 """Every benchmark runs at toy size and reports the keys that the claims read."""
 
-import contextlib
-import io
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,13 +11,11 @@ import torch
 
 from benchmarks import (
     agreement,
-    compiled_experts,
     dry_qlora,
     exactness,
     muon,
     optimizer_states,
     quickstart,
-    real_text,
     recomputation,
     resident,
     resume,
@@ -33,10 +28,8 @@ from benchmarks import (
     serve_quantized,
     serve_speed,
     startup,
-    update_host_time,
 )
 from meshwright import planfile
-from meshwright.cli.main import main
 from meshwright.kernels.compiled import sequence_attention, training_library
 from meshwright.spec.flop import token_flop
 from meshwright.spec.layout import RECOMPUTE
@@ -51,15 +44,6 @@ TOY = [
     "recipe.sequence=32",
     "recipe.eval_sequences=2",
 ]
-
-
-def in_this_process(place: Path, *words: str) -> dict[str, Any]:
-    """As real_text.meshwright, without the seconds that a new process needs to load torch."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert main([*words, "--json"]) == 0
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
 
 
 @pytest.mark.long
@@ -105,20 +89,6 @@ def test_quickstart_reports_what_the_claims_read() -> None:
     assert isinstance(found["sample"], str)
 
 
-def test_real_text_says_what_is_missing(tmp_path: Path) -> None:
-    assert "no tinyshakespeare.txt" in str(real_text.find(tmp_path))
-
-
-def test_real_text_is_trained_scored_and_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(real_text, "meshwright", in_this_process)
-    for name in ("train.txt", "test.txt"):
-        (tmp_path / name).write_text("To be, or not to be, that is the question.\n" * 200)
-    text = real_text.Text(train="train.txt", test="test.txt", validation=0.1, prompt="To ")
-    found = real_text.measure(text, tmp_path, [*TOY, "data.tokenizer=bytes"], tmp_path)
-    assert 0 < found["bits_per_byte"] < 20
-    assert found["sample"].startswith("To ")
-
-
 @pytest.mark.parametrize("name", exactness.SHAPES)
 def test_a_step_is_exact_however_it_is_cut_or_recomputed(name: str) -> None:
     shape = exactness.SHAPES[name]
@@ -152,15 +122,6 @@ def test_a_killed_run_ends_as_the_run_that_was_not() -> None:
     assert found["tensors"] > 50 and found["records"] >= 8
 
 
-def test_the_update_is_measured_with_the_buckets_of_the_real_sizes() -> None:
-    """7B: the matrices of 32 layers are a bucket each where 16 MiB are the limit."""
-    found = update_host_time.measure(2)
-    fp32, bf16 = found["fp32_gradients"], found["bf16_gradients"]
-    assert fp32["tensors"] == 291 and fp32["buckets_before"] == bf16["buckets_before"] > 220
-    assert fp32["buckets_after"] == 1 and 1 < bf16["buckets_after"] < 20
-    assert 0 < found["share"] < 1 and found["share"] == max(fp32["share"], bf16["share"])
-
-
 @pytest.mark.long
 def test_recomputation_is_measured_beside_what_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recomputation.SIZES, "10m", (1, 64))
@@ -189,15 +150,6 @@ def test_curves_of_narrow_states_are_held_against_fp32(monkeypatch: pytest.Monke
     narrow = found["curves"][some[1]]
     assert len(narrow["losses"]) == 3 and 0 < abs(narrow["off"]) == found["largest_off"] < 0.01
     assert narrow["bytes"] < 6.2 < found["curves"]["fp32"]["bytes"] == 12
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_whole_routed_blocks_are_one_graph_in_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_experts, "SEQUENCE", 16)
-    found = compiled_experts.compared("none", 2)
-    assert found["whole"]["graphs"] == 1 < found["around experts"]["graphs"] and found["eager"]["graphs"] == 0
-    assert found["compiled_later"] == 0 and found["eager"]["over_eager"] == 1
 
 
 @pytest.mark.slow

@@ -12,13 +12,13 @@ from claims.table import Bar, Claim, ClaimsError
 
 
 def claim(**fields: object) -> Claim:
-    base = {"id": "x", "issue": 2, "text": "t", "command": "true", "read": "exit status", "bar": Bar.parse("== 0")}
+    base = {"id": "x", "text": "t", "command": "true", "read": "exit status", "bar": Bar.parse("== 0")}
     return Claim(**{**base, **fields})
 
 
 def rows(folder: Path, *bodies: dict[str, object]) -> Path:
     """A table with these rows; a row holds strings, numbers and booleans, which JSON and TOML write alike."""
-    base = {"issue": 2, "text": "a text", "command": "true", "read": "exit status", "bar": "== 0"}
+    base = {"text": "a text", "command": "true", "read": "exit status", "bar": "== 0"}
     path = folder / "claims.toml"
     tables = ("\n".join(f"{k} = {json.dumps(v)}" for k, v in {**base, **body}.items()) for body in bodies)
     path.write_text("".join(f"[[claim]]\n{text}\n" for text in tables))
