@@ -66,7 +66,7 @@ def test_ranks_that_mpirun_numbered_are_those_of_torchrun() -> None:
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({MARK: "bf16"}, "--mixed_precision bf16 of accelerate is not read, and recipe.precision=fp32 stands"),
+        ({MARK: "bf16"}, "--mixed_precision bf16 of accelerate is not read: the plan has recipe.precision=fp32"),
         (
             {MARK: "no", "ACCELERATE_USE_FSDP": "true"},
             "FSDP settings of accelerate are not read: the keys of layout say how ranks share the model",

@@ -19,7 +19,7 @@ from meshwright.api.determinism import set_environment
 from meshwright.api.plan_reading import sort_words
 from meshwright.cli.main import main
 from meshwright.cli.process.invocation import command
-from meshwright.cli.terminal.streaming import printable
+from meshwright.cli.terminal.screen_text import printable
 from meshwright.cli.verbs import generate, quickstart
 from meshwright.cli.verbs.train import again
 from meshwright.data import Tokenizer
@@ -132,9 +132,9 @@ def test_the_prompt_is_printed_with_the_first_token(capsys: pytest.CaptureFixtur
             on_token(token)
 
     with patch("meshwright.model.generate.check_prompt"):
-        generate.tell(opened, [97], answer)
+        generate.stream_answer(opened, [97], answer)
         assert capsys.readouterr().out == "compiling\nabc\n"
-        generate.tell(opened, [97], lambda on_token: None)
+        generate.stream_answer(opened, [97], lambda on_token: None)
     assert capsys.readouterr().out == "a\n"
 
 

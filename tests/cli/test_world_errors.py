@@ -116,7 +116,7 @@ def test_started_by_hand_without_an_address(monkeypatch: pytest.MonkeyPatch) -> 
         pass
 
 
-@pytest.mark.parametrize(("name", "launcher"), launching.TASKS.items())
+@pytest.mark.parametrize(("name", "launcher"), launching.TASK_COUNTS.items())
 def test_processes_without_numbers_are_refused(
     name: str, launcher: str, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -168,8 +168,8 @@ def test_the_command_line(
     [
         (["poet"], "must be NAME=DIR"),
         (["poet=nowhere"], "poet=nowhere does not exist: give NAME=FOLDER"),
-        (["base=first"], "base is named already"),
-        (["a=first", "a=second"], "a is named already"),
+        (["base=first"], "the name base is taken"),
+        (["a=first", "a=second"], "the name a is taken"),
         (["a=run"], "adapter a: run trained all weights and has no adapter"),
         (["a=texts"], "adapter a: texts has neither adapter_config.json nor plan.yaml"),
     ],

@@ -1,4 +1,4 @@
-"""Verbs, one a file, as a typer application. A verb that is run loads its own file and no other's."""
+"""The typer application of all verbs. Running a verb imports its own file only."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,77 +14,73 @@ from meshwright.cli.terminal import help
 from meshwright.cli.terminal.screen_text import WIDEST
 
 EXIT = typer.Exit
-"""How a verb ends with an exit code of its own."""
+"""Exception that ends a verb with an exit code of its own."""
 
 USAGE_ERROR = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-"""Base of what the parser raises; some versions of typer carry their own copy of click."""
+"""Base class of parser errors. Some versions of typer carry their own copy of click."""
 
 
 class Verb(TyperCommand):
-    """A command whose help names types as NAME, INT, FILE. Its --help is false, not unknown, when absent: typer reads
-    the unknown through pydantic, 90 ms."""
+    """A command whose help calls types NAME, INT, FILE, and whose --help defaults to false."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """As typer makes it, with a default."""
-        return _known(super().get_help_option(ctx))
+        """Return typer's help option with a default."""
+        return _without_unknown(super().get_help_option(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Arguments by their name, options with a word for what they take, each under its group."""
-        found: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        """Write arguments by name and options with their types, each under its panel."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             argument = parameter.param_type_name == "argument"
             if record is not None:
                 title = "Arguments" if argument else getattr(parameter, "rich_help_panel", None) or "Options"
-                found.setdefault(title, []).append((_named(record[0], argument=argument), _ranged(record[1])))
-        for title, rows in found.items():
+                text = re.sub(r"x>=(\S+?)(?=])", r"at least \1", record[1])
+                sections.setdefault(title, []).append((_shown_name(record[0], argument=argument), text))
+        for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
 
 TYPES = {"int": "INT", "float": "NUMBER", "str": "NAME", "path": "FILE"}
-"""What typer calls a type, and what the help calls it."""
+"""Typer's name of a type -> its name in the help."""
 
 
 FORMER = ("--output",)
-"""Names of options that are still read, and no longer shown."""
+"""Former names of options, still accepted and no longer shown."""
 
 
-def _named(name: str, *, argument: bool) -> str:
-    if argument:  # its name says what it is
+def _shown_name(name: str, *, argument: bool) -> str:
+    if argument:  # its name needs no type beside it
         return re.sub(r" <[^<>]*>$", "", name)
     name = re.sub(rf", (?:{'|'.join(FORMER)})\b", "", name)
     return re.sub(r"<(?:list\[)?(\w+)\]?>", lambda kind: TYPES.get(kind[1].lower(), kind[1].upper()), name)
 
 
-def _ranged(what: str) -> str:
-    """What an option does; its least value in words."""
-    return re.sub(r"x>=(\S+?)(?=])", r"at least \1", what)
-
-
 class Verbs(TyperGroup):
-    """The same for a group of commands."""
+    """A group of commands whose --help defaults to false."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """As typer makes it, with a default."""
-        return _known(super().get_help_option(ctx))
+        """Return typer's help option with a default."""
+        return _without_unknown(super().get_help_option(ctx))
 
 
-def _known(option: Any) -> Any:
+def _without_unknown(option: Any) -> Any:
+    # typer reads an unknown default through pydantic, which costs 90 ms.
     if option is not None and option.default is None:
         option.default = False
     return option
 
 
 FUNCTIONS = {"eval": "evaluate", "import": "import_"}
-"""Of the verbs that are not called as their function."""
+"""Verb -> name of its function, where the two differ."""
 FILES = {"import": "import_"}
-"""Of the verbs that are not called as their file in cli/verbs."""
+"""Verb -> name of its file in cli/verbs, where the two differ."""
 
 
 def application(verbs: Iterable[str] = help.VERBS) -> typer.Typer:
-    """The program with these verbs."""
+    """Return the typer program with these verbs."""
     # Plain help: rich's costs 60 ms of imports on every start.
     program = typer.Typer(
         cls=Verbs,
@@ -124,42 +120,46 @@ def data_show(
 
 
 def options() -> None:
-    """A group without options of its own: cli/main.py takes --debug, --version and --help of the whole program."""
+    """Take no options: cli/main.py handles --debug, --version and --help of the whole program."""
 
 
 def _parser(words: Sequence[str]) -> Any:
-    """With the verb that is asked for; with all where there is no such verb, since the nearest is then named."""
-    asked = next(iter(words), "")
-    return typer.main.get_command(application([asked] if asked in help.VERBS else help.VERBS))
+    """Return the parser of the requested verb, or of all verbs when it is unknown: typer then suggests the nearest."""
+    verb = next(iter(words), "")
+    return typer.main.get_command(application([verb] if verb in help.VERBS else help.VERBS))
 
 
 def run(words: Sequence[str]) -> None:
-    """Parse and run one verb; it raises what typer and the verb raise, and does not end the process."""
+    """Parse and run one verb. Errors of typer and of the verb propagate, and the process does not end."""
     verbs = _parser(words)
     with verbs.make_context("meshwright", list(words)) as context:
         verbs.invoke(context)
 
 
 def in_options(line: str, words: Sequence[str]) -> str:
-    """A sentence that names arguments of Python functions, with the options of this verb: tokens=15T is --tokens 15T,
-    dry_run=False is --no-dry-run, model='x' is MODEL 'x' and another run= another RUN where those are arguments."""
-    verb: Any = _parser(words).commands.get(next(iter(words), ""))
-    places = {one.name: re.split(r"\W", one.metavar.strip("[]"))[0] for one in _parameters(verb, "argument")}
-    line = re.sub(r"another (\w+)=", lambda found: f"another {places.get(found[1], found[1] + '=')}", line)
-    line = re.sub(r"^(\w+)=(?=')", lambda found: f"{places.get(found[1], found[1] + '=')} ".replace("= ", "="), line)
-    options: dict[str, str] = {}
-    for one in _parameters(verb, "option"):
-        long = [option for option in (*one.opts, *one.secondary_opts) if option.startswith("--")]
-        options |= {name[2:].replace("-", "_"): name for name in long}
-        options.setdefault(one.name, next(iter(long), ""))
+    """Rewrite a sentence that names Python arguments in the options of a verb.
 
-    def option(found: re.Match[str]) -> str:
-        name, truth, quoted, follows = found.groups()
+    tokens=15T becomes --tokens 15T, and dry_run=False becomes --no-dry-run. Arguments without an option take their
+    metavar: model='x' becomes MODEL 'x', and another run= becomes another RUN.
+    """
+    verb: Any = _parser(words).commands.get(next(iter(words), ""))
+    metavars = {
+        parameter.name: re.split(r"\W", parameter.metavar.strip("[]"))[0]
+        for parameter in (verb.params if verb else ())
+        if parameter.param_type_name == "argument"
+    }
+    line = re.sub(r"another (\w+)=", lambda match: f"another {metavars.get(match[1], match[1] + '=')}", line)
+    line = re.sub(r"^(\w+)=(?=')", lambda match: f"{metavars.get(match[1], match[1] + '=')} ".replace("= ", "="), line)
+    options: dict[str, str] = {}
+    for parameter in verb.params if verb else ():
+        if parameter.param_type_name == "option":
+            long = [option for option in (*parameter.opts, *parameter.secondary_opts) if option.startswith("--")]
+            options |= {name[2:].replace("-", "_"): name for name in long}
+            options.setdefault(parameter.name, next(iter(long), ""))
+
+    def option(match: re.Match[str]) -> str:
+        name, truth, quoted, follows = match.groups()
         known = options.get(f"no_{name}" if truth == "False" else name, "")
-        return f"{known} {quoted or ''}" if known and (quoted or follows) else known or found[0]
+        return f"{known} {quoted or ''}" if known and (quoted or follows) else known or match[0]
 
     return re.sub(r"""(?<![\w.'"-])(?<!\d: )(\w+)=(?:(True|False)\b|"([^"]*)"|(?=([^\s:,;]))|)""", option, line)
-
-
-def _parameters(verb: Any, kind: str) -> list[Any]:
-    return [one for one in verb.params if one.param_type_name == kind] if verb else []

@@ -1,4 +1,4 @@
-"""The `meshwright` command: every failure becomes one line; verbs are loaded only when one of them is to be run."""
+"""The `meshwright` command. Every failure becomes one line, and a verb is imported only when it runs."""
 
 import os
 import sys
@@ -6,17 +6,19 @@ import warnings
 from collections.abc import Sequence
 
 BROKEN_PIPE = 141
-"""What a shell reports for a program that wrote to a closed pipe."""
+"""Exit code that a shell reports for a program that wrote to a closed pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and give its exit code: 0 done, 1 failed, 2 bad input, 3 does not fit, 4 outside tolerance,
-    141 nobody reads stdout."""
+    """Run one verb and return its exit code.
+
+    0 done, 1 failed, 2 bad input, 3 does not fit, 4 outside tolerance, 130 interrupted, 141 nobody reads stdout.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"] or ["--help"]
     if words[0] in ("-h", "--help", "--version"):
-        return _told(words[0])
+        return _print_overview(words[0])
     from meshwright.cli.process.accelerate import number_ranks
     from meshwright.cli.process.environment import described, set_defaults
     from meshwright.cli.process.launch import processes, rank
@@ -30,11 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if processes() > 1 and not debug:
         # Before torch is loaded: its sockets warn with the whole C++ stack of what then becomes one line here.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return _ran(words, debug=debug)
+    return _run(words, debug=debug)
 
 
-def _told(option: str) -> int:
-    """Print the version or the list of verbs; neither needs a verb, so they come at once."""
+def _print_overview(option: str) -> int:
+    """Print the version or the list of verbs, without importing any verb."""
     try:
         if option == "--version":
             from meshwright import __version__
@@ -51,9 +53,9 @@ def _told(option: str) -> int:
     return 0
 
 
-def _ran(words: Sequence[str], *, debug: bool) -> int:
-    """Not typer's own way to run a program: it would answer Ctrl-C and closed pipes in its own words."""
-    from meshwright.cli.process.failure import explain, refused
+def _run(words: Sequence[str], *, debug: bool) -> int:
+    """Run a verb. Typer's own runner would answer Ctrl-C and closed pipes in its own words."""
+    from meshwright.cli.process.failure import USAGE, explain, explain_usage
     from meshwright.cli.process.launch import fail, processes, rank
     from meshwright.spec.errors import MeshwrightError
 
@@ -77,7 +79,8 @@ def _ran(words: Sequence[str], *, debug: bool) -> int:
             import traceback
 
             traceback.print_exc()
-        line, code = refused(error, words) if isinstance(error, commands.USAGE_ERROR) else explain(error)
+        is_usage = isinstance(error, commands.USAGE_ERROR)
+        line, code = (explain_usage(error, words), USAGE) if is_usage else explain(error)
         line = commands.in_options(line, words) if isinstance(error, MeshwrightError) else line
         if processes() > 1:
             fail(error, line, code)
@@ -87,5 +90,5 @@ def _ran(words: Sequence[str], *, debug: bool) -> int:
 
 
 def _close_stdout() -> None:
-    """The reader is gone; without this the interpreter complains once more at exit."""
+    """Redirect stdout to the null device, else the interpreter complains again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

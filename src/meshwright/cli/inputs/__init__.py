@@ -1,1 +1,1 @@
-"""What arguments name: a plan, a layout, a trained model."""
+"""Options and arguments that several verbs share."""

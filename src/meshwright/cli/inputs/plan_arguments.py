@@ -1,4 +1,4 @@
-"""A plan on the command line: as a file with changes, or as model, cluster and recipe."""
+"""A plan on the command line: a file with changes, or model, cluster and recipe."""
 
 from typing import Annotated
 
@@ -21,7 +21,7 @@ AskedCluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME|FILE.toml",
-        help="Device and how many of it a node has: h100x8; a machine: p5.48xlarge; or what calibrate wrote.",
+        help="Device and number per node: h100x8; a machine: p5.48xlarge; or a file of calibrate.",
     ),
 ]
 RunCluster = Annotated[
@@ -29,7 +29,7 @@ RunCluster = Annotated[
     typer.Option(
         "--cluster",
         metavar="NAME|FILE.toml",
-        help="What the planned column is of, as for plan. [default: the plan's own]",
+        help="Cluster of the planned column, as for plan. [default: that of the plan]",
     ),
 ]
 AskedNodes = Annotated[int | None, typer.Option("--nodes", help="Nodes of the cluster.")]

@@ -1,28 +1,28 @@
-"""A load on the command line, for `plan --serve`."""
+"""A served load on the command line, for `plan --serve`, `rent --serve` and `compare --serve`."""
 
 from typing import Annotated, Any
 
 import typer
 
 AskedServe = Annotated[
-    bool, typer.Option("--serve", help="Plan serving in place of training: memory, concurrency, tokens per second.")
+    bool, typer.Option("--serve", help="Plan serving instead of training: memory, concurrency, tokens per second.")
 ]
 
 
-def _load(option: str, what: str, default: int) -> Any:
-    return typer.Option(option, metavar="INT", help=f"With --serve: {what}. [default: {default}]")
+def _load_option(name: str, meaning: str, default: int) -> Any:
+    return typer.Option(name, metavar="INT", help=f"With --serve: {meaning}. [default: {default}]")
 
 
 INPUT = "--input-length", "tokens of a prompt"
 OUTPUT = "--output-length", "tokens of an answer"
 CONCURRENCY = "--concurrency", "requests in flight"
-AskedInput = Annotated[int | None, _load(*INPUT, 1024)]
-AskedOutput = Annotated[int | None, _load(*OUTPUT, 1024)]
-AskedConcurrency = Annotated[int | None, _load(*CONCURRENCY, 64)]
-ServedInput = Annotated[int | None, _load(*INPUT, 256)]
-"""Of a load that is served here, as compare does."""
-ServedOutput = Annotated[int | None, _load(*OUTPUT, 64)]
-ServedConcurrency = Annotated[int | None, _load(*CONCURRENCY, 8)]
+AskedInput = Annotated[int | None, _load_option(*INPUT, 1024)]
+AskedOutput = Annotated[int | None, _load_option(*OUTPUT, 1024)]
+AskedConcurrency = Annotated[int | None, _load_option(*CONCURRENCY, 64)]
+ServedInput = Annotated[int | None, _load_option(*INPUT, 256)]
+"""The options of compare, which serves the load on this machine."""
+ServedOutput = Annotated[int | None, _load_option(*OUTPUT, 64)]
+ServedConcurrency = Annotated[int | None, _load_option(*CONCURRENCY, 8)]
 AskedQuantization = Annotated[
     str,
     typer.Option(
@@ -55,13 +55,14 @@ AskedAdapterRank = Annotated[
 AskedAdapterTargets = Annotated[
     str,
     typer.Option(
-        "--adapter-targets", metavar="NAMES", help="With --adapters: as model.lora.targets. [default: all]",
+        "--adapter-targets", metavar="NAMES", help="With --adapters: matrices, as model.lora.targets. [default: all]",
         show_default=False,
     ),
 ]  # fmt: skip
 AskedMeasure = Annotated[
     bool,
     typer.Option(
-        "--measure", help="With --serve and a file of calibrate: also run the load here; planned, dry run, measured."
+        "--measure",
+        help="With --serve and a file of calibrate: also run the load here, and print planned, dry run and measured.",
     ),
 ]

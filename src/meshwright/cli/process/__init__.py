@@ -1,1 +1,1 @@
-"""The process around a command: environment, launch under torchrun, exit codes."""
+"""The process around a command: environment variables, launch under torchrun, exit codes."""

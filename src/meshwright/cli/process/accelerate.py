@@ -1,7 +1,7 @@
-"""`accelerate launch`: what it says of ranks, and what of its settings a plan says instead.
+"""Support for `accelerate launch`: the rank numbers it sets, and its settings that a plan replaces.
 
-Its multi-device launcher is torchrun, whose variables it leaves as they are. Its launcher for CPUs starts one process,
-or many by mpirun, which numbers them by names of its own (accelerate 1.15, utils/launch.py and utils/environment.py).
+Its multi-device launcher is torchrun and keeps torchrun's variables. Its CPU launcher starts one process, or many by
+mpirun, which has variables of its own (accelerate 1.15, utils/launch.py and utils/environment.py).
 """
 
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -11,35 +11,36 @@ if TYPE_CHECKING:
     from meshwright.spec import Plan
 
 MARK = "ACCELERATE_MIXED_PRECISION"
-"""Each of its launchers sets it."""
+"""Variable that each of accelerate's launchers sets."""
 RANKS = {
     "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
     "WORLD_SIZE": ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
     "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
     "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
 }
-"""torchrun's name -> those of mpirun."""
+"""torchrun's variable -> mpirun's variables."""
 SHARDING = {"FSDP": "USE_FSDP", "DeepSpeed": "USE_DEEPSPEED", "Megatron-LM": "USE_MEGATRON_LM"}
 
 
 def number_ranks(environ: MutableMapping[str, str]) -> None:
-    """Where accelerate started this process by mpirun: the same under torchrun's names."""
+    """Copy mpirun's rank numbers to torchrun's variables, in a process that accelerate started by mpirun."""
     if MARK not in environ or "WORLD_SIZE" in environ:
         return
     for name, others in RANKS.items():
-        found = next((environ[other] for other in others if other in environ), None)
-        if found is not None:
-            environ.setdefault(name, found)
+        number = next((environ[other] for other in others if other in environ), None)
+        if number is not None:
+            environ.setdefault(name, number)
 
 
 def unread(environ: Mapping[str, str], plan: "Plan") -> Iterator[str]:
-    """A note for each setting of accelerate's that this run does not follow, with the key that says it."""
+    """Yield a note for each accelerate setting that this run ignores, with the plan key that decides instead."""
     if MARK not in environ:
         return
-    asked = environ[MARK].lower()
-    if asked not in ("no", plan.recipe.precision):
+    precision = environ[MARK].lower()
+    if precision not in ("no", plan.recipe.precision):
         yield (
-            f"--mixed_precision {asked} of accelerate is not read, and recipe.precision={plan.recipe.precision} stands"
+            f"--mixed_precision {precision} of accelerate is not read: the plan has "
+            f"recipe.precision={plan.recipe.precision}"
         )
     for name, variable in SHARDING.items():
         if environ.get(f"ACCELERATE_{variable}", "").lower() == "true":

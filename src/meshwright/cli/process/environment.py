@@ -1,7 +1,7 @@
-"""Environment variables that libraries read when they are loaded: what this program sets where the user has not.
+"""Environment variables that libraries read on import, with the defaults that this program sets.
 
-Each is a default: a value of the user's own is kept, and an empty one (`NAME= meshwright train ...`) leaves the
-library's. `meshwright --debug` shows them; docs/training.md has the table.
+A variable that the user has set is kept. An empty one (`NAME= meshwright train ...`) restores the library's default.
+`meshwright --debug` prints them, and docs/training.md has the table.
 """
 
 from collections.abc import MutableMapping
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Default:
-    """A variable, its value, and other names that show that the user has decided."""
+    """A variable, its default, and other variables that also show the user's choice."""
 
     name: str
     value: str
@@ -47,20 +47,20 @@ DEFAULTS = (
 
 
 def set_defaults(environ: MutableMapping[str, str]) -> None:
-    """Set what the user has not; to be called before torch is loaded. Empty values are removed: the library's own."""
-    for one in DEFAULTS:
-        if not environ.keys() & {one.name, *one.others}:
-            environ[one.name] = one.value
-        elif environ.get(one.name) == "":
-            del environ[one.name]
+    """Set what the user has not, before torch is imported. Empty variables are removed."""
+    for default in DEFAULTS:
+        if not environ.keys() & {default.name, *default.others}:
+            environ[default.name] = default.value
+        elif environ.get(default.name) == "":
+            del environ[default.name]
 
 
 def described(environ: MutableMapping[str, str]) -> list[str]:
-    """A line for each variable as it is now, for people."""
+    """List each variable with its current value and the reason for it."""
     lines = []
-    for one in DEFAULTS:
-        name = next((name for name in (one.name, *one.others) if name in environ), one.name)
-        ours = name == one.name and environ.get(name) == one.value
-        why = one.why if ours else "set by you" if name in environ else "the library's own"
+    for default in DEFAULTS:
+        name = next((name for name in (default.name, *default.others) if name in environ), default.name)
+        ours = name == default.name and environ.get(name) == default.value
+        why = default.why if ours else "set by you" if name in environ else "the library's own"
         lines.append(f"{name}={environ.get(name, '')}: {why}")
     return lines

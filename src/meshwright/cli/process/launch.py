@@ -1,4 +1,4 @@
-"""Under torchrun: join the other processes of a run, or say in one sentence, from one of them, why not."""
+"""Launch under torchrun: join the other processes of a run, or fail with one sentence from one of them."""
 
 import json
 import os
@@ -22,45 +22,47 @@ if TYPE_CHECKING:
     from meshwright.parallel.health.watchdog import Watchdog
 
 REACH_S, MEET_S = 40.0, 600.0
-"""For the launcher's store, which is there before any rank; for the slowest rank to import torch."""
+"""Seconds to reach the launcher's store, which exists before any rank; for the slowest rank to import torch."""
 LAST_WORDS_S = 20.0
-"""For other ranks to come where this one has failed before it met them."""
+"""Seconds to wait for other ranks when this one failed before it met them."""
 HOST_LIMIT = timedelta(days=1)
-"""How long a collective on the host may take: others wait in one while the first rank encodes the text."""
+"""Timeout of host collectives. Other ranks wait in one while the first rank encodes the text."""
 SHOW_CURSOR = b"\x1b[?25h"
 
 _watchdog: "Watchdog | None" = None
-"""Of this process: whatever ends it, from the first line of a verb to its last, is told through it."""
+"""The watchdog of this process. Whatever ends a verb is reported through it."""
 
 
 class Unreachable(RunError):
-    """There is no store to meet the other ranks at: each speaks for itself."""
+    """No store to meet the other ranks at, so each rank reports for itself."""
 
 
 def rank() -> int:
-    """This process's number among those that torchrun started; 0 when alone."""
+    """Return this process's rank under torchrun, 0 when alone."""
     return int(os.environ.get("RANK", "0"))
 
 
 def processes() -> int:
-    """How many processes torchrun started; 1 when alone."""
+    """Return the number of processes that torchrun started, 1 when alone."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def nodes() -> int:
-    """Machines of which torchrun started equally many processes each; 1 where nothing says so."""
-    found = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    return found if processes() % found == 0 else 1
+    """Return the number of machines with equally many processes each, 1 if unknown."""
+    launchers = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return launchers if processes() % launchers == 0 else 1
 
 
-TASKS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
-"""Where launchers that know nothing of torch write how many processes they started."""
+TASK_COUNTS = {"SLURM_STEP_NUM_TASK_COUNTS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpiexec"}
+"""Variables with the process count of launchers that do not set torch's -> launcher."""
 
 
 def refuse_unnumbered(environ: Mapping[str, str]) -> None:
-    """Refuse processes that a launcher started without the numbers that torchrun gives: each would train by itself,
-    all into one folder. PlanError."""
-    for name, launcher in TASKS.items() if "WORLD_SIZE" not in environ else ():
+    """Raise PlanError for processes that a launcher started without rank numbers.
+
+    Each would train alone, and all would write one folder.
+    """
+    for name, launcher in TASK_COUNTS.items() if "WORLD_SIZE" not in environ else ():
         if environ.get(name, "1") not in ("", "0", "1"):
             raise PlanError(
                 f"{launcher} started {environ[name]} processes without RANK and WORLD_SIZE, so each would train "
@@ -71,10 +73,10 @@ def refuse_unnumbered(environ: Mapping[str, str]) -> None:
 
 @contextmanager
 def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
-    """Within, this process is one rank of a watched world: NCCL on GPUs (one each), Gloo on CPUs; alone, nothing.
+    """Make this process one rank of a watched world: NCCL on GPUs (one each), Gloo on CPUs. Alone, do nothing.
 
-    `hang_after_s`: see parallel.health.blame.Limits. RunError: a backend is absent, there are fewer GPUs than
-    processes, an address is in use or unreachable, a rank does not come.
+    `hang_after_s`: see parallel.health.blame.Limits. Raises RunError when a backend is missing, there are fewer GPUs
+    than processes, an address is taken or unreachable, or a rank does not come.
     """
     global _watchdog
     from meshwright.parallel.health.heartbeat import Heartbeat
@@ -103,13 +105,16 @@ def joined(hang_after_s: float | None = None) -> Iterator["Heartbeat"]:
 
 
 def fail(error: BaseException, line: str, code: int) -> None:
-    """Print the line of an error. Of many processes one prints it, all end with its exit code: no return then."""
+    """Print the line of an error.
+
+    With many processes one rank prints, all end with the exit code, and this never returns.
+    """
     watchdog = _watchdog
     if watchdog is None and processes() > 1 and not isinstance(error, Unreachable):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another rank was quicker: this one ends by itself, too
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # another rank may have failed first: this one ends by itself
         try:
             watchdog = _meet(LAST_WORDS_S, None)
-        except Exception:  # nobody to talk to: the first rank speaks, the launcher ends the others
+        except Exception:  # no other rank can be reached: rank 0 prints, and the launcher ends the others
             if rank() > 0:
                 time.sleep(1)
     if watchdog is None:
@@ -146,6 +151,7 @@ def _backend() -> str:
 
 def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     """Find the other ranks and watch them from now on."""
+    import torch
     import torch.distributed as dist
 
     from meshwright.parallel.health.blame import Limits
@@ -155,9 +161,11 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     from meshwright.training.phases import PHASES, READS
 
     reach_s = min(REACH_S, limit_s)
-    store = _store(hosts=rank() == 0 and not _is_agents_store(), limit_s=reach_s)
+    # torchrun hosts the store itself; in processes started by hand, the first rank does.
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _store(hosts=rank() == 0 and not by_agent, limit_s=reach_s)
     attempt = f"meshwright/{meet(store, rank(), processes(), limit_s)}"
-    place = RankPlace(
+    rank_place = RankPlace(
         rank=rank(),
         world=processes(),
         neighbours=_neighbours(),
@@ -166,28 +174,17 @@ def _meet(limit_s: float, hang_after_s: float | None) -> "Watchdog":
     watchdog = Watchdog(
         dist.PrefixStore(attempt, _store(hosts=False, limit_s=reach_s)),
         dist.PrefixStore(attempt, store),
-        place,
+        rank_place,
         pulse=Heartbeat(),
         phases=PHASES,
         reads=READS,
         limits=Limits(hang_s=hang_after_s),
         say=_say,
         end=os._exit,
-        queues=_has_gpu(),
+        queues=torch.cuda.is_available(),
     )
     watchdog.start()
     return watchdog
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _is_agents_store() -> bool:
-    """torchrun keeps the store; started by hand, the first rank does."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _store(*, hosts: bool, limit_s: float) -> "dist.TCPStore":
@@ -204,7 +201,7 @@ def _store(*, hosts: bool, limit_s: float) -> "dist.TCPStore":
         )
 
     try:
-        return _within(limit_s, connect)
+        return _connect_within(limit_s, connect)
     except (RuntimeError, ValueError, OSError) as error:
         if hosts:
             advice = "take another MASTER_PORT" if "EADDRINUSE" in str(error) else "is MASTER_ADDR this machine?"
@@ -214,29 +211,32 @@ def _store(*, hosts: bool, limit_s: float) -> "dist.TCPStore":
         ) from None
 
 
-def _within(limit_s: float, connect: "Callable[[], dist.TCPStore]") -> "dist.TCPStore":
-    """In a thread that may be left behind: whatever listens on the port may accept and never speak, and the library has
-    no limit for that. The main thread goes on hearing signals."""
-    found: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+def _connect_within(limit_s: float, connect: "Callable[[], dist.TCPStore]") -> "dist.TCPStore":
+    """Connect in a thread that may be left behind.
+
+    Whatever listens on the port may accept and never answer, for which the library has no timeout. The main thread
+    keeps handling signals.
+    """
+    outcomes: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            found.put(connect())
+            outcomes.put(connect())
         except Exception as error:
-            found.put(error)
+            outcomes.put(error)
 
     threading.Thread(target=run, name="connect", daemon=True).start()
     try:
-        result = found.get(timeout=limit_s)
+        outcome = outcomes.get(timeout=limit_s)
     except queue.Empty:
         raise OSError(f"no answer within {limit_s:.0f} s") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def _neighbours() -> tuple[int, ...]:
-    """Ranks of the same launcher on this machine: torchrun numbers them one after another."""
+    """Return the ranks of the same launcher on this machine, which torchrun numbers consecutively."""
     if not os.environ.keys() >= {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}:
         return ()
     first = rank() - int(os.environ["LOCAL_RANK"])
@@ -248,12 +248,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _say(line: str) -> None:
-    """Past all buffers: whoever holds one may stand still. Also for torchrun, which repeats it in its report."""
+    """Write a line past all buffers, whose locks another thread may hold, and into torchrun's report."""
     cursor = SHOW_CURSOR if sys.stdout.isatty() else b""
     os.write(2, cursor + f"meshwright: {line}\n".encode())
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
-        began = int(time.time()) - 1  # whole seconds: the cause is before the ends it causes
-        found = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(began)}}
+        # torchrun names the earliest failure as the cause, and compares whole seconds.
+        began = int(time.time()) - 1
+        failure = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(began)}}
         with open(report, "w", encoding="utf-8") as file:
-            json.dump({"message": found}, file)
+            json.dump({"message": failure}, file)

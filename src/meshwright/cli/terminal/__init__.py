@@ -1,1 +1,1 @@
-"""What people see: tables, charts, the live panel, streamed text."""
+"""Terminal output: tables, charts, the live panel, streamed text."""

@@ -1,16 +1,16 @@
-"""A loss curve in characters: braille dots, two to a column and four to a row of text."""
+"""A loss curve in braille characters: two dots across and four down per character."""
 
 import itertools
 import math
 from collections.abc import Sequence
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bit of a dot in a braille cell: column, then row from the top (Unicode block U+2800)."""
+"""Bits of the dots of a braille cell, by column and then by row from the top (Unicode block U+2800)."""
 BLANK = 0x2800
 
 
 class Curve:
-    """Values in the order they came, in a bounded number of bins: a full store halves itself by averaging pairs."""
+    """Values in order, in a bounded number of bins. A full store halves itself by averaging pairs."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self.capacity = capacity
@@ -19,11 +19,11 @@ class Curve:
         self._open_sum = 0.0
         self._open_count = 0
 
-    def add(self, value: float) -> None:
-        """Take in one value; what is no number is left out."""
-        if not math.isfinite(value):
+    def add(self, number: float) -> None:
+        """Add a value, unless it is infinite or no number."""
+        if not math.isfinite(number):
             return
-        self._open_sum += value
+        self._open_sum += number
         self._open_count += 1
         if self._open_count == self._stride:
             self.values.append(self._open_sum / self._stride)
@@ -34,9 +34,9 @@ class Curve:
 
 
 def span(values: Sequence[float], keep: float = 0.95) -> tuple[float, float]:
-    """Lowest and highest value worth showing: the first steps' tall peak is cut off at quantile `keep`.
+    """Return the lowest and highest value to show. The tall peak of the first steps is cut off at quantile `keep`.
 
-    A flat curve gets room on both sides, so that it is drawn in the middle.
+    A flat curve gets room on both sides and is drawn in the middle.
     """
     numbers = sorted(v for v in values if math.isfinite(v))
     if not numbers:
@@ -47,24 +47,23 @@ def span(values: Sequence[float], keep: float = 0.95) -> tuple[float, float]:
 
 
 def resample(values: Sequence[float], columns: int) -> list[float]:
-    """`columns` values spread over all of `values`: means where there are many, lines between where there are few."""
+    """Spread `values` over `columns`: means where there are many, linear interpolation where there are few."""
     if len(values) > columns:
         edges = [i * len(values) // columns for i in range(columns + 1)]
         return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     if len(values) == 1:
         return list(values) * columns
     step = (len(values) - 1) / max(1, columns - 1)
-    return [_between(values, i * step) for i in range(columns)]
-
-
-def _between(values: Sequence[float], place: float) -> float:
-    left = min(int(place), len(values) - 2)
-    share = place - left
-    return values[left] * (1 - share) + values[left + 1] * share
+    points = []
+    for position in (i * step for i in range(columns)):
+        left = min(int(position), len(values) - 2)
+        share = position - left
+        points.append(values[left] * (1 - share) + values[left + 1] * share)
+    return points
 
 
 def braille(values: Sequence[float], width: int, height: int, low: float, high: float) -> list[str]:
-    """`height` rows of `width` characters with `values` as one connected line between `low` and `high`."""
+    """Return `height` rows of `width` characters: `values` as one connected line between `low` and `high`."""
     cells = [[0] * width for _ in range(height)]
     numbers = [v for v in values if math.isfinite(v)]
     if not numbers or width < 1 or height < 1 or not high > low:
@@ -77,13 +76,13 @@ def braille(values: Sequence[float], width: int, height: int, low: float, high: 
 
 
 def _row(value: float, dots: int, low: float, high: float) -> int:
-    """Dot row from the top; what lies beyond the span stays at its edge."""
+    """Return the dot row, counted from the top. Values beyond the span stay at its edge."""
     share = (high - value) / (high - low)
     return min(dots - 1, max(0, int(share * dots)))
 
 
 def _stroke(before: int, now: int) -> tuple[int, int]:
-    """Rows to fill in a column so that it touches the one before it."""
+    """Return the range of rows to fill so that a column touches the one before it."""
     if now > before:
         return before + 1, now + 1
     if now < before:

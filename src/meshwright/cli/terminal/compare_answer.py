@@ -1,4 +1,4 @@
-"""What `compare` prints: does it agree, then the rows that differ; what is equal or known once is one sentence."""
+"""Answer of `compare` on the terminal: the verdict, then the rows that differ. Equal rows take one sentence."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,19 +13,19 @@ SCALES = {
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
     "share": ((0.01, "%"),),
 }  # fmt: skip
-"""Units of a row, the largest first: the largest figure of the row chooses."""
+"""Units of a row, the largest first. The largest figure of the row chooses."""
 VALUE, ERROR, UNIT = 8, 8, 9
 """Columns of a figure, of its error, and of the unit at the end."""
-UNKNOWN = "--all also says why a figure is not known; meshwright profile measures the most."
+UNKNOWN = "--all also says why a figure is unknown; meshwright profile measures the most figures."
 
 
-def answer(found: Comparison, run: str, *, every: bool = False) -> Iterator[str]:
-    """All lines. `every`: all rows of all ranks, also those that agree or are known once."""
+def answer(comparison: Comparison, run: str, *, every: bool = False) -> Iterator[str]:
+    """Yield all lines. `every`: all rows of all ranks, also those that agree or have one figure."""
     columns = width()
-    yield from _verdict(found, run)
-    rows = [row for row in found.rows if any(value is not None for value in row.values)]
+    yield from _verdict(comparison, run)
+    rows = [row for row in comparison.rows if any(value is not None for value in row.values)]
     table = rows if every else [row for row in rows if _differs(row)]
-    names = {id(row): _name(found, row) for row in table}
+    names = {id(row): _name(comparison, row) for row in table}
     wide = min(max((len(name) for name in names.values()), default=0) + 2, columns - 3 * VALUE - 2 * ERROR - UNIT)
     if table:
         yield ""
@@ -37,81 +37,90 @@ def answer(found: Comparison, run: str, *, every: bool = False) -> Iterator[str]
         for row in listed:
             yield from row_line(row, names[id(row)], wide)
         if not every:
-            yield from _rest(found, [row for row in rows if row.section == section and row not in listed], section)
+            yield from _rest(comparison, [row for row in rows if row.section == section and row not in listed], section)
     yield ""
-    own = [row for row in found.rows if row.rank in (None, found.rank)]
-    for sentence in (*peaks(found), *notes(own), *(missing(found) if every else [*_unjudged(found), UNKNOWN])):
+    of_rank = [row for row in comparison.rows if row.rank in (None, comparison.rank)]
+    for sentence in (
+        *peaks(comparison),
+        *notes(of_rank),
+        *(missing(comparison) if every else [*_unjudged(comparison), UNKNOWN]),
+    ):
         yield from wrapped(sentence, columns, "", "  ")
-    for column in found.columns:
+    for column in comparison.columns:
         yield from wrapped(column.about, columns, f"{column.title + ':':<10}")
 
 
-def _unjudged(found: Comparison) -> Iterator[str]:
-    """Why the figures that people look for first, peak and time of a step, are not judged."""
-    for row in found.rows:
-        if row.what in ("peak", "step") and row.rank in (None, found.rank):
-            for place in (0, 2):
-                if row.values[place] is None and row.missing[place]:
-                    yield f"{row.what} not {TITLES[place]}: {row.missing[place]}"
+def _unjudged(comparison: Comparison) -> Iterator[str]:
+    """Explain why peak and step time, which people look for first, are not judged."""
+    for row in comparison.rows:
+        if row.what in ("peak", "step") and row.rank in (None, comparison.rank):
+            for column in (0, 2):
+                if row.values[column] is None and row.missing[column]:
+                    yield f"{row.what} not {TITLES[column]}: {row.missing[column]}"
 
 
-def _verdict(found: Comparison, run: str) -> Iterator[str]:
-    """The first lines: whether it agrees; where it does not, the first row that differs, explained."""
-    bad, judged, columns = found.disagreeing, found.judged, width()
-    bounds = f"tolerance {found.tolerance:.0%}, traffic exact"
+def _verdict(comparison: Comparison, run: str) -> Iterator[str]:
+    """Yield the verdict, with the first row that differs explained."""
+    bad, judged, columns = comparison.disagreeing, comparison.judged, width()
+    bounds = f"tolerance {comparison.tolerance:.0%}, traffic exact"
     if not judged:
         yield from wrapped(f"Nothing could be compared: no figure is known twice. {run}", columns)
         return
     good = len(judged) - len(bad)
     word, colour = ("DIFFERS", "red") if bad else ("AGREES", "green")
-    told = f"{good} of {many(len(judged), 'row')} {'agrees' if good == 1 else 'agree'} ({bounds})  {run}"
-    yield from marked(wrapped(told, columns, f"{word}  "), word, colour)
-    for sentence in filter(None, (found.columns[0].elsewhere, *(explanation(found, bad[0]) if bad else ()))):
+    summary = f"{good} of {many(len(judged), 'row')} {'agrees' if good == 1 else 'agree'} ({bounds})  {run}"
+    yield from marked(wrapped(summary, columns, f"{word}  "), word, colour)
+    for sentence in filter(None, (comparison.columns[0].elsewhere, *(explanation(comparison, bad[0]) if bad else ()))):
         yield from wrapped(sentence, columns, "  ")
     small = sum(row.small for row in judged)
     if small and not bad:
-        room = room_of_small_parts(found.tolerance)
+        room = room_of_small_parts(comparison.tolerance)
         yield from wrapped(f"{many(small, 'small part')} may differ by {room}.", columns, "  ")
 
 
 def _differs(row: ComparedRow) -> bool:
-    """Whether a row is worth its line: known twice, and not equal; or a peak that is known twice."""
+    """Return if a row deserves a line: known twice and unequal, or a peak that is known twice."""
     known = sum(value is not None for value in row.values)
     if known < 2:
         return False
-    return row.what.startswith("peak") or bool(row.note) or any(row.error(place) for place in (0, 1))
+    return row.what.startswith("peak") or bool(row.note) or any(row.error(column) for column in (0, 1))
 
 
-def _rest(found: Comparison, rows: Sequence[ComparedRow], section: str) -> Iterator[str]:
-    """What has no line of its own: rows that are equal, and rows of one column."""
+def _rest(comparison: Comparison, rows: Sequence[ComparedRow], section: str) -> Iterator[str]:
+    """Summarize the rows without a line of their own: equal ones, and those of one column."""
     equal = [row for row in rows if sum(value is not None for value in row.values) > 1]
     if section == "traffic" and equal:
         number = len({row.what for row in equal})
-        all_of = "all " if len(equal) == len([row for row in found.rows if row.section == section]) else ""
+        all_of = "all " if len(equal) == len([row for row in comparison.rows if row.section == section]) else ""
         yield f"traffic  {many(number, 'collective')}, {all_of}equal to the byte (--all)"
     elif equal:
         yield f"  ... {many(len(equal), 'row')} equal (--all)"
-    for place, title in enumerate(TITLES):
-        alone = [row for row in rows if row not in equal and row.values[place] is not None]
-        named = [row for row in alone if row.rank in (None, found.rank) and row.unit != "calls" and row.values[place]]
+    for column, title in enumerate(TITLES):
+        alone = [row for row in rows if row not in equal and row.values[column] is not None]
+        named = [
+            row for row in alone if row.rank in (None, comparison.rank) and row.unit != "calls" and row.values[column]
+        ]
         if named:
-            told = ", ".join(f"{row.what} {shown(row.values[place], row.unit)}" for row in named)
-            yield from wrapped(f"{told}", width(), f"{section}, only {title}: ", "  ")
+            figures = ", ".join(f"{row.what} {shown(row.values[column], row.unit)}" for row in named)
+            yield from wrapped(figures, width(), f"{section}, only {title}: ", "  ")
 
 
-def _name(found: Comparison, row: ComparedRow) -> str:
-    several = found.plan.layout.pp > 1 and row.rank is not None
-    rank = f", rank {row.rank}" if several and (row.what == "peak" or row.rank != found.rank) else ""
+def _name(comparison: Comparison, row: ComparedRow) -> str:
+    several = comparison.plan.layout.pp > 1 and row.rank is not None
+    rank = f", rank {row.rank}" if several and (row.what == "peak" or row.rank != comparison.rank) else ""
     return f"{row.what}{rank}"
 
 
 def heads(wide: int) -> str:
-    """Titles of the columns behind names of so many letters."""
+    """Return the titles of the columns, behind names of `wide` letters."""
     return " " * wide + f"{TITLES[0]:>{VALUE}}{'':{ERROR}}{TITLES[1]:>{VALUE}}{'':{ERROR}}{TITLES[2]:>{VALUE}}"
 
 
 def row_line(row: ComparedRow, name: str, wide: int) -> Iterator[str]:
-    """Name, planned and its error, dry run and its error, measured, unit; a long name has a line of its own."""
+    """Yield a row: name, planned and its error, dry run and its error, measured, unit.
+
+    Long names have their own line.
+    """
     lead = f"  {name}"
     if len(lead) > wide:
         yield lead
@@ -127,10 +136,10 @@ def row_line(row: ComparedRow, name: str, wide: int) -> Iterator[str]:
 
 
 def in_one_unit(row: ComparedRow) -> tuple[list[str], str]:
-    """The three figures of a row in the unit of the largest, with three digits of it; a dash where one is not known."""
+    """Return the three figures in the unit of the largest, with three digits of it, and that unit. A dash = unknown."""
     most = max((abs(value) for value in row.values if value is not None), default=0.0)
     scales: Iterable[tuple[float, str]] = SCALES.get(row.unit, ((1.0, row.unit),))
-    scale, unit = next((one for one in scales if most >= one[0]), list(scales)[-1])
+    scale, unit = next((step for step in scales if most >= step[0]), list(scales)[-1])
     digits = 0 if row.unit == "calls" or unit == "B" else max(0, 2 - len(f"{most / scale:.0f}") + 1)
     digits = 1 if row.unit == "share" else digits
     return ["-" if value is None else f"{value / scale:,.{digits}f}" for value in row.values], unit

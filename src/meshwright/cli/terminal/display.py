@@ -1,4 +1,4 @@
-"""Two ways to watch a run: a live panel on a terminal, one line a step everywhere else."""
+"""Two ways to watch a run: a live panel on a terminal, one line per step everywhere else."""
 
 import time
 from pathlib import Path
@@ -15,24 +15,25 @@ from meshwright.training.smooth import Smoothed
 from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary, Watcher
 
 REFRESH_S = 0.2
-"""Shortest time between two drawings."""
+"""Shortest time between two drawings, in seconds."""
 SHARE = 0.01
-"""Drawing may take this share of the run's time; where a drawing is slow it happens less often."""
+"""Share of the run's time that drawing may take. Slow drawings happen less often."""
 
 
 class Display(Watcher):
-    """A watcher that may hold the terminal from `with` to its end, whatever happens between. This one shows nothing:
-    for programs, who read the summary."""
+    """A watcher that may hold the terminal within `with`. This one shows nothing, for programs that read the summary.
+
+    `rows`: rows of samples are encoded, not bytes of text.
+    """
 
     def __init__(self, *, rows: bool = False) -> None:
-        """`rows`: what is encoded are rows of samples, and not bytes of text."""
         self.rows = rows
 
     def encoding(self, done: int, whole: int) -> None:
-        """Called again and again while rows, or bytes of text, become tokens, before the run starts."""
+        """Report progress while rows, or bytes of text, become tokens before the run starts."""
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Release the terminal."""
 
     def __enter__(self) -> Self:
         return self
@@ -42,8 +43,7 @@ class Display(Watcher):
 
 
 def choose(console: Console, *, rows: bool = False) -> Display:
-    """The live panel where `console` is a terminal that can move its cursor and show its dots, else lines. `rows`: what
-    is encoded are rows of samples."""
+    """Return the live panel if the terminal can move its cursor and show its dots, else lines. `rows`: see Display."""
     if console.quiet:
         return Display(rows=rows)
     if console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf"):
@@ -62,11 +62,11 @@ class PlainDisplay(Display):
         self._encoded = ""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Flush the log."""
         self._log.flush()
 
     def encoding(self, done: int, whole: int) -> None:
-        """Print a line every tenth of the way; of less than a mebibyte of text only the last."""
+        """Print a line every tenth of the way, or only the last for less than a mebibyte of text."""
         shown = f"rows: {done:,} of {whole:,}" if self.rows else f"text: {text_size(done)} of {text_size(whole)}"
         tenth = 10 * done // max(1, whole)
         is_short = not self.rows and whole < MIB
@@ -75,7 +75,7 @@ class PlainDisplay(Display):
             self._print(f"encoding {shown}")
 
     def started(self, info: RunInfo) -> None:
-        """Print what is trained on what, and the batch equation."""
+        """Print model, data and the batch equation."""
         self._pace = fields.Pace(info.steps)
         self._digits = len(str(info.steps))
         self._steps, self._device = info.steps, info.device
@@ -85,7 +85,7 @@ class PlainDisplay(Display):
             self._print(f"{label:<6} {sentence}")
 
     def stepped(self, metrics: StepMetrics) -> None:
-        """Print the step in columns that stay where they are."""
+        """Print the step in fixed columns."""
         self._smooth.add(metrics.loss)
         self._pace.seen(metrics.step, time.monotonic())
         parts = [
@@ -107,7 +107,7 @@ class PlainDisplay(Display):
         self._print(f"{self._step(metrics.step)} held out: {fields.held_out(metrics)} ({duration(metrics.seconds)})")
 
     def saved(self, step: int, path: Path) -> None:
-        """Print where the checkpoint is."""
+        """Print the path of the checkpoint."""
         self._print(f"{self._step(step)} saved {path}")
 
     def ended(self, summary: Summary) -> None:
@@ -122,7 +122,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """A panel that stays in place: loss curve, figures, time left. Drawn from the run's own thread, between steps."""
+    """A panel that stays on the screen: loss curve, figures, time left. The run's own thread draws it between steps."""
 
     def __init__(self, console: Console, *, rows: bool = False) -> None:
         super().__init__(rows=rows)
@@ -132,14 +132,14 @@ class LiveDisplay(Display):
         self._next_s = 0.0
 
     def close(self) -> None:
-        """Leave what is drawn, with the cursor below it."""
-        for open_one in (self._live, self._bar):
-            if open_one is not None:
-                open_one.stop()
+        """Leave the last drawing, with the cursor below it."""
+        for widget in (self._live, self._bar):
+            if widget is not None:
+                widget.stop()
         self._live = self._bar = None
 
     def encoding(self, done: int, whole: int) -> None:
-        """Show a bar until all is encoded."""
+        """Show a bar until everything is encoded."""
         if self._live is not None:
             return
         if self._bar is None:
@@ -154,7 +154,7 @@ class LiveDisplay(Display):
             self._bar = None
 
     def started(self, info: RunInfo) -> None:
-        """Print what is trained on what, and open the panel."""
+        """Print model and data, and open the panel."""
         self.close()
         for label, sentence in fields.opening(info):
             self._console.print(f"[dim]{label:<6}[/dim] ", end="")
@@ -165,13 +165,13 @@ class LiveDisplay(Display):
         self._draw()
 
     def stepped(self, metrics: StepMetrics) -> None:
-        """Take the step in, and draw if it is time."""
+        """Add the step, and draw if it is time."""
         self._panel.step(metrics, time.monotonic())
         if time.monotonic() >= self._next_s:
             self._draw()
 
     def evaluated(self, metrics: EvalMetrics) -> None:
-        """Show the evaluation from now on, and as a point of the curve."""
+        """Show the evaluation from now on, also as a point on the curve."""
         self._panel.evaluation = metrics
         self._draw()
 
@@ -181,7 +181,7 @@ class LiveDisplay(Display):
         self._draw()
 
     def ended(self, summary: Summary) -> None:
-        """Leave the last state on the screen, and the closing line below it."""
+        """Leave the last state on the screen, with the closing line below it."""
         self._draw()
         self.close()
         self._console.print(fields.closing(summary, self._panel.info.device), markup=False, highlight=False)

@@ -1,4 +1,4 @@
-"""How the figures of a run are written, the same on a live display and in a log line."""
+"""Figures of a run as text, the same in the live panel and in log lines."""
 
 from collections import deque
 
@@ -8,25 +8,25 @@ from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics, Summary
 
 
 class Pace:
-    """Time left, from the wall time of the last steps: evaluation and saving are in it."""
+    """Time left, from the wall time of the last steps, which includes evaluation and saving."""
 
     def __init__(self, steps: int, window: int = 64) -> None:
         self.steps = steps
         self._seen: deque[tuple[int, float]] = deque(maxlen=window)
 
     def seen(self, step: int, now_s: float) -> None:
-        """Note that `step` was done at `now_s`."""
+        """Record that `step` ended at `now_s`."""
         self._seen.append((step, now_s))
 
     def left_s(self, otherwise_s: float) -> float:
-        """Seconds to the last step; while only one step is known, each is taken to last `otherwise_s`."""
+        """Return the seconds to the last step. After one step, each is assumed to take `otherwise_s`."""
         (first, began), (last, now) = self._seen[0], self._seen[-1]
         each = (now - began) / (last - first) if last > first else otherwise_s
         return max(0, self.steps - last) * each
 
 
 def opening(info: RunInfo) -> list[tuple[str, str]]:
-    """What is printed once at the start: (label, sentence) pairs."""
+    """Return the lines printed once at the start, as (label, sentence)."""
     plan = info.plan
     rows = [
         ("model", f"{plan.model.name}, {count(info.parameters)} parameters, {plan.recipe.precision}, on {info.device}"),
@@ -39,27 +39,27 @@ def opening(info: RunInfo) -> list[tuple[str, str]]:
 
 
 def _data(info: RunInfo) -> str:
-    """The text, its tokens, and how often the run reads it."""
+    """Describe the text, its tokens, and how often the run reads it."""
     from meshwright.data.advice import how_often
 
     data = info.plan.data
     name = many(len(data.mixture), "source") if data.mixture else data.path
     text = f"{name}, {count(info.train_tokens)} tokens of {info.bytes_per_token:.2f} bytes"
-    if data.mixture or data.form == "samples":  # the lines of sources and of rows say it
+    if data.mixture or data.form == "samples":  # the lines of sources and of rows say how often each is read
         return text
     return f"{text}, {how_often(info.run_tokens / max(1, info.train_tokens))}"
 
 
 def layout_line(layout: Layout) -> str:
-    """`8 ranks = dp_shard 2 x tp 2 (sp) x pp 2 (1f1b), zero 1`: axes that are used, and what belongs to them."""
+    """Return `8 ranks = dp_shard 2 x tp 2 (sp) x pp 2 (1f1b), zero 1`: the axes in use and their settings."""
     parts = [
         f"{axis} {degree}{_how(layout, axis)}"
         for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
         if (degree := getattr(layout, axis)) > 1
     ]
     experts = f", ep {layout.ep}" if layout.ep > 1 else ""
-    some = f" ({many(layout.recompute_layers, 'layer')} of a stage)" if layout.recompute_layers else ""
-    recompute = "" if layout.recompute == "none" else f", recompute {layout.recompute}{some}"
+    layers = f" ({many(layout.recompute_layers, 'layer')} of a stage)" if layout.recompute_layers else ""
+    recompute = "" if layout.recompute == "none" else f", recompute {layout.recompute}{layers}"
     return f"{many(layout.world, 'rank')} = {' x '.join(parts)}{experts}, zero {layout.zero}{recompute}"
 
 
@@ -82,21 +82,23 @@ def _steps(info: RunInfo) -> str:
 
 
 def memory(metrics: StepMetrics, device: str) -> str:
-    """What tensors take of a GPU, and what the allocator holds for them; on a CPU all that the process takes, with
-    Python and torch."""
+    """Return the memory in use.
+
+    On a GPU that is allocated and reserved memory, on a CPU all of the process with Python and torch.
+    """
     if device.startswith("CPU"):
         return f"{metrics.allocated_bytes / GIB:.2f} GiB (process)"
     return f"{metrics.allocated_bytes / GIB:.2f}/{metrics.reserved_bytes / GIB:.2f} GiB"
 
 
 def data_wait(metrics: StepMetrics) -> str:
-    """Share of the step that waited for data."""
+    """Return the share of the step spent waiting for data."""
     share = metrics.data_wait_seconds / metrics.step_seconds if metrics.step_seconds > 0 else 0.0
     return f"{100 * share:.1f}%"
 
 
 def utilization(metrics: StepMetrics) -> str:
-    """MFU with its conventions; empty where the peak of the device is not known."""
+    """Return the MFU by both conventions. Empty = the device's peak is unknown."""
     known = (("causal", metrics.mfu_causal), ("full", metrics.mfu_full))
     parts = [f"{100 * value:.1f}% {name}" for name, value in known if value is not None]
     hfu = f", HFU {100 * metrics.hfu:.1f}%" if metrics.hfu is not None else ""
@@ -104,45 +106,41 @@ def utilization(metrics: StepMetrics) -> str:
 
 
 def extras(metrics: StepMetrics) -> list[tuple[str, str]]:
-    """Figures that only some runs have."""
-    found = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.figures.items()]
+    """Return (label, value) of figures that only some runs have."""
+    figures = [(name.replace("_", " "), f"{value:.4g}") for name, value in metrics.figures.items()]
     if metrics.skipped is not None:
-        found.append(("skipped", f"({metrics.skipped}, {metrics.skipped_steps or 1} so far)"))
+        figures.append(("skipped", f"({metrics.skipped}, {metrics.skipped_steps or 1} so far)"))
     if metrics.pause_seconds is not None:
-        found.append(("pause", duration(metrics.pause_seconds)))
+        figures.append(("pause", duration(metrics.pause_seconds)))
     if metrics.noise_scale_tokens is not None:
-        found.append(("noise scale", f"{count(metrics.noise_scale_tokens)} tokens"))
+        figures.append(("noise scale", f"{count(metrics.noise_scale_tokens)} tokens"))
     if metrics.balance_loss is not None:
-        found.append(("balance", f"{metrics.balance_loss:.3f}"))
+        figures.append(("balance", f"{metrics.balance_loss:.3f}"))
     if metrics.loss_scale is not None:
-        found.append(("loss scale", f"{metrics.loss_scale:g}"))
-    return found
+        figures.append(("loss scale", f"{metrics.loss_scale:g}"))
+    return figures
 
 
 def held_out(metrics: EvalMetrics) -> str:
-    """An evaluation in one phrase."""
+    """Return an evaluation in one phrase."""
     parts = [f"loss {metrics.loss:.4f}"]
     if metrics.perplexity is not None and metrics.bits_per_byte is not None:
         parts += [f"perplexity {metrics.perplexity:.4g}", f"{metrics.bits_per_byte:.3f} bits per byte"]
     parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.figures.items()]
-    each = "".join(f"; {one.path} {one.loss:.4f}" for one in metrics.sources or ())
-    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens{each}{_by_role(metrics)}"
-
-
-def _by_role(metrics: EvalMetrics) -> str:
-    """The loss of each role, where several are trained."""
     roles = metrics.roles or {}
-    return f"; {', '.join(f'{name} {one.loss:.4f}' for name, one in roles.items())}" if len(roles) > 1 else ""
+    by_role = f"; {', '.join(f'{name} {role.loss:.4f}' for name, role in roles.items())}" if len(roles) > 1 else ""
+    each = "".join(f"; {source.path} {source.loss:.4f}" for source in metrics.sources or ())
+    return f"{', '.join(parts)} on {count(metrics.tokens)} tokens{each}{by_role}"
 
 
 def closing(summary: Summary, device: str) -> str:
-    """How the run ended, in one line."""
+    """Return one line on how the run ended."""
     if summary.stopped == "done" and not summary.tokens_per_second:
         done = f"the run is at step {summary.step}, and the plan has {many(summary.steps, 'step')}"
         return f"nothing was left to train: {done}"
     ends = {"done": "trained", "interrupted": "interrupted after", "terminated": "terminated after"}
     parts = [f"{ends.get(summary.stopped, summary.stopped)} {summary.step} of {many(summary.steps, 'step')}"]
-    if 0 < summary.process_steps < summary.step:  # resumed: what was before may be of another machine
+    if 0 < summary.process_steps < summary.step:  # resumed: earlier steps may be of another machine
         here = f"steps {summary.step - summary.process_steps + 1} to {summary.step} now"
         parts.append(f"{here}, {count(summary.process_tokens)} tokens in {duration(summary.process_seconds)}")
     else:
@@ -152,15 +150,15 @@ def closing(summary: Summary, device: str) -> str:
         parts.append(f"{duration(summary.paused_seconds)} of evaluation, samples and checkpoints beside")
     if summary.malformed_rows:
         parts.append(f"{many(summary.malformed_rows, 'malformed row')} left out")
-    of = "process" if device.startswith("CPU") else "tensors"
-    parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB ({of})")
+    measured = "process" if device.startswith("CPU") else "tensors"
+    parts.append(f"peak {summary.peak_allocated_bytes / GIB:.2f} GiB ({measured})")
     if summary.bits_per_byte is not None:
         parts.append(f"{summary.bits_per_byte:.3f} bits per byte")
     return ", ".join(parts)
 
 
 def _steady(summary: Summary) -> str:
-    """The rate without the steps that waited for a compiler, where some step did not."""
+    """Return the rate without steps that waited for a compiler, if there were any."""
     if summary.steady_tokens_per_second is None:
         return ""
     steps = "the first step" if summary.starting_steps == 1 else f"{summary.starting_steps} steps that compiled"

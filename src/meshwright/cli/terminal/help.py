@@ -1,4 +1,4 @@
-"""The list of verbs, in groups: printed by `meshwright --help` without loading any of them."""
+"""The list of verbs in groups, printed by `meshwright --help` without importing any of them."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ GROUPS = {
         "distill": "Train a small model on a large one's predictions.",
         "generate": "Continue a prompt, or a file of them.",
         "chat": "Talk with a model in the terminal.",
-        "serve": "Answer HTTP requests with a model, as OpenAI's interface.",
+        "serve": "Serve a model over HTTP, with OpenAI's interface.",
     },
     "Plan": {
         "plan": "Rank the layouts of a model on a cluster.",
-        "rent": "Which devices to rent: money against time.",
+        "rent": "Choose devices to rent: cost against time.",
         "explore": "Write a page of all layouts.",
         "dryrun": "Peak memory and traffic of a plan, without its hardware.",
         "calibrate": "Measure this machine for plan.",
@@ -42,7 +42,7 @@ GROUPS = {
         "accuracy": "Score the planner on published runs.",
     },
 }
-VERBS = {verb: what for verbs in GROUPS.values() for verb, what in verbs.items()}
+VERBS = {verb: text for verbs in GROUPS.values() for verb, text in verbs.items()}
 OPTIONS = {
     "--debug": "Show the traceback of an error, and warnings.",
     "--version": "Show the version and exit.",
@@ -51,12 +51,12 @@ OPTIONS = {
 
 
 def lines() -> Iterator[str]:
-    """The help of the whole program."""
+    """Yield the help of the whole program."""
     yield "Usage: meshwright VERB [OPTIONS] [WORDS]"
     yield ""
     yield from wrapped(ABOUT, width(), "  ")
     for title, rows in {**GROUPS, "Options": OPTIONS}.items():
         yield f"\n{title}:"
-        for name, what in rows.items():
-            yield from wrapped(what, width(), f"  {name:<12}")
+        for name, text in rows.items():
+            yield from wrapped(text, width(), f"  {name:<12}")
     yield "\nStart with: meshwright quickstart"

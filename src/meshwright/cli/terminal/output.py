@@ -1,4 +1,4 @@
-"""Where verbs print: people's text through rich, programs' text as one JSON document."""
+"""Output of verbs: text for people through rich, one JSON document for programs."""
 
 import json
 import sys
@@ -13,31 +13,32 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PATIENCE_S = 2.0
-"""Seconds for which a verb may be silent. A refusal comes sooner, and then no line precedes it."""
+"""Seconds for which a verb may be silent. Errors come sooner, and then no line precedes them."""
 
 
 def console(*, json: bool = False) -> "Console":
-    """Where people read: plain text when not a terminal, no colour with NO_COLOR set.
+    """Return the console for people: plain text on anything but a terminal, no colour with NO_COLOR.
 
-    With --json stdout belongs to the document; then people are on stderr, and where nobody is it is quiet.
+    With --json, stdout belongs to the document. The console then writes to stderr, and is silent unless that is a
+    terminal.
     """
     from rich.console import Console
 
     quiet = json and not sys.stderr.isatty()
-    found = Console(stderr=json, quiet=quiet, highlight=False)
-    found.soft_wrap = not found.is_terminal  # a file's lines are never broken
-    return found
+    screen = Console(stderr=json, quiet=quiet, highlight=False)
+    screen.soft_wrap = not screen.is_terminal  # a file's lines are never broken
+    return screen
 
 
 def print_json(document: Any) -> None:
-    """One JSON document and a newline on stdout; a dataclass is its fields, a number that is none becomes null."""
+    """Print one JSON document and a newline. Dataclasses become their fields, NaN and infinity null."""
     json.dump(plain(document), sys.stdout, ensure_ascii=False, allow_nan=False)
     sys.stdout.write("\n")
 
 
 @contextmanager
 def explain_wait(line: str) -> Iterator[None]:
-    """Print `line` on stderr once the block has taken PATIENCE_S seconds, so that nobody takes it for hung."""
+    """Print `line` on stderr once the block has taken PATIENCE_S seconds, else people take it for hung."""
     timer = Timer(PATIENCE_S, print, [line], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()

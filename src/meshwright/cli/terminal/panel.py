@@ -1,4 +1,4 @@
-"""The live panel as a rich renderable: a loss curve that scales, a bar, and the figures of the last step."""
+"""The live panel as a rich renderable: a scaled loss curve, a progress bar, and the figures of the last step."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +16,13 @@ from meshwright.training.watch import EvalMetrics, RunInfo, StepMetrics
 CURVE = "cyan"
 POINT = "yellow"
 AXIS = 8
-"""Characters left of the curve: a number and the axis."""
+"""Characters left of the curve, for a number and the axis."""
 CELL = 26
-"""Narrowest column of figures."""
+"""Narrowest column of figures, in characters."""
 
 
 class Panel:
-    """State of a run as a person sees it; rendering reads it and changes nothing."""
+    """State of a run as people see it. Rendering reads the state and changes nothing."""
 
     def __init__(self, info: RunInfo) -> None:
         self.info = info
@@ -38,7 +38,7 @@ class Panel:
 
     @property
     def evaluation(self) -> EvalMetrics | None:
-        """The last one."""
+        """The last evaluation."""
         return self._evaluation
 
     @evaluation.setter
@@ -47,7 +47,7 @@ class Panel:
         self.points.append((metrics.step, metrics.loss))
 
     def step(self, metrics: StepMetrics, now_s: float) -> None:
-        """Take in a step that ended at `now_s`."""
+        """Add a step that ended at `now_s`."""
         self.metrics = metrics
         self.curve.add(self._smooth.add(metrics.loss))
         self._pace.seen(metrics.step, now_s)
@@ -73,7 +73,7 @@ class Panel:
         width = inner - AXIS
         low, high = span([*self.curve.values, *(loss for _, loss in self.points)])
         rows = [list(row) for row in braille(self.curve.values, width, height, low, high)]
-        marks = {self._place(step, loss, width, height, low, high) for step, loss in self.points}
+        marks = {self._mark(step, loss, width, height, low, high) for step, loss in self.points}
         for y, row in enumerate(rows):
             share = (y + 0.5) / height
             label = (
@@ -86,8 +86,8 @@ class Panel:
             yield line
         yield self._ticks(width)
 
-    def _place(self, step: int, loss: float, width: int, height: int, low: float, high: float) -> tuple[int, int]:
-        """Row and column of an evaluation on the chart."""
+    def _mark(self, step: int, loss: float, width: int, height: int, low: float, high: float) -> tuple[int, int]:
+        """Return row and column of an evaluation on the chart."""
         first = self.info.first_step
         done = max(1, (self.metrics.step if self.metrics else step) - first)
         x = round((step - first) / done * (width - 1))
@@ -116,7 +116,7 @@ class Panel:
         return f"{duration(self._pace.left_s(self.metrics.step_seconds))} left"
 
     def _figures(self, inner: int) -> list[Text]:
-        """(label, value) pairs in as many columns as fit."""
+        """Return (label, value) pairs in as many columns as fit."""
         if self.metrics is None:
             return []
         pairs = self._pairs(self.metrics)
@@ -125,8 +125,8 @@ class Panel:
         lines = []
         for i in range(0, len(pairs), columns):
             line = Text()
-            for label, value, style in pairs[i : i + columns]:
-                cell = Text.assemble((f"{label:<10} ", "dim"), (value, style))
+            for label, text, style in pairs[i : i + columns]:
+                cell = Text.assemble((f"{label:<10} ", "dim"), (text, style))
                 cell.truncate(wide - 1)
                 cell.pad_right(wide - cell.cell_len)
                 line.append_text(cell)
@@ -148,7 +148,7 @@ class Panel:
         return pairs + [(label, value, "") for label, value in fields.extras(metrics)]
 
     def _sentences(self) -> list[Text]:
-        """Whole lines: utilization, the last evaluation, the last checkpoint."""
+        """Return whole lines: utilization, the last evaluation, the last checkpoint."""
         lines = []
         if self.metrics is not None and (used := fields.utilization(self.metrics)):
             lines.append(_line("MFU", used.removeprefix("MFU "), ""))

@@ -1,4 +1,4 @@
-"""What `plan` prints: does it fit, how fast, what else is possible, why; with --details all that it was made of."""
+"""Answer of `plan` on the terminal: does it fit, how fast, what else is possible, why. --details adds all parts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -16,14 +16,14 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.units import GIB, MIB, count, short_gib, step_time
 
 RANGE = "    90%      "
-"""Before what nine of ten published runs lie within."""
+"""Label of the range that nine of ten published runs lie in."""
 ALTERNATIVES = 4
-"""Rows that are shown besides the recommended layout."""
+"""Rows shown besides the recommended layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is to be printed besides the verdict."""
+    """Printing options, and what the user has fixed."""
 
     fixed: Fixed
     tokens: float = 0.0
@@ -31,36 +31,38 @@ class Asked:
     details: bool = False
     top: int | None = None
     saved: str = ""
-    """The file that --save wrote."""
+    """The file that --save wrote. Empty = none."""
     own_batch: bool = False
-    """Whether nobody said how many sequences a step has."""
+    """The planner chose the sequences per step, since the user gave none."""
     stack: str = ""
-    """Other training software, which has files of its own and no --save."""
+    """Other training software, which has its own files and no --save."""
 
 
-def answer(of: Estimator, found: Ranking, asked: Asked) -> Iterator[str]:
-    """All lines for layouts that fit."""
-    best, columns = found.best[0], width()
-    chosen = found.legal > 1
+def answer(estimator: Estimator, ranking: Ranking, asked: Asked) -> Iterator[str]:
+    """Yield all lines for layouts that fit."""
+    best, columns = ranking.best[0], width()
+    chosen = ranking.legal > 1
     yield from headline(best.plan)
     yield ""
-    rows = merge_alike(found.best)
-    yield from _verdict(best, _note(rows[0][1], _recommended(found.best) if chosen else ""))
-    own = explain.own_batch(best.plan) if asked.own_batch else ()
-    for line in (*own, *caveats(best), *explain.caution(of, found, asked.fixed)):
+    rows = merge_alike(ranking.best)
+    yield from _verdict(best, _note(rows[0][1], _recommended(ranking.best) if chosen else ""))
+    on_batch = explain.own_batch(best.plan) if asked.own_batch else ()
+    for line in (*on_batch, *caveats(best), *explain.caution(estimator, ranking, asked.fixed)):
         yield from _marked(line)
     shown = rows[1 : None if asked.details and asked.top is None else 1 + (asked.top or ALTERNATIVES)]
     if shown:
         yield ""
         yield from _alternatives(shown, bubble=asked.details)
     yield ""
-    yield from _why(of, best, asked)
+    yield from _why(estimator, best, asked)
     if chosen:
-        yield from wrapped(explain.searched(found), columns, "  ")
+        yield from wrapped(explain.searched(ranking), columns, "  ")
     if asked.details:
         yield ""
-        yield from details(of, found)
-        for sentence in () if asked.fixed else explain.half_machine(of, best):  # whose layout is searched freely
+        yield from details(estimator, ranking)
+        for sentence in (
+            () if asked.fixed else explain.half_machine(estimator, best)
+        ):  # only a free search answers for half the machine
             yield from wrapped(sentence, columns, "  ", "    ")
     if not asked.saved and not asked.stack:
         yield ""
@@ -68,19 +70,19 @@ def answer(of: Estimator, found: Ranking, asked: Asked) -> Iterator[str]:
 
 
 def unfit(nearest: Prediction) -> Iterator[str]:
-    """The lines before an error: the layout that comes nearest, and by how much it is too large."""
+    """Yield the lines before an error: the nearest layout, and by how much it is too large."""
     yield from headline(nearest.plan)
     yield ""
     yield from _verdict(nearest, "")
 
 
-def configuration(one: Prediction) -> Iterator[str]:
-    """The verdict on a layout that was given."""
-    yield from _verdict(one, "")
+def configuration(prediction: Prediction) -> Iterator[str]:
+    """Yield the verdict on the layout of a configuration file."""
+    yield from _verdict(prediction, "")
 
 
 def headline(plan: Plan) -> Iterator[str]:
-    """Which question this answers: model, machine, precision, batch."""
+    """Yield the question: model, machine, precision, batch."""
     cluster, recipe = plan.cluster, plan.recipe
     nodes = f"{cluster.nodes} nodes x " if cluster.nodes > 1 else ""
     parts = [
@@ -93,8 +95,8 @@ def headline(plan: Plan) -> Iterator[str]:
 
 
 def _recommended(listed: list[Prediction]) -> str:
-    """Why the first is, where others are faster: they are bolder."""
-    faster = [one for one in listed if one.step_s < listed[0].step_s]
+    """Describe the first layout, also when bolder ones are faster."""
+    faster = [layout for layout in listed if layout.step_s < listed[0].step_s]
     free = faster and not is_bold(listed[0]) and all(map(is_bold, faster))
     return f"recommended: the fastest that fits with {LIKELY:.0%}" if free else "recommended"
 
@@ -105,23 +107,23 @@ def _note(vps: list[int], recommended: str) -> str:
 
 
 def _same_speed(vps: list[int]) -> str:
-    """Of layouts that differ from a row in vp only, and are not listed themselves."""
+    """Name the values of vp that differ from a row in nothing else, and have no row."""
     return f"same speed with vp={_runs(vps)}"
 
 
 def _runs(numbers: list[int]) -> str:
-    """`14 to 18 or 20`."""
-    found: list[list[int]] = []
+    """Return numbers as `14 to 18 or 20`."""
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and number == found[-1][-1] + 1:
-            found[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    return " or ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found)
+            runs.append([number])
+    return " or ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 def _verdict(best: Prediction, note: str) -> Iterator[str]:
-    """The verdict, the layout, and its three figures."""
+    """Yield the verdict, the layout, and its three figures."""
     columns, room = width(), usable_bytes(best.plan)
     fits = best.peak_bytes <= room
     word, colour = ("TIGHT", "yellow") if is_bold(best) else ("FITS", "green")
@@ -135,17 +137,20 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     yield (
         f"    step     {step_time(best.step_s):<10} {speed} tokens/s per {device}   MFU {best.mfu(causal=False):.1%}"
     )
-    said, ms = ranges(best), best.step_s < 0.9995
-    rates = explain.between(said.tokens_per_second_per_device)
-    step = f"{explain.between(said.step_seconds, 1e-3 if ms else 1.0)} {'ms' if ms else 's'}"
-    yield from wrapped(f"{step}, {rates} tokens/s, MFU {explain.between(said.mfu_full, 0.01)}%", columns, RANGE)
+    likely_ranges, ms = ranges(best), best.step_s < 0.9995
+    rates = explain.between(likely_ranges.tokens_per_second_per_device)
+    step = f"{explain.between(likely_ranges.step_seconds, 1e-3 if ms else 1.0)} {'ms' if ms else 's'}"
+    yield from wrapped(
+        f"{step}, {rates} tokens/s, MFU {explain.between(likely_ranges.mfu_full, 0.01)}%", columns, RANGE
+    )
     peak, where = best.peak_bytes, best.worst
     if room < float("inf"):
         left = f"{short_gib(room - peak)} free" if fits else f"{short_gib(peak - room)} too much"
-        yield f"    memory   {_of(peak, room)}  {bar(peak / room, 20 if columns >= 80 else 10)}  {left}"
-        likely = explain.probability(said.fit_probability)
+        used = f"{_number(peak, room)} of {_number(room, room)} {_unit(room)}"
+        yield f"    memory   {used}  {bar(peak / room, 20 if columns >= 80 else 10)}  {left}"
+        likely = explain.probability(likely_ranges.fit_probability)
         unit = GIB if _unit(peak) == "GiB" else MIB
-        most = f"{explain.between(said.peak_bytes, unit)} {_unit(peak)}"
+        most = f"{explain.between(likely_ranges.peak_bytes, unit)} {_unit(peak)}"
         yield from wrapped(f"{most}; fits with {likely}", columns, RANGE)
     else:
         yield f"    memory   {short_gib(peak)} per device"
@@ -155,20 +160,12 @@ def _verdict(best: Prediction, note: str) -> Iterator[str]:
     if best.executions is not None and not best.executions.best.plain:
         yield from wrapped(best.executions.best.name, columns, "    blocks   ")
     if best.host_bytes:
-        yield from wrapped(_in_host_memory(best), columns, "    host     ")
-
-
-def _in_host_memory(best: Prediction) -> str:
-    each = f"{short_gib(best.host_bytes)} of a rank's activations, {short_gib(best.node_bytes)} of a node's at most"
-    return f"{each}: whether the node has as much free is not known"
-
-
-def _of(part: float, whole: float) -> str:
-    return f"{_number(part, whole)} of {_number(whole, whole)} {_unit(whole)}"
+        each = f"{short_gib(best.host_bytes)} of a rank's activations, {short_gib(best.node_bytes)} of a node's at most"
+        yield from wrapped(f"{each}: whether the node has as much free is not known", columns, "    host     ")
 
 
 def _number(size: float, whole: float) -> str:
-    """In the unit of the whole."""
+    """Return a size in the unit of `whole`."""
     if whole < GIB / 10:
         return f"{size / MIB:.1f}"
     return f"{size / GIB:,.1f}" if whole >= 9.995 * GIB else f"{size / GIB:.2f}"
@@ -182,30 +179,30 @@ def _alternatives(rows: list[tuple[Prediction, list[int]]], *, bubble: bool) -> 
     columns = width()
     yield "  Also possible"
     yield f"  {'step':>10} {'MFU':>6} {'memory':>10}    {' bubble  ' if bubble else ''}layout"
-    for one, vps in rows:
-        memory = f"{_number(one.peak_bytes, one.peak_bytes)} {_unit(one.peak_bytes)}"
-        idle = f"{one.time.bubble_s / one.step_s:7.1%}  " if bubble else ""
-        mark = "!" if is_bold(one) else " "
-        lead = f"  {step_time(one.step_s):>10} {one.mfu(causal=False):6.1%} {memory:>10} {mark}  {idle}"
-        words = explain.words_of(one.plan) + (f" ({_same_speed(vps)})" if vps else "")
+    for layout, vps in rows:
+        memory = f"{_number(layout.peak_bytes, layout.peak_bytes)} {_unit(layout.peak_bytes)}"
+        idle = f"{layout.time.bubble_s / layout.step_s:7.1%}  " if bubble else ""
+        mark = "!" if is_bold(layout) else " "
+        lead = f"  {step_time(layout.step_s):>10} {layout.mfu(causal=False):6.1%} {memory:>10} {mark}  {idle}"
+        words = explain.words_of(layout.plan) + (f" ({_same_speed(vps)})" if vps else "")
         below = " " * min(len(lead), columns - max(map(len, words.split())))
         yield from marked(wrapped(words, columns, lead, below), "!", "yellow")
-    if any(is_bold(one) for one, _ in rows):
+    if any(is_bold(layout) for layout, _ in rows):
         yield from _marked(f"is bolder: it fits with a probability below {LIKELY:.0%}.")
 
 
 def _marked(sentence: str) -> Iterator[str]:
-    """A caution."""
+    """Yield a caution."""
     yield from marked(wrapped(sentence, width(), "  ! "), "!", "yellow")
 
 
-def _why(of: Estimator, best: Prediction, asked: Asked) -> Iterator[str]:
+def _why(estimator: Estimator, best: Prediction, asked: Asked) -> Iterator[str]:
     columns = width()
-    for sentence in explain.reasons(of, best):
+    for sentence in explain.reasons(estimator, best):
         yield from wrapped(sentence, columns, "  Why: ")
-    if sentence := explain.limit(of, best):
+    if sentence := explain.limit(estimator, best):
         yield from wrapped(sentence, columns, "  Limit of this layout: ")
-    for sentence in explain.scale_warnings(of, best, asked.tokens):
+    for sentence in explain.scale_warnings(estimator, best, asked.tokens):
         yield from _marked(sentence)
     if asked.tokens:
         yield from wrapped(explain.bill(best, asked.tokens, asked.price), columns, "  ")
@@ -218,9 +215,9 @@ def _next(asked: Asked, chosen: bool) -> list[str]:
     return words
 
 
-def details(of: Estimator, found: Ranking) -> Iterator[str]:
-    """The recommended layout's memory and time by part, and the layouts that were rejected."""
-    best, columns = found.best[0], width()
+def details(estimator: Estimator, ranking: Ranking) -> Iterator[str]:
+    """Yield memory and time of the recommended layout by part, and the rejected layouts."""
+    best, columns = ranking.best[0], width()
     whole = best.peak_bytes
     yield f"  Memory at the peak, {_unit(whole)}"
     for kind, size in best.worst.kinds.items():
@@ -239,7 +236,7 @@ def details(of: Estimator, found: Ranking) -> Iterator[str]:
         for sentence in best.executions.why:
             yield from wrapped(sentence, columns, "    ", "      ")
     yield from wrapped(explain.range_words(best), columns, "  ", "    ")
-    if found.legal > 1:
+    if ranking.legal > 1:
         yield "  Rejected"
-        for sentence in explain.rejected(found):
+        for sentence in explain.rejected(ranking):
             yield from wrapped(sentence, columns, "    ", "      ")

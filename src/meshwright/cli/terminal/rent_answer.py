@@ -1,4 +1,4 @@
-"""What `rent` prints: which cluster meets the deadline or the budget, then the front of money and time."""
+"""Answer of `rent` on the terminal: the cluster that meets deadline or budget, then the front of cost and time."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -21,17 +21,17 @@ from meshwright.spec.units import count, duration, many, short_gib, step_time
 Row = TypeVar("Row", RunOn, ServedOn)
 
 FEW = 0.01
-"""Failures, and a probability, below which no figure is given."""
+"""Failures, and a probability, below which no figure is printed."""
 LIMITS = 2
-"""What stops going further, named in a row."""
+"""Number of scaling limits named in a row."""
 TWO = 0.1
-"""An error of which two digits are worth printing: of what is not printed to its own."""
+"""Relative error worth two digits, for figures without an error of their own."""
 ROWS = 8
-"""Rows of a front, unless all are asked for."""
+"""Rows of a front, unless --all is given."""
 
 
 def rent_answer(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
-    """All lines; `every` row of the front."""
+    """Yield all lines. `every`: all rows of the front."""
     plan, recipe = answer.asked.plan, answer.asked.plan.recipe
     parts = [
         plan.model.name, f"{count(answer.asked.tokens)} tokens", recipe.precision,
@@ -55,12 +55,12 @@ def _again(command: str) -> Iterator[str]:
 
 
 def verdicts(answer: RentAnswer) -> Iterator[str]:
-    """The cheapest that meets the deadline, the fastest within the budget; or that there is none."""
+    """Yield the cheapest run before the deadline and the fastest within the budget, or that there is none."""
     limit_s, budget = answer.deadline_s, answer.budget_usd
     asked = f" that ends within {days(limit_s)}" if limit_s < float("inf") else ""
     best = answer.cheapest
     if best is None:
-        first = min(answer.front, key=lambda one: one.wall_s)
+        first = min(answer.front, key=lambda run: run.wall_s)
         yield f"NONE{asked}: the fastest takes {first.days} ({first.title})."
     else:
         chance = f", in time with {probability(best.ends_within(limit_s), FEW)}" if asked else ""
@@ -75,32 +75,35 @@ def verdicts(answer: RentAnswer) -> Iterator[str]:
         yield f"FASTEST{asked}: {_run(best)}{chance}."
 
 
-def _run(one: RunOn) -> str:
-    low, high = (dollars(usd, one.error) for usd in one.range_usd)
-    return f"{one.title}, {one.days}, {one.dollars} (90% range {low} to {high}), goodput {one.weeks.goodput:.1%}"
+def _run(run: RunOn) -> str:
+    low, high = (dollars(usd, run.error) for usd in run.range_usd)
+    return f"{run.title}, {run.days}, {run.dollars} (90% range {low} to {high}), goodput {run.weeks.goodput:.1%}"
 
 
 def _front(answer: RentAnswer, *, every: bool) -> Iterator[str]:
     heads = ("bill", "time", "nodes x devices", "goodput", "energy", "fits", "stopped by")
     named = (answer.cheapest, answer.fastest)
-    rows = answer.front if every else shown(answer.front, named, lambda one: (log(one.usd), log(one.wall_s)))
+    rows = answer.front if every else shown(answer.front, named, lambda run: (log(run.usd), log(run.wall_s)))
     yield from _table((heads, *map(_cells, rows)), ">><>>><")
     yield from _left_out(len(answer.front) - len(rows))
 
 
 def shown(
-    front: Sequence[Row], named: Sequence[Row | None], place: Callable[[Row], tuple[float, float]], most: int = ROWS
+    front: Sequence[Row],
+    named: Sequence[Row | None],
+    coordinates: Callable[[Row], tuple[float, float]],
+    most: int = ROWS,
 ) -> list[Row]:
-    """Of a front at most so many rows, in its order: the ends, those that are named, and those farthest from others."""
-    places = [place(one) for one in front]
-    kept = {0, len(front) - 1, *(front.index(one) for one in named if one is not None)}
+    """Return at most `most` rows of a front, in order: both ends, the named rows, then those farthest from others."""
+    points = [coordinates(row) for row in front]
+    shown_rows = {0, len(front) - 1, *(front.index(row) for row in named if row is not None)}
 
-    def alone(n: int) -> float:
-        return min(abs(places[n][0] - places[k][0]) + abs(places[n][1] - places[k][1]) for k in kept)
+    def distance(n: int) -> float:
+        return min(abs(points[n][0] - points[k][0]) + abs(points[n][1] - points[k][1]) for k in shown_rows)
 
-    while len(kept) < min(most, len(front)):
-        kept.add(max(set(range(len(front))) - kept, key=alone))
-    return [front[n] for n in sorted(kept)]
+    while len(shown_rows) < min(most, len(front)):
+        shown_rows.add(max(set(range(len(front))) - shown_rows, key=distance))
+    return [front[n] for n in sorted(shown_rows)]
 
 
 def _left_out(number: int) -> Iterator[str]:
@@ -109,8 +112,10 @@ def _left_out(number: int) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
-    """Columns as wide as their widest cell, each to its side. Those that the terminal has no room for go below each
-    row, by name."""
+    """Yield columns as wide as their widest cell, each aligned to its side.
+
+    Columns that the terminal has no room for follow below each row, by name.
+    """
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     fits = sum(end <= width() for end in accumulate(size + 2 for size in wide))
     for row in rows:
@@ -121,32 +126,32 @@ def _table(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
             yield from wrapped(", ".join(below), width(), "    ")
 
 
-def _cells(one: RunOn) -> tuple[str, ...]:
-    spares = f"+{one.weeks.spares}" if one.weeks.spares else ""
+def _cells(run: RunOn) -> tuple[str, ...]:
+    spares = f"+{run.weeks.spares}" if run.weeks.spares else ""
     return (
-        one.dollars, one.days, _joined(one.offer, spares),
-        f"{one.weeks.goodput:.1%}", _energy(one), f"{one.fits:.0%}",
-        ", ".join(limit.partition(":")[0] for limit in one.limits[:LIMITS]),
+        run.dollars, run.days, _joined(run.offer, spares),
+        f"{run.weeks.goodput:.1%}", _energy(run), f"{run.fits:.0%}",
+        ", ".join(limit.partition(":")[0] for limit in run.limits[:LIMITS]),
     )  # fmt: skip
 
 
 def _joined(offer: Offer, spares: str = "") -> str:
-    """Nodes, and what is in each, in a column."""
+    """Return nodes and their devices as one cell."""
     return f"{offer.nodes}{spares} x {offer.devices_per_node} {offer.price.device}"
 
 
-def _energy(one: RunOn) -> str:
-    if one.kwh is None:
+def _energy(run: RunOn) -> str:
+    if run.kwh is None:
         return "unknown"
-    mwh = one.kwh >= 1e3
-    return f"{plain(one.kwh / (1e3 if mwh else 1), one.error)} {'MWh' if mwh else 'kWh'}"
+    mwh = run.kwh >= 1e3
+    return f"{plain(run.kwh / (1e3 if mwh else 1), run.error)} {'MWh' if mwh else 'kWh'}"
 
 
 def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
-    """What was tried, what was assumed."""
-    swept, given, longest_s = answer.swept, answer.asked.given, answer.asked.longest_s
+    """Yield what was tried and what was assumed."""
+    swept, conditions, longest_s = answer.swept, answer.asked.given, answer.asked.longest_s
     longest = "a year" if longest_s == LONGEST_S else days(longest_s)
-    whose = " (Llama 3)" if given.mtbf_device_hours == LLAMA_3.mtbf_device_hours else ""
+    whose = " (Llama 3)" if conditions.mtbf_device_hours == LLAMA_3.mtbf_device_hours else ""
     yield (
         f"{swept.clusters} clusters tried: {len(swept.runs)} searched to the end, {swept.dominated} cannot beat these, "
         f"{swept.too_long} take over {longest}, {len(swept.unfit)} do not fit."
@@ -160,9 +165,10 @@ def footnotes(answer: RentAnswer, *, every: bool = False) -> Iterator[str]:
     yield from _unpriced(answer.unpriced, every=every)
     yield from _left_out_devices(answer.left_out)
     yield (
-        f"Counted: a failure every {given.mtbf_device_hours:,.0f} hours of a device{whose}, {given.evaluation:.0%} "
-        f"for evaluation, {duration(given.restart_s)} for a restart, {duration(given.repair_s)} until a node is back, "
-        f"checkpoints at {given.storage_bytes_per_s / 1e9:g} GB/s per node."
+        f"Counted: a failure every {conditions.mtbf_device_hours:,.0f} hours of a device{whose}, "
+        f"{conditions.evaluation:.0%} for evaluation, {duration(conditions.restart_s)} for a restart, "
+        f"{duration(conditions.repair_s)} until a node is back, "
+        f"checkpoints at {conditions.storage_bytes_per_s / 1e9:g} GB/s per node."
     )
     yield (
         "Energy: datasheet watts of all devices all the time, without hosts and cooling. Bills: "
@@ -184,7 +190,7 @@ def _left_out_devices(missing: Mapping[str, str]) -> Iterator[str]:
 
 
 def reproduced(answer: RentAnswer) -> str:
-    """The layout of the recommended run, and how it is saved."""
+    """Describe the recommended run: its layout and its checkpoints."""
     best = answer.recommended
     weeks = best.weeks
     size = digits(best.error)
@@ -197,7 +203,7 @@ def reproduced(answer: RentAnswer) -> str:
 
 
 def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterator[str]:
-    """All lines of `rent --serve`."""
+    """Yield all lines of `rent --serve`."""
     asked = answer.asked
     parts = [
         f"{asked.model.shape.name}, served by {asked.framework.name}", f"{answer.quantization} weights",
@@ -208,7 +214,7 @@ def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterat
     limit = f" within {answer.latency_s * 1e3:g} ms per token" if answer.latency_s < float("inf") else ""
     best = answer.cheapest
     if best is None:
-        first = min(answer.front, key=lambda one: one.per_token_s)
+        first = min(answer.front, key=lambda deployment: deployment.per_token_s)
         yield f"  NONE{limit}: the fastest takes {first.per_token_s * 1e3:.3g} ms ({first.offer.title})."
     else:
         users = f", {best.users_within(answer.latency_s):,} requests at once{limit}" if limit else ""
@@ -220,8 +226,8 @@ def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterat
         yield from wrapped(line, width(), "  ", "    ")
     yield ""
     heads = ("$ per hour", "$ per M", "nodes x devices", "layout", "per token", "first token", "tokens/s")
-    rows = answer.front if every else shown(answer.front, [best], _served_place)
-    yield from _table((heads, *map(_served, rows)), ">><<>>>")
+    rows = answer.front if every else shown(answer.front, [best], _cost_and_time)
+    yield from _table((heads, *map(_served_cells, rows)), ">><<>>>")
     yield from _left_out(len(answer.front) - len(rows))
     yield ""
     for line in (*_unpriced(answer.prices.unpriced(), every=every), *_left_out_devices(answer.left_out)):
@@ -229,13 +235,13 @@ def serve_rent_answer(answer: ServeRentAnswer, *, every: bool = False) -> Iterat
     yield from _again(answer.command(answer.recommended))
 
 
-def _served_place(one: ServedOn) -> tuple[float, float]:
-    return log(one.usd_per_hour), log(one.per_token_s)
+def _cost_and_time(deployment: ServedOn) -> tuple[float, float]:
+    return log(deployment.usd_per_hour), log(deployment.per_token_s)
 
 
-def _served(one: ServedOn) -> tuple[str, ...]:
+def _served_cells(deployment: ServedOn) -> tuple[str, ...]:
     return (
-        three(one.usd_per_hour), plain(one.usd_per_million, TWO), _joined(one.offer),
-        one.layout.words, f"{one.per_token_s * 1e3:.3g} ms", f"{one.first_token_s * 1e3:,.0f} ms",
-        f"{one.layout.tokens_per_s:,.0f}",
+        three(deployment.usd_per_hour), plain(deployment.usd_per_million, TWO), _joined(deployment.offer),
+        deployment.layout.words, f"{deployment.per_token_s * 1e3:.3g} ms", f"{deployment.first_token_s * 1e3:,.0f} ms",
+        f"{deployment.layout.tokens_per_s:,.0f}",
     )  # fmt: skip

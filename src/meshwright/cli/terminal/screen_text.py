@@ -1,4 +1,4 @@
-"""Lines for a terminal of any width: whole words, colour for verdicts alone, marks that the encoding has."""
+"""Lines for a terminal of any width: whole words, colours for verdicts only, signs that the encoding has."""
 
 import os
 import shlex
@@ -7,32 +7,34 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 NARROWEST, WIDEST = 60, 200
-"""Columns between which lines are laid out; a narrower terminal breaks them itself."""
+"""Narrowest and widest layout in columns. A narrower terminal breaks lines itself."""
 COLOURS = {"green": "32", "yellow": "33", "red": "31"}
 
 
 def width() -> int:
-    """Columns of the terminal; of a file or pipe COLUMNS, else 80."""
+    """Return the columns of the terminal; of a file or pipe COLUMNS, else 80."""
     return min(WIDEST, max(NARROWEST, shutil.get_terminal_size((80, 24)).columns))
 
 
 def coloured(text: str, colour: str) -> str:
-    """A verdict in its colour; plain where NO_COLOR is set, or stdout is no terminal that knows colours."""
+    """Colour a verdict, unless NO_COLOR is set or stdout is no terminal with colours."""
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
     return text if plain else f"\x1b[1;{COLOURS[colour]}m{text}\x1b[0m"
 
 
 def marked(lines: Iterable[str], word: str, colour: str) -> Iterator[str]:
-    """Lines of which the first has a word in its colour."""
+    """Yield lines, with a word of the first one coloured."""
     first, *rest = lines
     yield first.replace(word, coloured(word, colour), 1)
     yield from rest
 
 
 def wrapped(text: str | Sequence[str], columns: int, first: str = "", rest: str | None = None) -> Iterator[str]:
-    """Lines of at most so many columns, broken between words alone: one word that is longer keeps its line to itself.
-    `first` leads the first line, `rest` (blanks of its length by default) the others. A sequence: its items are not
-    broken, and three blanks apart."""
+    """Yield lines of at most `columns` columns, broken between words. A longer word keeps its line to itself.
+
+    `first` leads the first line, `rest` (by default as many blanks) the others. The items of a sequence are not broken,
+    and stand three blanks apart.
+    """
     words, between = (text.split(), " ") if isinstance(text, str) else (text, "   ")
     lead, rest = first, " " * len(first) if rest is None else rest
     line, used = lead, False
@@ -46,8 +48,10 @@ def wrapped(text: str | Sequence[str], columns: int, first: str = "", rest: str 
 
 
 def continued(command: str, columns: int, lead: str) -> Iterator[str]:
-    """A shell's command over as many lines as it takes, to be pasted as they stand: each but the last ends in a
-    backslash, and an option keeps its value on its line."""
+    """Yield a shell command over several lines, ready to be pasted.
+
+    Each line but the last ends in a backslash, and an option keeps its value on its line.
+    """
     parts: list[str] = []
     for word in map(shlex.quote, shlex.split(command)):
         if parts and parts[-1].startswith("-") and " " not in parts[-1] and not word.startswith("-"):
@@ -65,8 +69,10 @@ def continued(command: str, columns: int, lead: str) -> Iterator[str]:
 
 
 def folded(lines: Iterable[str]) -> Iterator[str]:
-    """Lines as they are; one that is longer than the terminal goes on below, two columns to the right. In files and
-    pipes none is broken, unless COLUMNS says how wide they are."""
+    """Yield lines, wrapping those wider than the terminal with an indent of two columns.
+
+    In files and pipes none is wrapped, unless COLUMNS is set.
+    """
     fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
     for line in lines:
         lead = line[: len(line) - len(line.lstrip())]
@@ -77,19 +83,19 @@ def folded(lines: Iterable[str]) -> Iterator[str]:
 
 
 def bar(share: float, cells: int = 20) -> str:
-    """How much of a whole is used, as a bar."""
+    """Draw the used share of a whole."""
     full, empty = ("\u2588", "\u2591") if _unicode() else ("#", ".")
     used = min(cells, max(0, round(share * cells)))
     return full * used + empty * (cells - used)
 
 
 def dot() -> str:
-    """What stands between the parts of a headline."""
+    """Return the separator between the parts of a headline."""
     return " \u00b7 " if _unicode() else ", "
 
 
 def show(lines: Iterable[str]) -> None:
-    """Print them."""
+    """Print all lines."""
     for line in lines:
         print(line)
 
@@ -99,5 +105,12 @@ def _unicode() -> bool:
 
 
 def plus_minus(text: str) -> str:
-    """The sign as the encoding has it."""
+    """Replace the plus-minus sign where the encoding lacks it."""
     return text if _unicode() else text.replace("\u00b1", "+-")
+
+
+def printable(text: str) -> str:
+    """Replace everything that could steer a terminal. Line ends and tabs stay."""
+    from meshwright.data.text_stream import UNFINISHED
+
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else UNFINISHED for letter in text)

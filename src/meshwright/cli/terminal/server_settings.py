@@ -1,4 +1,4 @@
-"""What `serve` prints when it is ready: the settings that a user may want to change, or all of them."""
+"""Settings that `serve` prints when it is ready: those that a user may want to change, or all."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,10 @@ LEAD = "  {:<10}"
 
 
 def in_short(server: "HttpServer", settings: Mapping[str, Any], sampling: Mapping[str, float]) -> Iterator[str]:
-    """One line for each thing that a user may want to change, with the option that changes it. `settings`: as
-    `configuration` gives them; `sampling`: the model's own values for requests that give none."""
+    """Yield a line for each thing that a user may want to change, with its option.
+
+    `settings`: those of `configuration`. `sampling`: defaults of the model for requests that give none.
+    """
     engine = server.engine
     if engine is not None:
         options, weight = engine.options, engine.model.embed.weight
@@ -49,7 +51,7 @@ def in_short(server: "HttpServer", settings: Mapping[str, Any], sampling: Mappin
 
 
 def in_full(settings: Mapping[str, Any]) -> Iterator[str]:
-    """All of them as NAME=VALUE."""
+    """Yield all settings as NAME=VALUE."""
     yield from _row("settings", " ".join(f"{name}={value}" for name, value in settings.items()))
 
 

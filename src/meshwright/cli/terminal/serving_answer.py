@@ -1,4 +1,4 @@
-"""What `plan --serve` prints: does it fit, how fast, for how many at once; other layouts; the load varied."""
+"""Answer of `plan --serve` on the terminal: does it fit, how fast, for how many at once; other layouts and loads."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from meshwright.observe.compare.judge import ComparedRow
 
 ALTERNATIVES = 6
-"""Layouts that are shown besides the recommended one."""
+"""Layouts shown besides the recommended one."""
 NAMES = 22
-"""Letters of the names of rows."""
+"""Columns for the names of rows."""
 
 
 def serving_answer(answer: ServingAnswer, *, details: bool = False, top: int | None = None) -> Iterator[str]:
-    """All lines."""
+    """Yield all lines."""
     asked = answer.asked
     nodes = f"{asked.cluster.nodes} nodes x " if asked.cluster.nodes > 1 else ""
     parts = [
@@ -42,13 +42,13 @@ def serving_answer(answer: ServingAnswer, *, details: bool = False, top: int | N
     if shown:
         yield ""
         yield from _table(shown)
-    for one in answer.layouts[len(answer.fitting) :][:2]:
-        lacking = one.memory.sequence_bytes - one.memory.cache_bytes
-        yield f"    {one.words}: {lacking / GIB:,.1f} GiB per GPU too much for one sequence"
+    for layout in answer.layouts[len(answer.fitting) :][:2]:
+        lacking = layout.memory.sequence_bytes - layout.memory.cache_bytes
+        yield f"    {layout.words}: {lacking / GIB:,.1f} GiB per GPU too much for one sequence"
     yield ""
     yield from _curve(answer.best, answer.curve)
     yield ""
-    yield from wrapped(_bytes(answer), width(), "  ")
+    yield from wrapped(_bytes_per_parameter(answer), width(), "  ")
 
 
 def _verdict(answer: ServingAnswer) -> Iterator[str]:
@@ -91,29 +91,29 @@ def _verdict(answer: ServingAnswer) -> Iterator[str]:
 
 
 def served_rows(rows: "Iterable[ComparedRow]") -> Iterator[str]:
-    """Planned, dry run and measured of a load that was run here."""
-    from meshwright.cli.terminal.compare_answer import heads, row_line  # loads torch, which a plan does without
+    """Yield planned, dry run and measured of a load that ran on this machine."""
+    from meshwright.cli.terminal.compare_answer import heads, row_line  # imports torch, which a plan does not need
 
     yield heads(NAMES)
     for row in rows:
         yield from row_line(row, row.what, NAMES)
 
 
-def served_load(found: "ServingComparison") -> Iterator[str]:
-    """All lines of `compare --serve`."""
-    asked = found.plan.asked
-    word, colour = ("AGREES", "green") if found.agrees else ("DIFFERS", "red")
-    yield from marked(wrapped(repr(found), width(), f"{word}  "), word, colour)
+def served_load(comparison: "ServingComparison") -> Iterator[str]:
+    """Yield all lines of `compare --serve`."""
+    asked = comparison.plan.asked
+    word, colour = ("AGREES", "green") if comparison.agrees else ("DIFFERS", "red")
+    yield from marked(wrapped(repr(comparison), width(), f"{word}  "), word, colour)
     parts = [f"{asked.input_tokens:,} tokens in", f"{asked.output_tokens:,} out", f"{asked.concurrency:,} in flight"]
     yield "  " + dot().join(parts)
     yield ""
-    yield from served_rows(found.compared)
+    yield from served_rows(comparison.compared)
 
 
-def _requests(one: ServingLayout) -> str:
-    if one.most_requests == float("inf"):
+def _requests(layout: ServingLayout) -> str:
+    if layout.most_requests == float("inf"):
         return "this device's memory is not known"
-    return f"{one.most_requests:,.0f} sequences at most"
+    return f"{layout.most_requests:,.0f} sequences at most"
 
 
 def _ms(seconds: float) -> str:
@@ -126,33 +126,32 @@ def _rate(per_s: float) -> str:
 
 
 def _table(rows: tuple[ServingLayout, ...]) -> Iterator[str]:
-    length = max(20, *(len(one.words) for one in rows))
+    length = max(20, *(len(layout.words) for layout in rows))
     yield f"    {'Also possible':<{length}}  first token  per token  tokens/s  weights GiB  most"
-    for one in rows:
-        assert one.served is not None
-        most = "" if one.most_requests == float("inf") else f"{one.most_requests:,.0f}"
+    for layout in rows:
+        assert layout.served is not None
+        most = "" if layout.most_requests == float("inf") else f"{layout.most_requests:,.0f}"
         yield (
-            f"    {one.words:<{length}}  {_ms(one.served.first_token_s):>11}  {_ms(one.served.per_token_s):>9}  "
-            f"{_rate(one.tokens_per_s):>8}  {one.memory.weights_bytes / GIB:>11.1f}  {most:>4}"
+            f"    {layout.words:<{length}}  {_ms(layout.served.first_token_s):>11}  "
+            f"{_ms(layout.served.per_token_s):>9}  {_rate(layout.tokens_per_s):>8}  "
+            f"{layout.memory.weights_bytes / GIB:>11.1f}  {most:>4}"
         )
 
 
 def _curve(best: ServingLayout, points: tuple[CurvePoint, ...]) -> Iterator[str]:
     yield f"    {best.words + ', in flight':<20}  first token  per token  tokens/s"
-    for one in points:
+    for point in points:
         yield (
-            f"    {one.concurrency:>20,}  {_ms(one.first_token_s):>11}  {_ms(one.per_token_s):>9}  "
-            f"{_rate(one.tokens_per_s):>8}"
+            f"    {point.concurrency:>20,}  {_ms(point.first_token_s):>11}  {_ms(point.per_token_s):>9}  "
+            f"{_rate(point.tokens_per_s):>8}"
         )
 
 
-def _parameters(number: int) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
-
-
-def _bytes(answer: ServingAnswer) -> str:
+def _bytes_per_parameter(answer: ServingAnswer) -> str:
     weights = answer.best.memory.weights_bytes * answer.best.degrees.gpus / answer.parameters
+    number = answer.parameters
+    size = f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:,.1f} million"
     return (
-        f"{_parameters(answer.parameters)} parameters: {weights:.1f} bytes per parameter in weights, "
+        f"{size} parameters: {weights:.1f} bytes per parameter in weights, "
         f"{answer.bytes_per_parameter:.1f} with the cache of these requests."
     )

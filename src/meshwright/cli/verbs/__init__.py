@@ -1,1 +1,1 @@
-"""The verbs, one file each: they parse, call and print."""
+"""The verbs, one file each: they parse options, call the Python interface and print its answer."""

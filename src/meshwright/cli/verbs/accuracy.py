@@ -1,4 +1,4 @@
-"""`meshwright accuracy`: the planner scored on published runs."""
+"""`meshwright accuracy`: score the planner on published runs."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,14 +11,17 @@ if TYPE_CHECKING:
     from meshwright.planner.accuracy.published import Unreadable
 
 REASONS = 20
-"""Reasons shown of why rows cannot be scored; --json has none, its rows count them all."""
+"""Most reasons printed of why rows cannot be scored. --json prints none, since its rows count them all."""
 
 
 def accuracy(
     files: Annotated[list[Path], typer.Argument(metavar="FILE.csv...", help="Tables of published runs.")],
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
     calibration: Annotated[
-        Path | None, typer.Option("--calibration", metavar="FILE", help="A calibration; without it zero-shot.")
+        Path | None,
+        typer.Option(
+            "--calibration", metavar="FILE", help="Calibration file; without it the planner is scored zero-shot."
+        ),
     ] = None,
 ) -> None:
     """Score the planner on measured runs: step time, memory, out of memory, and the choice of layout, by source."""
@@ -34,15 +37,15 @@ def accuracy(
     scores = {source: score(rows) for source, rows in by_source(judged).items()}
     used = loaded.name if loaded else "zero-shot"
     if json:
-        by_name = {source: asdict(found) for source, found in scores.items()}
+        by_name = {source: asdict(figures) for source, figures in scores.items()}
         print_json({"rows": len(judged), "by_source": by_name, "calibration": used})
         return
     print(f"{len(judged)} rows, {used}. Errors are relative; n counts rows, scored or not.")
     heads = ("n", "time mean", "median", "memory mean", "p95", "oom right", "false fits", "rank", "regret")
     width = max(len(_short(source)) for source in scores)
     print(" " * width, *(f"{head:>11}" for head in heads))
-    for source, found in scores.items():
-        print(f"{_short(source):<{width}}", *(f"{_shown(name, value):>11}" for name, value in asdict(found).items()))
+    for source, figures in scores.items():
+        print(f"{_short(source):<{width}}", *(f"{_shown(name, value):>11}" for name, value in asdict(figures).items()))
     _print_reasons(judged)
 
 
@@ -61,7 +64,7 @@ def _shown(name: str, value: float | None) -> str:
 def _print_reasons(judged: "list[Judged | Unreadable]") -> None:
     from meshwright.planner.accuracy.published import Unreadable
 
-    reasons = Counter(one.reason for one in judged if isinstance(one, Unreadable))
+    reasons = Counter(row.reason for row in judged if isinstance(row, Unreadable))
     if not reasons:
         return
     print(f"\n{reasons.total()} rows cannot be scored:")

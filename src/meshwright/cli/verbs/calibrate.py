@@ -1,4 +1,4 @@
-"""`meshwright calibrate`: this machine measured for the planner, as a cluster file."""
+"""`meshwright calibrate`: measure this machine for the planner, as a cluster file."""
 
 import sys
 from pathlib import Path
@@ -16,22 +16,25 @@ if TYPE_CHECKING:
 def calibrate(
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="FILE.toml", help="Where the file goes; without it to the screen."),
+        typer.Option("-o", "--out", metavar="FILE.toml", help="File to write; without it the text is printed."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A few sizes in seconds, no training steps: to try it.")
+        bool, typer.Option("--quick", help="Measure a few sizes in seconds and no training steps, as a trial.")
     ] = False,
     runs: Annotated[
         list[Path] | None,
-        typer.Option("--from", metavar="RUN", help="Measure nothing: learn from this run's steps; may be repeated."),
+        typer.Option("--from", metavar="RUN", help="Measure nothing: learn from the steps of this run. Repeatable."),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option("--cluster", metavar="FILE.toml", help="The file that --from adds to.")
+        Path | None, typer.Option("--cluster", metavar="FILE.toml", help="File that --from corrects.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
-    """Measure this machine in about a minute: products, memory, attention, exchanges, real steps of small plans; write
-    a cluster file for `meshwright plan MODEL --cluster FILE.toml`. Measure while nothing else runs."""
+    """Measure this machine in about a minute, and write a cluster file for the planner.
+
+    It measures products, memory, attention, exchanges, and real steps of small plans. `meshwright plan MODEL --cluster
+    FILE.toml` reads the file. Measure while nothing else runs.
+    """
     from meshwright.cli.process.launch import processes
     from meshwright.store.durable import refuse_unwritable
 
@@ -44,24 +47,26 @@ def calibrate(
     if out is not None:
         refuse_unwritable(out.parent, "--out ")
     if bool(runs) != bool(cluster):
-        raise PlanError("--from RUN and --cluster FILE.toml belong together: runs change what a cluster file says")
+        raise PlanError("--from RUN and --cluster FILE.toml belong together: runs correct a cluster file")
     from meshwright.planner.machine.clusterfile_writer import text
     from meshwright.store.durable import one_line, replace_file
 
-    found = _learned(cluster, runs) if cluster and runs else _measured(quick)
+    machine = _learned(cluster, runs) if cluster and runs else _measured(quick)
     if out is not None:
         with one_line(out, "--out"):
-            replace_file(out, text(found).encode())
+            replace_file(out, text(machine).encode())
     if json:
         import tomllib
 
         from meshwright.cli.terminal.output import print_json
 
-        print_json(tomllib.loads(text(found)))
+        print_json(tomllib.loads(text(machine)))
     elif out is None:
-        print(text(found), end="")
+        print(text(machine), end="")
     else:
-        print(f"{out}: {found.device.name}; meshwright plan MODEL --cluster {out}x{found.devices_per_node} reads it")
+        print(
+            f"{out}: {machine.device.name}; meshwright plan MODEL --cluster {out}x{machine.devices_per_node} reads it"
+        )
 
 
 def _measured(quick: bool) -> "ClusterFile":
@@ -73,24 +78,24 @@ def _measured(quick: bool) -> "ClusterFile":
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    found = measure(quick=quick, say=say)
-    if found.device.is_gpu:
-        return found
+    machine = measure(quick=quick, say=say)
+    if machine.device.is_gpu:
+        return machine
     say("steps of the serving engine")
-    return replace(found, serving=engine_rates(QUICK if quick else None))
+    return replace(machine, serving=engine_rates(QUICK if quick else None))
 
 
 def _learned(cluster: Path, runs: list[Path]) -> "ClusterFile":
-    """Says of each run what was predicted for a step before and after."""
+    """Correct a cluster file by runs, and print the predicted step time of each run before and after."""
     from meshwright.observe.calibrate.feedback import learned
     from meshwright.planner.machine.clusterfile import load
 
     before = load(cluster)
-    found, seen = learned(before, runs)
+    after, seen = learned(before, runs)
     for run, (plan, seconds) in zip(runs, seen, strict=True):
-        first, then = (one.estimator(plan).predict(plan).step_s for one in (before, found))
+        earlier, now = (machine.estimator(plan).predict(plan).step_s for machine in (before, after))
         print(
-            f"{run}: a step took {duration(seconds)}; predicted {duration(first)} before, {duration(then)} now",
+            f"{run}: a step took {duration(seconds)}; predicted {duration(earlier)} before, {duration(now)} now",
             file=sys.stderr,
         )
-    return found
+    return after

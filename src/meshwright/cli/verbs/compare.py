@@ -1,4 +1,4 @@
-"""`meshwright compare RUN`: planned, dry run and measured, row by row, of a run that has ended."""
+"""`meshwright compare RUN`: planned, dry run and measured of a finished run, row by row."""
 
 import sys
 from collections.abc import Mapping
@@ -14,35 +14,38 @@ from meshwright.spec.errors import ArgumentError
 
 
 def compare(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder: of train, quickstart or profile.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of train, quickstart or profile.")],
     tolerance: Annotated[
         float,
-        typer.Option(
-            "--tolerance", metavar="SHARE", help="How far a row may be off, relatively; traffic must be exact."
-        ),
+        typer.Option("--tolerance", metavar="SHARE", help="Largest relative error of a row; traffic must be exact."),
     ] = 0.1,
     dryrun: Annotated[
         bool,
-        typer.Option("--dry-run/--no-dry-run", help="Make the dry run where the folder keeps none, and keep it there."),
+        typer.Option("--dry-run/--no-dry-run", help="Make the dry run if the folder has none, and keep it there."),
     ] = True,
     cluster: RunCluster = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Serve a load here, with --cluster FILE.toml of calibrate; compare with it.")
+        bool,
+        typer.Option(
+            "--serve", help="Serve a load here, and compare it with its plan for --cluster FILE.toml of calibrate."
+        ),
     ] = False,
     input_length: ServedInput = None,
     output_length: ServedOutput = None,
     concurrency: ServedConcurrency = None,
-    every: Annotated[bool, typer.Option("--all", help="Every row of every rank, also those that are equal.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Print every row of every rank, also equal ones.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the table as one JSON document.")] = False,
 ) -> None:
     """Compare plan, dry run and measurement of a run: memory by kind, traffic, time, MFU, bubble.
 
-    What is not known is left open, with the reason. Exit code 4 where a row differs by more than the tolerance; the
-    first one is explained.
+    Unknown figures are left open, with the reason. Exit code 4 where a row differs by more than the tolerance; the
+    first such row is explained.
     """
     load = {"input_length": input_length, "output_length": output_length, "concurrency": concurrency}
     if serve:
-        _served(run, cluster, {name: value for name, value in load.items() if value is not None}, tolerance, json=json)
+        _compare_serving(
+            run, cluster, {name: number for name, number in load.items() if number is not None}, tolerance, json=json
+        )
         return
     refuse_load(load)
     from meshwright.api import comparing
@@ -61,8 +64,8 @@ def compare(
     answer.check()
 
 
-def _served(run: Path, cluster: str | None, load: Mapping[str, int], tolerance: float, *, json: bool) -> None:
-    """A load that is served here, beside its plan."""
+def _compare_serving(run: Path, cluster: str | None, load: Mapping[str, int], tolerance: float, *, json: bool) -> None:
+    """Serve a load on this machine and compare it with its plan."""
     from meshwright.api.serving_comparison import compare_serving
     from meshwright.cli.terminal.output import console, print_json
     from meshwright.cli.terminal.screen_text import show

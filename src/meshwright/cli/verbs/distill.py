@@ -29,20 +29,20 @@ def distill(
         str,
         typer.Option(
             "--student", metavar="MODEL", show_default=False,
-            help="A preset, a Hugging Face folder, or teacher:layers=N for so many layers of the teacher.",
+            help="A preset, a Hugging Face folder, or teacher:layers=N for N layers of the teacher.",
         ),
     ] = "",
     sequences: Annotated[
         Path | None,
-        typer.Option("--sequences", metavar="OUT.jsonl", help="Write what the teacher answers, for tune."),
+        typer.Option("--sequences", metavar="OUT.jsonl", help="Write a file of the teacher's answers, for tune."),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="What it answers then: rows with prompts.")
+        Path | None, typer.Option("--prompts", metavar="FILE", help="With --sequences: file with rows of prompts.")
     ] = None,
-    beams: Annotated[int, typer.Option("--beams", help="Search for the likeliest answer; 1 = do not.")] = 1,
+    beams: Annotated[int, typer.Option("--beams", help="Search for the likeliest answer; 1 = no search.")] = 1,
     temperature: Annotated[float, typer.Option("--temperature", help="Of sampled answers; 0 = greedy.")] = 0.0,
-    samples: Annotated[int, typer.Option("--samples", help="Sampled answers to each prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Longer answers are left out.")] = 256,
+    samples: Annotated[int, typer.Option("--samples", help="Sampled answers per prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Leave out answers longer than this.")] = 256,
     tensorboard: TensorBoard = False,
     wandb: WandB = False,
     hang_after: HangAfter = None,
@@ -52,9 +52,9 @@ def distill(
 ) -> None:  # fmt: skip
     """Train a student on the distributions of a teacher: --teacher runs/base --student teacher:layers=2.
 
-    The teacher runs beside the student, under the same layout; recipe.distillation_top_k=64 asks it once before, and
-    keeps what it said on disk. recipe.distillation_beta, distillation_temperature and distillation_hard say which loss.
-    All else is as for train.
+    The teacher runs beside the student, under the same layout. With recipe.distillation_top_k=64 it is asked once,
+    before training, and its predictions are kept on disk. recipe.distillation_beta, distillation_temperature and
+    distillation_hard choose the loss. All else is as for train.
     """
     from meshwright.api.distilling import distillation_plan, write_answers
     from meshwright.api.documents import check_new_file
@@ -71,19 +71,19 @@ def distill(
         check_model(Path(teacher))
         check_new_file(sequences, option="--sequences ")
         questions(prompts)
-        found = write_answers(
+        written = write_answers(
             teacher, prompts, sequences, beams=beams, temperature=temperature, samples=samples,
             max_new_tokens=max_new_tokens,
         )  # fmt: skip
-        left = f"; {found.left_out:,} that did not end, or say nothing, are left out" if found.left_out else ""
-        print(f"{sequences}: {found.written:,} answers of {teacher}{left}")
+        left = f"; {written.left_out:,} that did not end, or are empty, are left out" if written.left_out else ""
+        print(f"{sequences}: {written.written:,} answers of {teacher}{left}")
         return
     for name, asked, default in (
         ("prompts", prompts, None), ("beams", beams, 1), ("temperature", temperature, 0.0), ("samples", samples, 1),
         ("max-new-tokens", max_new_tokens, 256),
     ):  # fmt: skip
         if asked != default:
-            raise PlanError(f"--{name} says how a teacher answers prompts: add --sequences OUT.jsonl, or leave it out")
+            raise PlanError(f"--{name} is for a teacher's answers: add --sequences OUT.jsonl, or leave it out")
     options = Options(tensorboard, wandb, hang_after, anyway, not no_dry_run, json)
     notes: list[str] = []
     plan, resume = distillation_plan(words or (), teacher, student, processes=processes(), notes=notes)

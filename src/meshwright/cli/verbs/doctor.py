@@ -1,4 +1,4 @@
-"""`meshwright doctor`: is this machine, or this cluster, fit to train."""
+"""`meshwright doctor`: check whether this machine, or this cluster, is fit to train."""
 
 import sys
 from pathlib import Path
@@ -15,15 +15,17 @@ SIGNS = {"ok": "ok", "warning": "WARNING", "failure": "FAILURE", "skipped": "ski
 
 
 def doctor(
-    folder: Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
-    quick: Annotated[bool, typer.Option("--quick", help="Seconds: start no processes and train nothing.")] = False,
+    folder: Annotated[Path, typer.Option("--runs", metavar="FOLDER", help="Folder of runs.")] = Path("runs"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Finish in seconds: start no processes and train nothing.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON document.")] = False,
 ) -> None:
-    """Check this machine in about two minutes: versions, memory, disk, GPUs, kernels, links, every pipeline schedule,
-    a checkpoint, a real step. What is wrong is said with what to do about it; exit code 1 where training would fail.
+    """Check whether this machine is fit to train, in about two minutes.
 
-    Under torchrun it checks all ranks and their links, and names the slow ones. --json is a file that can be sent: it
-    holds no names of machines or people.
+    It checks versions, memory, disk, GPUs, kernels, links, every pipeline schedule, a checkpoint and a real step. Every
+    problem comes with advice; exit code 1 where training would fail. Under torchrun it checks all ranks and their
+    links, and names the slow ones. The output of --json can be sent to others: it holds no names of machines or people.
     """
     from meshwright.cli.process.launch import joined, processes, rank
 
@@ -37,40 +39,46 @@ def doctor(
             import torch.distributed as dist
 
             world = Group("world", tuple(range(processes())), rank(), dist.group.WORLD)
-        found = examine(folder, world=world, quick=quick, say=_progress)
+        examination = examine(folder, world=world, quick=quick, say=_progress)
         if rank() == 0 and json:
-            print_json(found.document())
+            print_json(examination.document())
         elif rank() == 0:
-            print("\n".join(lines(found)), flush=True)
-    if found.verdict == "failure":
+            print("\n".join(lines(examination)), flush=True)
+    if examination.verdict == "failure":
         raise typer.Exit(1)
 
 
 def _progress(name: str) -> None:
-    """On a terminal: what is being tried now."""
+    """Show the current check, on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{name} ...", end="", file=sys.stderr, flush=True)
 
 
-def lines(found: "Examination") -> list[str]:
-    """For people: the verdict, what is wrong with its advice, then every check."""
+def lines(examination: "Examination") -> list[str]:
+    """Return the report for people: verdict, problems with advice, then every check."""
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    bad = [one for one in found.findings if one.state in ("failure", "warning")]
-    failures = sum(one.state == "failure" for one in bad)
-    tried = sum(one.state != "skipped" for one in found.findings)
+    bad = [finding for finding in examination.findings if finding.state in ("failure", "warning")]
+    failures = sum(finding.state == "failure" for finding in bad)
+    tried = sum(finding.state != "skipped" for finding in examination.findings)
     counts = [many(failures, "failure"), many(len(bad) - failures, "warning")]
-    said = {
+    verdict = {
         "failure": f"NOT fit to train: {', '.join(counts)}",
         "warning": f"Fit to train, with {counts[1]}",
-    }.get(found.verdict, "Fit to train")
-    ranks = f", {many(found.ranks, 'rank')} on {many(len(found.node_names), 'node')}" if found.ranks > 1 else ""
-    result = [f"{said} ({many(tried, 'check')}{ranks}, {duration(found.seconds)})"]
-    for one in sorted(bad, key=lambda one: one.state != "failure"):
-        result += ["", f"{SIGNS[one.state]}  {one.check}: {one.found}", f"  {one.advice}"]
-    result.append("")
-    width = max(len(one.check) for one in found.findings)
-    result += [f"{SIGNS[one.state]:<8} {one.check:<{width}}  {one.found}" for one in found.findings]
-    if len(found.node_names) > 1:
-        result += ["", *(f"node {number} = {name}" for number, name in enumerate(found.node_names))]
-    return result
+    }.get(examination.verdict, "Fit to train")
+    ranks = (
+        f", {many(examination.ranks, 'rank')} on {many(len(examination.node_names), 'node')}"
+        if examination.ranks > 1
+        else ""
+    )
+    lines = [f"{verdict} ({many(tried, 'check')}{ranks}, {duration(examination.seconds)})"]
+    for finding in sorted(bad, key=lambda finding: finding.state != "failure"):
+        lines += ["", f"{SIGNS[finding.state]}  {finding.check}: {finding.found}", f"  {finding.advice}"]
+    lines.append("")
+    width = max(len(finding.check) for finding in examination.findings)
+    lines += [
+        f"{SIGNS[finding.state]:<8} {finding.check:<{width}}  {finding.found}" for finding in examination.findings
+    ]
+    if len(examination.node_names) > 1:
+        lines += ["", *(f"node {number} = {name}" for number, name in enumerate(examination.node_names))]
+    return lines

@@ -1,4 +1,4 @@
-"""`meshwright eval`: a model on held-out text or on tasks, alone or against another one."""
+"""`meshwright eval`: score a model on held-out text or on tasks, alone or against another one."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath
+
 
 def evaluate(
-    model: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
-    ],
+    model: ModelPath,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="PATH", help="Text, all of it; without it the run's held-out part.")
+        str | None,
+        typer.Option("--data", metavar="PATH", help="Text to score in full. [default: the held-out part of the run]"),
     ] = None,
     tasks: Annotated[
         list[str] | None,
@@ -21,23 +22,27 @@ def evaluate(
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option("--against", metavar="RUN_OR_HF_DIR", help="The model before: differences are paired by item."),
+        typer.Option(
+            "--against", metavar="RUN_OR_HF_DIR", help="Model to compare with; differences are paired by item."
+        ),
     ] = None,
     adapter: Annotated[
         list[str] | None,
-        typer.Option("--adapter", metavar="NAME=DIR", help="Adapter to hold against the model, of PEFT or a run."),
+        typer.Option(
+            "--adapter",
+            metavar="NAME=DIR",
+            help="Adapter to compare with the model: a PEFT folder, or a run. Repeatable.",
+        ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="At most so many items of each task.  [default: all]")] = None,
+    limit: Annotated[int | None, typer.Option(help="Most items of each task.  [default: all]")] = None,
     shots: Annotated[int | None, typer.Option(help="Examples before each item.  [default: as the task says]")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The model's chat template writes the prompts.")] = False,
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
-    ] = "last",
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; without it as it was trained.")] = None,
-    sequences: Annotated[int, typer.Option(help="At most so many windows of the text; 0 = all.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Write prompts with the model's chat template.")] = False,
+    checkpoint: Checkpoint = "last",
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.  [default: as trained]")] = None,
+    sequences: Annotated[int, typer.Option(help="Most windows of the text; 0 = all.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON document.")] = False,
 ) -> None:
-    """Score a model on held-out text, or on tasks; with --against say what changed, and whether beyond noise."""
+    """Score a model on held-out text or tasks. With --against, say what changed, and whether beyond noise."""
     from meshwright.api.evaluation_request import check_request
     from meshwright.cli.inputs.engine_arguments import named_adapters
     from meshwright.cli.terminal.output import print_json
@@ -51,38 +56,38 @@ def evaluate(
         _held_out(model, data, dtype, sequences, checkpoint, json=json)
         return
     from meshwright.api import evaluation
-    from meshwright.cli.terminal.eval_answer import answer
+    from meshwright.cli.terminal.eval_answer import lines
     from meshwright.cli.terminal.screen_text import show
 
     with _progress() as progress:
-        found = evaluation.evaluate(
+        answer = evaluation.evaluate(
             model, tasks=tasks or (), against=against, adapters=adapters, data=data,
             dtype=dtype, sequences=sequences, limit=limit,
             shots=shots, chat=chat, checkpoint=checkpoint, progress=progress,
         )  # fmt: skip
     if json:
-        print_json(found.to_dict())
+        print_json(answer.to_dict())
     else:
-        show(answer(found))
+        show(lines(answer))
 
 
 def _held_out(model: Path, data: str | None, dtype: str | None, sequences: int, checkpoint: str, *, json: bool) -> None:
-    """One model on text: nats per token, perplexity, bits per byte, and the loss of each role."""
+    """Score one model on text: nats per token, perplexity, bits per byte, and the loss of each role."""
     from meshwright.api.model_opening import load
     from meshwright.cli.terminal import fields
     from meshwright.cli.terminal.output import print_json
 
-    found = load(model, dtype, checkpoint=checkpoint).evaluate(data, sequences=sequences)
+    metrics = load(model, dtype, checkpoint=checkpoint).evaluate(data, sequences=sequences)
     if json:
         figures = ("loss", "perplexity", "bits_per_byte", "tokens", "seconds", "roles")
-        print_json({name: getattr(found, name) for name in figures if getattr(found, name) is not None})
+        print_json({name: getattr(metrics, name) for name in figures if getattr(metrics, name) is not None})
     else:
-        print(fields.held_out(found))
+        print(fields.held_out(metrics))
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal, on stderr."""
+    """Show a progress bar on stderr, if that is a terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from meshwright.cli.terminal.output import console

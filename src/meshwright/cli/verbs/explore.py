@@ -1,4 +1,4 @@
-"""`meshwright explore MODEL --cluster NAME`: every layout as one HTML page, for offline. Needs no torch, no GPU."""
+"""`meshwright explore MODEL --cluster NAME`: every layout as one offline HTML page. Needs no torch, no GPU."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from meshwright.cli.inputs.plan_arguments import (
 )
 from meshwright.cli.verbs.plan_stack import AskedStack
 
-COUNTING = "explore: memory and time of every legal layout are counted, about ten seconds"
+COUNTING = "explore: computing memory and time of every legal layout, about ten seconds"
 
 
 def explore(
@@ -24,22 +24,22 @@ def explore(
     stack: AskedStack = "",
     price: Annotated[
         float | None,
-        typer.Option("--price", metavar="USD", help="Of a device-hour. [default: the lowest list price that is known]"),
+        typer.Option("--price", metavar="USD", help="Price of a device-hour. [default: the lowest known list price]"),
     ] = None,
     beside: Annotated[
         list[str] | None,
         typer.Option(
             "--beside",
             metavar="KEY=VALUE,...",
-            help="A second cluster or stack on the same page, in what differs: cluster=h200x8,nodes=4,for=torchtitan,"
+            help="A second cluster or stack on the same page, by what differs: cluster=h200x8,nodes=4,for=torchtitan,"
             "price=2.5.",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.html", help="Where the page goes.")] = Path(
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="FILE.html", help="File of the page.")] = Path(
         "explorer.html"
     ),
     json: Annotated[
-        bool, typer.Option("--json", help="Print what each half begins with as one JSON document.")
+        bool, typer.Option("--json", help="Print the first layout of each half as one JSON document.")
     ] = False,
 ) -> None:
     """Write a page with sliders for memory, a map of all legal layouts, and the pipeline schedules."""

@@ -1,15 +1,16 @@
-"""`meshwright export`: a run as a Hugging Face directory, or as a GGUF file."""
+"""`meshwright export`: write a run as a Hugging Face directory, or as a GGUF file."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from meshwright.cli.inputs.model_arguments import Checkpoint
 from meshwright.spec.errors import PlanError
 from meshwright.spec.plan import RANDOM
 
 WEIGHT_FILES = (".bin", ".pt", ".pth", ".safetensors")
-"""Ends of files of weights, which a name of a folder has by mistake."""
+"""Endings of weight files, which no folder should have."""
 
 
 def export(
@@ -17,31 +18,29 @@ def export(
         Path,
         typer.Argument(metavar="RUN", help="Run folder, or one of its checkpoints; for GGUF any model."),
     ],
-    out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to make, which must not hold anything; or a .gguf file.")
-    ],
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
-    ] = "last",
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, new or empty; or a .gguf file.")],
+    checkpoint: Checkpoint = "last",
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.  [default: as trained]")] = None,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a run with model.lora: the adapter alone, in PEFT's format.")
+        bool, typer.Option("--adapter", help="Export only the adapter of a run with model.lora, in PEFT's format.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print what was written as one JSON document.")] = False,
 ) -> None:
-    """Write the weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config. An adapter
-    is merged into the weights that it was trained beside. OUT that ends with .gguf is one file for llama.cpp."""
+    """Write the weights of a run as a Hugging Face directory: config, weights, tokenizer, generation config.
+
+    An adapter is merged into its base weights. An OUT that ends in .gguf is one file for llama.cpp.
+    """
     from meshwright.cli.terminal.output import print_json
 
     check_export(run, out, dtype, checkpoint, adapter=adapter)
     if out.suffix == ".gguf":
-        found = write_gguf_file(run, out, dtype, checkpoint, adapter=adapter)
+        written = write_gguf_file(run, out, dtype, checkpoint, adapter=adapter)
         if json:
-            print_json(found)
+            print_json(written)
         else:
-            print(f"{out}: {found['bytes']:,} bytes of {run}, for llama.cpp and what is built on it")
-            if found["note"]:
-                print(f"tokenizer: {found['note']}")
+            print(f"{out}: {written['bytes']:,} bytes of {run}, for llama.cpp and what is built on it")
+            if written["note"]:
+                print(f"tokenizer: {written['note']}")
         return
     taken = write_directory(run, out, dtype, checkpoint, adapter=adapter)
     if json:
@@ -54,7 +53,7 @@ def export(
 def check_export(
     source: Path, out: Path, dtype: str | None = None, which: str = "last", *, adapter: bool = False
 ) -> None:
-    """Refuse what can be refused before torch is loaded: RunError, ArgumentError, PlanError."""
+    """Check all that needs no torch. Raises RunError, ArgumentError, PlanError."""
     from meshwright.store import checkpoint_folder
     from meshwright.store.durable import refuse_taken, refuse_unwritable
     from meshwright.store.model_place import check_checkpoint, check_dtype, check_gguf_path, check_model
@@ -74,7 +73,7 @@ def check_export(
         if not checkpoint_folder.is_one(source):
             RunFolder.open(source)
         if out.suffix in WEIGHT_FILES:
-            raise PlanError(f"OUT {out} is a folder, and ends like a file: take {out.with_suffix('')}, or NAME.gguf")
+            raise PlanError(f"OUT {out} is a folder with the name of a file: take {out.with_suffix('')}, or NAME.gguf")
         refuse_taken(out, "")
     refuse_unwritable(out, "OUT ")
 
@@ -82,8 +81,10 @@ def check_export(
 def write_gguf_file(
     source: Path, out: Path, dtype: str | None = None, which: str = "last", *, adapter: bool = False
 ) -> dict[str, object]:
-    """Export a run, one of its checkpoints, a Hugging Face directory or another GGUF file as one without codes; its
-    size is known before a byte is written. PlanError where llama.cpp would not compute the model as it is."""
+    """Export a run, a checkpoint, a Hugging Face directory or another GGUF file as a GGUF file without codes.
+
+    Its size is known before a byte is written. Raises PlanError for a model that llama.cpp would compute differently.
+    """
     from meshwright.compress.gguf_stream import plan_gguf, write_gguf
     from meshwright.compress.original import open_original
     from meshwright.store.durable import one_line
@@ -101,12 +102,21 @@ def write_gguf_file(
 def write_directory(
     source: Path, out: Path, dtype: str | None = None, which: str = "last", *, adapter: bool = False
 ) -> Path:
-    """Export a run (its newest checkpoint, or `which` of them) or one of its checkpoints; returns the one taken.
-    `adapter`: its adapter alone; PlanError where it has none.
+    """Export a run or one of its checkpoints, and return the checkpoint taken.
 
-    `dtype` fp32, bf16 or fp16; None = as trained. Holds 256 MiB of weights in memory, or the largest tensor, whichever
-    ranks wrote the checkpoint. RunError, CheckpointError, HubError where the shape cannot be written or `out` holds
-    something, PlanError for an unknown dtype.
+    It holds 256 MiB of weights in memory, or the largest tensor, whichever ranks wrote the checkpoint.
+
+    Args:
+        source: A run, of which checkpoint `which` is exported, or a checkpoint.
+        out: Folder to write.
+        dtype: fp32, bf16 or fp16. None = as trained.
+        which: last, best, or a step.
+        adapter: Export only the adapter.
+
+    Raises:
+        RunError, CheckpointError: The source is no run, or damaged.
+        HubError: The format cannot hold the shape, or `out` is not empty.
+        PlanError: The dtype is unknown, or the run has no adapter.
     """
     import torch
 
@@ -137,8 +147,8 @@ def write_directory(
     )
     with one_line(out, "OUT"):
         if adapter:
-            given = dict(weights(checkpoint, torch.float32, verified=True))
-            export_adapter(out, given, run.plan.model, base=run.plan.init, dtype=wanted, prompts=prompts)
+            tensors = dict(weights(checkpoint, torch.float32, verified=True))
+            export_adapter(out, tensors, run.plan.model, base=run.plan.init, dtype=wanted, prompts=prompts)
             return checkpoint
         export_folder(
             out,

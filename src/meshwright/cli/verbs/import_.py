@@ -1,4 +1,4 @@
-"""`meshwright import`: a Hugging Face directory as a run folder, to generate from, evaluate and train on."""
+"""`meshwright import`: make a run folder of a Hugging Face directory, to generate from, evaluate and train on."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def import_(
     """Make a run folder from a Hugging Face directory: plan, tokenizer, and a checkpoint of step 0."""
     from meshwright.cli.terminal.output import print_json
 
-    # Every other verb takes run=RUN: as a folder of that name, no command could name it again.
+    # Every other verb takes run=RUN: no command could name a folder called run=RUN again.
     word = run.removeprefix("run=")
     target = Path(word) if word else Path("runs") / folder.resolve().name
     plan = import_hf(folder, target)
@@ -41,8 +41,8 @@ def import_(
 def import_hf(folder: Path, run: Path) -> "Plan":
     """Make a run folder with the shape, tokenizer and weights of a directory, and return its plan.
 
-    The recipe is the default one, in the precision of the weights. Holds the weights once in memory; everything is
-    read and checked before the run folder is made. HubError, DataError; PlanError where `run` is taken.
+    The recipe is the default one, in the precision of the weights. Weights are held once in memory. Everything is read
+    and checked before the folder is made. Raises HubError, DataError, and PlanError when `run` is taken.
     """
     from meshwright.data import Tokenizer
     from meshwright.model.hub.folder_config import read_config
@@ -50,7 +50,7 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     from meshwright.store.durable import refuse_taken, refuse_unwritable
 
     refuse_taken(run, "RUN ")
-    if not quantization(folder):  # codes are described by those who read them
+    if not quantization(folder):  # the reader of quantized folders checks their config
         read_config(folder)
     refuse_unwritable(run, "RUN ")
     from meshwright.model.quantized_formats.quantized_folder import open_numbers  # loads torch
@@ -66,46 +66,48 @@ def import_hf(folder: Path, run: Path) -> "Plan":
     return plan
 
 
-def _plan(found: "HubFolder", run: Path) -> "Plan":
+def _plan(folder: "HubFolder", run: Path) -> "Plan":
     from meshwright.training.precision import DTYPES
 
-    precision = next(name for name, dtype in DTYPES.items() if dtype == found.dtype)
-    sequence = min(Recipe().sequence, found.shape.max_positions)
+    precision = next(name for name, dtype in DTYPES.items() if dtype == folder.dtype)
+    sequence = min(Recipe().sequence, folder.shape.max_positions)
     return Plan(
-        model=found.shape,
+        model=folder.shape,
         data=Data(tokenizer=str(run / "tokenizer.json")),
         run=str(run),
-        recipe=Recipe(precision=precision, sequence=sequence),  # type: ignore[arg-type]  # one of the words of Recipe
+        recipe=Recipe(precision=precision, sequence=sequence),  # type: ignore[arg-type]  # one of the precisions of Recipe
     )
 
 
-def _weights(found: "HubFolder") -> "dict[str, Tensor]":
-    """As a checkpoint names them; correction biases of routers stay fp32."""
+def _weights(folder: "HubFolder") -> "dict[str, Tensor]":
+    """Return weights under the names of a checkpoint. Correction biases of routers stay fp32."""
     import torch
 
     tensors: dict[str, Tensor] = {}
 
     def put(name: str, tensor: "Tensor") -> None:
-        dtype = torch.float32 if name.endswith("correction_bias") else found.dtype
+        dtype = torch.float32 if name.endswith("correction_bias") else folder.dtype
         tensors["model." + name] = tensor.to(dtype).clone(memory_format=torch.contiguous_format)
 
-    found.load(put)
+    folder.load(put)
     return tensors
 
 
-def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "dict[str, Tensor]") -> None:
-    """The run folder; what a directory knows beyond a run (chat template, generation config) is kept for its export."""
+def _write(plan: "Plan", tokenizer: "Tokenizer", hub: "HubFolder", tensors: "dict[str, Tensor]") -> None:
+    """Write the run folder. It keeps what an export needs: chat template and generation config."""
     from meshwright import planfile
     from meshwright.store import checkpoint
     from meshwright.store.run_folder import RunFolder
     from meshwright.training.pretrained import keep_extras
 
     path = Path(plan.run)
-    begun = not path.exists()
+    is_new = not path.exists()
     try:
         with RunFolder.create(path, plan, tokenizer) as folder:
-            keep_extras(found, path)
-            planfile.write(plan, path / "plan.yaml", open_warmup=True)  # it follows recipe.steps until a run begins
+            keep_extras(hub, path)
+            planfile.write(
+                plan, path / "plan.yaml", open_warmup=True
+            )  # the warm-up follows recipe.steps until a run begins
             values: dict[str, checkpoint.Json] = {
                 "step": 0,
                 "sequence": plan.recipe.sequence,
@@ -113,6 +115,6 @@ def _write(plan: "Plan", tokenizer: "Tokenizer", found: "HubFolder", tensors: "d
             }
             checkpoint.save(folder.checkpoints, step=0, tensors=tensors, values=values, score=None, keep_last=1)
     except BaseException:
-        if begun:
+        if is_new:
             shutil.rmtree(path, ignore_errors=True)
         raise

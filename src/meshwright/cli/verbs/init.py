@@ -1,4 +1,4 @@
-"""`meshwright init`: a commented plan on stdout."""
+"""`meshwright init`: print a commented plan."""
 
 
 def init() -> None:

@@ -1,4 +1,4 @@
-"""`meshwright plan MODEL --cluster NAME`: which layout, what it costs, why not the others. Needs no torch, no GPU."""
+"""`meshwright plan MODEL --cluster NAME`: rank layouts, with their cost. Needs no torch, no GPU."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ from meshwright.spec.plan import RANDOM, SAMPLES, STDLIB
 
 PLANS = (".yaml", ".yml")
 MOST_SHOWN = 1000
-"""Alternatives that --top may ask for."""
+"""Most alternatives that --top may ask for."""
 
 
 def plan(
@@ -48,8 +48,8 @@ def plan(
         typer.Option(
             "--layout",
             metavar="KEY=N,...",
-            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml. A "
-            "layout as this verb prints it, in quotes, is that one.",
+            help="Fix some: dp=8,tp=2,zero=3,recompute=full; the rest is searched. `plan`: all, as in PLAN.yaml. "
+            "A layout as this verb prints it, in quotes, fixes that one.",
         ),
     ] = None,
     recipe: AskedRecipe = None,
@@ -58,13 +58,16 @@ def plan(
         typer.Option("--tune", metavar="HOW", help="Fine-tuning: `full`, `lora`, `qlora`, or with a rank `lora:64`."),
     ] = "",
     teacher: Annotated[
-        str, typer.Option("--teacher", metavar="MODEL", help="Distillation: a preset or a folder.", show_default=False)
+        str,
+        typer.Option(
+            "--teacher", metavar="MODEL", help="Teacher of a distillation: a preset or a folder.", show_default=False
+        ),
     ] = "",
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="GPUs of a node, as in --cluster h100x8.")
+        int | None, typer.Option("--gpus", metavar="N", help="GPUs per node, as in --cluster h100x8.")
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: says days and steps.")
+        str | None, typer.Option("--tokens", metavar="N", help="Token budget, as 15T: prints days and steps.")
     ] = None,
     price: Annotated[
         float,
@@ -77,30 +80,27 @@ def plan(
     ] = 0.0,
     memory: Annotated[
         float | None,
-        typer.Option(
-            "--memory", metavar="GIB", help="Most memory of each device that a layout may take. [default: all of it]"
-        ),
+        typer.Option("--memory", metavar="GIB", help="Memory of each device that a layout may use. [default: all]"),
     ] = None,
     document_tokens: Annotated[
         float,
         typer.Option(
             "--document-tokens",
             metavar="N",
-            help="Tokens of the packed document that a token is in, on average. [default: it fills its row]",
+            help="Average length of the packed document around a token. [default: the whole row]",
             show_default=False,
         ),
     ] = 0.0,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, to be run by train.")
-    ] = None,
+    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Write the best plan, for train.")] = None,
     stack: AskedStack = "",
     output: AskedOutputFolder = None,
     source: AskedFrom = "",
     details: Annotated[
-        bool, typer.Option("--details", help="Also memory and time by part, what was rejected, half the machine.")
+        bool,
+        typer.Option("--details", help="Also print memory and time by part, rejected layouts, and half the machine."),
     ] = False,
     top: Annotated[
-        int | None, typer.Option("--top", metavar="INT", help="How many alternatives to list. [default: 4]")
+        int | None, typer.Option("--top", metavar="INT", help="Number of alternatives to list. [default: 4]")
     ] = None,
     serve: AskedServe = False,
     input_length: AskedInput = None,
@@ -116,11 +116,11 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Rank the layouts of a model on a cluster by predicted step time, with memory, traffic, bubble and reasons."""
-    cluster = _of_gpus(cluster, gpus)
+    cluster = _with_gpus(cluster, gpus)
     if source:
         from meshwright.api.config_planning import plan_from
 
-        _refuse_beside({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
+        _refuse_beside_from({"tune": tune, "teacher": teacher, "tokens": tokens, "price": price, "memory": memory,
                         "document-tokens": document_tokens, "save": save, "top": top, "serve": serve,
                         "out": output})  # fmt: skip
         print_config(
@@ -157,7 +157,7 @@ def plan(
 
     refuse_load({**load, "measure": measure or None})
     if save is not None:
-        _check_place(save, model)
+        _check_save(save, model)
     if top is not None and not 1 <= top <= MOST_SHOWN:
         raise PlanError(f"--top {top} must be at least 1 and at most {MOST_SHOWN}")
     try:
@@ -170,7 +170,7 @@ def plan(
         if json and error.document:
             print_json(error.document)
         elif isinstance(error.answer, PlannedLayout):
-            show([*nearest_in_words(error.answer.prediction), *_which_device(cluster, nodes or 1)])
+            show([*nearest_in_words(error.answer.prediction), *_device_note(cluster, nodes or 1)])
         raise
     if save:
         answer.save(save)
@@ -188,15 +188,15 @@ def plan(
         own_batch=Path(model).suffix not in PLANS and not any("batch" in word for word in recipe or ()),
         stack=answer.software.word if answer.software else "",
     )
-    show([*in_words(answer.estimator, answer.found, asked), *_which_device(cluster, nodes or 1)])
+    show([*in_words(answer.estimator, answer.found, asked), *_device_note(cluster, nodes or 1)])
     if answer.software:
         show(after_plan(answer, written))
     elif save:
         show(["", *_command(answer.plan, save)])
 
 
-def _of_gpus(cluster: str | None, gpus: int | None) -> str | None:
-    """`--cluster h100 --gpus 8` is `--cluster h100x8`."""
+def _with_gpus(cluster: str | None, gpus: int | None) -> str | None:
+    """Return `h100x8` for `--cluster h100 --gpus 8`."""
     from meshwright.spec.presets import machine, split_cluster
 
     if gpus is None:
@@ -206,12 +206,12 @@ def _of_gpus(cluster: str | None, gpus: int | None) -> str | None:
             raise PlanError(f"--cluster {cluster} has {sold.devices} devices: leave --gpus out, or name the device")
         return cluster
     if cluster is None or split_cluster(cluster)[1] not in (1, gpus):
-        raise PlanError(f"--gpus {gpus} says how many devices of --cluster a node has: name the device, as h100")
+        raise PlanError(f"--gpus {gpus} counts the devices of --cluster per node: name the device, as --cluster h100")
     return f"{split_cluster(cluster)[0]}x{gpus}"
 
 
-def _which_device(cluster: str | None, nodes: int) -> list[str]:
-    """A caution where a device's name says less than it should."""
+def _device_note(cluster: str | None, nodes: int) -> list[str]:
+    """Return a caution about a device whose name is ambiguous."""
     from meshwright.cli.terminal.screen_text import width, wrapped
     from meshwright.planner.machine.clusterfile import is_file
     from meshwright.spec.presets import device_note
@@ -220,15 +220,15 @@ def _which_device(cluster: str | None, nodes: int) -> list[str]:
     return list(wrapped(note, width(), "  ! ")) if note else []
 
 
-def _refuse_beside(given: Mapping[str, object]) -> None:
-    """PlanError for what --from has no use for."""
-    for name, value in given.items():
-        if value:
+def _refuse_beside_from(options: Mapping[str, object]) -> None:
+    """Raise PlanError for options that --from cannot use."""
+    for name, setting in options.items():
+        if setting:
             raise PlanError(f"--from reads a configuration, and --{name} is for plans of a model: leave it out")
 
 
-def _check_place(save: Path, model: str) -> None:
-    """PlanError where the plan cannot be saved, or somebody's own file would be lost: said before the search."""
+def _check_save(save: Path, model: str) -> None:
+    """Raise PlanError, before the search, if the plan cannot be saved or would overwrite a user's own file."""
     if save == Path(model):
         raise PlanError(f"--save {save} is the plan that was read: name another file")
     if not save.absolute().parent.is_dir():
@@ -238,17 +238,18 @@ def _check_place(save: Path, model: str) -> None:
 
 
 def _command(best: "Plan", file: Path) -> Iterator[str]:
-    """How the saved plan is run, and what of it nobody has chosen."""
+    """Yield the command that runs the saved plan, and the settings that nobody has chosen."""
     from meshwright.cli.terminal.screen_text import continued, width
 
     cluster, recipe, words = best.cluster, best.recipe, f"train {shlex.quote(str(file))}"
     if best.data.form == SAMPLES:
         words = f"tune {shlex.quote(str(file))}" + " model.init=HF_FOLDER" * (best.init == RANDOM)
         words += " data=CHAT.jsonl" * (best.data.path == STDLIB)
-        yield f"Written to {file}, with fine-tuning's learning rate ({recipe.learning_rate:g}); capitals are yours."
+        rate = f"fine-tuning's learning rate ({recipe.learning_rate:g})"
+        yield f"Written to {file}, with {rate}; replace the words in capitals."
     else:
-        kept = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
-        yield f"Written to {file}; {kept} are as in the plan."
+        unchanged = f"data ({best.data.title}) and learning rate ({recipe.learning_rate:g})"
+        yield f"Written to {file}; {unchanged} are as in the plan."
     if cluster.devices == 1:
         command, where = f"meshwright {words}", ""
     elif cluster.nodes == 1:

@@ -15,7 +15,7 @@ AskedStack = Annotated[
     str,
     typer.Option(
         "--for", metavar="STACK", show_default=False,
-        help="Layouts of this training software: torchtitan, megatron-lm, accelerate, "
+        help="Search layouts of this training software: torchtitan, megatron-lm, accelerate, "
         "deepspeed, trl, axolotl, nanotron, nemo, maxtext.",
     ),
 ]  # fmt: skip
@@ -23,17 +23,19 @@ AskedFrom = Annotated[
     str,
     typer.Option(
         "--from", metavar="FILE|FOLDER", show_default=False,
-        help="Read its configuration: does it fit, what makes it fit, what is faster.",
+        help="Read a configuration of such software: does it fit, what makes it fit, what is faster.",
     ),
 ]  # fmt: skip
 AskedOutputFolder = Annotated[
     Path | None,
-    typer.Option("-o", "--out", "--output", metavar="FOLDER", help="Write its configuration and launch scripts there."),
+    typer.Option(
+        "-o", "--out", "--output", metavar="FOLDER", help="With --for: folder for its configuration and launch scripts."
+    ),
 ]
 
 
 def check_folder(folder: Path | None, stack: str) -> None:
-    """PlanError before the search where nothing can be written."""
+    """Raise PlanError, before the search, for an output folder that cannot be written."""
     from meshwright.spec.errors import PlanError
 
     if folder is None:
@@ -45,7 +47,7 @@ def check_folder(folder: Path | None, stack: str) -> None:
 
 
 def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:
-    """Below the layouts of another software: how far the figures are off, and what was written."""
+    """Yield what follows the layouts of another software: errors of its figures, and the files written."""
     from meshwright.cli.terminal.screen_text import width, wrapped
 
     assert answer.software is not None
@@ -66,7 +68,7 @@ def after_plan(answer: "PlanAnswer", written: list[Path]) -> Iterator[str]:
 
 
 def print_config(answer: "ConfigAnswer", *, details: bool, json: bool) -> None:
-    """The answer to --from; DoesNotFit, with its exit code, where it does not fit."""
+    """Print the answer to --from. Raises DoesNotFit, with its exit code, for a configuration that does not fit."""
     from meshwright.cli.terminal.output import print_json
     from meshwright.cli.terminal.screen_text import show
     from meshwright.planner.step.prediction import usable_bytes
@@ -80,10 +82,12 @@ def print_config(answer: "ConfigAnswer", *, details: bool, json: bool) -> None:
     if not answer.fits:
         peak, room = answer.prediction.peak_bytes, usable_bytes(answer.plan)
         bounds = answer.config.bounds
-        said = f"needs {'at most ' * bool(bounds)}{short_gib(peak)} per device; {short_gib(room)} is usable"
+        need = f"needs {'at most ' * bool(bounds)}{short_gib(peak)} per device; {short_gib(room)} is usable"
         if bounds:
-            raise DoesNotFit(f"does not fit as counted: {said}; what is not counted needs less, and may make it fit")
-        raise DoesNotFit(f"does not fit: {said}")
+            raise DoesNotFit(
+                f"does not fit as counted: {need}; settings that are not counted need less memory, so it may fit"
+            )
+        raise DoesNotFit(f"does not fit: {need}")
 
 
 def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
@@ -94,18 +98,18 @@ def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
     from meshwright.spec.units import short_gib
     from meshwright.stacks.stack_errors import sentences
 
-    columns, one = width(), answer.prediction
+    columns, prediction = width(), answer.prediction
     yield from headline(answer.plan)
     yield ""
-    yield from configuration(one)
+    yield from configuration(prediction)
     yield ""
     if not answer.fits:
-        kind, _ = explain.largest_kind(one)
-        need, room = short_gib(one.peak_bytes), short_gib(usable_bytes(answer.plan))
+        kind, _ = explain.largest_kind(prediction)
+        need, room = short_gib(prediction.peak_bytes), short_gib(usable_bytes(answer.plan))
         most = "at most " * bool(answer.config.bounds)
         yield from wrapped(f"This will need {most}{need} of {room} (most of it {kind}).", columns, "  ")
         for change in answer.fixes:
-            cost = change.prediction.step_s / one.step_s - 1
+            cost = change.prediction.step_s / prediction.step_s - 1
             paid = f"costs {cost:.0%}" if cost >= 0.005 else "is as fast" if cost > -0.005 else f"is {-cost:.0%} faster"
             options = answer.options(change.prediction.plan)
             yield from wrapped(
@@ -127,7 +131,7 @@ def _config_lines(answer: "ConfigAnswer", *, details: bool) -> Iterator[str]:
 
 
 def _better(answer: "ConfigAnswer") -> Iterator[str]:
-    """The best layout of the same devices."""
+    """Yield the best layout of the same devices."""
     from meshwright.cli.terminal.screen_text import width, wrapped
     from meshwright.spec.units import short_gib, step_time
 
@@ -138,11 +142,11 @@ def _better(answer: "ConfigAnswer") -> Iterator[str]:
     ratio = answer.prediction.step_s / best.step_seconds
     if not answer.fits:
         fastest = f"The fastest layout that fits takes {step_time(best.step_seconds)} per step"
-        said = f"{fastest} ({short_gib(best.peak_bytes)}): "
-        yield from wrapped(f"{said}{answer.options(best.plan)}", width(), "  ")
+        lead = f"{fastest} ({short_gib(best.peak_bytes)}): "
+        yield from wrapped(f"{lead}{answer.options(best.plan)}", width(), "  ")
         return
     if best.plan.layout == answer.plan.layout or (ratio < 1.005):
         yield f"  No layout of {answer.software.word} on these devices is predicted to be faster."
         return
-    said = f"The best layout on the same devices is {ratio:.2f} times as fast ({short_gib(best.peak_bytes)}): "
-    yield from wrapped(f"{said}{answer.options(best.plan)}", width(), "  ")
+    lead = f"The best layout on the same devices is {ratio:.2f} times as fast ({short_gib(best.peak_bytes)}): "
+    yield from wrapped(f"{lead}{answer.options(best.plan)}", width(), "  ")

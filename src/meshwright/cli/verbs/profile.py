@@ -1,4 +1,4 @@
-"""`meshwright profile [PLAN.yaml] [KEY=VALUE ...]`: a few real steps, measured."""
+"""`meshwright profile [PLAN.yaml] [KEY=VALUE ...]`: measure a few real steps."""
 
 import os
 import sys
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
     from meshwright.observe.profile.measure import Profile
 
 SHOWN, COLUMNS, WIDEST = 8, 5, 56
-"""Operations that are listed, ranks beside each other, characters of an operation's name."""
+"""Most operations listed, most ranks side by side, and most characters of an operation's name."""
 LEAST = 0.01
-"""Share of the peak from which on a kind of memory is named."""
+"""Smallest share of the peak for which a kind of memory is named."""
 
 
 def profile(
     words: Words = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps that are timed.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", help="Number of timed steps.")] = 4,
     json: Annotated[bool, typer.Option("--json", help="Print the answer as one JSON document.")] = False,
 ) -> None:
     """Make a few real steps of a plan and measure them: memory by kind and over time, traffic, time.
 
-    Alone on a machine it starts the processes itself: one for each GPU, or Gloo processes on a CPU; under torchrun it
-    takes those that are there. Writes RUN/profile.json and RUN/trace.json, which opens in https://ui.perfetto.dev, and
-    RUN/plan.yaml where none is there: `meshwright compare RUN` reads them.
+    Alone on a machine it starts its own processes: one for each GPU, or Gloo processes on a CPU. Under torchrun it uses
+    the processes that are there. It writes RUN/profile.json and RUN/trace.json, which opens in
+    https://ui.perfetto.dev, and RUN/plan.yaml if there is none. `meshwright compare RUN` reads them.
     """
     from meshwright.api import profiling
     from meshwright.api.determinism import set_environment
     from meshwright.api.plan_reading import read_plan
 
-    # Read when torch is loaded, here and by the processes that are started: its profiler would chat.
+    # Set before torch is imported, here and in the processes to start: else its profiler logs to stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     notes: list[str] = []
@@ -55,104 +55,107 @@ def profile(
     from meshwright.cli.terminal.output import console, print_json
 
     people = console(json=json)
-    answer = profiling.kept(plan, lambda one: _measured(one, steps, people))
+    answer = profiling.kept(plan, lambda plan: _measured(plan, steps, people))
     if answer is None:
         return
     if json:
         print_json(answer.to_dict())
         return
-    found, files = answer.found, answer.files
     for note in notes:
         print(f"meshwright: note: {note}", file=sys.stderr)
-    for part in shown(found):
+    for part in shown(answer.found):
         people.print(part)
-    people.print(f"written: {files[0]}, and {files[1]} for https://ui.perfetto.dev")
+    people.print(f"written: {answer.files[0]}, and {answer.files[1]} for https://ui.perfetto.dev")
 
 
 def _measured(plan: "Plan", steps: int, people: "Console") -> "Profile | None":
-    """On the first rank the profile, on others None."""
+    """Return the profile on the first rank, None on the others."""
     if processes() == 1:
-        from meshwright.observe.profile.local_run import profile as alone
+        from meshwright.observe.profile.local_run import profile as profile_here
 
         with people.status("profile") as status:
-            return alone(plan, steps=steps, said=lambda line: status.update(f"profile: {line}"))
+            return profile_here(plan, steps=steps, said=lambda line: status.update(f"profile: {line}"))
     from meshwright.observe.profile.measure import gathered, measure
 
     with joined() as pulse:
-        said: Callable[[str], None] | None = None if rank() else lambda line: people.print(f"profile: {line}")
-        return gathered(measure(plan, steps=steps, pulse=pulse, said=said), plan)
+        report: Callable[[str], None] | None = None if rank() else lambda line: people.print(f"profile: {line}")
+        return gathered(measure(plan, steps=steps, pulse=pulse, said=report), plan)
 
 
-def shown(found: "Profile") -> "Iterator[str | Table]":
-    """For people: a line of speed, a table of ranks, what a step is spent on, traffic, operations."""
-    plan, world = found.plan, found.plan.layout.world
-    speed = f"{count(found.tokens_per_s)} tokens/s, {count(found.tokens_per_s / world)} per device"
-    used = found.utilization(causal=True)
-    full = found.utilization(causal=False)
+def shown(profile: "Profile") -> "Iterator[str | Table]":
+    """Yield the report for people: speed, a table of ranks, the parts of a step, traffic, operations."""
+    plan, world = profile.plan, profile.plan.layout.world
+    speed = f"{count(profile.tokens_per_s)} tokens/s, {count(profile.tokens_per_s / world)} per device"
+    used = profile.utilization(causal=True)
+    full = profile.utilization(causal=False)
     mfu = f", MFU {used:.1%} causal, {full:.1%} full" if used is not None and full is not None else ""
-    yield f"{plan.model.name} on {many(world, 'rank')}, {found.ranks[0].device}"
-    lengths = found.step_seconds
+    yield f"{plan.model.name} on {many(world, 'rank')}, {profile.ranks[0].device}"
+    lengths = profile.step_seconds
     timed = f"{many(len(lengths), 'step')} timed: {_ms(min(lengths))} to {_ms(max(lengths))}"
-    yield f"step {_ms(found.step_s)} ({timed}), {speed}{mfu}"
-    worst = found.worst
-    kinds = sorted(worst.seen.kinds.items(), key=lambda item: -item[1])
-    yield f"peak {gib(found.peak_bytes)} on rank {worst.rank}, in {phase_words(worst.seen.when)}: " + ", ".join(
+    yield f"step {_ms(profile.step_s)} ({timed}), {speed}{mfu}"
+    worst = profile.worst
+    kinds = sorted(worst.seen.kinds.items(), key=lambda kind: -kind[1])
+    yield f"peak {gib(profile.peak_bytes)} on rank {worst.rank}, in {phase_words(worst.seen.when)}: " + ", ".join(
         f"{kind} {gib(size)}" for kind, size in kinds if size >= LEAST * worst.seen.peak_bytes
     )
-    yield from found.notes
-    yield _first_steps(found)
-    yield _ranks(found)
+    yield from profile.notes
+    yield _first_steps(profile)
+    yield _ranks(profile)
     if worst.traffic:
-        yield _traffic(found)
-    yield _operations(found)
+        yield _traffic(profile)
+    yield _operations(profile)
     if world > 1:
-        yield f"bubble {found.bubble_fraction:.1%} of the busiest rank's work; clocks agree to {found.residual_s:.0e} s"
+        bubble = f"bubble {profile.bubble_fraction:.1%} of the busiest rank's work"
+        yield f"{bubble}; clocks agree to {profile.residual_s:.0e} s"
 
 
-def _first_steps(found: "Profile") -> str:
-    """The most that each of the first steps held."""
+def _first_steps(profile: "Profile") -> str:
+    """Describe the peak memory of each of the first steps."""
     steps: dict[int, int] = {}
-    for moment in found.worst.memory:
+    for moment in profile.worst.memory:
         steps[moment.step] = max(steps.get(moment.step, 0), moment.allocated_bytes)
     return "peak by step: " + ", ".join(f"{step}: {gib(size)}" for step, size in steps.items() if step)
 
 
-def _ranks(found: "Profile") -> "Table":
-    """A column a rank: memory, and the parts of the step. Of many ranks one of each pipeline place."""
+def _ranks(profile: "Profile") -> "Table":
+    """Return a table with a column per rank: memory, and the parts of the step.
+
+    Of many ranks, one per pipeline stage.
+    """
     from meshwright.observe.profile.step_record import PARTS
 
-    some = found.ranks
-    if len(some) > COLUMNS:
-        some = found.ranks[:: len(some) // found.plan.layout.pp][:COLUMNS]
-    table = _table("rank", *(str(one.rank) for one in some))
-    table.add_row("peak", *(gib(one.account.peak_bytes) for one in some))
-    table.add_row("reserved", *(gib(one.account.reserved_bytes) for one in some))
-    split = [one.account.inactive_split_bytes for one in some]
+    ranks = profile.ranks
+    if len(ranks) > COLUMNS:
+        ranks = profile.ranks[:: len(ranks) // profile.plan.layout.pp][:COLUMNS]
+    table = _table("rank", *(str(rank.rank) for rank in ranks))
+    table.add_row("peak", *(gib(rank.account.peak_bytes) for rank in ranks))
+    table.add_row("reserved", *(gib(rank.account.reserved_bytes) for rank in ranks))
+    split = [rank.account.inactive_split_bytes for rank in ranks]
     if any(size is not None for size in split):
         table.add_row("free in pieces", *("-" if size is None else gib(size) for size in split))
-    steps = [one.steps[found.chosen] for one in some]
+    steps = [rank.steps[profile.chosen] for rank in ranks]
     for part in PARTS:
         table.add_row(part, *(_ms(step.parts[part]) for step in steps))
     table.add_row("communication", *(_ms(step.streams["communication_s"]) for step in steps))
     return table
 
 
-def _traffic(found: "Profile") -> "Table":
+def _traffic(profile: "Profile") -> "Table":
     table = _table("axis", "collective", "calls", "MiB sent")
-    for (axis, what), (calls, sent) in sorted(found.worst.traffic.items()):
+    for (axis, what), (calls, sent) in sorted(profile.worst.traffic.items()):
         table.add_row(axis, what, str(calls), f"{sent / MIB:.2f}")
     return table
 
 
-def _operations(found: "Profile") -> "Table":
+def _operations(profile: "Profile") -> "Table":
     table = _table("operation", "calls", "its own time")
-    for operation in found.busiest.operations[:SHOWN]:
+    for operation in profile.busiest.operations[:SHOWN]:
         table.add_row(operation.name.removeprefix("aten::")[:WIDEST], str(operation.calls), _ms(operation.seconds))
     return table
 
 
 def _ms(seconds: float) -> str:
-    """Times that stand below each other have one unit."""
+    """Return a time in ms, one unit for all times of a column."""
     return f"{1e3 * seconds:.1f} ms"
 
 

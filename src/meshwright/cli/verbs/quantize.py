@@ -1,10 +1,11 @@
-"""`meshwright quantize MODEL --scheme NAME -o OUT`: fewer bits per weight, and what that costs."""
+"""`meshwright quantize MODEL --scheme NAME -o OUT`: fewer bits per weight, and their cost in quality."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath
 from meshwright.spec.errors import ArgumentError
 from meshwright.spec.gguf_schemes import GGUF_SCHEMES
 from meshwright.spec.quantization_schemes import CALIBRATED, SCHEMES
@@ -15,9 +16,7 @@ def _names(*, calibrated: bool) -> str:
 
 
 def quantize(
-    model: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
-    ],
+    model: ModelPath,
     scheme: Annotated[
         str,
         typer.Option(
@@ -41,35 +40,36 @@ def quantize(
     ] = None,
     keep: Annotated[
         list[str] | None,
-        typer.Option("--keep", metavar="PATTERN", help="Matrices to leave as they are, as 'layers.0.*'."),
+        typer.Option("--keep", metavar="PATTERN", help="Matrices to leave unquantized, as 'layers.0.*'. Repeatable."),
     ] = None,
     outliers: Annotated[
         str | None,
         typer.Option(
-            "--outliers", metavar="FORM", help="Of llm-int8: calibrated, or threshold in each batch.  [calibrated]"
+            "--outliers",
+            metavar="FORM",
+            help="Outliers of llm-int8: calibrated, or by threshold in each batch.  [calibrated]",
         ),
     ] = None,
     threshold: Annotated[
-        float | None, typer.Option("--threshold", help="From which on an activation is an outlier.  [default: 6]")
+        float | None, typer.Option("--threshold", help="Activations above it are outliers.  [default: 6]")
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="PATH", help="Text to calibrate and measure on.  [the run's own]")
     ] = None,
-    sequences: Annotated[int, typer.Option(help="Windows of it that are scored.")] = 64,
-    calibration: Annotated[int, typer.Option(help="Windows that int8-smooth and schemes with awq or gptq read.")] = 128,
+    sequences: Annotated[int, typer.Option(help="Windows of it to score.")] = 64,
+    calibration: Annotated[int, typer.Option(help="Windows of it for int8-smooth, awq and gptq to read.")] = 128,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="SIZE", help="Bytes of all files, as 1.2GiB: 3 to 8 bits for each matrix."),
+        typer.Option("--budget", metavar="SIZE", help="Size of all files, as 1.2GiB: each matrix gets 3 to 8 bits."),
     ] = None,
     max_kl: Annotated[
-        float | None, typer.Option("--max-kl", help="Exit with 4 above it, nats per token.  [default: the scheme's]")
+        float | None,
+        typer.Option("--max-kl", help="KL limit in nats per token; above it exit code 4.  [default: the scheme's]"),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="Of what is not quantized: fp32, bf16 or fp16.  [default: as stored]")
+        str | None, typer.Option(help="Dtype of unquantized weights: fp32, bf16 or fp16.  [default: as stored]")
     ] = None,
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
-    ] = "last",
+    checkpoint: Checkpoint = "last",
     quality: Annotated[
         bool, typer.Option("--quality/--no-quality", help="Compare both models on held-out text.")
     ] = True,
@@ -81,12 +81,12 @@ def quantize(
     """Quantize the matrices of a model and compare it with the original on held-out text.
 
     Embeddings, head, norms, biases and routers stay as they are. generate, eval and meshwright.load read the folder.
-    Exit code 4 where the predictions moved further than --max-kl; the folder is there all the same.
+    Exit code 4 where the predictions moved further than --max-kl; the folder is written all the same.
     """
     from meshwright.api.documents import check_page, write_page
     from meshwright.api.quantization_options import check_request
     from meshwright.cli.terminal.output import console, print_json
-    from meshwright.cli.terminal.quantize_answer import answer
+    from meshwright.cli.terminal.quantize_answer import lines
     from meshwright.cli.terminal.screen_text import show
 
     if html is not None:
@@ -104,17 +104,17 @@ def quantize(
         def on_block(block: int, blocks: int) -> None:
             status.update(f"quantize: block {block} of {blocks}")
 
-        found = quantizing.quantize(
+        answer = quantizing.quantize(
             model, scheme, out, format=format, group=group, keep=keep or (), outliers=outliers, threshold=threshold,
             data=data, sequences=sequences, calibration=calibration, budget=budget, max_kl=max_kl,
             dtype=dtype, checkpoint=checkpoint, quality=quality, on_block=on_block,
         )  # fmt: skip
     if json:
-        print_json(found.to_dict())
+        print_json(answer.to_dict())
     else:
-        show(answer(found))
-    if html is not None:  # behind the answer, which no full disk may cost
-        write_page(html, found.page())
+        show(lines(answer))
+    if html is not None:  # after the answer is printed: a full disk must not lose it
+        write_page(html, answer.page())
         if not json:
             print(f"\n  {html}: open it in a browser")
-    found.check()
+    answer.check()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshwright.cli.process.invocation import command
-from meshwright.cli.terminal.streaming import printable
+from meshwright.cli.terminal.screen_text import printable
 from meshwright.spec import Plan
 from meshwright.spec.units import MIB, duration, many
 
@@ -27,9 +27,9 @@ RUN = "runs/quickstart"
 SAMPLE_TOKENS = 160
 TEMPERATURE, TOP_P, SEED = 0.7, 0.9, 0
 HEADS = re.compile(r"^(?:async def|def|class) .+:$", re.MULTILINE)
-"""Lines of a source text that open a definition."""
+"""Lines of source code that open a definition."""
 READ_TOKENS = 20_000
-"""Of the held-out text, where a prompt is looked for."""
+"""Tokens of the held-out text that are searched for a prompt."""
 PROMPT_WORDS = 3
 
 
@@ -66,35 +66,35 @@ def quickstart(
         if outcome == "interrupted":
             raise typer.Exit(INTERRUPTED)
     elif json:
-        found = {key: value for key, value in asdict(outcome).items() if key != "prompt"}
-        print_json({"run": plan.run, "seconds": time.monotonic() - began, **found})
+        document = {key: value for key, value in asdict(outcome).items() if key != "prompt"}
+        print_json({"run": plan.run, "seconds": time.monotonic() - began, **document})
     else:
         farewell(people, plan, outcome, time.monotonic() - began)
 
 
 def free_folder(wanted: Path) -> Path:
-    """`wanted`, or with the first of -2, -3 ... that is not taken."""
+    """Return `wanted`, or the first of wanted-2, wanted-3 ... that does not exist."""
     tries = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
     return wanted if not wanted.exists() else next(path for path in tries if not path.exists())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickstartResult:
-    """What a finished quickstart has to show."""
+    """Outcome of a finished quickstart."""
 
     bits_per_byte: float | None
-    """On held-out text; None where nothing was held out."""
+    """On held-out text. None = nothing was held out."""
     prompt: str
-    """Of the held-out text."""
+    """Start of a held-out text."""
     before: str
-    """What the untrained model makes of the prompt."""
+    """Continuation of the prompt by the untrained model."""
     after: str
     summary: "Summary"
 
 
 def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
-    """Encode, sample, train, sample, export; or the word of Summary.stopped where it was ended before, and saved."""
-    people.print(_opening(plan), markup=False)  # before torch is loaded, which takes seconds
+    """Encode, sample, train, sample, export. Returns Summary.stopped for a run that was ended early and saved."""
+    people.print(_opening(plan), markup=False)  # before torch is imported, which takes seconds
     from meshwright.api import training_run
     from meshwright.api.model_opening import load
     from meshwright.api.trained_model import TrainedModel
@@ -123,8 +123,10 @@ def run(plan: "Plan", people: "Console") -> QuickstartResult | str:
 
 
 def first_words(corpus: "Corpus") -> str:
-    """A prompt that belongs to the data: the first definition of the held-out text where that is source code, else its
-    first words; of the training text where nothing is held out, of a mixture its first source."""
+    """Return a prompt from the data: the first definition of source code, else the first words.
+
+    They are of the held-out text, or of the training text when nothing is held out; of a mixture, of its first source.
+    """
     stream = (corpus.validation if corpus.validation.num_tokens else corpus.train).parts[0]
     marks = {corpus.tokenizer.bos, corpus.tokenizer.eos}
     ids = [token for token in stream.read(0, min(READ_TOKENS, stream.num_tokens)).tolist() if token not in marks]
@@ -134,14 +136,14 @@ def first_words(corpus: "Corpus") -> str:
 
 
 def sample(opened: "TrainedModel", prompt: str) -> str:
-    """The prompt and what the model makes of it."""
+    """Return the prompt and its continuation."""
     assert opened.tokenizer is not None
-    found = opened.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)
-    return prompt + opened.tokenizer.decode(token for token in found.ids if token not in opened.stop_ids)
+    generated = opened.generate(prompt, max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=SEED)
+    return prompt + opened.tokenizer.decode(token for token in generated.ids if token not in opened.stop_ids)
 
 
 def show(people: "Console", title: str, prompt: str, text: str, most_lines: int) -> None:
-    """A sample in its frame; coloured like Python on a terminal."""
+    """Print a sample in a frame, coloured as Python on a terminal."""
     from rich.padding import Padding
     from rich.syntax import Syntax
     from rich.text import Text
@@ -158,21 +160,21 @@ def show(people: "Console", title: str, prompt: str, text: str, most_lines: int)
 
 
 def farewell(people: "Console", plan: "Plan", outcome: QuickstartResult, seconds: float) -> None:
-    """The result, one line of memory, and three commands to go on with."""
+    """Print the outcome, one line on memory, and three commands to go on with."""
     from meshwright.api.preflight import memory_summary
 
-    result = f"{outcome.bits_per_byte:.3f} bits per byte on held-out text" if outcome.bits_per_byte is not None else ""
-    said = f"Trained {many(outcome.summary.step, 'step')} in {duration(seconds)}{': ' if result else ''}{result}."
+    quality = f"{outcome.bits_per_byte:.3f} bits per byte on held-out text" if outcome.bits_per_byte is not None else ""
+    summary = f"Trained {many(outcome.summary.step, 'step')} in {duration(seconds)}{': ' if quality else ''}{quality}."
     memory = memory_summary(Path(plan.run), outcome.summary)
-    for line in [said, *([memory] if memory else []), "", "Next"]:
+    for line in [summary, *([memory] if memory else []), "", "Next"]:
         people.print(line, markup=False)
-    for line, what in commands(plan, outcome.prompt):
+    for line, comment in commands(plan, outcome.prompt):
         people.print(f"  {line}", markup=False, soft_wrap=True, end="")
-        people.print(f"  [dim]# {what}[/dim]" if what else "", soft_wrap=True)
+        people.print(f"  [dim]# {comment}[/dim]" if comment else "", soft_wrap=True)
 
 
 def commands(plan: "Plan", prompt: str) -> list[tuple[str, str]]:
-    """(command, what it does); they work as they stand, from this folder."""
+    """Return (command, comment) pairs. The commands work from this folder as they are."""
     return [
         (command(["generate", plan.run, "--prompt", prompt]), ""),
         (command(["report", plan.run]), "curves, memory, timeline in the browser"),

@@ -1,4 +1,4 @@
-"""`meshwright report RUN [RUN ...]`: one HTML page of runs, for offline."""
+"""`meshwright report RUN [RUN ...]`: write one offline HTML page of runs."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,15 +13,15 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--out", metavar="FILE.html", help="Where the page goes. [default: RUN/report.html, of the first]"
+            "-o", "--out", metavar="FILE.html", help="File of the page. [default: report.html of the first RUN]"
         ),
     ] = None,
-    tolerance: Annotated[float, typer.Option("--tolerance", help="Of the table, as for compare.")] = 0.1,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="Tolerance of the table, as for compare.")] = 0.1,
     cluster: RunCluster = None,
 ) -> None:
     """Write a page with loss, throughput, memory, the pipeline's timeline, traffic, the three-column table, the plan.
 
-    It is made from what the folders hold: `profile` and `compare` leave more for it there than training alone does.
+    It shows what the folders hold: `profile` and `compare` add figures that training alone does not write.
     """
     from meshwright.api import comparing
 

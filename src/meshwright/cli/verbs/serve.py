@@ -1,4 +1,4 @@
-"""`meshwright serve MODEL`: a model behind an HTTP address."""
+"""`meshwright serve MODEL`: serve a model over HTTP."""
 
 import os
 import sys
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from meshwright.cli.inputs import engine_arguments as asked
+from meshwright.cli.inputs.model_arguments import Checkpoint, ModelPath, ServedDtype
 from meshwright.cli.terminal.server_settings import in_full, in_short
-from meshwright.cli.verbs.chat import say_of_template
+from meshwright.cli.verbs.chat import warn_of_missing_template
 from meshwright.spec.extras import require
 from meshwright.spec.serving_defaults import MEMORY_SHARE, CacheForm, HeadForm
 
@@ -30,30 +31,26 @@ def _limit(help: str) -> Any:
 
 
 def serve(
-    model: Annotated[
-        Path, typer.Argument(metavar="RUN_OR_HF_DIR", help="Run folder, Hugging Face directory or .gguf file.")
-    ],
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="0 = any that is free.")] = 8000,
+    model: ModelPath,
+    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 = any free one.")] = 8000,
     api_key_file: Annotated[
         Path | None,
-        typer.Option("--api-key-file", help=f"Keys, one per line. A single one may come in ${KEY_VARIABLE}."),
+        typer.Option("--api-key-file", help=f"Accepted keys, one per line. A single key can be in ${KEY_VARIABLE}."),
     ] = None,
     without_key: Annotated[
-        bool, typer.Option("--without-key", help="Listen beyond this machine although there is no key.")
+        bool, typer.Option("--without-key", help="Listen beyond this machine without any key.")
     ] = False,
     name: Annotated[
-        str | None, typer.Option("--name", help="What requests call the model.  [default: its folder]")
+        str | None, typer.Option("--name", help="Name of the model in requests.  [default: its folder]")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or auto: fp32 on a CPU, as stored on a GPU.")] = "auto",
-    checkpoint: Annotated[
-        str, typer.Option("--checkpoint", metavar="WHICH", help="Of a run: last, best by held-out loss, or a step.")
-    ] = "last",
+    dtype: ServedDtype = "auto",
+    checkpoint: Checkpoint = "last",
     generation_config: Annotated[
         bool,
         typer.Option(
             "--generation-config/--no-generation-config",
-            help="Requests without temperature, top_p or the like have those of generation_config.json.",
+            help="Take temperature, top_p and the like from generation_config.json, where a request gives none.",
         ),
     ] = True,
     adapter: asked.Adapters = None,
@@ -79,24 +76,24 @@ def serve(
     draft: asked.Draft = None,
     tp: asked.TensorRanks = 1,
     ep: asked.ExpertRanks = 1,
-    max_body_bytes: Annotated[int, _limit("Of a request.")] = 2**20,
-    max_prompt_tokens: Annotated[int, _limit("Of a prompt; 0 = what the model takes.")] = 0,
-    max_answer_tokens: Annotated[int, _limit("Of a request: prompts x n x max_tokens.")] = 32_768,
-    max_n: Annotated[int, _limit("Answers to a prompt.")] = 16,
-    max_queue: Annotated[int, _limit("Prompts that wait; then 429.")] = 256,
-    max_requests_per_key: Annotated[int, _limit("Of one key at once; then 429.")] = 512,
-    max_adapters: Annotated[int, _limit("In memory at once, where --adapter-dir lets them be loaded; then 409.")] = 16,
-    max_adapter_rank: Annotated[int, _limit("Of an adapter that is loaded so.")] = 256,
+    max_body_bytes: Annotated[int, _limit("Bytes of a request.")] = 2**20,
+    max_prompt_tokens: Annotated[int, _limit("Tokens of a prompt; 0 = what the model takes.")] = 0,
+    max_answer_tokens: Annotated[int, _limit("Tokens of a request: prompts x n x max_tokens.")] = 32_768,
+    max_n: Annotated[int, _limit("Answers per prompt.")] = 16,
+    max_queue: Annotated[int, _limit("Waiting prompts; then 429.")] = 256,
+    max_requests_per_key: Annotated[int, _limit("Requests of one key at once; then 429.")] = 512,
+    max_adapters: Annotated[int, _limit("Adapters of --adapter-dir in memory; then 409.")] = 16,
+    max_adapter_rank: Annotated[int, _limit("Rank of an adapter of --adapter-dir.")] = 256,
     max_request_seconds: Annotated[float, _limit("From a request's arrival to its last token.")] = 600.0,
-    stall_seconds: Annotated[float, _limit("A reader that takes nothing for so long is cut off.")] = 30.0,
-    drain_seconds: Annotated[float, _limit("From SIGTERM on, for the answers that grow.")] = 30.0,
+    stall_seconds: Annotated[float, _limit("Cut off a reader that takes nothing for this long.")] = 30.0,
+    drain_seconds: Annotated[float, _limit("From SIGTERM on, to finish growing answers.")] = 30.0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print all settings, not only the common ones.")] = False,
 ) -> None:
     """Answer HTTP requests with a model: /v1/completions, /v1/chat/completions, and a chat page at /."""
     from meshwright.server.access import read_keys
     from meshwright.server.server_options import ServerLimits, ServerOptions
 
-    keys = (read_keys(api_key_file) if api_key_file else ()) + _key_of_environment()
+    keys = (read_keys(api_key_file) if api_key_file else ()) + _environment_key()
     options = ServerOptions(
         host=host, port=port, keys=tuple(dict.fromkeys(keys)), without_key=without_key,
         adapter_folder=adapter_dir,
@@ -107,7 +104,9 @@ def serve(
             max_request_seconds=max_request_seconds, stall_seconds=stall_seconds, drain_seconds=drain_seconds,
         ),
     )  # fmt: skip
-    _warn_of_readers(api_key_file)
+    if api_key_file is not None and api_key_file.stat().st_mode & 0o004:
+        remedy = f"chmod 600 {api_key_file}"
+        print(f"meshwright: {api_key_file} can be read by every user of this machine: {remedy}", file=sys.stderr)
     asked.check_copies(copies_mib, cache_dtype)
     asked.check_guesses(guess_tokens, guess_ngram, draft)
     asked.check_tensor_ranks(tp, ep)
@@ -132,12 +131,12 @@ def serve(
         packed=packed, compiled=compiled, head=cast(HeadForm, head), cuda_graphs=cast(Graphs, cuda_graphs),
         on_progress=partial(print, flush=True),
     )  # fmt: skip
-    engine = replace(engine, speculation=_guesses(guess_tokens, guess_ngram, draft))  # loads torch
+    engine = replace(engine, speculation=_speculation(guess_tokens, guess_ngram, draft))  # imports torch
 
     loaded, sampling = list["TrainedModel"](), dict[str, float]()
 
     def ready(server: "HttpServer") -> None:
-        say_of_template(loaded[0])  # not before: what is refused is one line alone
+        warn_of_missing_template(loaded[0])  # not earlier: an error prints one line only
         print(
             f"{server.name} answers at {server.address} ({server.address}/v1 for clients); Ctrl-C ends it", flush=True
         )
@@ -148,7 +147,7 @@ def serve(
     if tp > 1:
         from meshwright.observe.ranks import start_server
 
-        start_server()  # here, where Ctrl-C can be kept from it
+        start_server()  # in the main thread, where Ctrl-C can be kept from it
     with ExitStack() as ranks:
 
         def opened() -> "HostedModel":
@@ -157,19 +156,20 @@ def serve(
 
             guesses = load(draft, dtype).model if draft else None
             if tp == ep == 1:
-                found: TrainedModel | None = load(model, dtype, checkpoint=checkpoint)
+                opened_model: TrainedModel | None = load(model, dtype, checkpoint=checkpoint)
             else:
-                found = ranks.enter_context(sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint))
-            assert found is not None, "no launcher has started this process"
-            loaded.append(found)
-            hosted = found.hosted(called, draft=guesses, adapters=adapters, generation_config=generation_config)
+                sharded = sharded_model(model, tp=tp, ep=ep, dtype=dtype, checkpoint=checkpoint)
+                opened_model = ranks.enter_context(sharded)
+            assert opened_model is not None, "no launcher has started this process"
+            loaded.append(opened_model)
+            hosted = opened_model.hosted(called, draft=guesses, adapters=adapters, generation_config=generation_config)
             sampling.update(hosted.sampling)
             return hosted
 
         run(server_of(called, opened, options, engine, ready))
 
 
-def _guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":
+def _speculation(tokens: int | None, ngram: int | None, draft: Path | None) -> "Speculation | None":
     if tokens is None and draft is None:
         return None
     from meshwright.serve.speculation import Speculation
@@ -180,15 +180,10 @@ def _guesses(tokens: int | None, ngram: int | None, draft: Path | None) -> "Spec
     )  # fmt: skip
 
 
-def _key_of_environment() -> tuple[str, ...]:
+def _environment_key() -> tuple[str, ...]:
     from meshwright.server.access import check_key
 
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if key:
         check_key(key, f"${KEY_VARIABLE}")
     return (key,) if key else ()
-
-
-def _warn_of_readers(path: Path | None) -> None:
-    if path is not None and path.stat().st_mode & 0o004:
-        print(f"meshwright: {path} can be read by every user of this machine: chmod 600 {path}", file=sys.stderr)

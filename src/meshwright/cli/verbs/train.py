@@ -1,4 +1,4 @@
-"""`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: trains, watched."""
+"""`meshwright train [PLAN.yaml] [KEY=VALUE ...]`: train a plan, with a display."""
 
 import os
 import sys
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from meshwright.training.watch import Watcher
 
 
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (extra).")]
-WandB = Annotated[bool, typer.Option("--wandb", help="Also report to Weights & Biases (extra).")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write RUN/tensorboard (needs an extra).")]
+WandB = Annotated[bool, typer.Option("--wandb", help="Also report to Weights & Biases (needs an extra).")]
 HangAfter = Annotated[
     float | None,
     typer.Option(
         metavar="SECONDS",
-        help="On several processes: how long one may stand still in a step. 0 = no limit. "
-        "[default: 300, or 10 times the longest step]",
+        help="Abort when a process makes no progress for SECONDS; 0 disables. [default: 300, or 10 times the "
+        "longest step]",
         show_default=False,
     ),
 ]
-Anyway = Annotated[bool, typer.Option("--anyway", help="Train even where the dry run says that it does not fit.")]
+Anyway = Annotated[bool, typer.Option("--anyway", help="Train even if the dry run says that it does not fit.")]
 NoDryRun = Annotated[
     bool,
     typer.Option(
         "--no-dry-run",
-        help="Skip the plan and the dry run: train at once, and show only measured figures at the end.",
+        help="Skip plan and dry run: train at once, and show only measured figures at the end.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON document.")]
@@ -57,10 +57,10 @@ def train(
 ) -> None:
     """Train a plan; without a file, the default plan.
 
-    Any key can be given on the command line: model=llama-tiny data=./texts recipe.steps=500 run=runs/a.
-    resume=auto goes on from the newest checkpoint of the run folder if there is one, resume=PATH from that one. Without
-    run= the folder is a new one, runs/DATE-MODEL, and with resume=auto that of the newest run of this plan.
-    model=HF_DIR takes the weights too, model.init=random draws new ones.
+    Any key can be given on the command line: model=llama-tiny data=./texts recipe.steps=500 run=runs/a. resume=auto
+    continues from the newest checkpoint of the run folder, if there is one, and resume=PATH from that checkpoint.
+    Without run= the folder is a new one, runs/DATE-MODEL; with resume=auto it is that of the newest run of this plan.
+    model=HF_DIR also takes the weights, and model.init=random draws new ones.
     """
     from meshwright.api.plan_reading import read_plan
 
@@ -72,7 +72,7 @@ def train(
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of a verb that trains."""
+    """Options of a verb that trains."""
 
     tensorboard: bool
     wandb: bool
@@ -82,7 +82,6 @@ class Options:
     json: bool
 
     def __post_init__(self) -> None:
-        """PlanError for a limit that is none."""
         for service, wanted in (("tensorboard", self.tensorboard), ("wandb", self.wandb)):
             if wanted:
                 require(service, f"--{service}")
@@ -91,14 +90,14 @@ class Options:
 
     @property
     def words(self) -> list[str]:
-        """As they are given on a command line, those that are not the default."""
+        """The options as words of a command line, without defaults."""
         flags = {"--tensorboard": self.tensorboard, "--wandb": self.wandb, "--anyway": self.anyway, "--json": self.json}
         after = [] if self.hang_after is None else ["--hang-after", f"{self.hang_after:g}"]
         return [*(flag for flag, on in flags.items() if on), *after, *([] if self.dry_run else ["--no-dry-run"])]
 
 
 def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Sequence[str], options: Options) -> None:
-    """Train a plan that was read from `words`, watched; `notes` are said before."""
+    """Train a plan that was read from `words`, with a display. `notes` are printed before."""
     from meshwright.data.preparation import check_sources
     from meshwright.store import checkpoint_folder
     from meshwright.store.durable import refuse_unwritable
@@ -117,7 +116,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
     for note in (*notes, *unread(os.environ, plan)) if rank() == 0 else ():
         print(f"meshwright: note: {note}", file=sys.stderr)
 
-    # Only now, when nothing in the plan can be wrong any more, what costs seconds to import.
+    # The plan is checked: now import what takes seconds.
     from meshwright.api import training_run
     from meshwright.api.preflight import memory_summary
     from meshwright.cli.process.failure import INTERRUPTED
@@ -132,7 +131,7 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
             services = _services(options.tensorboard, options.wandb)
             with choose(console(json=json), rows=plan.data.form == SAMPLES) as display:
                 answer = run(watchers=[display, *services], progress=display.encoding, pulse=pulse)
-            # Before the ranks part, which may take long: whoever sent the signal may not wait for it.
+            # Before the ranks disconnect, which may take long: whoever sent a signal may not wait.
             if json:
                 print_json(answer.to_dict())
             elif not answer.done:
@@ -142,16 +141,16 @@ def start(verb: str, words: Sequence[str], plan: "Plan", resume: str, notes: Seq
                     f"{done}; to continue: {again(verb, [*words, *options.words], str(answer.run))}",
                     flush=True,
                 )
-            elif dry_run and (said := memory_summary(answer.run, answer.summary)):
-                print(f"{said}\nmore: {command(['compare', str(answer.run)])}", flush=True)
+            elif dry_run and (memory := memory_summary(answer.run, answer.summary)):
+                print(f"{memory}\nmore: {command(['compare', str(answer.run)])}", flush=True)
     if answer.summary.stopped == "interrupted":
         raise typer.Exit(INTERRUPTED)
 
 
 def again(verb: str, words: Sequence[str], run: str) -> str:
-    """The same command on as many processes, going on from the newest checkpoint of the run in this folder."""
-    given = [word for word in words if not word.startswith(("resume=", "run="))]
-    words = [verb, *given, f"run={run}", "resume=auto"]
+    """Return the same command on as many processes, continuing from the newest checkpoint of the run."""
+    changes = [word for word in words if not word.startswith(("resume=", "run="))]
+    words = [verb, *changes, f"run={run}", "resume=auto"]
     if processes() == 1:
         return command(words)
     return launched(words, nodes=nodes(), per_node=processes() // nodes(), host=os.environ.get("MASTER_ADDR", ""))

@@ -27,9 +27,9 @@ def tune(
 
     Rows of .jsonl, .json and .parquet files are read by their columns: messages, prompt and completion, text, alpaca
     and sharegpt columns, input_ids. Answers are trained (data.train_on), prompts are not: `meshwright data show` with
-    the same words and data.form=samples prints which. Columns chosen and rejected are compared, by DPO or what
-    recipe.objective names. data.malformed=skip leaves out rows that cannot be read, and counts them. All else is as for
-    train, with other defaults, which are said before the start.
+    the same words and data.form=samples shows which. Columns chosen and rejected are compared, by DPO or by
+    recipe.objective. data.malformed=skip leaves out rows that cannot be read, and counts them. All else is as for
+    train, with other defaults, which are printed before the start.
     """
     from meshwright.api.tuning_plan import tuning_plan
 

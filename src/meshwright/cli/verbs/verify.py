@@ -1,4 +1,4 @@
-"""`meshwright verify`: every pair of features in some layout of up to 8 processes, beside one device."""
+"""`meshwright verify`: compare layouts of up to 8 processes, covering every pair of features, with one device."""
 
 import sys
 from pathlib import Path
@@ -14,37 +14,42 @@ if TYPE_CHECKING:
 
 
 def verify(
-    processes: Annotated[int, typer.Option(help="Leave out layouts of more processes than this.")] = 8,
-    only: Annotated[str, typer.Option(help="Only layouts that have all these features, as 'tp,zero 3'.")] = "",
+    processes: Annotated[int, typer.Option(help="Most processes of a layout.")] = 8,
+    only: Annotated[str, typer.Option(help="Try only layouts with all these features, as 'tp,zero 3'.")] = "",
     compiled: Annotated[
-        bool, typer.Option("--compiled", help="Also under torch.compile, with --random each case: some minutes more.")
+        bool,
+        typer.Option(
+            "--compiled", help="Also try layouts under torch.compile, with --random every case: some minutes more."
+        ),
     ] = False,
     device: Annotated[
-        str, typer.Option(help="cpu, or cuda: a GPU for each process; one GPU tries recipes and kernels.")
+        str, typer.Option(help="cpu, or cuda with a GPU for each process; one GPU tries recipes and kernels.")
     ] = "cpu",
     page: Annotated[Path | None, typer.Option(help="Write the support matrix as a Markdown page.")] = None,
     random: Annotated[
-        int | None, typer.Option(help="Random shapes, layouts and recipes instead: so many.", metavar="N")
+        int | None, typer.Option(help="Try N random shapes, layouts and recipes instead.", metavar="N")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Which random ones.  [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random cases.  [default: 0]")] = None,
     case: Annotated[
-        str | None, typer.Option(help="One case again, as --random prints it.", metavar="'KEY=VALUE ...'")
+        str | None, typer.Option(help="Repeat one case, as --random prints it.", metavar="'KEY=VALUE ...'")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON document.")] = False,
 ) -> None:
-    """Train a tiny model under every kind of layout on processes of this machine and compare it with one device:
-    loss, every gradient, gradient norm and weights after two steps. Exit code 4 where any differs."""
+    """Train a tiny model under every kind of layout, on processes of this machine, and compare it with one device.
+
+    It compares loss, every gradient, gradient norm, and the weights after two steps. Exit code 4 where any differs.
+    """
     from meshwright.cli.terminal.output import print_json
     from meshwright.observe.verify.feature_names import ALL, FEATURES
 
     wanted = {name.strip() for name in only.split(",") if name.strip()}
     unknown = wanted - ALL.keys()
     if unknown:
-        raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: take some of {', '.join(ALL)}")
+        raise PlanError(f"--only {sorted(unknown)[0]!r} is no feature: choose from {', '.join(ALL)}")
     if processes < 1:
         raise PlanError(f"--processes {processes} must be at least 1")
     if seed is not None and random is None:
-        raise PlanError(f"--seed {seed} says which random cases: add --random N")
+        raise PlanError(f"--seed {seed} chooses random cases: add --random N")
     if page is not None and not page.absolute().parent.is_dir():
         raise PlanError(f"--page {page}: there is no folder {page.parent}; make it first")
     if random is not None and random < 1:
@@ -67,22 +72,22 @@ def verify(
         if not (case or "").strip():
             raise PlanError("--case is empty: give a case as --random prints it, as 'kv_heads=1 tp=2'")
         return verify_case(case or "", device=device, json=json, processes=processes)
-    if alone := device == "cuda" and processes == 1:
+    if one_gpu := device == "cuda" and processes == 1:
         chosen, refused = trials_of_one_rank(every_compiled=compiled)
     else:
         chosen, refused = trials([name for name in FEATURES if compiled or name != "compiled" or name in wanted])
     having = [trial for trial in chosen if trial.layout.world <= processes and wanted <= trial.features]
-    chosen = having or [_made_for(wanted, processes, allowed)]
-    said = f"{many(len(chosen), 'case')}, {sum(trial.layout.compile == 'on' for trial in chosen)} of them compiled"
-    if alone:
-        said = f"1 GPU: {said}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
-    print(said, file=sys.stderr, flush=True)
+    chosen = having or [_fitting_trial(wanted, processes, allowed)]
+    summary = f"{many(len(chosen), 'case')}, {sum(trial.layout.compile == 'on' for trial in chosen)} of them compiled"
+    if one_gpu:
+        summary = f"1 GPU: {summary}, each beside plain code on it; layouts over ranks take 2 GPUs or more"
+    print(summary, file=sys.stderr, flush=True)
     outcomes = []
     for trial, difference in run(chosen, device):
         outcomes.append((trial, difference))
         if not json:
-            place = f"{len(outcomes):>3}/{len(chosen)}  {many(trial.layout.world, 'rank')}"
-            print(f"{place}  {trial.title}: {difference or 'equal'}", flush=True)
+            progress = f"{len(outcomes):>3}/{len(chosen)}  {many(trial.layout.world, 'rank')}"
+            print(f"{progress}  {trial.title}: {difference or 'equal'}", flush=True)
     failed = [f"{trial.title}: {difference}" for trial, difference in outcomes if difference]
     if page:
         page.write_text(support_page(outcomes, refused))
@@ -107,26 +112,26 @@ def verify(
         )
 
 
-def _made_for(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
-    """A layout that has features which no layout of the matrix has together, or not on so few processes."""
+def _fitting_trial(wanted: "set[str]", processes: int, allowed: int) -> "Trial":
+    """Return a layout with features that no layout of the matrix combines, or not on so few processes."""
     from meshwright.observe.verify.feature_matrix import Trial, trial
     from meshwright.observe.verify.feature_names import ALL, LARGEST_WORLD
 
     names = [name for name in ALL if name in wanted]
-    found = trial(names)
-    if not isinstance(found, Trial):
-        why = found or f"some are alternatives, or it would take more than {LARGEST_WORLD} processes"
+    built = trial(names)
+    if not isinstance(built, Trial):
+        why = built or f"some are alternatives, or it would take more than {LARGEST_WORLD} processes"
         raise PlanError(f"--only {', '.join(names)}: no layout has all of these: {why}")
-    if found.layout.world > processes:
+    if built.layout.world > processes:
         raise PlanError(
             f"no layout of at most {many(processes, 'process', 'processes')} has {' and '.join(names) or 'anything'}: "
-            + (f"take --processes {found.layout.world}" if found.layout.world <= allowed else "there are no more GPUs")
+            + (f"take --processes {built.layout.world}" if built.layout.world <= allowed else "there are no more GPUs")
         )
-    return found
+    return built
 
 
 def _devices(device: str) -> int:
-    """The largest world that a kind of device allows here."""
+    """Return the most processes that this kind of device allows here."""
     import torch
 
     from meshwright.observe.verify.feature_names import LARGEST_WORLD

@@ -1,4 +1,4 @@
-"""`meshwright verify --random` and `--case`: random cases beside one device, and one case again."""
+"""`meshwright verify --random` and `--case`: random cases compared with one device, and one case again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,25 +13,25 @@ from meshwright.spec.units import many
 
 
 def verify_random(number: int, seed: int, *, processes: int, device: str, json: bool, compiled: bool) -> None:
-    """Cases 0 .. number - 1 of a seed, a line each; those that differ once more, as small as they could be made."""
+    """Try cases 0 .. number - 1 of a seed, and print a line each. Those that differ are shrunk."""
     cases = [random_case(seed, index, processes, compiled=compiled) for index in range(number)]
-    found = []
+    verdicts = []
     for verdict in random_run.verdicts(cases, device):
-        found.append(verdict)
+        verdicts.append(verdict)
         if not json:
             print(_line(verdict), flush=True)
-    _end(found, device=device, json=json, seed=seed)
+    _end(verdicts, device=device, json=json, seed=seed)
 
 
 def verify_case(text: str, *, device: str, json: bool, processes: int) -> None:
-    """One case, with exactly the tokens that it names."""
+    """Try one case, with exactly the tokens that it names."""
     drawn = drawn_of(text)
     if drawn.layout.world > processes:
         raise PlanError(f"--case: the layout has {drawn.layout.world} processes, and at most {processes} are allowed")
-    one = random_run.verdict(drawn, device)
+    verdict = random_run.verdict(drawn, device)
     if not json:
-        print(_line(one), flush=True)
-    _end([one], device=device, json=json, seed=None)
+        print(_line(verdict), flush=True)
+    _end([verdict], device=device, json=json, seed=None)
 
 
 def _line(verdict: CaseVerdict) -> str:
@@ -39,43 +39,45 @@ def _line(verdict: CaseVerdict) -> str:
     return f"{verdict.index}  {ranks}  {text_of(verdict.drawn)}: {verdict.difference or 'equal'}"
 
 
-def _end(found: Sequence[CaseVerdict], *, device: str, json: bool, seed: int | None) -> None:
-    """Shrink what differs, print the document or the commands; OutsideTolerance where anything differs."""
-    failed = [one for one in found if one.difference]
+def _end(verdicts: Sequence[CaseVerdict], *, device: str, json: bool, seed: int | None) -> None:
+    """Shrink what differs, and print the document or the commands. Raises OutsideTolerance if anything differs."""
+    failed = [verdict for verdict in verdicts if verdict.difference]
     commands: dict[int, str] = {}
-    for one in failed:
-        small = random_run.smallest(one, device) if seed is not None else one
-        commands[one.index] = f"meshwright verify --case '{text_of(small.drawn)}'"
+    for verdict in failed:
+        small = random_run.smallest(verdict, device) if seed is not None else verdict
+        commands[verdict.index] = f"meshwright verify --case '{text_of(small.drawn)}'"
         if not json and seed is not None:
-            print(f"case {one.index}, made small: {small.difference}\n    {commands[one.index]}", flush=True)
-    redrawn = sum(one.redrawn for one in found)
+            print(f"case {verdict.index}, made small: {small.difference}\n    {commands[verdict.index]}", flush=True)
+    redrawn = sum(verdict.redrawn for verdict in verdicts)
     if json:
         print_json(
             {
-                "layouts": len(found),
+                "layouts": len(verdicts),
                 "different": len(failed),
                 "seed": seed,
                 "redrawn": redrawn,
-                "results": [_as_json(one, commands) for one in sorted(found, key=lambda one: one.index)],
+                "results": [
+                    _as_json(verdict, commands) for verdict in sorted(verdicts, key=lambda verdict: verdict.index)
+                ],
             }
         )
     if failed:
         raise OutsideTolerance(
-            f"{len(failed)} of {many(len(found), 'case')} differ from one device; {failed[0].difference}"
+            f"{len(failed)} of {many(len(verdicts), 'case')} differ from one device; {failed[0].difference}"
         )
     if not json:
-        again = (
+        redraws = (
             f"; drawn again {many(redrawn, 'time')}, since rounding decided too much on one device" if redrawn else ""
         )
-        print(f"{many(len(found), 'case')} equal one device{again}")
+        print(f"{many(len(verdicts), 'case')} equal one device{redraws}")
 
 
-def _as_json(one: CaseVerdict, commands: dict[int, str]) -> dict[str, Any]:
+def _as_json(verdict: CaseVerdict, commands: dict[int, str]) -> dict[str, Any]:
     return {
-        "index": one.index,
-        "case": text_of(one.drawn),
-        "ranks": one.drawn.layout.world,
-        "difference": one.difference,
-        "redrawn": one.redrawn,
-        "command": commands.get(one.index),
+        "index": verdict.index,
+        "case": text_of(verdict.drawn),
+        "ranks": verdict.drawn.layout.world,
+        "difference": verdict.difference,
+        "redrawn": verdict.redrawn,
+        "command": commands.get(verdict.index),
     }
