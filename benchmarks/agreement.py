@@ -40,10 +40,10 @@ def exported_error(name: str, folder: Path) -> float:
 
 def loaded(folder: Path) -> Transformer:
     """Our model with the weights of a directory."""
-    found = import_folder(folder)
-    model = build(found.shape, initialize=False).eval()
+    run = import_folder(folder)
+    model = build(run.shape, initialize=False).eval()
     places = tensors_of(model)
-    found.load(lambda name, tensor: places[name].detach().copy_(tensor))
+    run.load(lambda name, tensor: places[name].detach().copy_(tensor))
     return model
 
 
@@ -52,8 +52,8 @@ def measure() -> dict[str, object]:
     """Errors of every variant, and the largest of all."""
     variants = {}
     for name in PEERS:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
             variants[name] = {
                 "imported": imported_error(name, folder / "import"),
                 "exported": exported_error(name, folder / "export"),

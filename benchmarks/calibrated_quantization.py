@@ -95,12 +95,12 @@ def textbook(weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros
 def peer() -> Columns | None:
     """llm-compressor's rounding of one matrix; None where it is not installed. Its modules are loaded without those
     of its packages, which need all of its dependencies."""
-    found = importlib.util.find_spec(PEER)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(PEER)
+    if spec is None or spec.origin is None:
         return None
     for name in (PEER, f"{PEER}.modifiers", f"{PEER}.modifiers.gptq"):
         package = types.ModuleType(name)
-        package.__path__ = [str(Path(found.origin).parent.joinpath(*name.split(".")[1:]))]
+        package.__path__ = [str(Path(spec.origin).parent.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package
     theirs: Any = importlib.import_module(f"{PEER}.modifiers.gptq.gptq_quantize")
     quantization: Any = importlib.import_module("compressed_tensors.quantization")
@@ -122,7 +122,7 @@ def peer() -> Columns | None:
 @torch.no_grad()
 def quantized(model: Transformer, schemes: Mapping[str, Scheme], batches: Sequence[Batch]) -> Transformer:
     """A copy whose matrices are codes and scales, by the same code as `meshwright quantize`."""
-    found = copy.deepcopy(model)
+    rounded = copy.deepcopy(model)
     if any(scheme.calibrated for scheme in schemes.values()):
         weights = dict(model.named_parameters())
         original = OriginalModel(
@@ -134,12 +134,12 @@ def quantized(model: Transformer, schemes: Mapping[str, Scheme], batches: Sequen
             parts = dict(calibrate(Path(made) / "q", original, described, batches, torch.float32).weights)
     else:
         parts = {name: quantize_matrix(name, model.get_parameter(name), scheme) for name, scheme in schemes.items()}
-    for name, one in parts.items():
-        if isinstance(one, QuantizedMatrix):
-            layers(found)[name].lora = Decomposed(one)
+    for name, part in parts.items():
+        if isinstance(part, QuantizedMatrix):
+            layers(rounded)[name].lora = Decomposed(part)
         else:
-            found.get_parameter(name).copy_(one)
-    return found
+            rounded.get_parameter(name).copy_(part)
+    return rounded
 
 
 def table(
@@ -158,10 +158,10 @@ def mixed(model: Transformer, scheme: Scheme, batches: Sequence[Batch]) -> dict[
     """Bits of each matrix, chosen so that codes and scales have no more bytes than with one scheme for all."""
     rungs, names = ladder(scheme), list(quantizable(model.shape))
     groups = measured_groups(model, names, rungs, some_of(batches))
-    own = next(number for number, rung in enumerate(rungs) if rung.bits == scheme.bits)
-    numbers = chosen([group.choices for group in groups], sum(group.choices[own].bytes for group in groups))
-    found = {name: rungs[n] for group, n in zip(groups, numbers, strict=True) for name in group.names}
-    return {name: found[name] for name in names}
+    scheme_rung = next(number for number, rung in enumerate(rungs) if rung.bits == scheme.bits)
+    numbers = chosen([group.choices for group in groups], sum(group.choices[scheme_rung].bytes for group in groups))
+    rung_by_matrix = {name: rungs[n] for group, n in zip(groups, numbers, strict=True) for name in group.names}
+    return {name: rung_by_matrix[name] for name in names}
 
 
 def measured(
@@ -171,36 +171,36 @@ def measured(
     started = time.perf_counter()
     after = quantized(model, schemes, batches)
     seconds = time.perf_counter() - started
-    found: Quality = compare(model, after, scored)
-    return Row(found.kl, found.kl_error, found.top1, found.perplexity_after, seconds)
+    quality: Quality = compare(model, after, scored)
+    return Row(quality.kl, quality.kl_error, quality.top1, quality.perplexity_after, seconds)
 
 
 def others(model: Transformer, batches: Sequence[Batch], scored: Sequence[Batch]) -> dict[str, Row]:
     """GPTQ by other programs."""
-    found = {}
+    rows = {}
     for name, columns in (("textbook", textbook), ("llm-compressor", peer())):
         if columns is not None:
             with patch.object(gptq, "quantize_columns", columns):
-                found[name] = measured(model, uniform(model, SCHEMES["int4-gptq"]), batches, scored)
-    return found
+                rows[name] = measured(model, uniform(model, SCHEMES["int4-gptq"]), batches, scored)
+    return rows
 
 
-def shown(found: dict[str, dict[str, Row]]) -> dict[str, float]:
+def shown(tables: dict[str, dict[str, Row]]) -> dict[str, float]:
     """The figures that claims read."""
-    plain, strong, by_others = found["as trained"], found["with outliers"], found["others"]
-    own = plain["int4-gptq"].kl
+    plain, strong, by_others = tables["as trained"], tables["with outliers"], tables["others"]
+    gptq_kl = plain["int4-gptq"].kl
     figures = {
-        "gptq_over_rtn": own / plain["int4-rtn"].kl,
-        "gptq_over_hqq": own / plain["int4-hqq"].kl,
+        "gptq_over_rtn": gptq_kl / plain["int4-rtn"].kl,
+        "gptq_over_hqq": gptq_kl / plain["int4-hqq"].kl,
         "int3_top1": plain["int3-gptq"].top1,
         "awq_over_rtn": strong["int4-awq"].kl / strong["int4-rtn"].kl,
         "awq_gptq_over_gptq": strong["int4-awq-gptq"].kl / strong["int4-gptq"].kl,
         "smooth_over_int8": strong["int8-smooth"].kl / strong["int8"].kl,
-        "mixed_over_uniform": plain[MIXED].kl / own,
-        "gptq_off_textbook": abs(own / by_others["textbook"].kl - 1),
+        "mixed_over_uniform": plain[MIXED].kl / gptq_kl,
+        "gptq_off_textbook": abs(gptq_kl / by_others["textbook"].kl - 1),
     }
     if "llm-compressor" in by_others:
-        figures["gptq_over_llm_compressor"] = own / by_others["llm-compressor"].kl
+        figures["gptq_over_llm_compressor"] = gptq_kl / by_others["llm-compressor"].kl
     return figures
 
 
@@ -213,28 +213,28 @@ def main() -> None:
     parser.add_argument("--strength", type=float, default=16.0, help="of the outliers that are put in")
     parser.add_argument("--sequences", type=int, default=64, help="windows that are scored")
     parser.add_argument("--calibration", type=int, default=128, help="windows to calibrate on")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
-        opened = mw.load(given.run) if given.run else trained(Path(made) / "run", given.steps)
-        text = quantization_text(opened, None, given.sequences, given.calibration)
+        opened = mw.load(options.run) if options.run else trained(Path(made) / "run", options.steps)
+        text = quantization_text(opened, None, options.sequences, options.calibration)
         model, both = opened.model, (text.calibration, text.scored)
         chosen_bits = mixed(model, SCHEMES["int4-gptq"], text.calibration)
-        found = {
+        tables = {
             "as trained": table(model, PLAIN, *both) | {MIXED: measured(model, chosen_bits, *both)},
-            "with outliers": table(inject(model, given.strength), STRONG, *both),
+            "with outliers": table(inject(model, options.strength), STRONG, *both),
             "others": others(model, *both),
         }
-    figures = shown(found)
-    if given.json:
+    figures = shown(tables)
+    if options.json:
         print(
             json.dumps(
-                {"rows": {name: {k: asdict(v) for k, v in rows.items()} for name, rows in found.items()}, **figures}
+                {"rows": {name: {k: asdict(v) for k, v in rows.items()} for name, rows in tables.items()}, **figures}
             )
         )
         return
     print("  ".join(f"{name} {value:.3g}" for name, value in figures.items()))
-    for name, rows in found.items():
+    for name, rows in tables.items():
         print(f"\n{name:<16}{'KL':>12}{'±':>10}{'top 1':>9}{'perplexity':>12}{'seconds':>9}")
         for scheme, row in rows.items():
             print(

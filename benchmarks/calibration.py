@@ -78,12 +78,12 @@ def layout(draw: random.Random, world: int, first: str, routed: bool) -> Layout:
 
 def plans(count: int, seed: int) -> list[Plan]:
     """So many legal plans; worlds of 1, 2 and 4 in turn, and every axis in turn."""
-    draw, found = random.Random(seed), []
-    while len(found) < count:
-        world = (1, 2, 4)[len(found) % 3]
+    draw, drawn = random.Random(seed), []
+    while len(drawn) < count:
+        world = (1, 2, 4)[len(drawn) % 3]
         sequence = draw.choice((128, 256, 512, 1024))
         model = shape(draw, sequence)
-        laid = layout(draw, world, AXES[len(found) // 3 % len(AXES)], model.moe is not None)
+        laid = layout(draw, world, AXES[len(drawn) // 3 % len(AXES)], model.moe is not None)
         batch = draw.choice((2, 4, 8, 16))
         parameters, tokens = num_parameters(model), batch * sequence
         if not PARAMETERS[0] <= parameters <= PARAMETERS[1] or not TOKENS[0] <= tokens <= TOKENS[1]:
@@ -92,8 +92,8 @@ def plans(count: int, seed: int) -> list[Plan]:
             continue
         plan = Plan(model=model, recipe=Recipe(sequence=sequence, global_batch=batch), layout=laid)
         if legal(plan):
-            found.append(plan)
-    return found
+            drawn.append(plan)
+    return drawn
 
 
 def legal(plan: Plan) -> bool:
@@ -125,7 +125,7 @@ def main() -> None:
     measured = measured_steps(drawn, Timing(seconds=3.0, least=4, most=15))
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     sizes = [abs(error) for error in errors]
-    found = {
+    figures = {
         "mean_error": statistics.fmean(sizes),
         "median_error": statistics.median(sizes),
         "largest_error": max(sizes),
@@ -140,16 +140,19 @@ def main() -> None:
         ],
     }
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return
-    for one in found["plans"]:  # type: ignore[union-attr]
+    for row in figures["plans"]:  # type: ignore[union-attr]
         print(
-            f"{one['predicted_s']:7.3f} s predicted {one['measured_s']:7.3f} s measured {one['error']:+7.1%}  "
-            f"{one['model']:<10} {one['parameters'] / 1e6:5.1f}M  {one['batch']:>2} x {one['sequence']:<4}  "
-            f"{one['layout']}"
+            f"{row['predicted_s']:7.3f} s predicted {row['measured_s']:7.3f} s measured {row['error']:+7.1%}  "
+            f"{row['model']:<10} {row['parameters'] / 1e6:5.1f}M  {row['batch']:>2} x {row['sequence']:<4}  "
+            f"{row['layout']}"
         )
-    print(f"mean {found['mean_error']:.1%}, median {found['median_error']:.1%}, largest {found['largest_error']:.1%}")
-    print("mean by processes:", {world: f"{error:.1%}" for world, error in found["mean_by_processes"].items()})  # type: ignore[attr-defined]
+    print(
+        f"mean {figures['mean_error']:.1%}, median {figures['median_error']:.1%}, "
+        f"largest {figures['largest_error']:.1%}"
+    )
+    print("mean by processes:", {world: f"{error:.1%}" for world, error in figures["mean_by_processes"].items()})  # type: ignore[attr-defined]
 
 
 def described(plan: Plan) -> dict[str, Any]:

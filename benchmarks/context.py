@@ -57,35 +57,35 @@ def inputs(case: Case) -> list[Tensor]:
     return [torch.randn(1, case.sequence, count, case.head_dim, generator=generator) for count in heads]
 
 
-def timed(attention: Callable[..., Tensor], given: list[Tensor], mask: Mask, case: Case, group: Group) -> list[Any]:
+def timed(attention: Callable[..., Tensor], leaves: list[Tensor], mask: Mask, case: Case, group: Group) -> list[Any]:
     """(wall, processor) seconds of forward and backward, one pair a repeat; the first, which warms up, is left out."""
-    q, k, v = (x.clone().requires_grad_() for x in given[:3])
-    found = []
+    q, k, v = (x.clone().requires_grad_() for x in leaves[:3])
+    times = []
     for _ in range(case.repeats + 1):
         group.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
-        attention(q, k, v, mask, scale=case.head_dim**-0.5).backward(given[3])
-        found.append((time.perf_counter() - wall, time.process_time() - cpu))
-    return found[1:]
+        attention(q, k, v, mask, scale=case.head_dim**-0.5).backward(leaves[3])
+        times.append((time.perf_counter() - wall, time.process_time() - cpu))
+    return times[1:]
 
 
 def on_rank(rank: int, size: int, store: str, case: Case, pipe: Connection) -> None:
     """One process: every route and split, in turn."""
     torch.set_num_threads(1)
     compat.keep_freed_memory()
-    found = {}
+    times = {}
     if size == 1:
-        found["one device"] = timed(attend, inputs(case), Mask(), case, Group("cp"))
+        times["one device"] = timed(attend, inputs(case), Mask(), case, Group("cp"))
     else:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         group = make_mesh(Layout(cp=size))["cp"]
         for route, split in product(ATTEND, SPLITS):
-            given = [take_at(x, places(case.sequence, size, rank, SPLITS[split]), 1) for x in inputs(case)]
-            mask = mask_maker(group, SPLITS[split])(given[0].shape[1], given[0].shape[1])
+            parts = [take_at(x, places(case.sequence, size, rank, SPLITS[split]), 1) for x in inputs(case)]
+            mask = mask_maker(group, SPLITS[split])(parts[0].shape[1], parts[0].shape[1])
             over = context_attend(group, ATTEND[route])
-            found[f"{route} {split}"] = timed(over, given, mask, case, group)
+            times[f"{route} {split}"] = timed(over, parts, mask, case, group)
         dist.destroy_process_group()
-    pipe.send(found)
+    pipe.send(times)
 
 
 def over_ranks(size: int, case: Case) -> list[dict[str, Any]]:

@@ -82,17 +82,17 @@ class StepCounts:
     @property
     def read_bytes(self) -> int:
         """By all kernels."""
-        return sum(one.read_bytes for one in self.launches)
+        return sum(launch.read_bytes for launch in self.launches)
 
     @property
     def written_bytes(self) -> int:
         """By all kernels."""
-        return sum(one.written_bytes for one in self.launches)
+        return sum(launch.written_bytes for launch in self.launches)
 
     @property
     def by_name(self) -> Counter[str]:
         """Launches of each kernel."""
-        return Counter(one.name for one in self.launches)
+        return Counter(launch.name for launch in self.launches)
 
 
 class Counting(TorchDispatchMode):
@@ -112,19 +112,19 @@ class Counting(TorchDispatchMode):
             self.counts.waits.append(name)
         if name in VIEWS:
             return out
-        given = [one for one in _tensors((args, kwargs)) if one.device.type == "cuda"]
-        made = [one for one in _tensors(out) if one.device.type == "cuda"]
-        if given or made:
+        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "cuda"]
+        made = [tensor for tensor in _tensors(out) if tensor.device.type == "cuda"]
+        if inputs or made:
             product = None
             if name in PRODUCTS:
-                left, right = [one for one in given if one.dim() == 2][:2]
+                left, right = [tensor for tensor in inputs if tensor.dim() == 2][:2]
                 product = (left.shape[0], left.shape[1], right.shape[1])
             written = [args[0]] if not made or name.endswith("_") else made
             if name == "index_copy_":
-                written, given = [args[3]], [args[3]]
+                written, inputs = [args[3]], [args[3]]
             elif name in ("embedding", "index_select", "gather"):
-                given = made
-            self.counts.launches.append(Launch(name, _bytes(given), _bytes(written), product))
+                inputs = made
+            self.counts.launches.append(Launch(name, _bytes(inputs), _bytes(written), product))
         return out
 
 
@@ -148,48 +148,48 @@ def _indexed(x: Tensor, places: tuple[Any, ...]) -> Tensor:
         before = places.index(Ellipsis)
         places = (*places[:before], *[slice(None)] * (x.dim() - len(places) + 1), *places[before + 1 :])
     dim = 0
-    for place in places:
-        if place is None:
+    for position in places:
+        if position is None:
             x, dim = x.unsqueeze(dim), dim + 1
-        elif isinstance(place, int):
-            x = x.select(dim, place)
-        elif isinstance(place, slice):
-            x, dim = torch.ops.aten.slice(x, dim, place.start, place.stop, place.step or 1), dim + 1
+        elif isinstance(position, int):
+            x = x.select(dim, position)
+        elif isinstance(position, slice):
+            x, dim = torch.ops.aten.slice(x, dim, position.start, position.stop, position.step or 1), dim + 1
         else:
-            x, dim = x.index_select(dim, place), dim + 1
+            x, dim = x.index_select(dim, position), dim + 1
     return x
 
 
-def _tensors(found: Any) -> Iterator[Tensor]:
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, dict):
-        yield from _tensors(tuple(found.values()))
-    elif isinstance(found, tuple | list):
-        for one in found:
-            yield from _tensors(one)
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _tensors(tuple(tree.values()))
+    elif isinstance(tree, tuple | list):
+        for branch in tree:
+            yield from _tensors(branch)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _triton_bytes(kernel: Any, names: dict[str, Any], context: int) -> tuple[int, int]:
     """Read and written by one launch: tensors as far as they are looked at."""
-    name, tensors = kernel.__name__, {key: one for key, one in names.items() if isinstance(one, Tensor)}
-    written = {key: one for key, one in tensors.items() if key in WRITTEN.get(name, ("out",))}
-    read = {key: one for key, one in tensors.items() if key not in written}
+    name, tensors = kernel.__name__, {key: tensor for key, tensor in names.items() if isinstance(tensor, Tensor)}
+    written = {key: tensor for key, tensor in tensors.items() if key in WRITTEN.get(name, ("out",))}
+    read = {key: tensor for key, tensor in tensors.items() if key not in written}
     if name in IN_PLACES:
         rows = names["last" if "last" in names else "slots"].shape[0]
         positions = rows * context if name == "paged_rows" else rows
-        stores = [one for key, one in tensors.items() if key in STORES]
-        each = sum(one.shape[2:].numel() * one.element_size() for one in stores)
-        read = {key: one for key, one in read.items() if key not in STORES}
-        written = {key: one for key, one in written.items() if key not in STORES}
-        kept = positions * each
+        stores = [tensor for key, tensor in tensors.items() if key in STORES]
+        each = sum(tensor.shape[2:].numel() * tensor.element_size() for tensor in stores)
+        read = {key: tensor for key, tensor in read.items() if key not in STORES}
+        written = {key: tensor for key, tensor in written.items() if key not in STORES}
+        stored_bytes = positions * each
         if name == "paged_rows":
-            return _distinct(read) + kept, _distinct(written)
-        return _distinct(read), _distinct(written) + kept
+            return _distinct(read) + stored_bytes, _distinct(written)
+        return _distinct(read), _distinct(written) + stored_bytes
     return _distinct(read), _distinct(written)
 
 
@@ -203,7 +203,7 @@ IN_PLACES = ("paged_rows", "keep_rows")
 
 def _distinct(tensors: dict[str, Tensor]) -> int:
     """Of tensors, each once: a kernel that needs none of something is given another one in its stead."""
-    seen = {id(one): one for one in tensors.values()}
+    seen = {id(tensor): tensor for tensor in tensors.values()}
     return _bytes(list(seen.values()))
 
 
@@ -273,16 +273,16 @@ def counted_step(shape: ModelShape, form: str, batch: int, context: int, cache: 
     ignored, counts = StepCounts(), StepCounts()
     with compat.fake_tensors(), torch.no_grad(), WithoutDriver(), fake_gpu(ignored, context):
         model = fake_model(shape, form)
-        kept = PagedCache(model, 2, BLOCK, form=cast(Any, cache))
+        cache_pool = PagedCache(model, 2, BLOCK, form=cast(Any, cache))
         layers = PreparedLayers(model, packed=True, head="model")
-        longest = next(one for one in position_numbers(shape.max_positions) if one >= context)
+        longest = next(number for number in position_numbers(shape.max_positions) if number >= context)
         numbers = torch.zeros(5, batch, dtype=torch.int64, device="cuda")
         tables = torch.zeros(1 + batch * -(-context // BLOCK), dtype=torch.int64, device="cuda")
 
         def step() -> None:
             places = StepPlaces(numbers[2], [], {}, RowsCall(tables, numbers[3], numbers[4], longest))
             with layers.used():
-                x, _ = model.hidden(numbers[:1], positions=numbers[1:2], cache=kept.at(places))
+                x, _ = model.hidden(numbers[:1], positions=numbers[1:2], cache=cache_pool.at(places))
                 layers.logits(x[0]).float()  # as they are copied out of a graph
 
         step()
@@ -312,15 +312,15 @@ def predicted_s(counts: StepCounts, shape: ModelShape, form: str, batch: int, co
     kernels = DeviceKernels(device)
     of_form = formats_of(form, experts=False).attention
     total = 0.0
-    for one in counts.launches:
-        if one.product is not None:
-            is_head = one.product[2] == shape.vocab
-            total += kernels.product(*map(float, one.product), BF16 if is_head else of_form)
-        elif one.name == "paged_rows":
+    for launch in counts.launches:
+        if launch.product is not None:
+            is_head = launch.product[2] == shape.vocab
+            total += kernels.product(*map(float, launch.product), BF16 if is_head else of_form)
+        elif launch.name == "paged_rows":
             sizes = (shape.heads, shape.kv_heads, shape.head_dim)
             total += kernels.decode(batch, context, *map(float, sizes), 2.0)
         else:
-            total += LAUNCH_US / 1e6 + kernels.moved(one.read_bytes + one.written_bytes)
+            total += LAUNCH_US / 1e6 + kernels.moved(launch.read_bytes + launch.written_bytes)
     return total
 
 

@@ -80,10 +80,10 @@ def train(folder: Path, name: str, shape: dict[str, Any], steps: int, seed: int,
     recipe = {**RECIPE, "steps": steps, "seed": seed, "warmup_steps": min(20, steps // 2), **more}
     clock = Clock()
     call = mw.train if teacher is None else mw.distill
-    given = {} if teacher is None else {"teacher": teacher}
+    teachers = {} if teacher is None else {"teacher": teacher}
     call(
         "layout.compile=off", model={**SHAPE, **shape}, data=DATA, run=str(folder / name), recipe=recipe, dry_run=False,
-        watchers=(clock,), **given,
+        watchers=(clock,), **teachers,
     )  # fmt: skip
     return Trained(loss=clock.loss, seconds=clock.last - clock.begun, steps=steps)
 
@@ -91,46 +91,49 @@ def train(folder: Path, name: str, shape: dict[str, Any], steps: int, seed: int,
 def students(folder: Path, teacher: Path, steps: int, seed: int) -> dict[str, Trained]:
     """All of one seed."""
 
-    def one(way: str, steps: int, **more: Any) -> Trained:
+    def trained_student(way: str, steps: int, **more: Any) -> Trained:
         return train(folder, f"{way}-{seed}", STUDENT, steps, seed, **more)
 
-    found = {
-        "cross-entropy": one("cross-entropy", steps),
-        "online": one("online", steps, teacher=teacher),
-        "kept": one("kept", steps, teacher=teacher, distillation_top_k=KEPT),
+    by_way = {
+        "cross-entropy": trained_student("cross-entropy", steps),
+        "online": trained_student("online", steps, teacher=teacher),
+        "kept": trained_student("kept", steps, teacher=teacher, distillation_top_k=KEPT),
     }
-    more = math.ceil(steps * found["kept"].seconds / found["cross-entropy"].seconds)
-    return {**found, "longer": one("longer", max(steps, more))}
+    more = math.ceil(steps * by_way["kept"].seconds / by_way["cross-entropy"].seconds)
+    return {**by_way, "longer": trained_student("longer", max(steps, more))}
 
 
 def measure(teacher_steps: int, steps: int, seeds: int) -> dict[str, Any]:
     """The document: each student, and by how much the losses of taught ones are below those of untaught ones, of the
     seed with the least gain."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         teacher = train(folder, "teacher", TEACHER, teacher_steps, 0)
         each = [students(folder, folder / "teacher", steps, seed) for seed in range(1, seeds + 1)]
     gains = {
-        "equal_tokens": min(one["cross-entropy"].loss - one["online"].loss for one in each),
-        "equal_tokens_kept": min(one["cross-entropy"].loss - one["kept"].loss for one in each),
-        "equal_compute_kept": min(one["longer"].loss - one["kept"].loss for one in each),
+        "equal_tokens": min(ways["cross-entropy"].loss - ways["online"].loss for ways in each),
+        "equal_tokens_kept": min(ways["cross-entropy"].loss - ways["kept"].loss for ways in each),
+        "equal_compute_kept": min(ways["longer"].loss - ways["kept"].loss for ways in each),
         "kept_over_online": max(
-            abs(one["kept"].perplexity / one["online"].perplexity - 1) for one in each
+            abs(ways["kept"].perplexity / ways["online"].perplexity - 1) for ways in each
         ),
     }  # fmt: skip
-    seeds_of = [{way: asdict(found) for way, found in one.items()} for one in each]
+    seeds_of = [{way: asdict(student) for way, student in ways.items()} for ways in each]
     return {"teacher": asdict(teacher), "students": seeds_of, "gains": gains}
 
 
-def text(found: dict[str, Any]) -> str:
+def text(figures: dict[str, Any]) -> str:
     """A table."""
-    lines = [f"teacher: held out {found['teacher']['loss']:.4f} nats per byte, {found['teacher']['seconds']:.0f} CPU s"]
+    lines = [
+        f"teacher: held out {figures['teacher']['loss']:.4f} nats per byte, {figures['teacher']['seconds']:.0f} CPU s"
+    ]
     lines.append(f"{'seed':<6}{'student':<16}{'steps':>6}{'CPU s':>8}{'held out':>10}{'perplexity':>12}")
-    for seed, ways in enumerate(found["students"], start=1):
-        for way, one in ways.items():
-            row = f"{one['steps']:>6}{one['seconds']:>8.1f}{one['loss']:>10.4f}{math.exp(one['loss']):>12.3f}"
+    for seed, ways in enumerate(figures["students"], start=1):
+        for way, student in ways.items():
+            loss = student["loss"]
+            row = f"{student['steps']:>6}{student['seconds']:>8.1f}{loss:>10.4f}{math.exp(loss):>12.3f}"
             lines.append(f"{seed:<6}{way:<16}{row}")
-    for name, gain in found["gains"].items():
+    for name, gain in figures["gains"].items():
         lines.append(f"{name}: {gain:+.4f}")
     return "\n".join(lines)
 
@@ -142,12 +145,12 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--teacher-steps", type=int, default=800)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     import torch
 
     torch.set_num_threads(1)
-    found = measure(given.teacher_steps, given.steps, given.seeds)
-    print(json.dumps(found) if given.json else text(found))
+    figures = measure(options.teacher_steps, options.steps, options.seeds)
+    print(json.dumps(figures) if options.json else text(figures))
 
 
 if __name__ == "__main__":

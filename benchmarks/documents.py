@@ -38,11 +38,11 @@ def batch_of(shape_name: str, seed: int) -> Batch:
     tokens = torch.randint(0, preset(f"llama-{shape_name}").vocab, (rows, sequence + 1), generator=draw)
     begins = torch.rand(rows, sequence, generator=draw) < DOCUMENTS / sequence
     begins[:, 0] = True
-    place = torch.arange(sequence).expand(rows, -1)
-    first = torch.where(begins, place, 0).cummax(1).values
+    position = torch.arange(sequence).expand(rows, -1)
+    first = torch.where(begins, position, 0).cummax(1).values
     return Batch(
         tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=rows * sequence,
-        documents=begins.int().cumsum(1).int(), positions=(place - first).int(), masked=True,
+        documents=begins.int().cumsum(1).int(), positions=(position - first).int(), masked=True,
         documents_of_rows=tuple((number, sequence) for number in begins.sum(1).tolist()),
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def measure(shape_name: str, precision: str, compiled: bool, rounds: int) -> dic
             train_step(engine, optimizer, [batch], rate=1e-4, clip=1.0, balance_loss=0.0).loss.item()
             seconds[name].append(time.process_time() - before)
     rows, sequence = SIZES[shape_name]
-    per_core = {name: rows * sequence / statistics.median(found[WARM_UP:]) for name, found in seconds.items()}
+    per_core = {name: rows * sequence / statistics.median(durations[WARM_UP:]) for name, durations in seconds.items()}
     return {
         "shape": shape_name, "precision": precision, "compiled": compiled, **per_core,
         "ratio": per_core["packed"] / per_core["plain"],
@@ -81,21 +81,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = []
+    rows = []
     for shape in options.shapes.split(","):
         for precision in options.precisions.split(","):
             for compiled in (False,) if options.eager else (False, True):
-                found.append(measure(shape, precision, compiled, options.rounds))
+                rows.append(measure(shape, precision, compiled, options.rounds))
                 if not options.json:
-                    one = found[-1]
+                    row = rows[-1]
                     way = "compiled" if compiled else "eager"
                     print(
-                        f"{shape:>5} {precision} {way:<8} packed {one['packed']:7,.0f}  plain {one['plain']:7,.0f} "
-                        f"tokens/s of a core  {one['ratio']:.2f} x",
+                        f"{shape:>5} {precision} {way:<8} packed {row['packed']:7,.0f}  plain {row['plain']:7,.0f} "
+                        f"tokens/s of a core  {row['ratio']:.2f} x",
                         flush=True,
                     )
     if options.json:
-        print(json.dumps({"rows": found, "least_ratio": min(one["ratio"] for one in found)}))
+        print(json.dumps({"rows": rows, "least_ratio": min(row["ratio"] for row in rows)}))
 
 
 if __name__ == "__main__":

@@ -46,14 +46,14 @@ def drawn(
     """So many plans, the same for a seed, but for what an optimizer's states leave no room for. `lora`: of adapters,
     beside frozen matrices of `base`."""
     draw = random.Random(seed)
-    found: list[Plan] = []
-    while len(found) < count:
-        plan = _draw(draw, MODELS[len(found) % len(MODELS)])
+    plans: list[Plan] = []
+    while len(plans) < count:
+        plan = _draw(draw, MODELS[len(plans) % len(MODELS)])
         plan = plan and replace(plan, recipe=replace(plan.recipe, optimizer=optimizer))
         plan = plan and _with_adapters(draw, plan, base) if lora else plan
         if plan is not None and not plan.violations() and ROOM_BYTES[0] < predict(plan).peak_bytes < ROOM_BYTES[1]:
-            found.append(plan)
-    return found
+            plans.append(plan)
+    return plans
 
 
 def _with_adapters(draw: random.Random, plan: Plan, base: str) -> Plan:
@@ -99,26 +99,26 @@ def _draw(draw: random.Random, name: str) -> Plan | None:
 
 def compared(plan: Plan) -> list[dict[str, object]]:
     """For each rank: bytes by kind as planned and as dry-run."""
-    said = predict(plan)
-    places = sorted({0, plan.layout.pp - 1, said.worst.pp_rank})
+    prediction = predict(plan)
+    places = sorted({0, plan.layout.pp - 1, prediction.worst.pp_rank})
     first = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 0)
-    ranks = [rank_of(plan.layout, {**first, "pp": place}) for place in places]
+    ranks = [rank_of(plan.layout, {**first, "pp": stage}) for stage in places]
     run = dry_run(plan, ranks=ranks, device="cuda")
-    return [_row(said, place, seen) for place, seen in zip(places, run.ranks, strict=True)]
+    return [_row(prediction, stage, seen) for stage, seen in zip(places, run.ranks, strict=True)]
 
 
-def _row(said: Prediction, place: int, seen: object) -> dict[str, object]:
-    one = said.memory[place]
-    planned = one.total_bytes - sum(one.kinds[kind] for kind in LATER)
-    found = seen.peak_bytes  # type: ignore[attr-defined]
+def _row(prediction: Prediction, stage: int, seen: object) -> dict[str, object]:
+    memory = prediction.memory[stage]
+    planned = memory.total_bytes - sum(memory.kinds[kind] for kind in LATER)
+    peak = seen.peak_bytes  # type: ignore[attr-defined]
     kinds = {
-        kind: (one.kinds.get(kind, 0.0), seen.kinds.get(kind, 0))  # type: ignore[attr-defined]
+        kind: (memory.kinds.get(kind, 0.0), seen.kinds.get(kind, 0))  # type: ignore[attr-defined]
         for kind in PLANNED  # type: ignore[attr-defined]
         if kind not in LATER
     }
     return {
-        "place": place, "planned": planned, "dry": found, "error": planned / found - 1,
-        "when": (one.when, seen.when),  # type: ignore[attr-defined]
+        "place": stage, "planned": planned, "dry": peak, "error": planned / peak - 1,
+        "when": (memory.when, seen.when),  # type: ignore[attr-defined]
         "kinds": kinds, "largest": [str(large) for large in seen.largest],  # type: ignore[attr-defined]
     }  # fmt: skip
 
@@ -130,7 +130,7 @@ def rows(plans: list[Plan], only: set[int]) -> Iterator[dict[str, object]]:
             continue
         begun = time.perf_counter()
         ranks = compared(plan)
-        planned, dry = (max(float(one[key]) for one in ranks) for key in ("planned", "dry"))  # type: ignore[arg-type]
+        planned, dry = (max(float(rank[key]) for rank in ranks) for key in ("planned", "dry"))  # type: ignore[arg-type]
         yield {
             "number": number, "plan": words(plan), "planned": planned, "dry": dry, "error": planned / dry - 1,
             "ranks": ranks, "seconds": time.perf_counter() - begun,
@@ -162,9 +162,9 @@ def show(row: dict[str, object], detail: bool) -> None:
     gib = 2**30
     sizes = f"{row['planned'] / gib:8.2f} {row['dry'] / gib:8.2f} GiB"  # type: ignore[operator]
     print(f"{row['number']:3} {row['error']:+7.1%} {sizes}  {row['plan']}  ({row['seconds']:.0f} s)", flush=True)
-    for one in row["ranks"] if detail else ():  # type: ignore[attr-defined]
-        print(f"      pp {one['place']}: {one['error']:+.1%} {one['when']}")
-        for kind, (planned, dry) in one["kinds"].items():
+    for rank in row["ranks"] if detail else ():  # type: ignore[attr-defined]
+        print(f"      pp {rank['place']}: {rank['error']:+.1%} {rank['when']}")
+        for kind, (planned, dry) in rank["kinds"].items():
             if planned or dry:
                 print(f"        {kind:12} {planned / gib:8.3f} {dry / gib:8.3f}")
 
@@ -182,21 +182,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     only = {int(number) for number in asked.only.split(",") if number}
-    found = []
+    collected = []
     for row in rows(drawn(asked.seed, asked.plans, asked.optimizer, asked.lora, asked.base), only):
-        found.append(row)
+        collected.append(row)
         if not asked.json:
             show(row, asked.detail)
-    errors = [abs(float(row["error"])) for row in found]  # type: ignore[arg-type]
+    errors = [abs(float(row["error"])) for row in collected]  # type: ignore[arg-type]
     total = {
-        "plans": len(found),
+        "plans": len(collected),
         "mean": mean(errors),
         "median": median(errors),
         "largest": max(errors),
         "within_5": sum(e <= 0.05 for e in errors),
     }
     if asked.json:
-        print(json.dumps({**total, "rows": found}))
+        print(json.dumps({**total, "rows": collected}))
     else:
         rest = f"largest {total['largest']:.1%}, {total['within_5']} within 5 %"
         print(f"{total['plans']} plans: mean {total['mean']:.1%}, median {total['median']:.1%}, {rest}")

@@ -38,11 +38,11 @@ def main() -> None:
     parser.add_argument("--cluster", default="rtx4090x1")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    found = compared(asked.model, asked.cluster)
+    figures = compared(asked.model, asked.cluster)
     if asked.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return
-    for name, value in found.items():
+    for name, value in figures.items():
         print(f"{name:17} {f'{value / GIB:.2f} GiB' if name.endswith('_bytes') else value}")
 
 

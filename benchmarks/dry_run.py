@@ -109,12 +109,12 @@ sequences of later steps, and whether rows may hold several documents)."""
 
 def plan_of(name: str) -> Plan:
     """A case as a plan."""
-    shape, batch, sequence, given = CASES[name]
-    layout = {key: value for key, value in given.items() if key not in ("precision", "ramp", "documents")}
-    ramp = tuple(BatchStage(tokens=10_000, global_batch=given[key]) for key in given if key == "ramp")
+    shape, batch, sequence, changes = CASES[name]
+    layout = {key: value for key, value in changes.items() if key not in ("precision", "ramp", "documents")}
+    ramp = tuple(BatchStage(tokens=10_000, global_batch=changes[key]) for key in changes if key == "ramp")
     recipe = Recipe(
-        sequence=sequence, global_batch=batch, precision=given.get("precision", "fp32"), batch_ramp=ramp,
-        document_mask=given.get("documents", False),
+        sequence=sequence, global_batch=batch, precision=changes.get("precision", "fp32"), batch_ramp=ramp,
+        document_mask=changes.get("documents", False),
     )  # fmt: skip
     return Plan(model=shape, recipe=recipe, layout=Layout(compile="off", **layout))
 
@@ -131,7 +131,7 @@ def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Cou
     torch.set_num_threads(1)
     Router._choose = evenly  # type: ignore[method-assign]
     made: Made = {}
-    found = []
+    peaks = []
     for plan in plans:
         count = plan.micro_batches
         runs = []
@@ -139,8 +139,8 @@ def measured(plans: Sequence[Plan], times: int) -> list[list[tuple[int, list[Cou
             with watching() as recorder, patient():
                 sent = _run(plan, count, made)
             runs.append((max((held for _, held in recorder.totals()), default=0), sent))
-        found.append(runs)
-    return found
+        peaks.append(runs)
+    return peaks
 
 
 def counted(plan: Plan, times: int) -> tuple[int, list[int]]:
@@ -149,16 +149,16 @@ def counted(plan: Plan, times: int) -> tuple[int, list[int]]:
     torch.set_num_threads(1)
     Router._choose = evenly  # type: ignore[method-assign]
     made: Made = {}
-    library, found = counter(), list[int]()
+    library, live_bytes = counter(), list[int]()
     assert library is not None
     first = library.mark()
     for _ in range(times + 1):
         before = library.mark()
         _run(plan, plan.micro_batches, made)
-        found.append(library.peak_bytes - before)
+        live_bytes.append(library.peak_bytes - before)
         gc.collect()
-        kept = library.live_bytes - first
-    return kept, found[1:]
+        library_bytes = library.live_bytes - first
+    return library_bytes, live_bytes[1:]
 
 
 def _run(plan: Plan, count: int, made: Made) -> list[Counts]:
@@ -197,11 +197,11 @@ def row(name: str, dry: DryRun, ranks: Sequence[list[tuple[int, list[Counts]]]],
     }  # fmt: skip
 
 
-def _of_blocks(found: dict[str, Any]) -> str:
-    if found["counted_error"] is None:
+def _of_blocks(figures: dict[str, Any]) -> str:
+    if figures["counted_error"] is None:
         return ""
-    kept = found["kept_by_libraries_bytes"] / 2**20
-    return f"{found['counted_error']:+7.2%} of all blocks ({kept:.1f} MiB kept by libraries)  "
+    library_mib = figures["kept_by_libraries_bytes"] / 2**20
+    return f"{figures['counted_error']:+7.2%} of all blocks ({library_mib:.1f} MiB kept by libraries)  "
 
 
 def main() -> None:
@@ -222,29 +222,29 @@ def main() -> None:
         ranks = on_ranks(world, measured, [plan], options.times, limit_s=1800)  # the profiler keeps memory: fresh ones
         started = time.perf_counter()
         dry = dry_run(plan, ranks=range(world), device="cpu", whole=True)
-        found = row(name, dry, [rank[0] for rank in ranks], time.perf_counter() - started)
-        found["counted_error"] = None
+        figures = row(name, dry, [rank[0] for rank in ranks], time.perf_counter() - started)
+        figures["counted_error"] = None
         if not missing():
             blocks = on_ranks(world, counted, plan, options.times, limit_s=1800)
-            peaks = [statistics.median(one) for _, one in blocks]
-            found["kept_by_libraries_bytes"] = max(kept for kept, _ in blocks)
+            peaks = [statistics.median(live) for _, live in blocks]
+            figures["kept_by_libraries_bytes"] = max(library_bytes for library_bytes, _ in blocks)
             errors = [seen.peak_bytes / peak - 1 for seen, peak in zip(dry.ranks, peaks, strict=True)]
-            found["counted_error"] = max(errors, key=abs)
-        rows.append(found)
+            figures["counted_error"] = max(errors, key=abs)
+        rows.append(figures)
         print(
-            f"{name:<14} {found['dry_bytes'] / 2**20:8.1f} MiB dry {found['measured_bytes'] / 2**20:8.1f} measured "
-            f"{found['error']:+7.2%} (rank {found['rank']} of {world})  "
-            f"{_of_blocks(found)}"
-            f"traffic {'equal' if found['same_traffic'] else 'DIFFERS'}",
+            f"{name:<14} {figures['dry_bytes'] / 2**20:8.1f} MiB dry {figures['measured_bytes'] / 2**20:8.1f} measured "
+            f"{figures['error']:+7.2%} (rank {figures['rank']} of {world})  "
+            f"{_of_blocks(figures)}"
+            f"traffic {'equal' if figures['same_traffic'] else 'DIFFERS'}",
             file=sys.stderr if options.json else sys.stdout, flush=True,
         )  # fmt: skip
     result = {
         "layouts": len(rows),
-        "largest_error": max(abs(one["error"]) for one in rows),
-        "largest_counted_error": max(abs(one["counted_error"] or 0.0) for one in rows) if not missing() else None,
-        "within_3_percent": sum(abs(one["error"]) <= 0.03 for one in rows),
-        "same_traffic": sum(one["same_traffic"] for one in rows),
-        "least_peak_bytes": min(one["least_peak_bytes"] for one in rows),
+        "largest_error": max(abs(row["error"]) for row in rows),
+        "largest_counted_error": max(abs(row["counted_error"] or 0.0) for row in rows) if not missing() else None,
+        "within_3_percent": sum(abs(row["error"]) <= 0.03 for row in rows),
+        "same_traffic": sum(row["same_traffic"] for row in rows),
+        "least_peak_bytes": min(row["least_peak_bytes"] for row in rows),
         "rows": rows,
     }
     if options.json:

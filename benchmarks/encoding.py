@@ -27,14 +27,14 @@ from meshwright.spec import Data
 def timed(run: Callable[[], object]) -> tuple[float, object]:
     """(seconds, what it gave)."""
     start = time.perf_counter()
-    found = run()
-    return time.perf_counter() - start, found
+    tokens = run()
+    return time.perf_counter() - start, tokens
 
 
 def prepared(data: Data, processes: int | None) -> Corpus:
     """The corpus, from nothing."""
-    with tempfile.TemporaryDirectory() as place:
-        return prepare(data, cache_root=Path(place), processes=processes)
+    with tempfile.TemporaryDirectory() as folder:
+        return prepare(data, cache_root=Path(folder), processes=processes)
 
 
 def measure(data: Data, rounds: int) -> dict[str, object]:
@@ -45,7 +45,7 @@ def measure(data: Data, rounds: int) -> dict[str, object]:
     batch = library(tokenizer.json)
 
     def ids(method: Callable[..., list[object]]) -> list[np.ndarray]:
-        return [np.array(found.ids, dtype=tokenizer.dtype) for found in method(texts, add_special_tokens=False)]  # type: ignore[attr-defined]
+        return [np.array(encoding.ids, dtype=tokenizer.dtype) for encoding in method(texts, add_special_tokens=False)]  # type: ignore[attr-defined]
 
     contestants: dict[str, Callable[[], object]] = {
         "ours": lambda: prepared(data, None),
@@ -59,14 +59,14 @@ def measure(data: Data, rounds: int) -> dict[str, object]:
         for name, run in contestants.items():
             took, results[name] = timed(run)
             seconds[name].append(took)
-    speed = {name: size / min(found) / 1e6 for name, found in seconds.items()}
+    speed = {name: size / min(times) / 1e6 for name, times in seconds.items()}
     return {
         "text_bytes": size,
         "documents": len(texts),
         "cores": cores(),
         "rounds": rounds,
         "megabytes_per_second": speed,
-        "seconds": {name: min(found) for name, found in seconds.items()},
+        "seconds": {name: min(times) for name, times in seconds.items()},
         "ours_over_encode_batch": speed["ours"] / speed["encode_batch"],
         "ours_over_encode_batch_fast": speed["ours"] / speed["encode_batch_fast"],
         "ours_over_best": speed["ours"] / max(speed["encode_batch"], speed["encode_batch_fast"]),

@@ -57,26 +57,26 @@ def step(shape: ModelShape, micro_batch: int, recompute: str) -> dict[str, Tenso
     return {"loss": result.loss, **moments}
 
 
-def relative_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def relative_difference(values: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """The largest over all tensors of |a - b| / |a|, Euclidean norms."""
-    return max(((one[name] - other[name]).norm() / one[name].norm().clamp(min=1e-30)).item() for name in one)
+    return max(((values[name] - other[name]).norm() / values[name].norm().clamp(min=1e-30)).item() for name in values)
 
 
 def measure() -> dict[str, object]:
     """Per shape: tensors that any recomputation changes, and how far 1 x 8 is from 8 x 1."""
-    found = {}
+    figures = {}
     for name, shape in SHAPES.items():
         plain = step(shape, ROWS, "none")
         again = [step(shape, ROWS, policy) for policy in AGAIN]
         changed = sum(not torch.equal(plain[key], other[key]) for other in again for key in plain)
-        found[name] = {
+        figures[name] = {
             "recompute_differing_tensors": changed,
             "accumulation_relative_difference": relative_difference(plain, step(shape, 1, "none")),
         }
     return {
-        "recompute_differing_tensors": sum(row["recompute_differing_tensors"] for row in found.values()),
-        "accumulation_relative_difference": max(row["accumulation_relative_difference"] for row in found.values()),
-        "shapes": found,
+        "recompute_differing_tensors": sum(row["recompute_differing_tensors"] for row in figures.values()),
+        "accumulation_relative_difference": max(row["accumulation_relative_difference"] for row in figures.values()),
+        "shapes": figures,
     }
 
 

@@ -69,15 +69,15 @@ class SlowCompiler:
             time.sleep(self.seconds)
             return module.forward
 
-        def compiled(model: Any, *given: Any, **named: Any) -> Any:
+        def compiled(model: Any, *arguments: Any, **named: Any) -> Any:
             if steps[0] == STEP:
                 steps[0] += 1
                 torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-            return stage(model, *given, **named)
+            return stage(model, *arguments, **named)
 
-        def counted(*given: Any, **named: Any) -> Any:
+        def counted(*arguments: Any, **named: Any) -> Any:
             steps[0] += 1
-            return train_step(*given, **named)
+            return train_step(*arguments, **named)
 
         if rank == BAD:
             Transformer.stage, trainer.train_step = compiled, counted  # type: ignore[method-assign]
@@ -126,7 +126,7 @@ def run(fault: Callable[[int], None], folder: Path, *options: str) -> tuple[list
 
 def measure(stall_s: float, pause_s: float, limit_s: float) -> dict[str, Any]:
     """Every case; `false_alarms` and `missed` count."""
-    found: dict[str, Any] = {"false_alarms": 0, "missed": 0}
+    figures: dict[str, Any] = {"false_alarms": 0, "missed": 0}
     with tempfile.TemporaryDirectory() as folder:
         healthy: dict[str, tuple[Any, float]] = {
             "file system": (StalledReads(stall_s), stall_s),
@@ -139,7 +139,7 @@ def measure(stall_s: float, pause_s: float, limit_s: float) -> dict[str, Any]:
             def try_one(name: str = name, fault: Any = fault, least_s: float = least_s) -> None:
                 codes, errors, seconds = run(fault, Path(folder, name))
                 # A run that did not even wait so long was not disturbed, and proves nothing.
-                found[name] = {
+                figures[name] = {
                     "codes": codes,
                     "seconds": round(seconds, 1),
                     "disturbed": seconds > least_s,
@@ -150,18 +150,20 @@ def measure(stall_s: float, pause_s: float, limit_s: float) -> dict[str, Any]:
             threads[-1].start()
         for thread in threads:
             thread.join()
-        found["false_alarms"] = sum(found[name]["codes"] != [0, 0] or not found[name]["disturbed"] for name in healthy)
+        figures["false_alarms"] = sum(
+            figures[name]["codes"] != [0, 0] or not figures[name]["disturbed"] for name in healthy
+        )
         for name, act, options, pattern in (
             ("dead", "die", (), "rank 1 died without a word"),
             ("hung", "sleep", (f"--hang-after={limit_s:g}",), r"rank 1 has stood still for (\d+) s"),
         ):
             codes, errors, seconds = run(In(STEP, act, BAD), Path(folder, name), *options)
             seen = re.search(pattern, errors)
-            found[name] = {"codes": codes, "seconds": round(seconds, 1), "said": errors}
-            found["missed"] += seen is None
+            figures[name] = {"codes": codes, "seconds": round(seconds, 1), "said": errors}
+            figures["missed"] += seen is None
             if name == "hung" and seen:
-                found["late_s"] = float(seen[1]) - limit_s
-    return found
+                figures["late_s"] = float(seen[1]) - limit_s
+    return figures
 
 
 def main() -> None:
@@ -171,8 +173,8 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=20.0)
     parser.add_argument("--limit", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    print(json.dumps(measure(given.seconds, given.pause, given.limit), indent=None if given.json else 2))
+    options = parser.parse_args()
+    print(json.dumps(measure(options.seconds, options.pause, options.limit), indent=None if options.json else 2))
 
 
 if __name__ == "__main__":

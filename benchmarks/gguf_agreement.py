@@ -46,14 +46,14 @@ TABLED = "gpt2"
 @torch.no_grad()
 def logit_errors(folder: Path) -> dict[str, float]:
     """Largest difference over the largest logit, of each family."""
-    found, ids = {}, tokens(60)
+    errors, ids = {}, tokens(60)
     for name, shape in SHAPES.items():
         path = written(folder / f"{name}.gguf", model_of(shape))
         with opened(path) as model:
             theirs = logits(model, ids)
         ours = mw.load(path).model(torch.tensor([ids]))[0]
-        found[name] = float((ours - theirs).abs().max() / theirs.abs().max())
-    return found
+        errors[name] = float((ours - theirs).abs().max() / theirs.abs().max())
+    return errors
 
 
 def codes() -> tuple[int, dict[str, float]]:
@@ -81,14 +81,14 @@ def losses(folder: Path, steps: int, limit_bytes: int) -> dict[str, dict[str, fl
     write_gguf(plain, original, plan_gguf(original, torch.float32))
     before = mw.load(folder / "run")
     batches = quantization_text(described(folder / "run"), None, WINDOWS, None).scored
-    found = {}
+    figures = {}
     for name in COMPARED:
         ours = folder / f"ours-{name}.gguf"
         write_gguf(ours, original, plan_gguf(original, torch.float32, GGUF_SCHEMES[name]))
         files = ours, their_file(plain, GGUF_SCHEMES[name], folder / f"theirs-{name}.gguf")
-        kl = [compare(before.model, mw.load(one).model, batches).kl for one in files]
-        found[name] = {"ours": kl[0], "theirs": kl[1], "bytes": files[0].stat().st_size}
-    return found
+        kl = [compare(before.model, mw.load(file).model, batches).kl for file in files]
+        figures[name] = {"ours": kl[0], "theirs": kl[1], "bytes": files[0].stat().st_size}
+    return figures
 
 
 def measure(steps: int, limit_bytes: int = 4_000_000) -> dict[str, Any]:
@@ -113,16 +113,19 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--limit-bytes", type=int, default=4_000_000)
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
-    found = measure(given.steps, given.limit_bytes)
-    if given.json:
-        print(json.dumps(found))
+    figures = measure(options.steps, options.limit_bytes)
+    if options.json:
+        print(json.dumps(figures))
         return 0
-    print(f"logits: {found['logit_error']:.1e} of the largest; GPT-2 {found['table_logit_error']:.1e}")
-    print(f"codes: {found['differing_bytes']} bytes differ; error over ggml's: {found['k_errors']}")
-    for name, one in found["kl"].items():
-        print(f"{name:8s} KL {one['ours']:.3e}, llama-quantize {one['theirs']:.3e}, {one['bytes']:,} bytes")
+    print(f"logits: {figures['logit_error']:.1e} of the largest; GPT-2 {figures['table_logit_error']:.1e}")
+    print(f"codes: {figures['differing_bytes']} bytes differ; error over ggml's: {figures['k_errors']}")
+    for name, divergence in figures["kl"].items():
+        print(
+            f"{name:8s} KL {divergence['ours']:.3e}, llama-quantize {divergence['theirs']:.3e}, "
+            f"{divergence['bytes']:,} bytes"
+        )
     return 0
 
 

@@ -95,7 +95,7 @@ def counted_copies(counts: HostCounts) -> Iterator[None]:
             self._tensors = tensors
 
         def read(self) -> list[Zeros]:
-            return [Zeros(one) for one in self._tensors]
+            return [Zeros(tensor) for tensor in self._tensors]
 
     with ExitStack() as changed:
         for module in (packed_step, paged_cache, sampler, step_loop):
@@ -124,7 +124,7 @@ def counted_host(shape: ModelShape, batch: int, context: int, sampling: str) -> 
         loop = StepLoop(runner, scheduler, draft=None, guesser=None, run_ahead=True)
         for number in range(batch):
             options, ids = SAMPLINGS[sampling], list[int]()
-            prompt = tuple(1 + (number + place) % 7 for place in range(context))
+            prompt = tuple(1 + (number + position) % 7 for position in range(context))
             answer = ServedAnswer(options, SampledRow(options, number, prompt, ids), frozenset(), None, ids)
             sequence = scheduler.add(prompt, context + 64, salt=None)
             loop.begin(sequence, ServedRequest(prompt, options, [answer], sequence=sequence))

@@ -38,11 +38,11 @@ def rows(
     for entry in chosen:
         made = {case.dtype: case for case in (entry.judged(dtype, device) for dtype in dtypes)}  # some have fp32 only
         for case in made.values():
-            found = judged(case, case.ours, device)
-            for name, one in found["contestants"].items():
+            verdict = judged(case, case.ours, device)
+            for name, contestant in verdict["contestants"].items():
                 yield {
                     "operation": case.operation, "size": case.size, "dtype": named(case.dtype), "by": name, "how": how,
-                    "plain": found["plain"], **one,
+                    "plain": verdict["plain"], **contestant,
                 }  # fmt: skip
 
 
@@ -51,12 +51,12 @@ def here(tiny: bool, device: torch.device) -> list[dict[str, Any]]:
     chosen = TINY if tiny else MODEST if device.type == "cpu" else entries(False)
     if device.type != "cpu":
         return list(rows(chosen, device, DTYPES, "device"))
-    found = []
+    collected = []
     for native in (True, False):
         with patch.object(compat, "cpu_multiplies", lambda dtype, native=native: native):
             dtypes = DTYPES if native else DTYPES[:2]
-            found += rows(chosen, device, dtypes, "16-bit products" if native else "widened products")
-    return found
+            collected += rows(chosen, device, dtypes, "16-bit products" if native else "widened products")
+    return collected
 
 
 def interpreted() -> list[dict[str, Any]]:
@@ -65,30 +65,30 @@ def interpreted() -> list[dict[str, Any]]:
         [sys.executable, "-W", "ignore", "-m", "benchmarks.kernel_errors", "--interpreted"], cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    found: list[dict[str, Any]] = json.loads(finished.stdout)
-    return found
+    printed: list[dict[str, Any]] = json.loads(finished.stdout)
+    return printed
 
 
 def in_the_interpreter() -> list[dict[str, Any]]:
     """Its rows."""
-    found = rows(TINY, torch.device("cpu"), (torch.float16,), "interpreter")
-    return [row for row in found if row["by"] == "ours, Triton"]
+    collected = rows(TINY, torch.device("cpu"), (torch.float16,), "interpreter")
+    return [row for row in collected if row["by"] == "ours, Triton"]
 
 
-def summed_up(found: list[dict[str, Any]]) -> dict[str, Any]:
+def summed_up(judged_rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Largest ratio of each kind, and the rows that miss a bar."""
     largest = {kind: 0.0 for kind in BARS}
-    for row in found:
+    for row in judged_rows:
         for kind, ratio in row.get("ratios", {}).items():
             if row["dtype"] != "fp32":
                 largest[kind] = max(largest[kind], ratio)
-    exact = [row for row in found if row["dtype"] == "fp32" and "errors" in row and max(row["plain"]) <= SINGLE]
+    exact = [row for row in judged_rows if row["dtype"] == "fp32" and "errors" in row and max(row["plain"]) <= SINGLE]
     single = [max(row["errors"]) for row in exact]  # what rounds to fewer bits by itself is judged by its ratio
-    missed = [row for row in found if not row.get("holds")]
+    missed = [row for row in judged_rows if not row.get("holds")]
     return {
         "single_error": max(single, default=0.0),
-        "largest": {kind.replace(" ", "_"): ratio for kind, ratio in largest.items()}, "checked": len(found),
-        "missed": len(missed), "missing": missed, "rows": found,
+        "largest": {kind.replace(" ", "_"): ratio for kind, ratio in largest.items()}, "checked": len(judged_rows),
+        "missed": len(missed), "missing": missed, "rows": judged_rows,
     }  # fmt: skip
 
 
@@ -99,10 +99,10 @@ def table(summary: dict[str, Any]) -> Iterator[str]:
         if "failed" in row:
             yield f"| {row['operation']} | {row['dtype']} | {row['by']} | {row['how']} | failed | {row['failed']} |"
             continue
-        said = ", ".join(f"{ratio:.3f} ({kind})" for kind, ratio in row["ratios"].items())
+        ratios = ", ".join(f"{ratio:.3f} ({kind})" for kind, ratio in row["ratios"].items())
         mark = "" if row["holds"] else " **above the bar**"
         yield (
-            f"| {row['operation']} | {row['dtype']} | {row['by']} | {row['how']} | {said}{mark} "
+            f"| {row['operation']} | {row['dtype']} | {row['by']} | {row['how']} | {ratios}{mark} "
             f"| {max(row['errors']):.1e} |"
         )
 
@@ -118,8 +118,8 @@ def main() -> int:
     if options.interpreted:
         print(json.dumps(in_the_interpreter()))
         return 0
-    found = here(options.tiny, torch.device(options.device))
-    summary = summed_up(found + (interpreted() if options.device == "cpu" else []))
+    judged_rows = here(options.tiny, torch.device(options.device))
+    summary = summed_up(judged_rows + (interpreted() if options.device == "cpu" else []))
     print(json.dumps(summary) if options.json else "\n".join(table(summary)))
     return 1 if summary["missed"] and not options.json else 0
 

@@ -158,29 +158,29 @@ def held_against(table: Path) -> Iterator[Held]:
 
 def verdicts(held: list[Held]) -> dict[str, dict[str, Any]]:
     """Of each class: rows, median and largest error, rows within BAR, and whether the count predicts it."""
-    found = {}
-    for kind in dict.fromkeys(one.kind for one in held):
-        errors = [abs(one.error) for one in held if one.kind == kind]
-        found[kind] = {
+    by_kind = {}
+    for kind in dict.fromkeys(row.kind for row in held):
+        errors = [abs(row.error) for row in held if row.kind == kind]
+        by_kind[kind] = {
             "rows": len(errors), "median": statistics.median(errors), "largest": max(errors),
             "within": sum(error <= BAR for error in errors), "used": statistics.median(errors) <= BAR,
         }  # fmt: skip
-    return found
+    return by_kind
 
 
 def ours_beside(held: list[Held]) -> list[dict[str, Any]]:
     """Our kernels by the count, at the largest published shape of each kernel and device, beside Liger's time."""
-    found = []
+    compared = []
     for kernel, mode, count in OURS:
         for chip in CHIPS:
-            rows = [one for one in held if (one.kernel, one.mode, one.chip) == (kernel, mode, chip)]
-            for one in rows[-1:] if kernel != "fused_linear_cross_entropy" else rows:
-                ours = count(CHIPS[chip], one.x)
-                found.append(
-                    {"kernel": kernel, "pass": mode, "x": one.x, "chip": chip, "liger_s": one.published,
-                     "ours_s": ours, "ratio": one.published / ours, "kind": one.kind}
+            rows = [row for row in held if (row.kernel, row.mode, row.chip) == (kernel, mode, chip)]
+            for row in rows[-1:] if kernel != "fused_linear_cross_entropy" else rows:
+                ours = count(CHIPS[chip], row.x)
+                compared.append(
+                    {"kernel": kernel, "pass": mode, "x": row.x, "chip": chip, "liger_s": row.published,
+                     "ours_s": ours, "ratio": row.published / ours, "kind": row.kind}
                 )  # fmt: skip
-    return found
+    return compared
 
 
 OURS: list[tuple[str, str, Callable[[Chip, int], float]]] = [
@@ -200,7 +200,7 @@ training, so the gradient that stands in place of the logits needs no further pa
 def _table() -> Path | None:
     """As the leaderboard finds its tables."""
     places = (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
-    return next((Path(place) / NAME for place in places if place and (Path(place) / NAME).exists()), None)
+    return next((Path(folder) / NAME for folder in places if folder and (Path(folder) / NAME).exists()), None)
 
 
 def main() -> None:
@@ -208,27 +208,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--table", type=Path, default=_table(), help="Liger's rows; else in MESHWRIGHT_PUBLISHED")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    if given.table is None:
-        said = f"{NAME} is not here: set MESHWRIGHT_PUBLISHED to the folder of published tables"
-        print(json.dumps({"skipped": said}) if given.json else said)
+    options = parser.parse_args()
+    if options.table is None:
+        hint = f"{NAME} is not here: set MESHWRIGHT_PUBLISHED to the folder of published tables"
+        print(json.dumps({"skipped": hint}) if options.json else hint)
         return
-    held = list(held_against(given.table))
+    held = list(held_against(options.table))
     judged, ours = verdicts(held), ours_beside(held)
-    if given.json:
-        used = [abs(one.error) for one in held if judged[one.kind]["used"]]
-        figures = {f"{one['kernel']}_{one['pass']}": one["ratio"] for one in ours}
+    if options.json:
+        used = [abs(row.error) for row in held if judged[row.kind]["used"]]
+        figures = {f"{row['kernel']}_{row['pass']}": row["ratio"] for row in ours}
         print(json.dumps({"classes": judged, "median_error": statistics.median(used), "ratios": figures}))
         return
     print("| class | published rows | median error | largest | within 25 % | used |\n|---|---|---|---|---|---|")
-    for kind, one in judged.items():
-        print(f"| {kind} | {one['rows']} | {100 * one['median']:.0f} % | {100 * one['largest']:.0f} % "
-              f"| {one['within']} | {'yes' if one['used'] else '**no**: a lower bound'} |")  # fmt: skip
+    for kind, row in judged.items():
+        print(f"| {kind} | {row['rows']} | {100 * row['median']:.0f} % | {100 * row['largest']:.0f} % "
+              f"| {row['within']} | {'yes' if row['used'] else '**no**: a lower bound'} |")  # fmt: skip
     print("\n| kernel | pass | size | GPU | Liger, published | ours, predicted | ratio |\n" + "|---" * 7 + "|")
-    for one in ours:
-        mark = "" if judged[one["kind"]]["used"] else " (bound)"
-        print(f"| {one['kernel']} | {one['pass']} | {one['x']:,} | {one['chip']} | {one['liger_s'] * 1e3:.3f} ms | "
-              f"{one['ours_s'] * 1e3:.3f} ms{mark} | {one['ratio']:.2f} |")  # fmt: skip
+    for row in ours:
+        mark = "" if judged[row["kind"]]["used"] else " (bound)"
+        print(f"| {row['kernel']} | {row['pass']} | {row['x']:,} | {row['chip']} | {row['liger_s'] * 1e3:.3f} ms | "
+              f"{row['ours_s'] * 1e3:.3f} ms{mark} | {row['ratio']:.2f} |")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def constants(
                 tried = dict(best) | {name: best[name] * float(np.exp(sign * step[name]))}
                 if name in ("wave", "tail", "uneven"):
                     tried[name] = min(1.0, tried[name])
-                if (found := miss(tried)) < least - 1e-6:
-                    least, best = found, tried
+                if (error := miss(tried)) < least - 1e-6:
+                    least, best = error, tried
                     break
             else:
                 step[name] *= 0.5
@@ -70,25 +70,25 @@ def _neighbours(axes: Sequence[Sequence[float]], coupling: Sequence[float]) -> A
     """Weighted sum of squared differences between neighbours, as a matrix."""
     shape = tuple(len(axis) for axis in axes)
     total = int(np.prod(shape))
-    found, index = np.zeros((total, total)), np.arange(total).reshape(shape)
+    matrix, index = np.zeros((total, total)), np.arange(total).reshape(shape)
     for axis in range(len(shape)):
         moved = np.moveaxis(index, axis, 0)
-        for one, other in itertools.pairwise(moved):
-            a, b = one.ravel(), other.ravel()
-            found[a, a] += coupling[axis]
-            found[b, b] += coupling[axis]
-            found[a, b] -= coupling[axis]
-            found[b, a] -= coupling[axis]
-    return found
+        for left, other in itertools.pairwise(moved):
+            a, b = left.ravel(), other.ravel()
+            matrix[a, a] += coupling[axis]
+            matrix[b, b] += coupling[axis]
+            matrix[a, b] -= coupling[axis]
+            matrix[b, a] -= coupling[axis]
+    return matrix
 
 
 def _normal(index: Array, share: Array, weights: Array, total: int) -> Array:
     """Left side of the normal equations; some thousand rows at a time."""
     matrix = np.zeros(total * total)
     for start in range(0, len(index), 4000):
-        some = slice(start, start + 4000)
-        pairs = index[some, :, None] * total + index[some, None, :]
-        values = share[some, :, None] * share[some, None, :] * weights[some, None, None]
+        chunk = slice(start, start + 4000)
+        pairs = index[chunk, :, None] * total + index[chunk, None, :]
+        values = share[chunk, :, None] * share[chunk, None, :] * weights[chunk, None, None]
         matrix += np.bincount(pairs.ravel(), values.ravel(), total * total)
     return matrix.reshape(total, total)
 
@@ -106,13 +106,13 @@ def curve(
     index, share = corners(places, axes)
     total = int(np.prod([len(axis) for axis in axes]))
     pull = smooth * _neighbours(axes, coupling or [1.0] * len(axes)) + 0.3 * smooth * np.eye(total)
-    weights, found = counts, np.zeros(total)
+    weights, levels = counts, np.zeros(total)
     for _ in range(4):
         right = np.bincount(index.ravel(), (share * (weights * residuals)[:, None]).ravel(), total)
         matrix = _normal(index, share, weights, total)
-        found = np.linalg.solve(matrix + pull, right)
-        weights = counts * FAR / np.maximum(np.abs(residuals - read(places, axes, found)), FAR)
-    return found
+        levels = np.linalg.solve(matrix + pull, right)
+        weights = counts * FAR / np.maximum(np.abs(residuals - read(places, axes, levels)), FAR)
+    return levels
 
 
 def read(places: Array, axes: Sequence[Sequence[float]], logs: Array) -> Array:
@@ -123,7 +123,7 @@ def read(places: Array, axes: Sequence[Sequence[float]], logs: Array) -> Array:
 
 def fold(columns: Array, folds: int = 4) -> Array:
     """The split: equal rows of `columns` fall into the same of four parts, by a hash that knows no time."""
-    found = np.full(len(columns), 17, np.int64)
+    hashes = np.full(len(columns), 17, np.int64)
     for column in columns.T:
-        found = (found * 1000003 + column.astype(np.int64)) % 2147483647
-    return (found // 7) % folds
+        hashes = (hashes * 1000003 + column.astype(np.int64)) % 2147483647
+    return (hashes // 7) % folds

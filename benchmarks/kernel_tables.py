@@ -44,7 +44,7 @@ class Kind:
     dtype: str = ""
     coupling: tuple[float, ...] = ()
     """How strongly neighbours along an axis are drawn together; none = 1."""
-    own: tuple[str, ...] = ()
+    own_constants: tuple[str, ...] = ()
     """Constants that differ between devices, the others being shared since each device has few combinations; none =
     all differ."""
 
@@ -56,23 +56,23 @@ def chip(gpu: str) -> Chip:
 
 def rows_of(kind: Kind, folder: Path) -> dict[str, Array]:
     """By GPU: the kind's columns, then microseconds."""
-    found: dict[str, list[list[float]]] = defaultdict(list)
+    rows_by_device: dict[str, list[list[float]]] = defaultdict(list)
     with (folder / kind.file).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if not kind.dtype or row["dtype"] == kind.dtype:
-                found[row["gpu"]].append([_number(kind, name, row) for name in (*kind.columns, "us")])
-    return {gpu: np.array(rows) for gpu, rows in found.items()}
+                rows_by_device[row["gpu"]].append([_number(kind, name, row) for name in (*kind.columns, "us")])
+    return {gpu: np.array(rows) for gpu, rows in rows_by_device.items()}
 
 
 def software_of(kind: Kind, folder: Path) -> dict[str, str]:
     """By GPU: what measured it."""
-    found: dict[str, set[str]] = defaultdict(set)
+    software: dict[str, set[str]] = defaultdict(set)
     with (folder / kind.file).open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if not kind.dtype or row["dtype"] == kind.dtype:
                 words = [row.get("software", ""), row.get("kernel", ""), "NCCL " + row["nccl"] if "nccl" in row else ""]
-                found[row["gpu"]].add(" ".join(word for word in words if word))
-    return {gpu: ", ".join(sorted(names)) for gpu, names in found.items()}
+                software[row["gpu"]].add(" ".join(word for word in words if word))
+    return {gpu: ", ".join(sorted(names)) for gpu, names in software.items()}
 
 
 def _number(kind: Kind, name: str, row: Mapping[str, str]) -> float:
@@ -84,28 +84,28 @@ def _number(kind: Kind, name: str, row: Mapping[str, str]) -> float:
 
 
 def _product(width: float) -> Callable[[Mapping[str, float], Chip, Array], Array]:
-    def formula(of: Mapping[str, float], chip: Chip, rows: Array) -> Array:
+    def formula(fitted: Mapping[str, float], chip: Chip, rows: Array) -> Array:
         m, n, k = rows[:, 0], rows[:, 1], rows[:, 2]
         best = chip.best if width == 2 else chip.low_best
         least: Any = None
         for tile in product.CHOICES:
-            one = product.tiled_us(of, chip, tile, m, n, k, width, 1.0, best)
+            time_us = product.tiled_us(fitted, chip, tile, m, n, k, width, 1.0, best)
             if tile.parts > 1:
-                one = one + product.NEVER_US * (1 - product.allowed(of, chip, tile, m, n, k))
-            least = one if least is None else np.minimum(least, one)
-        alone = product.blended_us(of, least, product.moved_us(of, chip, m, n, k, width))
-        return alone if width == 2 else alone + product.quantizing_us(of, chip, m, k)
+                time_us = time_us + product.NEVER_US * (1 - product.allowed(fitted, chip, tile, m, n, k))
+            least = time_us if least is None else np.minimum(least, time_us)
+        alone = product.blended_us(fitted, least, product.moved_us(fitted, chip, m, n, k, width))
+        return alone if width == 2 else alone + product.quantizing_us(fitted, chip, m, k)
 
     return formula
 
 
-def _collective(of: Mapping[str, float], chip: Chip, rows: Array) -> Array:
+def _collective(fitted: Mapping[str, float], chip: Chip, rows: Array) -> Array:
     rounds = np.array(list(collective.ROUNDS.values()))[rows[:, 0].astype(int)]
-    return collective.collective_us(of, chip, rounds, rows[:, 1], rows[:, 2])
+    return collective.collective_us(fitted, chip, rounds, rows[:, 1], rows[:, 2])
 
 
-def _stacked(place: Callable[..., tuple[Array, ...]], count: int) -> Callable[[Array], Array]:
-    return lambda rows: np.stack(place(*rows[:, :count].T), 1)
+def _stacked(positions_of: Callable[..., tuple[Array, ...]], count: int) -> Callable[[Array], Array]:
+    return lambda rows: np.stack(positions_of(*rows[:, :count].T), 1)
 
 
 SHAPE = ("m", "n", "k")
@@ -120,14 +120,14 @@ KINDS = (
     Kind(name="product.fp8", dtype="fp8", formula=_product(1.0), start=product.START | product.QUANTIZING, **PRODUCT),
     Kind(
         name="prefill", file="kernel_attention_forward.csv", columns=("batch", "seq_len", *HEADS),
-        formula=lambda of, chip, rows: attention.prefill_us(of, chip, *rows[:, :5].T), start=attention.PREFILL,
+        formula=lambda fitted, chip, rows: attention.prefill_us(fitted, chip, *rows[:, :5].T), start=attention.PREFILL,
         places=_stacked(times.prefill_place, 5), split=(2, 3), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384), (1, *(2**power for power in range(4, 15))), (1, 2, 4, 16, 64),
               DIMS),
     ),
     Kind(
         name="decode", file="kernel_attention_decode.csv", columns=("batch", "context", *HEADS),
-        formula=lambda of, chip, rows: attention.decode_us(of, chip, *rows[:, :5].T), start=attention.DECODE,
+        formula=lambda fitted, chip, rows: attention.decode_us(fitted, chip, *rows[:, :5].T), start=attention.DECODE,
         places=_stacked(times.decode_place, 5), split=(2, 3), smooth=0.1,
         axes=(tuple(2**power for power in range(14)),
               (2, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768, 131072), (1, 2, 4, 16, 64), DIMS),
@@ -135,7 +135,7 @@ KINDS = (
     Kind(
         name="experts", file="kernel_moe_forward.csv",
         columns=("tokens", "hidden", "ffn", "top_k", "experts", "tp", "ep", "distribution"),
-        formula=lambda of, chip, rows: experts.experts_us(of, chip, *rows[:, :8].T), start=experts.START,
+        formula=lambda fitted, chip, rows: experts.experts_us(fitted, chip, *rows[:, :8].T), start=experts.START,
         places=_stacked(times.experts_place, 8), split=(1, 2, 3, 4, 5, 6), smooth=0.1,
         axes=((1, 4, 16, 64, 256, 1024, 4096, 16384, 65536), (1, 4, 16, 64, 256, 512), (32, 256, 1024, 4096, 14336),
               (1, 16, 256), (1, 2.1)),
@@ -143,6 +143,6 @@ KINDS = (
     Kind(
         name="collective", file="kernel_nccl.csv", columns=("collective", "size_bytes", "gpus"), formula=_collective,
         start=collective.START, places=_stacked(times.collective_place, 3), split=(0, 2), smooth=1.0,
-        own=collective.OWN, coupling=(0.1, 0.3, 0.3), axes=((1, 2, 4, 8), (2, 4, 8), SIZES),
+        own_constants=collective.OWN, coupling=(0.1, 0.3, 0.3), axes=((1, 2, 4, 8), (2, 4, 8), SIZES),
     ),
 )  # fmt: skip

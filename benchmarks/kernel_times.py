@@ -48,28 +48,30 @@ def fitted(
     """All devices of a table (or `only` one), each curve drawn toward what the others have in common."""
     figures = figures or constants(kind, tables)
     residuals = residuals_of(kind, tables, figures)
-    found = {}
+    by_kind = {}
     for gpu, rows in tables.items():
         if only in ("", gpu):
             others = [other for other in tables if other != gpu]
             toward = common(kind, tables, residuals, others, gpu) if others else None
             logs = fit.curve(kind.places(rows), residuals[gpu], kind.axes, kind.smooth, None, toward, kind.coupling)
-            found[gpu] = Fitted(figures[gpu], logs)
-    return found
+            by_kind[gpu] = Fitted(figures[gpu], logs)
+    return by_kind
 
 
 def constants(kind: Kind, tables: Mapping[str, Array]) -> dict[str, dict[str, float]]:
     """By device. Where an operation shares constants: the median of separate fits, then in turns the curve that all
     devices have in common and each one's own constants under it."""
-    found = {gpu: _constants(kind, gpu, rows, kind.start) for gpu, rows in tables.items()}
-    if not kind.own:
-        return found
-    shared = {name: float(np.median([of[name] for of in found.values()])) for name in kind.start}
-    found = {gpu: shared | {name: of[name] for name in kind.own} for gpu, of in found.items()}
+    by_gpu = {gpu: _constants(kind, gpu, rows, kind.start) for gpu, rows in tables.items()}
+    if not kind.own_constants:
+        return by_gpu
+    shared = {name: float(np.median([values[name] for values in by_gpu.values()])) for name in kind.start}
+    by_gpu = {gpu: shared | {name: values[name] for name in kind.own_constants} for gpu, values in by_gpu.items()}
     for _ in range(4):
-        logs = common(kind, tables, residuals_of(kind, tables, found), list(tables))
-        found = {gpu: _constants(kind, gpu, rows, found[gpu], logs, kind.own) for gpu, rows in tables.items()}
-    return found
+        logs = common(kind, tables, residuals_of(kind, tables, by_gpu), list(tables))
+        by_gpu = {
+            gpu: _constants(kind, gpu, rows, by_gpu[gpu], logs, kind.own_constants) for gpu, rows in tables.items()
+        }
+    return by_gpu
 
 
 def _constants(
@@ -77,7 +79,7 @@ def _constants(
 ) -> dict[str, float]:
     places = np.ones(len(rows)) if logs is None else np.exp(fit.read(kind.places(rows), kind.axes, logs))
     known = np.column_stack([rows[:, :-1], rows[:, -1] / places])
-    return fit.constants(lambda of, some: kind.formula(of, chip(gpu), some), start, known, free=free)
+    return fit.constants(lambda values, chosen: kind.formula(values, chip(gpu), chosen), start, known, free=free)
 
 
 def residuals_of(
@@ -93,29 +95,37 @@ def common(
     """The curve of other devices together; those of the generation of `gpu` weigh most."""
     places = np.concatenate([kind.places(tables[other]) for other in others])
     weights = [OTHERS if gpu and GENERATION[other] != GENERATION[gpu] else 1.0 for other in others]
-    counts = np.concatenate([np.full(len(tables[one]), weight) for one, weight in zip(others, weights, strict=True)])
+    counts = np.concatenate(
+        [np.full(len(tables[gpu_name]), weight) for gpu_name, weight in zip(others, weights, strict=True)]
+    )
     every = np.concatenate([residuals[other] for other in others])
     return fit.curve(places, every, kind.axes, kind.smooth, counts, None, kind.coupling)
 
 
-def predicted(kind: Kind, of: Fitted, gpu: str, rows: Array, source: str = "") -> Array:
+def predicted(kind: Kind, constants_by_gpu: Fitted, gpu: str, rows: Array, source: str = "") -> Array:
     """Microseconds on `gpu` by a fit of `source` (empty: its own)."""
-    figures = adapted(of.figures, chip(source).clock_ghz / chip(gpu).clock_ghz) if source else of.figures
-    return kind.formula(figures, chip(gpu), rows) * np.exp(fit.read(kind.places(rows), kind.axes, of.logs))
+    figures = (
+        adapted(constants_by_gpu.figures, chip(source).clock_ghz / chip(gpu).clock_ghz)
+        if source
+        else constants_by_gpu.figures
+    )
+    return kind.formula(figures, chip(gpu), rows) * np.exp(
+        fit.read(kind.places(rows), kind.axes, constants_by_gpu.logs)
+    )
 
 
 def errors(times: Array, rows: Array) -> dict[str, float]:
     """Absolute relative errors."""
-    found = np.abs(times / rows[:, -1] - 1)
+    relative = np.abs(times / rows[:, -1] - 1)
     keys = {"median": 0.5, "p90": 0.9, "p95": 0.95}
-    return {"rows": len(rows)} | {name: float(np.quantile(found, share)) for name, share in keys.items()}
+    return {"rows": len(rows)} | {name: float(np.quantile(relative, share)) for name, share in keys.items()}
 
 
 def parts(kind: Kind, gpu: str, rows: Array) -> Array:
     """Which of four parts a row is in. Where devices share constants and curve, each loses other combinations at a
     time, as in the sealed rows."""
     key = rows[:, list(kind.split)]
-    if not kind.own:
+    if not kind.own_constants:
         return fit.fold(key)
     _, index = np.unique(key, axis=0, return_inverse=True)
     return (index.reshape(-1) + list(DEVICES).index(gpu)) % 4
@@ -127,30 +137,30 @@ def held_out(kind: Kind, tables: Mapping[str, Array]) -> dict[str, dict[str, flo
     where = {gpu: parts(kind, gpu, rows) for gpu, rows in tables.items()}
     times: dict[str, list[Array]] = {gpu: [] for gpu in tables}
     unseen: dict[str, list[Array]] = {gpu: [] for gpu in tables}
-    for part in range(4 if kind.own else 1):
+    for part in range(4 if kind.own_constants else 1):
         fits = fitted(kind, {gpu: rows[where[gpu] != part] for gpu, rows in tables.items()})
         for gpu, rows in tables.items():
             unseen[gpu].append(rows[where[gpu] == part])
             times[gpu].append(predicted(kind, fits[gpu], gpu, unseen[gpu][-1]))
     joined = {gpu: (np.concatenate(times[gpu]), np.concatenate(unseen[gpu])) for gpu in tables}
-    found = {gpu: errors(*both) for gpu, both in joined.items()}
+    by_gpu = {gpu: errors(*both) for gpu, both in joined.items()}
     every = [np.concatenate(side) for side in zip(*joined.values(), strict=True)]
-    return found | {"all": errors(*every)}
+    return by_gpu | {"all": errors(*every)}
 
 
 def left_out(kind: Kind, tables: Mapping[str, Array]) -> dict[str, dict[str, float]]:
     """By device, and of all together: served by its stand-in, fitted without a row of this device."""
     times = {}
-    alone = None if kind.own else constants(kind, tables)
+    alone = None if kind.own_constants else constants(kind, tables)
     for gpu, rows in tables.items():
         candidates = (STAND_INS[gpu], "H200-SXM", "H100-SXM-80", "GB200")
-        source = next(one for one in candidates if one in tables and one != gpu)
+        source = next(candidate for candidate in candidates if candidate in tables and candidate != gpu)
         others = {other: table for other, table in tables.items() if other != gpu}
         fits = fitted(kind, others, alone, source)
         times[gpu] = predicted(kind, fits[source], gpu, rows, source)
-    found = {gpu: errors(times[gpu], rows) for gpu, rows in tables.items()}
+    by_gpu = {gpu: errors(times[gpu], rows) for gpu, rows in tables.items()}
     every = np.concatenate(list(times.values())), np.concatenate(list(tables.values()))
-    return found | {"all": errors(*every)}
+    return by_gpu | {"all": errors(*every)}
 
 
 def written(fits: Mapping[str, Mapping[str, Fitted]], software: Mapping[str, Mapping[str, str]]) -> None:
@@ -159,31 +169,31 @@ def written(fits: Mapping[str, Mapping[str, Fitted]], software: Mapping[str, Map
     for gpu, preset in DEVICES.items():
         name = presets.device(preset).name
         path = DATA / f"{name}.json"
-        kept = json.loads(path.read_text(encoding="utf-8"))["operations"] if path.is_file() else {}
+        operations = json.loads(path.read_text(encoding="utf-8"))["operations"] if path.is_file() else {}
         for kind in KINDS:
             if gpu in fits.get(kind.name, {}):
-                kept[kind.name] = _kept(kind, fits[kind.name][gpu], software[kind.name][gpu])
-        parts = ",\n".join(_text(kind.name, kept[kind.name]) for kind in KINDS if kind.name in kept)
+                operations[kind.name] = _kept(kind, fits[kind.name][gpu], software[kind.name][gpu])
+        parts = ",\n".join(_text(kind.name, operations[kind.name]) for kind in KINDS if kind.name in operations)
         head = f'{{\n"device": "{name}",\n"source": "{SOURCE}",\n"operations": {{\n'
         path.write_text(head + parts + "\n}\n}\n", encoding="utf-8")
 
 
-def _kept(kind: Kind, of: Fitted, software: str) -> dict[str, Any]:
-    lines = np.rint(1000 * of.logs).astype(int).reshape(-1, len(kind.axes[-1])).tolist()
-    figures = {name: float(f"{value:.4g}") for name, value in of.figures.items()}
+def _kept(kind: Kind, constants_by_gpu: Fitted, software: str) -> dict[str, Any]:
+    lines = np.rint(1000 * constants_by_gpu.logs).astype(int).reshape(-1, len(kind.axes[-1])).tolist()
+    figures = {name: float(f"{value:.4g}") for name, value in constants_by_gpu.figures.items()}
     return {"software": software, "figures": figures, "axes": [list(axis) for axis in kind.axes], "per_mille": lines}
 
 
-def _text(name: str, kept: Mapping[str, Any]) -> str:
+def _text(name: str, operation: Mapping[str, Any]) -> str:
     """JSON with a line for each row of the curve."""
-    *fields, rows = ((key, json.dumps(kept[key], separators=(",", ":"))) for key in kept)
+    *fields, rows = ((key, json.dumps(operation[key], separators=(",", ":"))) for key in operation)
     lines = [f'"{key}": {text}' for key, text in fields]
     return f'"{name}": {{\n' + ",\n".join([*lines, f'"{rows[0]}": ' + rows[1].replace("],[", "],\n[")]) + "\n}"
 
 
 def table(scores: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]]) -> list[str]:
     """A line for each operation and device."""
-    found = [
+    lines = [
         "| operation | device | held out: rows | median | 90 % | 95 % | device left out: median | 95 % |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
@@ -192,8 +202,8 @@ def table(scores: Mapping[str, Mapping[str, Mapping[str, Mapping[str, float]]]])
             left = both["left_out"].get(gpu)
             cells = [f"{100 * held[key]:.1f}" for key in ("median", "p90", "p95")]
             cells += [f"{100 * left[key]:.1f}" for key in ("median", "p95")] if left else ["", ""]
-            found.append(f"| {name} | {gpu} | {int(held['rows'])} | " + " | ".join(cells) + " |")
-    return found
+            lines.append(f"| {name} | {gpu} | {int(held['rows'])} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> int:
@@ -204,15 +214,15 @@ def main() -> int:
     for name in ("write", "page", "json"):
         parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
-    place = folder(options.folder)
-    if place is None or not (place / KINDS[0].file).is_file():
+    tables_folder = folder(options.folder)
+    if tables_folder is None or not (tables_folder / KINDS[0].file).is_file():
         print(HOW, file=sys.stderr)
         return 2
     kinds = [kind for kind in KINDS if options.only in kind.name]
-    tables = {kind.name: rows_of(kind, place) for kind in kinds}
+    tables = {kind.name: rows_of(kind, tables_folder) for kind in kinds}
     if options.write:
         fits = {kind.name: fitted(kind, tables[kind.name]) for kind in kinds}
-        written(fits, {kind.name: software_of(kind, place) for kind in kinds})
+        written(fits, {kind.name: software_of(kind, tables_folder) for kind in kinds})
     scores = {
         kind.name.replace(".", "-"): {
             "held_out": held_out(kind, tables[kind.name]),

@@ -55,7 +55,7 @@ def make(folder: Path, size_bytes: int) -> int:
     text = "\n".join(document.text for document in Source(Data(path="stdlib")).documents()).encode()
     written = number = 0
     while written < size_bytes:
-        copies = [b"# copy %d\n%b" % (number + place, text) for place in range(max(1, FILE_BYTES // len(text)))]
+        copies = [b"# copy %d\n%b" % (number + offset, text) for offset in range(max(1, FILE_BYTES // len(text)))]
         content = b"".join(copies)[: size_bytes - written].rsplit(b"\n", 1)[0] + b"\n"
         (folder / f"{number:06}.txt").write_bytes(content)
         written += len(content)
@@ -105,8 +105,8 @@ def watch(command: Sequence[str], cache: Path, phase: Callable[[], str]) -> Watc
 
 def measure(size_bytes: int, steps: int, batches: int) -> dict[str, object]:
     """Seconds of each part, and the most memory held in it."""
-    with tempfile.TemporaryDirectory() as place:
-        folder, cache, run = Path(place, "text"), Path(place, "cache"), Path(place, "run")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, cache, run = Path(temporary, "text"), Path(temporary, "cache"), Path(temporary, "run")
         folder.mkdir()
         written = make(folder, size_bytes)
         settings = (f"data.path={folder}", f"run={run}", f"recipe.steps={steps}", *RECIPE)

@@ -83,7 +83,7 @@ class Ending:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *given: None
+        return lambda *arguments: None
 
 
 def train(plan: Plan, until: int) -> str:
@@ -132,7 +132,7 @@ class Setting:
 
     data: Data
     recipe: Recipe
-    place: Path
+    folder: Path
     """For the run folders."""
 
     def plan(self, kind: str, name: str) -> Plan:
@@ -141,7 +141,7 @@ class Setting:
 
     def run(self, name: str) -> Path:
         """Its folder."""
-        return self.place / name.replace(" ", "-").replace(":", "").replace(",", "")
+        return self.folder / name.replace(" ", "-").replace(":", "").replace(",", "")
 
 
 def one_device(setting: Setting, kinds: Iterable[str]) -> dict[str, list[float]]:
@@ -153,12 +153,12 @@ def one_device(setting: Setting, kinds: Iterable[str]) -> dict[str, list[float]]
 
 def laid_out(setting: Setting, right: Mapping[str, list[float]], names: Iterable[str]) -> dict[str, Any]:
     """Each layout beside one device."""
-    found = {}
+    reports = {}
     for name in names:
         kind, layout = LAYOUTS[name]
         trained(setting.plan(kind, name), layout, setting.recipe.steps)
-        found[name] = report(setting, right, kind, name) | {"ranks": Layout(**layout).world}
-    return found
+        reports[name] = report(setting, right, kind, name) | {"ranks": Layout(**layout).world}
+    return reports
 
 
 def journey(setting: Setting, right: Mapping[str, list[float]], kind: str) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def journey(setting: Setting, right: Mapping[str, list[float]], kind: str) -> di
     ends = [setting.recipe.steps * (index + 1) // len(legs) for index in range(len(legs))]
     for (_, layout), until in zip(legs, ends, strict=True):
         trained(setting.plan(kind, name), layout, until)
-    found = report(setting, right, kind, name)
-    return found | {"legs": [{"layout": leg[0], "until": until} for leg, until in zip(legs, ends, strict=True)]}
+    outcome = report(setting, right, kind, name)
+    return outcome | {"legs": [{"layout": leg[0], "until": until} for leg, until in zip(legs, ends, strict=True)]}
 
 
 def report(setting: Setting, right: Mapping[str, list[float]], kind: str, name: str) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def measure(
     layouts = laid_out(setting, right, names)
     resumed = {kind: journey(setting, right, kind) for kind in kinds}
 
-    def largest(of: Mapping[str, Any], what: str) -> float:
-        return max(float(row[f"largest_{what}_difference"]) for row in of.values())
+    def largest(reports: Mapping[str, Any], what: str) -> float:
+        return max(float(row[f"largest_{what}_difference"]) for row in reports.values())
 
     return {
         "text": setting.data.path,
@@ -219,8 +219,8 @@ def main() -> None:
     options = parser.parse_args()
     data = Data(path=options.text, limit_bytes=2_000_000)
     recipe = replace(RECIPE, steps=options.steps, warmup_steps=options.steps // 10)
-    with tempfile.TemporaryDirectory() as place:
-        result = measure(Setting(data=data, recipe=recipe, place=Path(place)))
+    with tempfile.TemporaryDirectory() as folder:
+        result = measure(Setting(data=data, recipe=recipe, folder=Path(folder)))
     if options.picture:
         draw(result, options.picture)
     if options.json:

@@ -42,11 +42,11 @@ It holds {", ".join(TABLES)} and {CLAIMS}, with the columns that docs/accuracy.m
 the rows, from which they can be made again, are listed there."""
 
 
-def folder(given: str | None) -> Path | None:
+def folder(path: str | None) -> Path | None:
     """Where the tables lie; None where they do not."""
-    places = (given,) if given else (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
-    found = (Path(place) for place in places if place)
-    return next((place for place in found if (place / TABLES[0]).is_file()), None)
+    places = (path,) if path else (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
+    candidates = (Path(candidate) for candidate in places if candidate)
+    return next((candidate for candidate in candidates if (candidate / TABLES[0]).is_file()), None)
 
 
 Verdicts = Sequence[Judged | Unreadable]
@@ -54,41 +54,43 @@ Verdicts = Sequence[Judged | Unreadable]
 
 def lines_of(zero: Verdicts, calibrated: Verdicts, calibration: fit.Calibration) -> list[dict[str, object]]:
     """A line for each family of sources."""
-    found = []
-    for name, own in _grouped(zero).items():
+    lines = []
+    for name, verdicts in _grouped(zero).items():
         after = _grouped(calibrated)[name]
-        known = [one for one in own if isinstance(one, Judged)]
-        clusters = sorted({source_families.cluster_of(one.row) for one in known if one.row.step_s})
+        known = [verdict for verdict in verdicts if isinstance(verdict, Judged)]
+        clusters = sorted({source_families.cluster_of(verdict.row) for verdict in known if verdict.row.step_s})
         fitted = [calibration.clusters[cluster] for cluster in clusters if cluster in calibration.clusters]
-        score = accuracy.score(own)
-        times = [abs(one.step_error) for one in known if one.step_error is not None]
-        memory = [abs(one.memory_error) for one in known if one.memory_error is not None]
-        unseen = [one for one in after if isinstance(one, Judged) and one.step_error is not None]
+        score = accuracy.score(verdicts)
+        times = [abs(verdict.step_error) for verdict in known if verdict.step_error is not None]
+        memory = [abs(verdict.memory_error) for verdict in known if verdict.memory_error is not None]
+        unseen = [verdict for verdict in after if isinstance(verdict, Judged) and verdict.step_error is not None]
         held = {id(row) for row in _held(known, clusters, calibration)}
-        found.append(
+        lines.append(
             {
                 "family": name,
-                "rows": len(own),
+                "rows": len(verdicts),
                 "timed": len(times),
                 "time": _spread(times),
-                "fitted": sum(len(one.rows) for one in fitted),
-                "calibrated": _spread([abs(one.step_error or 0) for one in unseen]) if fitted else None,
+                "fitted": sum(len(verdict.rows) for verdict in fitted),
+                "calibrated": _spread([abs(verdict.step_error or 0) for verdict in unseen]) if fitted else None,
                 "held": len(held),
-                "held_zero": _spread([abs(one.step_error or 0) for one in known if id(one.row) in held]),
-                "held_calibrated": _spread([abs(one.step_error or 0) for one in unseen if id(one.row) in held]),
+                "held_zero": _spread([abs(verdict.step_error or 0) for verdict in known if id(verdict.row) in held]),
+                "held_calibrated": _spread(
+                    [abs(verdict.step_error or 0) for verdict in unseen if id(verdict.row) in held]
+                ),
                 "peaks": len(memory),
                 "memory": _spread(memory),
                 "memory_p95": score.memory_p95,
                 "oom_accuracy": score.oom_accuracy,
                 "false_fits": score.false_fits,
-                "grids": len(choices([one for one in known if one.row.step_s])),
+                "grids": len(choices([verdict for verdict in known if verdict.row.step_s])),
                 "rank_correlation": score.rank_correlation,
                 "regret": score.regret,
                 "rank_calibrated": accuracy.score(after).rank_correlation if fitted else None,
                 "regret_calibrated": accuracy.score(after).regret if fitted else None,
             }
         )
-    return found
+    return lines
 
 
 PLAIN = (
@@ -98,31 +100,35 @@ PLAIN = (
 
 def figures_of(lines: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
     """`vtrain-single-node` -> its mean errors and scores, for claims; what was not scored is left out."""
-    found = {}
+    figures = {}
     for line in lines:
         means = {name: line[name][0] for name in ("time", "calibrated", "memory") if isinstance(line[name], tuple)}  # type: ignore[index]
         known = {**means, **{name: line[name] for name in PLAIN}}
         slug = str(line["family"]).lower().replace(" ", "-").replace(".", "-")
-        found[slug] = {name: value for name, value in known.items() if isinstance(value, float)}
-    return found
+        figures[slug] = {name: value for name, value in known.items() if isinstance(value, float)}
+    return figures
 
 
 def _grouped(judged: Verdicts) -> dict[str, list[Judged | Unreadable]]:
-    found: dict[str, list[Judged | Unreadable]] = {}
-    for one in judged:
-        source = one.row.source if isinstance(one, Judged) else one.source
-        found.setdefault(source_families.family_of(source), []).append(one)
-    return found
+    groups: dict[str, list[Judged | Unreadable]] = {}
+    for verdict in judged:
+        source = verdict.row.source if isinstance(verdict, Judged) else verdict.source
+        groups.setdefault(source_families.family_of(source), []).append(verdict)
+    return groups
 
 
 def _held(known: Sequence[Judged], clusters: Sequence[str], calibration: fit.Calibration) -> list[PublishedRow]:
     """Rows of models and GPU counts that were held out whole."""
-    found: list[PublishedRow] = []
+    held_rows: list[PublishedRow] = []
     for cluster in clusters:
         if cluster in calibration.clusters:
-            rows = [one.row for one in known if one.row.step_s and source_families.cluster_of(one.row) == cluster]
-            found += holdout.held_out(rows)
-    return found
+            rows = [
+                verdict.row
+                for verdict in known
+                if verdict.row.step_s and source_families.cluster_of(verdict.row) == cluster
+            ]
+            held_rows += holdout.held_out(rows)
+    return held_rows
 
 
 def _spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
@@ -142,7 +148,7 @@ def _three(values: object) -> str:
 
 def step_table(lines: Sequence[dict[str, object]]) -> list[str]:
     """Step time: mean / median / 90 % of the absolute relative errors, in percent."""
-    found = [
+    table = [
         "| source | rows timed | zero-shot | fitted to | calibrated, rows not seen | held out | zero-shot there "
         "| calibrated there |",
         "|---|---:|---|---:|---|---:|---|---|",
@@ -153,13 +159,13 @@ def step_table(lines: Sequence[dict[str, object]]) -> list[str]:
                 line["family"], line["timed"], _three(line["time"]), line["fitted"] or "", _three(line["calibrated"]),
                 line["held"] or "", _three(line["held_zero"]), _three(line["held_calibrated"]),
             )  # fmt: skip
-            found.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return found
+            table.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return table
 
 
 def memory_table(lines: Sequence[dict[str, object]]) -> list[str]:
     """Peak memory, and out of memory or not."""
-    found = [
+    table = [
         "| source | peaks | error, mean / median / 90 % | 95 % | out of memory or not, right "
         "| did not fit, said to fit |",
         "|---|---:|---|---:|---:|---:|",
@@ -170,13 +176,13 @@ def memory_table(lines: Sequence[dict[str, object]]) -> list[str]:
                 line["family"], line["peaks"] or "", _three(line["memory"]), percent(line["memory_p95"]),  # type: ignore[arg-type]
                 percent(line["oom_accuracy"]), percent(line["false_fits"]),  # type: ignore[arg-type]
             )  # fmt: skip
-            found.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return found
+            table.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return table
 
 
 def choice_table(lines: Sequence[dict[str, object]]) -> list[str]:
     """Rank correlation and regret."""
-    found = [
+    table = [
         "| source | grids | rank correlation | regret, % | rank, calibrated | regret, calibrated, % |",
         "|---|---:|---:|---:|---:|---:|",
     ]
@@ -188,13 +194,13 @@ def choice_table(lines: Sequence[dict[str, object]]) -> list[str]:
             ]
             regrets = [percent(line[key]) for key in ("regret", "regret_calibrated")]  # type: ignore[arg-type]
             cells = (line["family"], line["grids"], ranks[0], regrets[0], ranks[1], regrets[1])
-            found.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return found
+            table.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return table
 
 
 def ranges_table(verdicts: Verdicts) -> list[str]:
     """Rows within the printed ranges, each row's range made without its model."""
-    found = [
+    lines = [
         f"| software, kind of model | rows timed | within the {100 * LEVEL:.0f} % range | typical range, high over low "
         "| peaks | within | high over low |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -202,10 +208,12 @@ def ranges_table(verdicts: Verdicts) -> list[str]:
     time_, memory = (error_table.coverage(verdicts, what) for what in ("time", "memory"))
     for name in [*filter(None, time_), ""]:
         cells = [name or "all"]
-        for one in (time_.get(name), memory.get(name)):
-            cells += [str(one.rows), percent(one.share), f"{one.width:.2f}"] if one else ["", "", ""]
-        found.append("| " + " | ".join(cells) + " |")
-    return found
+        for coverage in (time_.get(name), memory.get(name)):
+            cells += (
+                [str(coverage.rows), percent(coverage.share), f"{coverage.width:.2f}"] if coverage else ["", "", ""]
+            )
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def write_ranges(verdicts: Verdicts, today: str) -> None:
@@ -217,18 +225,18 @@ def write_ranges(verdicts: Verdicts, today: str) -> None:
     }
     RANGES.parent.mkdir(exist_ok=True)
     text = json.dumps(document, indent=1)
-    text = re.sub(r"\[[^\]]*\]", lambda found: " ".join(found[0].split()), text)
+    text = re.sub(r"\[[^\]]*\]", lambda match: " ".join(match[0].split()), text)
     RANGES.write_text(text + "\n", encoding="utf-8")
 
 
 def unscored_table(judged: Verdicts) -> list[str]:
     """What could not be scored, and why."""
     reasons: Counter[tuple[str, str]] = Counter()
-    for one in judged:
-        if isinstance(one, Unreadable):
-            reasons[source_families.family_of(one.source), _plain(one.reason)] += 1
-    found = ["| source | rows | why |", "|---|---:|---|"]
-    return found + [f"| {name} | {count} | {reason} |" for (name, reason), count in sorted(reasons.items())]
+    for verdict in judged:
+        if isinstance(verdict, Unreadable):
+            reasons[source_families.family_of(verdict.source), _plain(verdict.reason)] += 1
+    lines = ["| source | rows | why |", "|---|---:|---|"]
+    return lines + [f"| {name} | {count} | {reason} |" for (name, reason), count in sorted(reasons.items())]
 
 
 def _plain(reason: str) -> str:
@@ -245,22 +253,22 @@ def convention_table(rows: Sequence[PublishedRow | Unreadable]) -> list[str]:
         if isinstance(row, PublishedRow) and (convention := convention_of(row.columns)) and not row.derived:
             for figure in figures(row.columns):
                 counts.setdefault((convention.name, convention.formula, figure.kind), []).append(figure.agrees)
-    found = ["| source | FLOP of a token | figure | rows | made again within 0.5 % |", "|---|---|---|---:|---:|"]
+    lines = ["| source | FLOP of a token | figure | rows | made again within 0.5 % |", "|---|---|---|---:|---:|"]
     for (name, formula, kind), agree in counts.items():
-        found.append(f"| {name} | {formula} | {kind.upper()} | {len(agree)} | {sum(agree)} |")
-    return found
+        lines.append(f"| {name} | {formula} | {kind.upper()} | {len(agree)} | {sum(agree)} |")
+    return lines
 
 
 def claims_table(path: Path) -> list[str]:
     """What others say of themselves."""
     if not path.is_file():
         return []
-    found = ["| tool | says | of what | measures on a GPU first | source |", "|---|---|---|---|---|"]
+    lines = ["| tool | says | of what | measures on a GPU first | source |", "|---|---|---|---|---|"]
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             cells = [row[key] for key in ("tool", "claimed_error", "metric_and_scope", "needs_gpu_profile", "source")]
-            found.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
-    return found
+            lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    return lines
 
 
 def written(page: str, tables: dict[str, list[str]]) -> str:
@@ -282,12 +290,12 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    place = folder(options.folder)
-    if place is None:
+    tables_folder = folder(options.folder)
+    if tables_folder is None:
         print(HOW, file=sys.stderr)
         return 2
     today, python = time.strftime("%Y-%m-%d", time.gmtime()), sys.version.split()[0]
-    files = [*(place / name for name in TABLES if (place / name).is_file()), OWN]
+    files = [*(tables_folder / name for name in TABLES if (tables_folder / name).is_file()), OWN]
     rows = [row for file in files for row in read(file)]
     if options.fit or not options.calibration.is_file():
         holdout.calibrate([row for row in rows if isinstance(row, PublishedRow)], today).save(options.calibration)
@@ -297,12 +305,12 @@ def main() -> int:
     if options.json:
         clusters = asdict(calibration)["clusters"]
         covered = {what: error_table.coverage(zero, what) for what in ("time", "memory")}
-        within = {what: one[""].share for what, one in covered.items()}
+        within = {what: verdict[""].share for what, verdict in covered.items()}
         within["unscored"] = covered["time"][error_table.LEFT_OUT].share
         figures = {"by": figures_of(lines), "within": within, "clusters": clusters}
         print(json.dumps({"rows": len(rows), "lines": lines, **figures}, indent=1))
         return 0
-    scored = sum(isinstance(one, Judged) for one in zero)
+    scored = sum(isinstance(verdict, Judged) for verdict in zero)
     tables = {
         "stamp": [
             f"Scored on {today} with Python {python}: {len(rows)} rows, {scored} of them scored; "
@@ -314,7 +322,7 @@ def main() -> int:
         "choice": choice_table(lines),
         "conventions": convention_table(rows),
         "unscored": unscored_table(zero),
-        "claims": claims_table(place / CLAIMS),
+        "claims": claims_table(tables_folder / CLAIMS),
     }
     for name, table in tables.items():
         print(f"{name}\n\n" + "\n".join(table) + "\n")

@@ -53,17 +53,17 @@ def main() -> None:
     parser.add_argument("--today", action="store_true", help="plan them as the engine of today runs them")
     parser.add_argument("--only", default="", help="numbers of rows, from 0")
     parser.add_argument("--plan", action="store_true", help="the planner alone, in a second")
-    given = parser.parse_args()
-    wanted = {int(word) for word in given.only.split(",") if word}
+    options = parser.parse_args()
+    wanted = {int(word) for word in options.only.split(",") if word}
     planned_errors, dry_errors = [], []
-    for number, step in enumerate(read(given.table)):
+    for number, step in enumerate(read(options.table)):
         if wanted and number not in wanted:
             continue
-        plan = as_run(step, today=given.today)
-        planned = planned_bytes(plan, today=given.today)
+        plan = as_run(step, today=options.today)
+        planned = planned_bytes(plan, today=options.today)
         planned_errors.append(planned / step.peak_bytes - 1)
         beside = ""
-        if not given.plan and (given.today or runs_today(step)):
+        if not options.plan and (options.today or runs_today(step)):
             dry = dry_run(plan, device="cuda").peak_bytes
             dry_errors.append(dry / step.peak_bytes - 1)
             beside = f"  dry run {gib(dry)} {dry_errors[-1]:+6.1%}"

@@ -62,8 +62,8 @@ class MeasuredStep:
         speeds = engine_speeds(self.plan.cluster.device, attention_of(stack, self.plan))
         speeds = replace(speeds, **{name: getattr(speeds, name) * factor for name, factor in (changes or {}).items()})
         speeds = speeds.in_tf32() if self.plan.recipe.tf32 else speeds
-        of = build_estimator(self.plan, on_gpu(stack), speeds, document_tokens=self.document_tokens)
-        return of.time(self.plan.layout).total_s
+        estimator = build_estimator(self.plan, on_gpu(stack), speeds, document_tokens=self.document_tokens)
+        return estimator.time(self.plan.layout).total_s
 
 
 def read(path: Path = TABLE, cluster: str = "h200x1") -> list[MeasuredStep]:
@@ -114,12 +114,12 @@ def left_out(steps: Sequence[MeasuredStep]) -> list[float]:
         [np.array([_log_error(step, {name: exp(NUDGE)}) for step in steps]) - begin for name in names], axis=1
     )
     slopes /= NUDGE
-    found = []
-    for place, step in enumerate(steps):
-        others = [row for row in range(len(steps)) if row != place]
+    errors = []
+    for index, step in enumerate(steps):
+        others = [row for row in range(len(steps)) if row != index]
         at = _least_squares(begin[others], slopes[others])
-        found.append(exp(_log_error(step, {name: exp(x) for name, x in zip(names, at, strict=True)})) - 1)
-    return found
+        errors.append(exp(_log_error(step, {name: exp(x) for name, x in zip(names, at, strict=True)})) - 1)
+    return errors
 
 
 def _log_error(step: MeasuredStep, changes: dict[str, float] | None = None) -> float:
@@ -130,8 +130,8 @@ def _least_squares(errors: NDArray[np.float64], slopes: NDArray[np.float64]) -> 
     spread = np.array(list(PRIORS.values()))
     rows = np.vstack([slopes / NOISE, np.diag(1 / spread)])
     wanted = np.concatenate([-errors / NOISE, np.zeros(len(spread))])
-    found: NDArray[np.float64] = np.linalg.lstsq(rows, wanted, rcond=None)[0]
-    return found
+    solution: NDArray[np.float64] = np.linalg.lstsq(rows, wanted, rcond=None)[0]
+    return solution
 
 
 def main() -> None:
@@ -140,16 +140,16 @@ def main() -> None:
     parser.add_argument("table", nargs="?", type=Path, default=TABLE)
     parser.add_argument("--today", action="store_true", help="plan them as the engine of today runs them")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    steps = read(given.table)
-    errors = [step.planned_s(today=given.today) / step.step_s - 1 for step in steps]
-    unseen = [] if given.today or len(steps) < 2 else left_out(steps)
+    options = parser.parse_args()
+    steps = read(options.table)
+    errors = [step.planned_s(today=options.today) / step.step_s - 1 for step in steps]
+    unseen = [] if options.today or len(steps) < 2 else left_out(steps)
     rows = [
         {"row": step.words, "measured_ms": step.step_s * 1e3, "planned_ms": (1 + error) * step.step_s * 1e3,
-         "error": error, **({"left_out": unseen[place]} if unseen else {})}
-        for place, (step, error) in enumerate(zip(steps, errors, strict=True))
+         "error": error, **({"left_out": unseen[index]} if unseen else {})}
+        for index, (step, error) in enumerate(zip(steps, errors, strict=True))
     ]  # fmt: skip
-    if given.json:
+    if options.json:
         print(json.dumps(rows, indent=1))
         return
     for row in rows:
@@ -158,9 +158,11 @@ def main() -> None:
             f"{row['measured_ms']:8.1f} ms, planned {row['planned_ms']:8.1f}, {row['error']:+6.1%}{beside}"
             f"  {row['row']}"
         )
-    for name, some in (("planned", errors), ("left out", unseen)):
-        if some:
-            print(f"{name}: {mean(map(abs, some)):.1%} in the mean, {max(map(abs, some)):.1%} at most")
+    for name, errors_of_kind in (("planned", errors), ("left out", unseen)):
+        if errors_of_kind:
+            print(
+                f"{name}: {mean(map(abs, errors_of_kind)):.1%} in the mean, {max(map(abs, errors_of_kind)):.1%} at most"
+            )
 
 
 if __name__ == "__main__":

@@ -27,11 +27,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def measured(steps: int) -> dict[str, Any]:
     """All curves, and how far each of Muon's ends from AdamW's: `largest_off` is the worst for Muon."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: curve(Path(folder), name, steps, changes) for name, changes in VARIANTS.items()}
-    for name, one in found.items():
-        one["off"] = one["last"] - found[f"{name.split(',')[0]}, adamw"]["last"]
-    worst = max(one["off"] for name, one in found.items() if "muon" in name)
-    return {"steps": steps, "largest_off": worst, "curves": found}
+        curves = {name: curve(Path(folder), name, steps, changes) for name, changes in VARIANTS.items()}
+    for name, variant in curves.items():
+        variant["off"] = variant["last"] - curves[f"{name.split(',')[0]}, adamw"]["last"]
+    worst = max(variant["off"] for name, variant in curves.items() if "muon" in name)
+    return {"steps": steps, "largest_off": worst, "curves": curves}
 
 
 def main() -> None:
@@ -39,12 +39,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args()
-    found = measured(given.steps)
-    if given.json:
-        print(json.dumps(found))
+    options = parser.parse_args()
+    figures = measured(options.steps)
+    if options.json:
+        print(json.dumps(figures))
     else:
-        show(found)
+        show(figures)
 
 
 if __name__ == "__main__":

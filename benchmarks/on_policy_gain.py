@@ -54,10 +54,10 @@ def train(folder: Path, name: str, shape: dict[str, Any], steps: int, seed: int,
     """The run of a student, or of its teacher."""
     teacher, model = more.pop("teacher", None), more.pop("model", {**SHAPE, **shape})
     recipe = {**RECIPE, "steps": steps, "seed": seed, "warmup_steps": min(20, steps // 2), **more}
-    given: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
+    teachers: dict[str, Any] = {} if teacher is None else {"teacher": teacher}
     (mw.train if teacher is None else mw.distill)(
         "layout.compile=off", "layout.zero=0", model=model, data=DATA, run=str(folder / name),
-        recipe=recipe, dry_run=False, watchers=(), **given,
+        recipe=recipe, dry_run=False, watchers=(), **teachers,
     )  # fmt: skip
     return folder / name
 
@@ -69,8 +69,8 @@ def other_rows(run: Path) -> Tensor:
     rows = numbered_rows(plan.data, plan.recipe, corpus, corpus.train, shuffle=False)
     first = 2 * DATA["limit_bytes"] // plan.recipe.sequence
     step = (len(rows) - first) // ROWS
-    found = [rows.take(first + number * step, 1).tokens for number in range(ROWS)]
-    return torch.from_numpy(np.concatenate(found)).long()
+    taken = [rows.take(first + number * step, 1).tokens for number in range(ROWS)]
+    return torch.from_numpy(np.concatenate(taken)).long()
 
 
 @torch.no_grad()
@@ -99,8 +99,8 @@ def scored(run: Path, teacher: Transformer, rows: Tensor) -> dict[str, float]:
 
 def measure(teacher_steps: int, begins: int, steps: int, seeds: int) -> dict[str, Any]:
     """The document: each student, and what is left of the divergence in a student's own words, of the worst seed."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         taught = train(folder, "teacher", TEACHER, teacher_steps, 0)
         teacher, rows = mw.load(taught).model, other_rows(taught)
         each = []
@@ -115,16 +115,19 @@ def measure(teacher_steps: int, begins: int, steps: int, seeds: int) -> dict[str
                 for name, share in ways.items()
             }  # fmt: skip
             each.append({name: scored(run, teacher, rows) for name, run in runs.items()})
-    ratio = max(one["on-policy"]["own"] / one["offline"]["own"] for one in each)
+    ratio = max(by_way["on-policy"]["own"] / by_way["offline"]["own"] for by_way in each)
     return {"students": each, "own_ratio": ratio}
 
 
-def text(found: dict[str, Any]) -> str:
+def text(figures: dict[str, Any]) -> str:
     """A table."""
     lines = [f"{'seed':<6}{'student':<12}{'KL in its own words':>22}{'KL on the text':>18}"]
-    for seed, ways in enumerate(found["students"], start=1):
-        lines += [f"{seed:<6}{way:<12}{one['own']:>22.4f}{one['text']:>18.4f}" for way, one in ways.items()]
-    return "\n".join([*lines, f"on-policy over offline, own words, worst seed: {found['own_ratio']:.3f}"])
+    for seed, ways in enumerate(figures["students"], start=1):
+        lines += [
+            f"{seed:<6}{way:<12}{divergences['own']:>22.4f}{divergences['text']:>18.4f}"
+            for way, divergences in ways.items()
+        ]
+    return "\n".join([*lines, f"on-policy over offline, own words, worst seed: {figures['own_ratio']:.3f}"])
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -135,10 +138,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--begins", type=int, default=150)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
-    found = measure(given.teacher_steps, given.begins, given.steps, given.seeds)
-    print(json.dumps(found) if given.json else text(found))
+    figures = measure(options.teacher_steps, options.begins, options.steps, options.seeds)
+    print(json.dumps(figures) if options.json else text(figures))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def curve(folder: Path, name: str, steps: int, changes: dict[str, Any]) -> dict[
     data = Data(path="stdlib", tokenizer="bpe:2048", limit_bytes=2_000_000)
     plan = Plan(model=SHAPE, data=data, recipe=recipe, run=str(folder / name.replace(", ", "-").replace(" ", "-")))
     loop.run(plan)
-    losses = [one["loss"] for one in MetricsLog.read(RunFolder.open(Path(plan.run)).metrics) if "loss" in one]
+    losses = [record["loss"] for record in MetricsLog.read(RunFolder.open(Path(plan.run)).metrics) if "loss" in record]
     assert len(losses) >= steps, f"the run of {name!r} was ended after {len(losses)} of {steps} steps"
     elements = checkpoint_bytes(SHAPE, Recipe()) / 12
     return {"losses": losses[:steps], "last": mean(losses[:steps][-LAST:]),
@@ -55,10 +55,10 @@ def curve(folder: Path, name: str, steps: int, changes: dict[str, Any]) -> dict[
 def measured(steps: int) -> dict[str, Any]:
     """All curves, and how far each ends from that of fp32 states."""
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: curve(Path(folder), name, steps, changes) for name, changes in VARIANTS.items()}
-    for name, one in found.items():
-        one["off"] = one["last"] - found[name.split(",")[0]]["last"]
-    return {"steps": steps, "largest_off": max(abs(one["off"]) for one in found.values()), "curves": found}
+        curves = {name: curve(Path(folder), name, steps, changes) for name, changes in VARIANTS.items()}
+    for name, variant in curves.items():
+        variant["off"] = variant["last"] - curves[name.split(",")[0]]["last"]
+    return {"steps": steps, "largest_off": max(abs(variant["off"]) for variant in curves.values()), "curves": curves}
 
 
 def main() -> None:
@@ -66,19 +66,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
-    given = parser.parse_args()
-    found = measured(given.steps)
-    if given.json:
-        print(json.dumps(found))
+    options = parser.parse_args()
+    figures = measured(options.steps)
+    if options.json:
+        print(json.dumps(figures))
         return
-    show(found)
+    show(figures)
 
 
-def show(found: dict[str, Any]) -> None:
+def show(figures: dict[str, Any]) -> None:
     """A line for each curve."""
-    for name, one in found["curves"].items():
-        losses = f"first {one['losses'][0]:.4f}  last {one['last']:.4f}  off {one['off']:+.4f}"
-        print(f"{name:32} {one['bytes']:6.2f} bytes  {losses}")
+    for name, variant in figures["curves"].items():
+        losses = f"first {variant['losses'][0]:.4f}  last {variant['last']:.4f}  off {variant['off']:+.4f}"
+        print(f"{name:32} {variant['bytes']:6.2f} bytes  {losses}")
 
 
 if __name__ == "__main__":

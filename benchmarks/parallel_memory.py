@@ -93,19 +93,21 @@ def peak_bytes(label: str, work: Work) -> int:
 
 
 @contextmanager
-def kept(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
+def saved_tensors(parameters: list[nn.Parameter]) -> Iterator[list[int]]:
     """Bytes of the storages that autograd keeps of what is computed inside, each counted once; filled at the end."""
-    given = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    parameter_storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     alive: dict[int, Tensor] = {}
-    found: list[int] = []
+    saved_bytes: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:
         alive.setdefault(tensor.untyped_storage().data_ptr(), tensor)
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
-    found.append(sum(t.untyped_storage().nbytes() for address, t in alive.items() if address not in given))
+        yield saved_bytes
+    saved_bytes.append(
+        sum(t.untyped_storage().nbytes() for address, t in alive.items() if address not in parameter_storages)
+    )
 
 
 def context_bytes(degree: int, work: Work) -> int:
@@ -116,10 +118,10 @@ def context_bytes(degree: int, work: Work) -> int:
     model = ours.engine.model
     x = torch.zeros(*batch.tokens.shape, work.shape.hidden, requires_grad=True)
     positions = torch.arange(batch.tokens.shape[1])[None] if batch.positions is None else batch.positions
-    with kept(list(model.parameters())) as found:
+    with saved_tensors(list(model.parameters())) as saved_bytes:
         out, _ = model.run_layers(x, model.attention_metadata(positions, batch.tokens.shape[1], None))
     del out
-    return found[0]
+    return saved_bytes[0]
 
 
 def stage_bytes(work: Work) -> tuple[int, int]:
@@ -167,12 +169,12 @@ def pipeline(world: int = 2) -> dict[str, Any]:
     ranks = []
     for rank in range(world):
         saved = peaks["afab"][rank] - peaks["1f1b"][rank]
-        one, gradients = kept_bytes[rank]
-        should = (flights["afab"][rank] - flights["1f1b"][rank]) * one - gradients
+        activations, gradients = kept_bytes[rank]
+        should = (flights["afab"][rank] - flights["1f1b"][rank]) * activations - gradients
         ranks.append({"saved_bytes": saved, "simulated_bytes": should, "off": abs(saved / should - 1)})
     return {
         "peak_bytes": peaks,
-        "micro_batch_bytes": [one for one, _ in kept_bytes],
+        "micro_batch_bytes": [activations for activations, _ in kept_bytes],
         "ranks": ranks,
         "off_simulated": max(rank["off"] for rank in ranks),
         "1f1b_over_afab": max(peaks["1f1b"]) / max(peaks["afab"]),
@@ -181,29 +183,29 @@ def pipeline(world: int = 2) -> dict[str, Any]:
 
 def measure() -> dict[str, Any]:
     """Everything the claims read."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for world in (2, 4):
-        found[f"zero0-{world}"] = against(world, "ours zero=0", "torch DDP")
-        found[f"zero3-{world}"] = against(world, "ours zero=3", "torch FSDP2")
-    found["zero"] = {zero: max(on_ranks(2, peak_bytes, f"ours zero={zero}", WORK)) for zero in (1, 2)}
-    return {**found, "context": context(), "pipeline": pipeline()}
+        figures[f"zero0-{world}"] = against(world, "ours zero=0", "torch DDP")
+        figures[f"zero3-{world}"] = against(world, "ours zero=3", "torch FSDP2")
+    figures["zero"] = {zero: max(on_ranks(2, peak_bytes, f"ours zero={zero}", WORK)) for zero in (1, 2)}
+    return {**figures, "context": context(), "pipeline": pipeline()}
 
 
 def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    found = measure()
-    if given.json:
-        print(json.dumps(found))
+    options = parser.parse_args()
+    figures = measure()
+    if options.json:
+        print(json.dumps(figures))
         return
     for name in ("zero0-2", "zero3-2", "zero0-4", "zero3-4"):
-        peaks = {label: f"{max(each) / 2**20:.1f} MiB" for label, each in found[name]["peak_bytes"].items()}
-        print(f"{name}: {peaks}, ours over theirs {found[name]['ours_over_theirs']:.3f}")
-    print("peak by ZeRO stage, 2 ranks:", {zero: f"{peak / 2**20:.1f} MiB" for zero, peak in found["zero"].items()})
-    print("context:", found["context"])
-    print("pipeline:", json.dumps(found["pipeline"], indent=1))
+        peaks = {label: f"{max(each) / 2**20:.1f} MiB" for label, each in figures[name]["peak_bytes"].items()}
+        print(f"{name}: {peaks}, ours over theirs {figures[name]['ours_over_theirs']:.3f}")
+    print("peak by ZeRO stage, 2 ranks:", {zero: f"{peak / 2**20:.1f} MiB" for zero, peak in figures["zero"].items()})
+    print("context:", figures["context"])
+    print("pipeline:", json.dumps(figures["pipeline"], indent=1))
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def ratio(over: Record, under: Record) -> float:
 def report(group: Group, seconds: float) -> dict[str, Any]:
     """Rows of all contestants, contests, and what the pipelines should have taken."""
     records, failed = take_turns(group, seconds)
-    own = [record for label, record in records.items() if "picotron" not in label]
-    spread = max(_spread([record.losses[turn] for record in own]) for turn in range(SEEN))
+    ours_and_torch = [record for label, record in records.items() if "picotron" not in label]
+    spread = max(_spread([record.losses[turn] for record in ours_and_torch]) for turn in range(SEEN))
     assert spread < SAME_LOSS, f"losses differ by {spread}: {[(k, r.losses[:SEEN]) for k, r in records.items()]}"
     rows = {
         label: {
@@ -72,10 +72,10 @@ def report(group: Group, seconds: float) -> dict[str, Any]:
             "ours_over_best": 1 / speeds[best],
             "ours_over": {rival: 1 / speed for rival, speed in speeds.items()},
         }
-    found: dict[str, Any] = {"rows": rows, "failed": failed, "loss_spread": spread, "contests": contests}
+    figures: dict[str, Any] = {"rows": rows, "failed": failed, "loss_spread": spread, "contests": contests}
     if group.schedules:
-        found["pipelines"] = pipelines(group, records)
-    return found
+        figures["pipelines"] = pipelines(group, records)
+    return figures
 
 
 def _spread(losses: list[float]) -> float:
@@ -84,7 +84,7 @@ def _spread(losses: list[float]) -> float:
 
 def pipelines(group: Group, records: dict[str, Record]) -> dict[str, Any]:
     """Measured and simulated step of each of our schedules, beside those of 1f1b."""
-    found: dict[str, Any] = {}
+    schedules: dict[str, Any] = {}
     walls = {
         name: [max(rank.wall_s for rank in ranks) for ranks in records[f"ours {name}"].played]
         for name in group.schedules
@@ -94,18 +94,22 @@ def pipelines(group: Group, records: dict[str, Record]) -> dict[str, Any]:
         lists = schedule(name, group.world, group.work.micro_batches, VIRTUAL.get(name, 1))
         simulated = replay(lists, times)
         wall = statistics.median(walls[name])
-        found[name] = {
+        schedules[name] = {
             "wall_s": wall,
             "simulated_s": simulated.total_s,
             "bubble": wall / max(simulated.busy_s) - 1,
             "simulated_bubble": simulated.bubble,
             "in_flight": simulated.in_flight,
         }
-    for name, one in found.items():
+    for name, timing in schedules.items():
         measured = statistics.median(a / b for a, b in zip(walls[name], walls["1f1b"], strict=True))
-        should = one["simulated_s"] / found["1f1b"]["simulated_s"]
-        one["over_1f1b"], one["simulated_over_1f1b"], one["off_simulated"] = measured, should, measured / should - 1
-    return found
+        should = timing["simulated_s"] / schedules["1f1b"]["simulated_s"]
+        timing["over_1f1b"], timing["simulated_over_1f1b"], timing["off_simulated"] = (
+            measured,
+            should,
+            measured / should - 1,
+        )
+    return schedules
 
 
 def durations(played: list[Played]) -> list[Times]:
@@ -119,19 +123,19 @@ def durations(played: list[Played]) -> list[Times]:
     times = []
     for stage in range(stages):
         whole, weight = middle.get(("BW", stage)), middle.get(("W", stage), 0.0)
-        given = middle.get(("B", stage))
-        if given is None:
-            given = (whole or 0.0) - weight
-        times.append(Times(forward_s=middle["F", stage], input_s=given, weight_s=weight))
+        input_seconds = middle.get(("B", stage))
+        if input_seconds is None:
+            input_seconds = (whole or 0.0) - weight
+        times.append(Times(forward_s=middle["F", stage], input_s=input_seconds, weight_s=weight))
     return times
 
 
 def summary(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the claims read: the lowest ratio of each group over all its contests."""
     least = {
-        name: min(contest["ours_over_best"] for contest in found["contests"].values())
-        for name, found in groups.items()
-        if found["contests"]
+        name: min(contest["ours_over_best"] for contest in figures["contests"].values())
+        for name, figures in groups.items()
+        if figures["contests"]
     }
     return {
         "cores": len(os.sched_getaffinity(0)),
@@ -151,18 +155,18 @@ def main() -> None:
     )
     eager = [name for name, group in GROUPS.items() if group.compile == "off"]
     parser.add_argument("--groups", nargs="+", default=eager, choices=list(GROUPS))
-    given = parser.parse_args()
-    if given.tables:
-        print("\n".join(tables(json.loads(given.tables.read_text())["groups"])))
+    options = parser.parse_args()
+    if options.tables:
+        print("\n".join(tables(json.loads(options.tables.read_text())["groups"])))
         return
     groups = {}
-    for name in given.groups:
-        groups[name] = report(GROUPS[name], given.seconds)
-        with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
+    for name in options.groups:
+        groups[name] = report(GROUPS[name], options.seconds)
+        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
             show(name, groups[name])
     if checkout() is None:
         print("picotron was left out: no checkout at $PICOTRON", file=sys.stderr)
-    if given.json:
+    if options.json:
         print(json.dumps(summary(groups)))
 
 
@@ -170,9 +174,11 @@ def tables(groups: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Lines of markdown: every contestant, then our schedules measured and simulated."""
     yield "| group | contestant | tokens/s | over ideal | processor time | ours over it |"
     yield "|---|---|---|---|---|---|"
-    for name, found in groups.items():
-        over = {rival: value for contest in found["contests"].values() for rival, value in contest["ours_over"].items()}
-        for label, row in found["rows"].items():
+    for name, figures in groups.items():
+        over = {
+            rival: value for contest in figures["contests"].values() for rival, value in contest["ours_over"].items()
+        }
+        for label, row in figures["rows"].items():
             ratio_cell = f"{over[label]:.2f} x" if label in over else ""
             yield (
                 f"| {name} | {label} | {row['tokens_per_second']:.0f} | {row['over_ideal']:.2f} x "
@@ -181,33 +187,33 @@ def tables(groups: dict[str, dict[str, Any]]) -> Iterator[str]:
     yield ""
     yield "| group | schedule | passes | simulated | bubble | simulated | over 1f1b | simulated |"
     yield "|---|---|---|---|---|---|---|---|"
-    for name, found in groups.items():
-        for schedule_name, one in found.get("pipelines", {}).items():
+    for name, figures in groups.items():
+        for schedule_name, timing in figures.get("pipelines", {}).items():
             yield (
-                f"| {name} | {schedule_name} | {one['wall_s'] * 1e3:.0f} ms | {one['simulated_s'] * 1e3:.0f} ms "
-                f"| {100 * one['bubble']:.0f} % | {100 * one['simulated_bubble']:.0f} % | {one['over_1f1b']:.3f} "
-                f"| {one['simulated_over_1f1b']:.3f} |"
+                f"| {name} | {schedule_name} | {timing['wall_s'] * 1e3:.0f} ms | {timing['simulated_s'] * 1e3:.0f} ms "
+                f"| {100 * timing['bubble']:.0f} % | {100 * timing['simulated_bubble']:.0f} % "
+                f"| {timing['over_1f1b']:.3f} | {timing['simulated_over_1f1b']:.3f} |"
             )
 
 
-def show(name: str, found: dict[str, Any]) -> None:
+def show(name: str, figures: dict[str, Any]) -> None:
     """For people."""
     print(f"\n{name}")
-    for label, row in found["rows"].items():
+    for label, row in figures["rows"].items():
         print(
             f"  {label:38}{row['tokens_per_second']:8.0f} tokens/s {row['step_s'] * 1e3:7.0f} ms "
             f"{row['over_ideal']:6.2f} x ideal, {row['cpu_s'] * 1e3:6.0f} ms of processors  ({row['turns']} turns)"
         )
-    for label, why in found["failed"].items():
+    for label, why in figures["failed"].items():
         print(f"  {label:38}does not run: {why}")
-    for contest, one in found["contests"].items():
-        over = ", ".join(f"{value:.3f} x {rival}" for rival, value in one["ours_over"].items())
+    for contest, contestants in figures["contests"].items():
+        over = ", ".join(f"{value:.3f} x {rival}" for rival, value in contestants["ours_over"].items())
         print(f"  {contest:20} speed of ours: {over}")
-    for schedule_name, one in found.get("pipelines", {}).items():
+    for schedule_name, timing in figures.get("pipelines", {}).items():
         print(
-            f"  {schedule_name:12} {one['wall_s'] * 1e3:6.0f} ms, simulated {one['simulated_s'] * 1e3:6.0f}; bubble "
-            f"{one['bubble']:6.1%}, simulated {one['simulated_bubble']:6.1%}; over 1f1b {one['over_1f1b']:.3f}, "
-            f"simulated {one['simulated_over_1f1b']:.3f}"
+            f"  {schedule_name:12} {timing['wall_s'] * 1e3:6.0f} ms, simulated {timing['simulated_s'] * 1e3:6.0f}; "
+            f"bubble {timing['bubble']:6.1%}, simulated {timing['simulated_bubble']:6.1%}; "
+            f"over 1f1b {timing['over_1f1b']:.3f}, simulated {timing['simulated_over_1f1b']:.3f}"
         )
 
 

@@ -90,27 +90,27 @@ def contestants(group: Group) -> dict[str, Callable[[], Contestant]]:
     """Everybody who takes part in a group, to be made on its ranks in this order."""
     work, world, made = group.work, group.world, {}
     alone = dist.get_rank() == 0
-    found: dict[str, Callable[[], Contestant]] = {IDEAL: lambda: Ours(work) if alone else _Idle()}
+    makers: dict[str, Callable[[], Contestant]] = {IDEAL: lambda: Ours(work) if alone else _Idle()}
     if group.axis == "dp":
-        found |= {"ours": lambda: Ours(work, made, dp_shard=world), "torch DDP": lambda: TorchDDP(work)}
+        makers |= {"ours": lambda: Ours(work, made, dp_shard=world), "torch DDP": lambda: TorchDDP(work)}
     elif group.axis == "zero3":
-        found |= {"ours": lambda: Ours(work, made, dp_shard=world, zero=3), "torch FSDP2": lambda: TorchFSDP2(work)}
+        makers |= {"ours": lambda: Ours(work, made, dp_shard=world, zero=3), "torch FSDP2": lambda: TorchFSDP2(work)}
     elif group.axis == "tp":
-        found |= {"ours": lambda: Ours(work, made, tp=world), "torch TP": lambda: TorchTP(work)}
-        found["ours with sp"] = lambda: Ours(work, made, tp=world, sp=True)
+        makers |= {"ours": lambda: Ours(work, made, tp=world), "torch TP": lambda: TorchTP(work)}
+        makers["ours with sp"] = lambda: Ours(work, made, tp=world, sp=True)
     elif group.axis == "cp":
-        found["ours"] = lambda: Ours(work, made, cp=world)
-        found["ours, plain split"] = lambda: Ours(work, made, cp=world, context_split="chunks")
-        found["ours, all-gather"] = lambda: Ours(work, made, cp=world, context="all-gather")
+        makers["ours"] = lambda: Ours(work, made, cp=world)
+        makers["ours, plain split"] = lambda: Ours(work, made, cp=world, context_split="chunks")
+        makers["ours, all-gather"] = lambda: Ours(work, made, cp=world, context="all-gather")
     for name in group.schedules:
         layout = {"pp": world, "vp": VIRTUAL.get(name, 1), "schedule": name, "compile": group.compile}
-        found[f"ours {name}"] = lambda layout=layout: OursPlayed(work, made, **layout)  # type: ignore[misc]
+        makers[f"ours {name}"] = lambda layout=layout: OursPlayed(work, made, **layout)  # type: ignore[misc]
         if group.compile == "off":
-            found[f"torch {SCHEDULES[name]}"] = lambda name=name: TorchPipeline(work, name)  # type: ignore[misc]
+            makers[f"torch {SCHEDULES[name]}"] = lambda name=name: TorchPipeline(work, name)  # type: ignore[misc]
     if group.compile == "off" and checkout() is not None and group.axis != "zero3":
         for name in [name for name in group.schedules if name in ("afab", "1f1b")] or [""]:
-            found[f"picotron {name}".strip()] = lambda name=name: Picotron(work, group.axis, name)  # type: ignore[misc]
-    return found
+            makers[f"picotron {name}".strip()] = lambda name=name: Picotron(work, group.axis, name)  # type: ignore[misc]
+    return makers
 
 
 @dataclass(slots=True)
@@ -198,15 +198,15 @@ class Ranks:
 
     def labels(self) -> list[str]:
         """Waits until all contestants are made."""
-        found = []
+        names = []
         while True:
-            said = [pipe.recv() for pipe in self.pipes]
-            if said[0] is None:
-                return found
-            for label, turn in said:
+            replies = [pipe.recv() for pipe in self.pipes]
+            if replies[0] is None:
+                return names
+            for label, turn in replies:
                 if turn.failure:
                     raise Failure(label, turn.failure)
-            found.append(said[0][0])
+            names.append(replies[0][0])
 
     def step(self, label: str, step: int) -> list[Turn]:
         """What each rank says of a step."""
@@ -262,13 +262,13 @@ def _turns(ranks: Ranks, seconds: float) -> dict[str, Record]:
     turn = 0
     while turn < WARM_UP + 5 or time.perf_counter() - begun < seconds:
         for label in dice.sample(labels, len(labels)):
-            said = ranks.step(label, turn)
-            records[label].losses.append(sum(one.loss for one in said))
+            replies = ranks.step(label, turn)
+            records[label].losses.append(sum(reply.loss for reply in replies))
             if turn < WARM_UP:
                 continue
-            records[label].seconds.append(max(one.seconds for one in said))
-            records[label].cpu_s.append(sum(one.cpu_s for one in said))
-            if said[0].played is not None:
-                records[label].played.append([one.played for one in said if one.played is not None])
+            records[label].seconds.append(max(reply.seconds for reply in replies))
+            records[label].cpu_s.append(sum(reply.cpu_s for reply in replies))
+            if replies[0].played is not None:
+                records[label].played.append([reply.played for reply in replies if reply.played is not None])
         turn += 1
     return records

@@ -126,9 +126,9 @@ class OursPlayed(Ours):
         def timed_run(micro_batches: Sequence[Any]) -> Tensor:
             self.played = Played()
             start = time.perf_counter()
-            found = run(micro_batches)
+            outcome = run(micro_batches)
             self.played.wall_s = time.perf_counter() - start
-            return found
+            return outcome
 
         pipeline.before, pipeline.after = timed_before, timed_after
         pipeline.run = timed_run  # type: ignore[method-assign]

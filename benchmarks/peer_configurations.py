@@ -58,24 +58,32 @@ def all_read() -> Iterator[PeerConfiguration]:
             yield read(entry, Path(folder))
 
 
-def table(found: list[PeerConfiguration]) -> list[str]:
+def table(configurations: list[PeerConfiguration]) -> list[str]:
     """For the page."""
     lines = [
         "| configuration | on | tokens/s per device | published | step time off by, % | fits |",
         "|---|---|---:|---:|---:|---|",
     ]
-    for one in found:
-        entry = one.entry
+    for configuration in configurations:
+        entry = configuration.entry
         where = f"{entry.get('nodes', 1)} x {entry['cluster']}" if entry.get("nodes", 1) > 1 else entry["cluster"]
         cells = [entry["name"], where]
-        if one.answer is None:
+        if configuration.answer is None:
             cells += [f"refused: {entry['refused']}", "", "", ""]
         else:
-            rate = one.answer.given.tokens_per_second_per_device
-            cells += [f"{rate:,.0f}", f"{entry['published']:,}" if "published" in entry else "", percent(one.error)]
-            cells.append("yes" if one.answer.fits else "no")
+            rate = configuration.answer.given.tokens_per_second_per_device
+            cells += [
+                f"{rate:,.0f}",
+                f"{entry['published']:,}" if "published" in entry else "",
+                percent(configuration.error),
+            ]
+            cells.append("yes" if configuration.answer.fits else "no")
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", *(f"- {one.entry['name']}: {one.entry['source']}." for one in found)]
+    return [
+        *lines,
+        "",
+        *(f"- {configuration.entry['name']}: {configuration.entry['source']}." for configuration in configurations),
+    ]
 
 
 def main() -> int:
@@ -84,12 +92,19 @@ def main() -> int:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = list(all_read())
-    errors = [abs(one.error) for one in found if one.error is not None]
+    configurations = list(all_read())
+    errors = [abs(configuration.error) for configuration in configurations if configuration.error is not None]
     if options.json:
-        print(json.dumps({"predicted": sum(one.answer is not None for one in found), "worst": max(errors)}))
+        print(
+            json.dumps(
+                {
+                    "predicted": sum(configuration.answer is not None for configuration in configurations),
+                    "worst": max(errors),
+                }
+            )
+        )
         return 0
-    lines = table(found)
+    lines = table(configurations)
     print("\n".join(lines))
     if options.write:
         PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), {"configurations": lines}), encoding="utf-8")

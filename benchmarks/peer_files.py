@@ -45,19 +45,19 @@ def answer(file: dict[str, Any], text: str, folder: Path) -> tuple[bool, str, st
     path.write_text(text, encoding="utf-8")
     source = f"{path}:{file['function']}" if "function" in file else str(path)
     try:
-        found = mw.plan_from(source, **{name: file[name] for name in ASKED if name in file})
+        planned = mw.plan_from(source, **{name: file[name] for name in ASKED if name in file})
     except PlanError as error:
         return False, file["cluster"], f"refused: {str(error).replace(str(path), '').lstrip(',: ')}"
-    bound = "at most " if found.config.bounds else ""
-    fits = "fits" if found.fits else "does not fit as counted" if bound else "does not fit"
-    words = f"{found.plan.model.name}: {bound}{short_gib(found.given.peak_bytes)}, {fits}, "
-    named = [one.removesuffix(": not counted.").partition(" ")[0].lower() for one in found.config.bounds]
-    nodes, per_node = found.plan.cluster.nodes, found.plan.cluster.devices_per_node
+    bound = "at most " if planned.config.bounds else ""
+    fits = "fits" if planned.fits else "does not fit as counted" if bound else "does not fit"
+    words = f"{planned.plan.model.name}: {bound}{short_gib(planned.given.peak_bytes)}, {fits}, "
+    named = [sentence.removesuffix(": not counted.").partition(" ")[0].lower() for sentence in planned.config.bounds]
+    nodes, per_node = planned.plan.cluster.nodes, planned.plan.cluster.devices_per_node
     where = f"{nodes} x " * (nodes > 1) + f"{file['cluster'].rpartition('x')[0]}x{per_node}"
     return (
         True,
         where,
-        f"{words}{step_time(found.given.step_seconds)}" + f"; not counted: {', '.join(named)}" * bool(named),
+        f"{words}{step_time(planned.given.step_seconds)}" + f"; not counted: {', '.join(named)}" * bool(named),
     )
 
 

@@ -95,8 +95,10 @@ def draw(points: list[dict[str, float]], slope: float, file: Path) -> None:
     first = min(points, key=lambda p: p["legal"])
     axes.plot(legal, [first["seconds"] * n / first["legal"] for n in legal], color="0.7", label="linear growth")
     for model in dict.fromkeys(p["model"] for p in points):
-        own = [p for p in points if p["model"] == model]
-        axes.plot([p["legal"] for p in own], [p["seconds"] for p in own], "o-", label=model, markersize=4)
+        model_points = [p for p in points if p["model"] == model]
+        axes.plot(
+            [p["legal"] for p in model_points], [p["seconds"] for p in model_points], "o-", label=model, markersize=4
+        )
     axes.set(xscale="log", yscale="log", xlabel="legal layouts", ylabel="seconds, one core")
     axes.set_title(f"Search: seconds grow with the {slope:.2f}th power of the layouts", fontsize=10)
     axes.legend(frameon=False, fontsize=8)
@@ -111,7 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     points = [{"model": model, "nodes": nodes, **searched(model, nodes, batch)} for model, nodes, batch in SPACES]
     large = next(p for p in points if (p["model"], p["nodes"]) == LARGE[:2])
-    found = {
+    figures = {
         "large_seconds": large["seconds"],
         "large_mb": large["bytes"] / 1e6,
         "large_legal": large["legal"],
@@ -121,14 +123,14 @@ def main() -> None:
         "points": points,
     }
     if options.picture:
-        draw(points, found["exponent"], options.picture)  # type: ignore[arg-type]
+        draw(points, figures["exponent"], options.picture)  # type: ignore[arg-type]
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return
     for p in points:
         space = f"{p['model']:>15} {p['nodes']:>5} nodes {p['legal']:>9,} legal"
         print(f"{space} {p['seconds']:7.2f} s {p['bytes'] / 1e6:6.0f} MB")
-    print(f"one layout, from process start: {found['one_layout_seconds']:.2f} s; exponent {found['exponent']:.2f}")
+    print(f"one layout, from process start: {figures['one_layout_seconds']:.2f} s; exponent {figures['exponent']:.2f}")
 
 
 if __name__ == "__main__":

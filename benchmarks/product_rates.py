@@ -35,14 +35,14 @@ def products(rows: int, size_in: int, size_out: int) -> dict[str, tuple[Callable
 
 def rates(size: tuple[int, int, int], rounds: int) -> list[dict[str, object]]:
     """A row a product."""
-    flop, found = 2.0 * size[0] * size[1] * size[2], []
+    flop, times = 2.0 * size[0] * size[1] * size[2], []
     for name, runs in products(*size).items():
         best = [float("inf")] * 2
         for _ in range(rounds):
             best = [min(old, _seconds(run)) for old, run in zip(best, runs, strict=True)]
-        blas, onednn = (flop / one / 1e9 for one in best)
-        found.append({"size": size, "product": name, "blas": blas, "onednn": onednn, "ratio": onednn / blas})
-    return found
+        blas, onednn = (flop / seconds / 1e9 for seconds in best)
+        times.append({"size": size, "product": name, "blas": blas, "onednn": onednn, "ratio": onednn / blas})
+    return times
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -56,12 +56,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(os.cpu_count() or 1)
-    rows = [row for size in SIZES for row in rates(size, given.rounds)]
+    rows = [row for size in SIZES for row in rates(size, options.rounds)]
     ratio = statistics.median(float(str(row["ratio"])) for row in rows)
     taken = "oneDNN" if compat.blas_is_slow() else "BLAS"
-    if given.json:
+    if options.json:
         print(json.dumps({"rows": rows, "ratio": ratio, "taken": taken, "least": cpu_product.LEAST}))
         return
     for row in rows:

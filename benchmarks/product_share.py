@@ -53,13 +53,13 @@ class Products(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in PRODUCTS:
             plain = {name: value for name, value in kwargs.items() if not isinstance(value, torch.Tensor)}
-            given = [arg for arg in args if isinstance(arg, torch.Tensor)]
-            tensors = [*given, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))]
-            none = (None,) * (len(args) - len(given))  # a bias
+            inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            tensors = [*inputs, *(value for value in kwargs.values() if isinstance(value, torch.Tensor))]
+            none = (None,) * (len(args) - len(inputs))  # a bias
             key = (func, tuple((tuple(t.shape), t.stride(), t.dtype) for t in tensors), repr((none, plain)))
             self.calls[key] += 1
             names = [name for name in kwargs if name not in plain]
-            self.rest[key] = {"args": len(given), "none": none, "plain": plain, "names": names}
+            self.rest[key] = {"args": len(inputs), "none": none, "plain": plain, "names": names}
             self.rest[key]["setting"] = SETTING.fp32_precision
         return func(*args, **kwargs)
 
@@ -97,15 +97,15 @@ def share(shape: str, precision: str, rounds: int) -> dict[str, Any]:
     linear = sum(best[key] * count for key, count in products.calls.items())
     flop = sum(count * _flop(key) for key, count in products.calls.items())
     total = linear * (1 + _attention_flop(shape, rows, sequence) / flop)
-    found = {"step": statistics.median(steps), "products": total, "calls": products.calls.total()}
-    return {**found, "share": total / found["step"], "gflops": flop / linear / 1e9, "tokens": rows * sequence}
+    figures = {"step": statistics.median(steps), "products": total, "calls": products.calls.total()}
+    return {**figures, "share": total / figures["step"], "gflops": flop / linear / 1e9, "tokens": rows * sequence}
 
 
 def _attention_flop(shape: str, rows: int, sequence: int) -> float:
     """Of a step: seven products of heads with the pairs of positions that see each other."""
-    of = shape_of(shape)
+    model_shape = shape_of(shape)
     pairs = rows * sequence * (sequence + 1) / 2
-    return 7 * 2.0 * pairs * of.layers * of.heads * of.head_dim
+    return 7 * 2.0 * pairs * model_shape.layers * model_shape.heads * model_shape.head_dim
 
 
 def _flop(key: Key) -> float:
@@ -129,16 +129,16 @@ def main() -> None:
     parser.add_argument("--shapes", default="10m,100m")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
-    found = {}
-    for shape in given.shapes.split(","):
-        for precision in given.precisions.split(","):
-            row = found[f"{shape}-{precision}"] = share(shape, precision, given.rounds)
-            if not given.json:
+    options = parser.parse_args()
+    figures = {}
+    for shape in options.shapes.split(","):
+        for precision in options.precisions.split(","):
+            row = figures[f"{shape}-{precision}"] = share(shape, precision, options.rounds)
+            if not options.json:
                 print(f"{shape} {precision}: products {row['products']:.3f} s of {row['step']:.3f} s a step,", end=" ")
                 print(f"{row['share']:.1%}; {row['gflops']:.0f} GFLOP/s over {row['calls']} products")
-    if given.json:
-        print(json.dumps(found))
+    if options.json:
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

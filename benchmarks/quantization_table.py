@@ -65,14 +65,14 @@ class Rounded:
         """None: the product is its own."""
         return ()
 
-    def alone(self, weight: Tensor) -> Tensor | None:
+    def sole_matrix(self, weight: Tensor) -> Tensor | None:
         """As Weight: never."""
         return None
 
-    def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """x (..., in) -> (..., out)."""
-        found = product(self.of_x(x.reshape(-1, x.shape[-1])), self.weight)
-        return found.view(*x.shape[:-1], -1)
+        outputs = product(self.of_x(x.reshape(-1, x.shape[-1])), self.weight)
+        return outputs.view(*x.shape[:-1], -1)
 
 
 @dataclass(slots=True)
@@ -90,11 +90,11 @@ class Decomposed:
         """The codes."""
         return (self.matrix,)
 
-    def alone(self, weight: Tensor) -> Tensor | None:
+    def sole_matrix(self, weight: Tensor) -> Tensor | None:
         """As Weight: never."""
         return None
 
-    def result(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
+    def combine(self, layer: Linear, x: Tensor, products: Sequence[Tensor]) -> Tensor:
         """The product with them."""
         return products[0]
 
@@ -116,25 +116,25 @@ METHODS: Mapping[str, tuple[Round, Round]] = {
 
 def layers(model: Transformer) -> dict[str, Linear]:
     """Those that are rounded, by the name of their weight."""
-    found = {}
+    linear_layers = {}
     for name in quantizable(model.shape):
         layer = model.get_submodule(name.removesuffix(".weight"))
         assert isinstance(layer, Linear), "the table is of a dense model"
-        found[name] = layer
-    return found
+        linear_layers[name] = layer
+    return linear_layers
 
 
 @torch.no_grad()
 def inject(model: Transformer, scale: float, seed: int = 0) -> Transformer:
     """A copy with outlier channels. Of a dense gated model with RMS norms."""
-    found, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    strong, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     shape = model.shape
 
     def chosen(width: int) -> list[int]:
         return torch.randperm(width, generator=generator)[:CHANNELS].tolist()
 
     block: Any
-    for block in found.blocks:
+    for block in strong.blocks:
         attention, mlp = block.attention, block.mlp
         for norm, readers in ((block.attention_norm, ("q", "k", "v")), (block.mlp_norm, ("gate", "up"))):
             part = attention if readers[0] == "q" else mlp
@@ -147,31 +147,31 @@ def inject(model: Transformer, scale: float, seed: int = 0) -> Transformer:
             mlp.down.weight[:, channel] /= scale
         for channel in chosen(shape.kv_heads * shape.head_dim):
             attention.v.weight[channel] *= scale
-            head, place = divmod(channel, shape.head_dim)
+            head, within_head = divmod(channel, shape.head_dim)
             group = shape.heads // shape.kv_heads
             for query in range(head * group, (head + 1) * group):
-                attention.o.weight[:, query * shape.head_dim + place] /= scale
-    return found
+                attention.o.weight[:, query * shape.head_dim + within_head] /= scale
+    return strong
 
 
 def rounded(model: Transformer, of_x: Round, of_weight: Round) -> Transformer:
     """A copy by one of METHODS."""
-    found = copy.deepcopy(model)
-    for layer in layers(found).values():
+    copied = copy.deepcopy(model)
+    for layer in layers(copied).values():
         layer.lora = Rounded(of_weight(layer.weight.detach()), of_x)
-    return found
+    return copied
 
 
 def decomposed(model: Transformer, calibration: Sequence[Batch], scheme: Scheme) -> tuple[Transformer, float]:
     """A copy by LLM.int8(), and the share of columns that stay in 16 bit."""
-    found, columns = copy.deepcopy(model), {}
+    copied, columns = copy.deepcopy(model), {}
     if scheme.outliers == "calibrated":
         columns = outlier_columns(column_peaks(model, calibration, quantizable(model.shape)), scheme.threshold)
-    for name, layer in layers(found).items():
+    for name, layer in layers(copied).items():
         matrix = quantize_matrix(name, layer.weight, scheme, columns.get(name), torch.bfloat16)
         layer.lora = Decomposed(matrix)
-    kept = sum(len(one) for one in columns.values())
-    return found, kept / sum(size[-1] for size in quantizable(model.shape).values())
+    outliers = sum(len(indices) for indices in columns.values())
+    return copied, outliers / sum(size[-1] for size in quantizable(model.shape).values())
 
 
 @torch.no_grad()
@@ -193,9 +193,11 @@ def table(opened: TrainedModel, scales: Sequence[float], sequences: int) -> dict
         strong = inject(model, scale)
         exact = compare(model, strong, scored)
         split, share = decomposed(strong, [calibration], static)
-        found = {name: compare(strong, rounded(strong, *how), scored).perplexity_after for name, how in METHODS.items()}
-        found[LLM] = compare(strong, split, scored).perplexity_after
-        rows[f"{scale:g}"] = {"fp32": exact.perplexity_after, **found}
+        perplexities = {
+            name: compare(strong, rounded(strong, *how), scored).perplexity_after for name, how in METHODS.items()
+        }
+        perplexities[LLM] = compare(strong, split, scored).perplexity_after
+        rows[f"{scale:g}"] = {"fp32": exact.perplexity_after, **perplexities}
         facts[f"{scale:g}"] = {
             "injection_kl": exact.kl,
             "columns": share,
@@ -207,25 +209,27 @@ def table(opened: TrainedModel, scales: Sequence[float], sequences: int) -> dict
 
 def shown(rows: Mapping[str, Mapping[str, float]], facts: Mapping[str, Mapping[str, float]]) -> dict[str, object]:
     """The figures that claims read."""
-    found: dict[str, object] = {"neighbours": max(one["neighbours_calibrated"] for one in facts.values())}
+    figures: dict[str, object] = {
+        "neighbours": max(facts_of_scale["neighbours_calibrated"] for facts_of_scale in facts.values())
+    }
     for scale, row in rows.items():
         order = [row[name] for name in (*METHODS, LLM)]
-        found[f"ordered_{scale}"] = int(all(one > two for one, two in pairwise(order)))
-        found[f"gap_{scale}"] = abs(row[LLM] / row["fp32"] - 1)
-        found[f"worst_{scale}"] = max(order) / row["fp32"] - 1
-    return found
+        figures[f"ordered_{scale}"] = int(all(facts_of_scale > two for facts_of_scale, two in pairwise(order)))
+        figures[f"gap_{scale}"] = abs(row[LLM] / row["fp32"] - 1)
+        figures[f"worst_{scale}"] = max(order) / row["fp32"] - 1
+    return figures
 
 
 COLOURS = ("#c2354f", "#d9661f", "#b0892b", "#1f5fa8", "#8a4fae", "#2a8a57")
 """Of METHODS and LLM.int8()."""
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(figures: Mapping[str, Any], path: Path) -> None:
     """A PNG of perplexity by strength, one line for each method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 4.6), layout="constrained", facecolor="white")
-    axes, rows = figure.subplots(), found["perplexity"]
+    axes, rows = figure.subplots(), figures["perplexity"]
     strengths = [float(scale) for scale in rows]
     exact = next(iter(rows.values()))["fp32"]
     for name, colour in zip((*METHODS, LLM), COLOURS, strict=True):
@@ -258,27 +262,27 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=48)
     parser.add_argument("--scales", default="1,4,16,64,256")
     parser.add_argument("--picture", type=Path, help="draw the table")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    scales = [float(scale) for scale in given.scales.split(",")]
+    scales = [float(scale) for scale in options.scales.split(",")]
     with tempfile.TemporaryDirectory() as made:
-        opened = mw.load(given.run) if given.run else trained(Path(made) / "run", given.steps)
-        found = table(opened, scales, given.sequences)
-    if given.picture:
-        draw(found, given.picture)
-    if given.json:
-        print(json.dumps(found))
+        opened = mw.load(options.run) if options.run else trained(Path(made) / "run", options.steps)
+        figures = table(opened, scales, options.sequences)
+    if options.picture:
+        draw(figures, options.picture)
+    if options.json:
+        print(json.dumps(figures))
         return
-    print(f"logits of a sample alone and among others differ by at most {found['neighbours']:g} (calibrated columns)")
-    rows = found["perplexity"]
+    print(f"logits of a sample alone and among others differ by at most {figures['neighbours']:g} (calibrated columns)")
+    rows = figures["perplexity"]
     assert isinstance(rows, dict)
     print("\nstrength " + "".join(f"{name:>24}" for name in next(iter(rows.values()))))
     for scale, row in rows.items():
         print(f"{scale:>8} " + "".join(f"{value:>24.4f}" for value in row.values()))
-    for scale, one in found["facts"].items():  # type: ignore[attr-defined]  # as `table` makes it
+    for scale, fact in figures["facts"].items():  # type: ignore[attr-defined]  # as `table` makes it
         print(
-            f"strength {scale}: {100 * one['columns']:.2f} % of columns in 16 bit; logits by neighbours: calibrated "
-            f"{one['neighbours_calibrated']:g}, threshold {one['neighbours_threshold']:.3g}"
+            f"strength {scale}: {100 * fact['columns']:.2f} % of columns in 16 bit; logits by neighbours: calibrated "
+            f"{fact['neighbours_calibrated']:g}, threshold {fact['neighbours_threshold']:.3g}"
         )
 
 

@@ -99,11 +99,11 @@ def fused(kernel: Kernel, work: Sizes, scheme: str) -> float:
     return product_times.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
 
 
-def taking_turns(one: float, other: float, programs: int) -> float:
+def taking_turns(first_us: float, second_us: float, programs: int) -> float:
     """Of two units that `programs` use one after the other, each at any time: as in a closed queue of two stations with
     times that vary (exponentially). One program waits for both, many for the slower unit alone."""
-    longer = max(one, other)
-    share = min(one, other) / longer
+    longer = max(first_us, second_us)
+    share = min(first_us, second_us) / longer
     return longer * sum(share**i for i in range(programs + 1)) / sum(share**i for i in range(programs))
 
 
@@ -126,7 +126,7 @@ def slabs(kernel: Kernel, work: Sizes, scheme: str) -> float:
     restored = moved(kernel, size + 2 * weights / CACHE) + launches * kernel.figures["launch_us"]
     quicker = kernel._replace(chip=kernel.chip._replace(memory=kernel.chip.memory * CACHE))
     cut = (min(step, work.columns - start) for start in range(0, work.columns, step))
-    return restored + sum(bf16(quicker, work._replace(columns=some)) for some in cut)
+    return restored + sum(bf16(quicker, work._replace(columns=columns_of_slab)) for columns_of_slab in cut)
 
 
 def packed(kernel: Kernel, work: Sizes, scheme: str) -> float:
@@ -140,8 +140,8 @@ def int8(kernel: Kernel, work: Sizes) -> float:
     parts = packed_product.parts_of(work.rows, work.columns, work.inner, tile, kernel.chip.processors)
     computing = _tiles(kernel, work, tile, parts, 1.0, 2 * kernel.chip.best)
     moving = moved(kernel, work.columns * work.inner + _around(work, 1.0))
-    found = product_times.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
-    return found + (_rounding(kernel, work) if work.rounded else 0.0)
+    product_us = product_times.blended_us(kernel.figures, computing, moving) + _added(kernel, work, parts)
+    return product_us + (_rounding(kernel, work) if work.rounded else 0.0)
 
 
 def fp8(kernel: Kernel, work: Sizes) -> float:
@@ -184,14 +184,14 @@ def _tiles(
 
 
 @cache
-def _layer_in_bf16(name: str, of: str, rows: int) -> float:
+def _layer_in_bf16(name: str, model_name: str, rows: int) -> float:
     kernel = from_memory(name)
-    return sum(bf16(kernel, work) for work in layer(of, rows))
+    return sum(bf16(kernel, work) for work in layer(model_name, rows))
 
 
-def speed(name: str, of: str, rows: int, scheme: str) -> float:
+def speed(name: str, model_name: str, rows: int, scheme: str) -> float:
     """How many times as fast as bf16 a layer's products with so many rows are; below 1 = slower."""
-    kernel, works, plain = from_memory(name), layer(of, rows), _layer_in_bf16(name, of, rows)
+    kernel, works, plain = from_memory(name), layer(model_name, rows), _layer_in_bf16(name, model_name, rows)
     if scheme == "int8":
         ours = sum(int8(kernel, work) for work in works)
     elif scheme == "fp8" and name not in WITHOUT_FP8:
@@ -216,25 +216,25 @@ class Speeds(NamedTuple):
 
 def table() -> Iterator[Speeds]:
     """Every model, device and scheme."""
-    for of in MODELS:
+    for model_name in MODELS:
         for name in DEVICES:
             for scheme in SHOWN:
-                yield Speeds(of, name, scheme, {rows: speed(name, of, rows, scheme) for rows in ROWS})
+                yield Speeds(model_name, name, scheme, {rows: speed(name, model_name, rows, scheme) for rows in ROWS})
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    found = list(table())
-    if given.json:
-        print(json.dumps({"rows": [one._asdict() for one in found]}))
+    options = parser.parse_args()
+    rows = list(table())
+    if options.json:
+        print(json.dumps({"rows": [row._asdict() for row in rows]}))
         return
     print(f"| model | GPU | scheme | {' | '.join(f'{rows:,}' for rows in ROWS)} |\n" + "|---" * (3 + len(ROWS)) + "|")
-    for one in found:
-        speeds = " | ".join(f"{value:.2f}" for value in one.speeds.values())
-        print(f"| {one.model} | {one.device} | `{one.scheme}` | {speeds} |")
+    for row in rows:
+        speeds = " | ".join(f"{value:.2f}" for value in row.speeds.values())
+        print(f"| {row.model} | {row.device} | `{row.scheme}` | {speeds} |")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def matrices(size: int, name: str) -> list[QuantizedMatrix]:
     count = int(size * OUTLIERS) if name == "llm-int8" else 0
     columns = torch.arange(count, dtype=torch.int32) if count else None
     weights = (torch.randn(size, size) * 0.02 for _ in range(COPIES))
-    return [quantize_matrix("some", one, SCHEMES[name], columns, torch.bfloat16) for one in weights]
+    return [quantize_matrix("some", weight, SCHEMES[name], columns, torch.bfloat16) for weight in weights]
 
 
 def seconds(run: Callable[[int], object], calls: int) -> float:
@@ -54,16 +54,16 @@ def seconds(run: Callable[[int], object], calls: int) -> float:
 
 def ways(size: int, rows: int, made: dict[str, list[QuantizedMatrix]]) -> dict[str, Callable[[int], object]]:
     """Name -> a product with one of the copies."""
-    found: dict[str, Callable[[int], object]] = {}
+    by_way: dict[str, Callable[[int], object]] = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
         x, weights = torch.randn(rows, size).to(dtype), [torch.randn(size, size).to(dtype) for _ in range(COPIES)]
-        found[name] = _plain(x, weights)
-        found[name + OURS] = _widened(x, weights)
-    for name, some in made.items():
+        by_way[name] = _plain(x, weights)
+        by_way[name + OURS] = _widened(x, weights)
+    for name, quantized in made.items():
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, size).to(dtype)
-            found[f"{name} {'fp32' if dtype == torch.float32 else 'bf16'}"] = _quantized(x, some)
-    return found
+            by_way[f"{name} {'fp32' if dtype == torch.float32 else 'bf16'}"] = _quantized(x, quantized)
+    return by_way
 
 
 def _plain(x: Tensor, weights: Sequence[Tensor]) -> Callable[[int], object]:
@@ -74,8 +74,8 @@ def _widened(x: Tensor, weights: Sequence[Tensor]) -> Callable[[int], object]:
     return lambda number: products(x, (weights[number],), (None,))
 
 
-def _quantized(x: Tensor, some: Sequence[QuantizedMatrix]) -> Callable[[int], object]:
-    return lambda number: quantized_linears(x, [some[number]], [None])
+def _quantized(x: Tensor, matrices_of_scheme: Sequence[QuantizedMatrix]) -> Callable[[int], object]:
+    return lambda number: quantized_linears(x, [matrices_of_scheme[number]], [None])
 
 
 def copy_rate(rounds: int) -> float:
@@ -97,17 +97,17 @@ def measured(size: int, rows: Sequence[int], rounds: int) -> dict[str, object]:
         for _ in range(rounds * (4 if count <= FEW else 1) + 1):  # the first one packs
             for name, run in each.items():
                 best[name] = min(best[name], seconds(run, COPIES))
-        fastest = {name: min(one, best.get(name + OURS, one)) for name, one in best.items()}
-        times[str(count)] = {name: 1e3 * one for name, one in fastest.items() if not name.endswith(OURS)}
+        fastest = {name: min(least, best.get(name + OURS, least)) for name, least in best.items()}
+        times[str(count)] = {name: 1e3 * least for name, least in fastest.items() if not name.endswith(OURS)}
     over = {count: {name: row["bf16"] / row[f"{name} bf16"] for name in WAYS} for count, row in times.items()}
-    rate, one = copy_rate(rounds), times[str(rows[0])]
+    rate, row_times = copy_rate(rounds), times[str(rows[0])]
     panels = made["int4-rtn"][0].prepared.get("panels")  # which the product of few rows reads, where there is one
     stored = panels.bytes if panels else float("nan")
     return {
         "milliseconds": times,
         "copy_bytes_per_second": rate,
-        "int4_bandwidth": stored / (one["int4-rtn bf16"] / 1e3) / rate,
-        "int4_over_fp16": one["fp16"] / one["int4-rtn bf16"],
+        "int4_bandwidth": stored / (row_times["int4-rtn bf16"] / 1e3) / rate,
+        "int4_over_fp16": row_times["fp16"] / row_times["int4-rtn bf16"],
         "over_bf16": over,
         "slowest_over_bf16": min(row[name] for row in over.values() for name in OWN),
         "llm_int8_one_row": over[str(rows[0])]["llm-int8"],
@@ -122,18 +122,18 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=3072)
     parser.add_argument("--rows", default="1,8,32,128")
     parser.add_argument("--rounds", type=int, default=7)
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    found = measured(given.size, [int(count) for count in given.rows.split(",")], given.rounds)
-    if given.json:
-        print(json.dumps(found))
+    figures = measured(options.size, [int(count) for count in options.rows.split(",")], options.rounds)
+    if options.json:
+        print(json.dumps(figures))
         return
-    times = found["milliseconds"]
+    times = figures["milliseconds"]
     assert isinstance(times, dict)
-    print(f"ms per product of {given.size} x {given.size}, rows " + "".join(f"{count:>9}" for count in times))
+    print(f"ms per product of {options.size} x {options.size}, rows " + "".join(f"{count:>9}" for count in times))
     for name in next(iter(times.values())):
         print(f"{name:<42} " + "".join(f"{row[name]:9.3f}" for row in times.values()))
-    print(f"int4, one row: {found['int4_over_fp16']:.2f}x fp16, {100 * found['int4_bandwidth']:.0f} % of copying")  # type: ignore[operator]  # numbers
+    print(f"int4, one row: {figures['int4_over_fp16']:.2f}x fp16, {100 * figures['int4_bandwidth']:.0f} % of copying")  # type: ignore[operator]  # numbers
 
 
 if __name__ == "__main__":

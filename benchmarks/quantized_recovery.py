@@ -33,27 +33,27 @@ def recovered(folder: Path, teacher_steps: int, steps: int, seed: int) -> dict[s
         learning_rate=RATE, weight_decay=0.0, fake_quantize=SCHEME,
     )  # fmt: skip
     before, rows = mw.load(model).model, other_rows(model)
-    found = {}
+    figures = {}
     for name, run in (("rounded", model), ("recovered", student)):
         out = folder / f"{name}-{seed}"
         mw.quantize(run, SCHEME, out, quality=False)
-        found[name] = divergence(before, mw.load(out).model, rows, 1)
-    return found
+        figures[name] = divergence(before, mw.load(out).model, rows, 1)
+    return figures
 
 
 def measure(teacher_steps: int, steps: int, seeds: int) -> dict[str, Any]:
     """The document; `share`: of the divergence, what is gone after training, of the seed with least."""
-    with tempfile.TemporaryDirectory() as place:
-        each = [recovered(Path(place), teacher_steps, steps, seed) for seed in range(1, seeds + 1)]
-    return {"seeds": each, "share": min(1 - one["recovered"] / one["rounded"] for one in each)}
+    with tempfile.TemporaryDirectory() as folder:
+        each = [recovered(Path(folder), teacher_steps, steps, seed) for seed in range(1, seeds + 1)]
+    return {"seeds": each, "share": min(1 - figures["recovered"] / figures["rounded"] for figures in each)}
 
 
-def text(found: dict[str, Any]) -> str:
+def text(figures: dict[str, Any]) -> str:
     """A table."""
     lines = [f"{'seed':<6}{'KL rounded':>12}{'recovered':>12}"]
-    for seed, one in enumerate(found["seeds"], start=1):
-        lines.append(f"{seed:<6}{one['rounded']:>12.5f}{one['recovered']:>12.5f}")
-    return "\n".join([*lines, f"recovered, least: {found['share']:.2f}"])
+    for seed, divergences in enumerate(figures["seeds"], start=1):
+        lines.append(f"{seed:<6}{divergences['rounded']:>12.5f}{divergences['recovered']:>12.5f}")
+    return "\n".join([*lines, f"recovered, least: {figures['share']:.2f}"])
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -63,10 +63,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--teacher-steps", type=int, default=200)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
-    given = parser.parse_args(words)
+    options = parser.parse_args(words)
     torch.set_num_threads(1)
-    found = measure(given.teacher_steps, given.steps, given.seeds)
-    print(json.dumps(found) if given.json else text(found))
+    figures = measure(options.teacher_steps, options.steps, options.seeds)
+    print(json.dumps(figures) if options.json else text(figures))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from benchmarks.resident import watch
 
 def measure(overrides: list[str]) -> dict[str, object]:
     """Wall seconds, most bytes held, bits per byte on held-out text, and the sample after training."""
-    with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m", "meshwright", "quickstart", "--json", f"run={place}/run", *overrides]
-        seen = watch(command, environment={"XDG_CACHE_HOME": f"{place}/cache"}, cwd=Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "meshwright", "quickstart", "--json", f"run={folder}/run", *overrides]
+        seen = watch(command, environment={"XDG_CACHE_HOME": f"{folder}/cache"}, cwd=Path(folder))
         if seen.status:
             sys.exit(f"quickstart failed: {seen.stderr.strip()}")
         outcome = json.loads(seen.stdout)

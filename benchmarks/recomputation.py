@@ -42,8 +42,8 @@ HALF = "full on half"
 
 def layouts(layers: int) -> dict[str, Layout]:
     """All that are compared."""
-    found = {policy: Layout(recompute=policy, micro_batch=1, compile="off") for policy in RECOMPUTE}
-    return {**found, HALF: replace(found["full"], recompute_layers=layers // 2)}
+    by_policy = {policy: Layout(recompute=policy, micro_batch=1, compile="off") for policy in RECOMPUTE}
+    return {**by_policy, HALF: replace(by_policy["full"], recompute_layers=layers // 2)}
 
 
 def switched(model: Transformer, layout: Layout) -> None:
@@ -89,11 +89,11 @@ def foreseen(shape: ModelShape, rows: int, sequence: int, layout: Layout) -> dic
     recipe = Recipe(sequence=sequence, global_batch=2 * rows, precision="fp32", document_mask=False)
     cores = replace(presets.cluster("h100x8").device, name="some cores")  # whose speeds do not matter to bytes
     plan = Plan(model=shape, recipe=recipe, layout=replace(layout, micro_batch=rows), cluster=Cluster(device=cores))
-    seen, said = dry_run(plan, device="cpu").ranks[0].kinds, predict(plan).worst.kinds
+    seen, planned = dry_run(plan, device="cpu").ranks[0].kinds, predict(plan).worst.kinds
     flop = token_flop(shape, sequence, causal=True)
     return {
         "dry_bytes": sum(seen.get(kind, 0) for kind in ACTIVATIONS),
-        "planned_bytes": sum(said[kind] for kind in ACTIVATIONS),
+        "planned_bytes": sum(planned[kind] for kind in ACTIVATIONS),
         "flop_ratio": flop.hardware(layout.acting_recompute, plan.recomputed_share) / flop.training,
     }
 
@@ -101,20 +101,23 @@ def foreseen(shape: ModelShape, rows: int, sequence: int, layout: Layout) -> dic
 def compared(name: str, rounds: int) -> dict[str, Any]:
     """All layouts of one shape."""
     shape, (rows, sequence) = presets.model(f"llama-{name}"), SIZES[name]
-    found = measured(shape, rows, sequence, rounds)
-    none = found["none"]
+    policies = measured(shape, rows, sequence, rounds)
+    none = policies["none"]
     for policy, layout in layouts(shape.layers).items():
-        one = found[policy]
-        one |= foreseen(shape, rows, sequence, layout)
-        one["time_ratio"], one["saving"] = one["seconds"] / none["seconds"], 1 - one["bytes"] / none["bytes"]
-        one["dry_error"] = one["dry_bytes"] / one["bytes"] - 1
+        figures = policies[policy]
+        figures |= foreseen(shape, rows, sequence, layout)
+        figures["time_ratio"], figures["saving"] = (
+            figures["seconds"] / none["seconds"],
+            1 - figures["bytes"] / none["bytes"],
+        )
+        figures["dry_error"] = figures["dry_bytes"] / figures["bytes"] - 1
     squares = 5 * shape.heads * sequence / shape.hidden
     return {
-        "policies": found,
+        "policies": policies,
         "plain_selective_saving": squares / (34 + squares),
-        "largest_dry_error": max(abs(one["dry_error"]) for one in found.values()),
-        "half_saving_of_full": found[HALF]["saving"] / found["full"]["saving"],
-        "half_time_of_full": (found[HALF]["time_ratio"] - 1) / (found["full"]["time_ratio"] - 1),
+        "largest_dry_error": max(abs(figures["dry_error"]) for figures in policies.values()),
+        "half_saving_of_full": policies[HALF]["saving"] / policies["full"]["saving"],
+        "half_time_of_full": (policies[HALF]["time_ratio"] - 1) / (policies["full"]["time_ratio"] - 1),
     }
 
 
@@ -125,17 +128,20 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SIZES))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    found = {name: compared(name, options.rounds) for name in options.shapes.split(",")}
+    figures = {name: compared(name, options.rounds) for name in options.shapes.split(",")}
     if options.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
         return
-    for name, shape in found.items():
+    for name, shape in figures.items():
         print(f"{name}: {SIZES[name][0]} x {SIZES[name][1]} tokens, fp32")
         print(f"  {'':18} {'time':>6} {'by FLOP':>8} {'MB':>8} {'saved':>7} {'dry run':>8} {'planned':>8}")
-        for policy, one in shape["policies"].items():
-            times, sizes = f"{one['time_ratio']:6.3f} {one['flop_ratio']:8.3f}", f"{one['bytes'] / 1e6:8.1f}"
-            beside = f"{one['dry_bytes'] / 1e6:8.1f} {one['planned_bytes'] / 1e6:8.1f}"
-            print(f"  {policy:18} {times} {sizes} {one['saving']:7.1%} {beside}")
+        for policy, policy_figures in shape["policies"].items():
+            times, sizes = (
+                f"{policy_figures['time_ratio']:6.3f} {policy_figures['flop_ratio']:8.3f}",
+                f"{policy_figures['bytes'] / 1e6:8.1f}",
+            )
+            beside = f"{policy_figures['dry_bytes'] / 1e6:8.1f} {policy_figures['planned_bytes'] / 1e6:8.1f}"
+            print(f"  {policy:18} {times} {sizes} {policy_figures['saving']:7.1%} {beside}")
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def tree_bytes(pid: int) -> int:
     """Bytes resident in a process and all its descendants now; 0 where /proc cannot say."""
     total, waiting = 0, [pid]
     while waiting:
-        found = waiting.pop()
-        total += _proportional_bytes(found)
-        for task in Path(f"/proc/{found}/task").glob("*/children"):
+        process = waiting.pop()
+        total += _proportional_bytes(process)
+        for task in Path(f"/proc/{process}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 waiting += [int(child) for child in task.read_text().split()]
     return total

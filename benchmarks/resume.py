@@ -71,8 +71,8 @@ def kill(run: Path, steps: int, dice: random.Random, *, saving: bool) -> int:
 def last_step(run: Path) -> int:
     """Of the last whole line of the metrics; 0 where there is none."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        found: int = json.loads((run / "metrics.jsonl").read_text().split("\n")[-2])["step"]
-        return found
+        step: int = json.loads((run / "metrics.jsonl").read_text().split("\n")[-2])["step"]
+        return step
     return 0
 
 
@@ -86,13 +86,13 @@ def contents(run: Path) -> dict[str, str]:
     """Hash of every tensor, and every value but times, of the last checkpoint."""
     checkpoint = max(run.glob("checkpoints/step-*"))
     values = json.loads((checkpoint / "state.json").read_text())
-    found = {"values": json.dumps(_timeless(values), sort_keys=True)}
+    digests = {"values": json.dumps(_timeless(values), sort_keys=True)}
     for shard in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(shard, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 data = tensors.get_tensor(name).flatten().contiguous().view(torch.uint8)
-                found[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()
-    return found
+                digests[name] = hashlib.sha256(data.numpy().tobytes()).hexdigest()
+    return digests
 
 
 def _timeless(values: Any) -> Any:
@@ -104,20 +104,23 @@ def _timeless(values: Any) -> Any:
 def measure(kills: int, steps: int, seed: int) -> dict[str, object]:
     """Records and tensors that differ between a run that was killed and one that was not."""
     dice = random.Random(seed)
-    with tempfile.TemporaryDirectory() as place:
-        whole, broken = Path(place, "whole"), Path(place, "broken")
+    with tempfile.TemporaryDirectory() as folder:
+        whole, broken = Path(folder, "whole"), Path(folder, "broken")
         finish(whole, steps)
         killed_at = [kill(broken, steps, dice, saving=bool(number % 2)) for number in range(kills)]
         finish(broken, steps)
         ours, theirs = records(broken), records(whole)
-        one, other = contents(broken), contents(whole)
+        broken_contents, whole_contents = contents(broken), contents(whole)
     different = sum(a != b for a, b in zip(ours, theirs, strict=False)) + abs(len(ours) - len(theirs))
     return {
         "killed_at_steps": killed_at,
         "records": len(theirs),
-        "tensors": len(other) - 1,
+        "tensors": len(whole_contents) - 1,
         "differing_records": different,
-        "differing_tensors": sum(one.get(name) != other.get(name) for name in one.keys() | other.keys()),
+        "differing_tensors": sum(
+            broken_contents.get(name) != whole_contents.get(name)
+            for name in broken_contents.keys() | whole_contents.keys()
+        ),
     }
 
 

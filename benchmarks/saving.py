@@ -55,7 +55,7 @@ def new_state(model: str, ranks: int) -> TrainState:
 def on_rank(model: str, ranks: int, saves: int, behind: bool, folder: str) -> Times:
     """One process: steps, and a save after every few of them."""
     compat.keep_freed_memory()
-    state, found = new_state(model, ranks), Times()
+    state, times = new_state(model, ranks), Times()
     group = saving_group(state.engine.mesh) if behind else None
     tokens = torch.randint(0, state.engine.model.shape.vocab, (1, TOKENS))
     batch = Batch(tokens=tokens, targets=tokens, valid=TOKENS, valid_of_rows=(TOKENS,))
@@ -65,12 +65,12 @@ def on_rank(model: str, ranks: int, saves: int, behind: bool, folder: str) -> Ti
             started = time.perf_counter()
             train_step(state.engine, state.optimizer, split(batch, 1), rate=1e-4, clip=1.0, balance_loss=0.0)
             if number:
-                (found.beside if under_way else found.quiet).append(time.perf_counter() - started)
-            if number % STEPS_BETWEEN == STEPS_BETWEEN - 1 and len(found.blocked) < saves:
+                (times.beside if under_way else times.quiet).append(time.perf_counter() - started)
+            if number % STEPS_BETWEEN == STEPS_BETWEEN - 1 and len(times.blocked) < saves:
                 before = saver.blocked_s
                 saver.save(number + 1, state.tensors(), {"step": number + 1}, None)
-                found.blocked.append(saver.blocked_s - before)
-    return found
+                times.blocked.append(saver.blocked_s - before)
+    return times
 
 
 def case(model: str, ranks: int, saves: int, behind: bool) -> dict[str, Any]:

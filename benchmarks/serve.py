@@ -31,8 +31,8 @@ def figures(name: str, *, full: bool) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"benchmarks.{module} ended with status {done.returncode}: {done.stderr.strip()[-300:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
 
 
 def flat(document: Mapping[str, Any]) -> dict[str, Any]:

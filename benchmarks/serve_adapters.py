@@ -37,19 +37,21 @@ MANY = (1, 4, 16)
 def adapter(shape: ModelShape, seed: int) -> ServedAdapter:
     """One of chance, on every matrix."""
     chance = torch.Generator().manual_seed(seed)
-    low = [one for one in parameters(replace(shape, lora=LORA)) if one.adapts]
-    return ServedAdapter(LORA, {one.name: torch.randn(one.shape, generator=chance) * 0.02 for one in low})
+    low = [parameter for parameter in parameters(replace(shape, lora=LORA)) if parameter.adapts]
+    return ServedAdapter(
+        LORA, {parameter.name: torch.randn(parameter.shape, generator=chance) * 0.02 for parameter in low}
+    )
 
 
-def whole(shape: ModelShape, one: ServedAdapter) -> Transformer:
+def whole(shape: ModelShape, adapter: ServedAdapter) -> Transformer:
     """The model with it merged in."""
-    found = build(shape).eval()
+    merged_model = build(shape).eval()
     with torch.no_grad():
-        for name, parameter in found.named_parameters():
-            low = adapter_parts(name, one.tensors)
+        for name, parameter in merged_model.named_parameters():
+            low = adapter_parts(name, adapter.tensors)
             if low:
                 parameter.copy_(merged(parameter, low, LORA))
-    return found
+    return merged_model
 
 
 def measured(rounds: int) -> dict[str, float]:
@@ -63,19 +65,21 @@ def measured(rounds: int) -> dict[str, float]:
     apart = [ServingEngine(whole(SHAPE, adapters[str(number)]), options) for number in range(4)]
 
     def mixed(many: int) -> list[list[int]]:
-        wanted = [_wanted(str(place % many) if many else None) for place in range(REQUESTS)]
-        asked = [engine.add(prompt, one) for prompt, one in zip(prompts, wanted, strict=True)]
+        wanted = [_wanted(str(number % many) if many else None) for number in range(REQUESTS)]
+        asked = [engine.add(prompt, request) for prompt, request in zip(prompts, wanted, strict=True)]
         engine.run(asked)
-        return [one.answers[0].ids for one in asked]
+        return [request.answers[0].ids for request in asked]
 
     def models() -> list[list[int]]:
-        found: dict[int, list[int]] = {}
-        for number, own in enumerate(apart):
+        answers_by_place: dict[int, list[int]] = {}
+        for number, engine in enumerate(apart):
             places = range(number, REQUESTS, len(apart))
-            asked = [own.add(prompts[place], _wanted(None)) for place in places]
-            own.run(asked)
-            found.update({place: one.answers[0].ids for place, one in zip(places, asked, strict=True)})
-        return [found[place] for place in range(REQUESTS)]
+            asked = [engine.add(prompts[number], _wanted(None)) for number in places]
+            engine.run(asked)
+            answers_by_place.update(
+                {number: request.answers[0].ids for number, request in zip(places, asked, strict=True)}
+            )
+        return [answers_by_place[number] for number in range(REQUESTS)]
 
     contestants: dict[str, Callable[[], list[list[int]]]] = {
         "base": lambda: mixed(0), **{str(many): lambda many=many: mixed(many) for many in MANY}, "models": models,
@@ -92,7 +96,7 @@ def measured(rounds: int) -> dict[str, float]:
         **{f"{name}_tokens_per_s": made / taken for name, taken in seconds.items()},
         **{f"base_over_{many}": seconds[str(many)] / seconds["base"] for many in MANY},
         "adapters_over_models": seconds["models"] / seconds["4"],
-        "differing": sum(one != other for one, other in zip(answers["4"], answers["models"], strict=True)),
+        "differing": sum(request != other for request, other in zip(answers["4"], answers["models"], strict=True)),
     }
 
 
@@ -107,8 +111,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
-    found = measured(asked.rounds)
-    print(json.dumps(found) if asked.json else "\n".join(f"{name:24} {value:,.4g}" for name, value in found.items()))
+    figures = measured(asked.rounds)
+    print(
+        json.dumps(figures) if asked.json else "\n".join(f"{name:24} {value:,.4g}" for name, value in figures.items())
+    )
 
 
 if __name__ == "__main__":

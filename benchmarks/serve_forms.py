@@ -49,10 +49,10 @@ def trained(folder: Path, steps: int) -> tuple[Transformer, list[list[int]]]:
     mw.train(
         model=LEARNER, data=data, run=str(folder), watchers=(), dry_run=False, recipe={**RECIPE, "steps": steps}
     )  # fmt: skip
-    found = mw.load(folder)
-    rows = found.held_out_rows(None, 0)
+    opened = mw.load(folder)
+    rows = opened.held_out_rows(None, 0)
     text = [int(token) for token in rows.stream.read(0, WINDOWS * LENGTH)]
-    return found.model.eval(), [text[begin : begin + LENGTH] for begin in range(0, len(text), LENGTH)]
+    return opened.model.eval(), [text[begin : begin + LENGTH] for begin in range(0, len(text), LENGTH)]
 
 
 @torch.no_grad()
@@ -76,9 +76,9 @@ def of_cache(model: Transformer, windows: Sequence[Sequence[int]]) -> dict[str, 
         full = logits(model, window, "model").log_softmax(-1)
         loss += float(F.nll_loss(full[:-1], torch.tensor(window[1:])))
         for form, total in sums.items():
-            found = logits(model, window, form).log_softmax(-1)
-            total[0] += float(F.kl_div(found, full, log_target=True, reduction="batchmean"))
-            total[1] += float((found.argmax(-1) == full.argmax(-1)).float().mean())
+            predictions = logits(model, window, form).log_softmax(-1)
+            total[0] += float(F.kl_div(predictions, full, log_target=True, reduction="batchmean"))
+            total[1] += float((predictions.argmax(-1) == full.argmax(-1)).float().mean())
     count = len(windows)
     result = {"loss": loss / count}
     for form, (divergence, equal) in sums.items():
@@ -108,7 +108,7 @@ def of_guesses(model: Transformer, windows: Sequence[Sequence[int]], rounds: int
                 began = time.process_time()
                 engine.run(asked)
                 seconds[name] = min(seconds[name], time.process_time() - began)
-                answers[name] = [one.answers[0].ids for one in asked]
+                answers[name] = [request.answers[0].ids for request in asked]
         differing += sum(a != b for a, b in zip(answers["plain exact"], answers["guessed exact"], strict=True))
         counts = engines["guessed"].guesses
         assert counts is not None
@@ -128,8 +128,10 @@ def main(words: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model, windows = trained(Path(folder) / "run", asked.steps)
-    found = of_cache(model, windows) | of_guesses(model, windows, asked.rounds)
-    print(json.dumps(found) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in found.items()))
+    figures = of_cache(model, windows) | of_guesses(model, windows, asked.rounds)
+    print(
+        json.dumps(figures) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in figures.items())
+    )
 
 
 if __name__ == "__main__":

@@ -36,16 +36,16 @@ def of_family(name: str, number: int) -> dict[str, Any]:
     """Answers that are wrong, and ties, in both modes."""
     other = peer(name).eval()
     other.generation_config.eos_token_id = None
-    with tempfile.TemporaryDirectory() as place:
-        other.save_pretrained(place)
-        model = loaded(Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        other.save_pretrained(folder)
+        model = loaded(Path(folder))
     load = prompts(model.shape.vocab, number, seed=sum(map(ord, name)))
     right = theirs(other, load, TOGETHER)
     wrong = ties = 0
     for exact in (False, True):
         engine = ServingEngine(model, EngineOptions(exact=exact, most_tokens=48, most_sequences=16))
-        found = differences(other, load, right, ours(engine, load, salt=0))
-        wrong, ties = wrong + found[0], ties + found[1]
+        compared = differences(other, load, right, ours(engine, load, salt=0))
+        wrong, ties = wrong + compared[0], ties + compared[1]
     different = len({tuple(answer) for answer in right})
     return {"prompts": len(load), "wrong": wrong, "ties": ties, "different_answers": different}
 
@@ -60,14 +60,22 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    found = {}
+    families = {}
     for name in PEERS:
-        found[name] = of_family(name, options.prompts)
+        families[name] = of_family(name, options.prompts)
         if not options.json:
-            print(name, *(f"{value} {key.replace('_', ' ')}" for key, value in found[name].items()), sep="  ")
+            print(name, *(f"{value} {key.replace('_', ' ')}" for key, value in families[name].items()), sep="  ")
     if options.json:
-        total = {key: sum(one[key] for one in found.values()) for key in ("prompts", "wrong", "ties")}
-        print(json.dumps({**total, "fewest_prompts": min(one["prompts"] for one in found.values()), "families": found}))
+        total = {key: sum(family[key] for family in families.values()) for key in ("prompts", "wrong", "ties")}
+        print(
+            json.dumps(
+                {
+                    **total,
+                    "fewest_prompts": min(family["prompts"] for family in families.values()),
+                    "families": families,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -66,7 +66,9 @@ class FixedStep:
         self, step: StepPlan, *, behind: int = 0, drawn: torch.Tensor | None = None
     ) -> tuple[list[CachedSequence], torch.Tensor]:
         """Sequences that get a token, and in place of their logits when the device is done with them."""
-        owners = [one for one, count in step.chunks.items() if one.computed + count == len(one.tokens)]
+        owners = [
+            sequence for sequence, count in step.chunks.items() if sequence.computed + count == len(sequence.tokens)
+        ]
         until = time.perf_counter() + self._host_s
         while time.perf_counter() < until:
             pass
@@ -206,8 +208,8 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(words)
     step_s, host_s = asked.step_ms / 1e3, asked.host_ms / 1e3
     rows = [
-        measure(int(one), step_s, host_s, asked.seconds, asked.route, run_ahead=not asked.wait)
-        for one in asked.clients.split(",")
+        measure(int(count), step_s, host_s, asked.seconds, asked.route, run_ahead=not asked.wait)
+        for count in asked.clients.split(",")
     ]
     if asked.json:
         print(json.dumps({f"clients_{row['clients']}": row for row in rows}))

@@ -80,9 +80,9 @@ class Simulation:
     ) -> CachedSequence:
         """A new sequence, in voice 0; the copies have the next ones."""
         limit = len(prompt) + more
-        found = self.scheduler.add(prompt, limit, priority=priority, salt=salt, copies=copies, adapter=adapter)
-        self.open[found], self.salts[found] = (list(prompt), 0), salt
-        return found
+        sequence = self.scheduler.add(prompt, limit, priority=priority, salt=salt, copies=copies, adapter=adapter)
+        self.open[sequence], self.salts[sequence] = (list(prompt), 0), salt
+        return sequence
 
     def step(self) -> StepPlan:
         """One step: blocks are copied, positions written, all that a window reaches read, and tokens made."""
@@ -102,8 +102,10 @@ class Simulation:
             self._write(sequence, count)
         for sequence, count in plan.chunks.items():
             self._read(sequence, count)
-        guessing = {one: one.guessed for one in plan.chunks if one.guessed}
-        self.scheduler.advance(StepPlan({one: count for one, count in plan.chunks.items() if one not in guessing}))
+        guessing = {scheduled: scheduled.guessed for scheduled in plan.chunks if scheduled.guessed}
+        self.scheduler.advance(
+            StepPlan({scheduled: count for scheduled, count in plan.chunks.items() if scheduled not in guessing})
+        )
         for sequence in list(plan.chunks):
             if sequence in guessing:
                 self._continue_guessed(sequence)
@@ -145,13 +147,15 @@ class Simulation:
     def check(self) -> None:
         """The books."""
         pool, running = self.scheduler.tables.pool, self.scheduler.running
-        holders = Counter(block for one in running for block in one.table if block != GONE)
+        holders = Counter(block for sequence in running for block in sequence.table if block != GONE)
         assert [holders[block] for block in range(pool.size)] == pool.holders, "holders are those of the tables"
         free = pool.free_blocks()
         assert len(free) == len(set(free)) == pool.free, "a free block is free once"
         assert sorted(free) == [block for block, count in enumerate(pool.holders) if not count]
         keys = [pool.key_of(block) is not None for block in free]
-        assert all(one <= other for one, other in pairwise(keys)), "blocks without content are given away first"
+        assert all(sequence <= other for sequence, other in pairwise(keys)), (
+            "blocks without content are given away first"
+        )
         for block in range(pool.size):
             key = pool.key_of(block)
             assert key is None or pool.find(key) == block
@@ -160,9 +164,9 @@ class Simulation:
             twice = [key for block in range(pool.size) if (key := pool.key_of(block)) and key in pool.host]
             assert not twice, "content is in one tier"
         assert not pool.moves, "what is to be moved belongs to a step"
-        assert [one.rank for one in running] == sorted(one.rank for one in running)
-        assert all(one.phase is Phase.RUNNING for one in running)
-        assert sum(one.copies for one in running) <= self.most_sequences
+        assert [sequence.rank for sequence in running] == sorted(sequence.rank for sequence in running)
+        assert all(sequence.phase is Phase.RUNNING for sequence in running)
+        assert sum(sequence.copies for sequence in running) <= self.most_sequences
         if not running:
             assert pool.free == pool.size, "who does not run holds nothing"
 
@@ -170,8 +174,8 @@ class Simulation:
         """As host memory and device do, one after the other."""
         source = self.hosted if move.kind == "load" else self.slots
         target = self.hosted if move.kind == "save" else self.slots
-        for place in range(self.block):
-            target[move.target, place] = source.get((move.source, place))
+        for offset in range(self.block):
+            target[move.target, offset] = source.get((move.source, offset))
 
     def _write(self, sequence: CachedSequence, count: int) -> None:
         for position in range(sequence.computed, sequence.computed + count):
@@ -183,8 +187,8 @@ class Simulation:
         end = sequence.computed + count
         begin = max(0, sequence.computed - self.window + 1) if self.window else 0
         for position in range(begin, end):
-            kept = self.slots.get((sequence.table[position // self.block], position % self.block))
-            assert kept == self._content(sequence, position), f"position {position} is not what it should be"
+            content = self.slots.get((sequence.table[position // self.block], position % self.block))
+            assert content == self._content(sequence, position), f"position {position} is not what it should be"
 
     def _content(self, sequence: CachedSequence, position: int) -> tuple[bytes | None, ...]:
         beside = self.salts[sequence] + b"/%d" % sequence.adapter
@@ -193,10 +197,10 @@ class Simulation:
     def _continue(self, sequence: CachedSequence) -> None:
         voices = [sequence, *(self.scheduler.fork(sequence) if sequence.copies > 1 else [])]
         prompt, first = self.open[sequence]
-        for voice, one in enumerate(voices, first):
-            self.open[one], self.salts[one] = (prompt, voice), self.salts[sequence]
-            one.tokens.append(follows(one.tokens, voice))
-            self._end_at_limit(one)
+        for voice, voice_sequence in enumerate(voices, first):
+            self.open[voice_sequence], self.salts[voice_sequence] = (prompt, voice), self.salts[sequence]
+            voice_sequence.tokens.append(follows(voice_sequence.tokens, voice))
+            self._end_at_limit(voice_sequence)
 
     def _end_at_limit(self, sequence: CachedSequence) -> None:
         if len(sequence.tokens) == sequence.limit:
@@ -229,7 +233,7 @@ def random_operation(simulation: Simulation, chance: random.Random) -> None:
 def run(operations: int, seed: int) -> dict[str, int]:
     """So many random operations on simulations of several sizes, each drained at its end."""
     chance = random.Random(seed)
-    made, found = 0, Counter[str]()
+    made, faults = 0, Counter[str]()
     while made < operations:
         window = chance.choice([0, 0, 5, 9])
         simulation = Simulation(chance.randint(8, 20), window=window, host=chance.choice([0, 1, 3, 12]))
@@ -240,12 +244,12 @@ def run(operations: int, seed: int) -> dict[str, int]:
         while not simulation.scheduler.idle:
             simulation.step()
         simulation.check()
-        found["ended"] += simulation.ended
-        found["preempted"] += simulation.scheduler.preemptions
-        found["hit_tokens"] += simulation.scheduler.tables.hits
-        found["host_hit_tokens"] += simulation.scheduler.tables.host_hits
-        found["left"] += simulation.size - simulation.scheduler.tables.pool.free + len(simulation.open)
-    return {"operations": made, "faults": found.pop("left"), **found}
+        faults["ended"] += simulation.ended
+        faults["preempted"] += simulation.scheduler.preemptions
+        faults["hit_tokens"] += simulation.scheduler.tables.hits
+        faults["host_hit_tokens"] += simulation.scheduler.tables.host_hits
+        faults["left"] += simulation.size - simulation.scheduler.tables.pool.free + len(simulation.open)
+    return {"operations": made, "faults": faults.pop("left"), **faults}
 
 
 def main() -> None:
@@ -255,8 +259,8 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    found = run(asked.operations, asked.seed)
-    print(json.dumps(found) if asked.json else "\n".join(f"{name:12} {count:,}" for name, count in found.items()))
+    figures = run(asked.operations, asked.seed)
+    print(json.dumps(figures) if asked.json else "\n".join(f"{name:12} {count:,}" for name, count in figures.items()))
 
 
 if __name__ == "__main__":

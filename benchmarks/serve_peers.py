@@ -27,13 +27,13 @@ def installed() -> dict[str, str]:
     """What there is, by module: its version; empty = it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
-    def one(name: str) -> str:
+    def version_of(name: str) -> str:
         try:
             return version({"llama_cpp": "llama-cpp-python"}.get(name, name))
         except PackageNotFoundError:
             return "of unknown version"
 
-    return {name: one(name) if find_spec(name) else "" for name in PEERS}
+    return {name: version_of(name) if find_spec(name) else "" for name in PEERS}
 
 
 @contextmanager
@@ -41,10 +41,10 @@ def exported(model: Transformer) -> Iterator[str]:
     """A Hugging Face folder of a model, without a tokenizer."""
     from pathlib import Path
 
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as folder:
         tensors = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
-        export_folder(Path(place), model_tensors=tensors, shape=model.shape, tokenizer=None, dtype=torch.float32)
-        yield place
+        export_folder(Path(folder), model_tensors=tensors, shape=model.shape, tokenizer=None, dtype=torch.float32)
+        yield folder
 
 
 def continuous(peer: Any, load: Load) -> list[list[int]]:
@@ -58,18 +58,18 @@ def continuous(peer: Any, load: Load) -> list[list[int]]:
     wanted = transformers.GenerationConfig(
         do_sample=False, max_new_tokens=max(count for _, count in load), eos_token_id=-1, pad_token_id=0
     )
-    found: dict[str, list[int]] = {}
+    ids_by_request: dict[str, list[int]] = {}
     with peer.continuous_batching_context_manager(
         generation_config=wanted, continuous_batching_config=config
     ) as manager:  # fmt: skip
         names = [manager.add_request(prompt, max_new_tokens=count, eos_token_id=-1) for prompt, count in load]
-        while len(found) < len(load):
+        while len(ids_by_request) < len(load):
             result = manager.get_result(timeout=1)
             if result is not None and result.is_finished():
-                found[result.request_id] = list(result.generated_tokens)
+                ids_by_request[result.request_id] = list(result.generated_tokens)
             elif result is None and not manager.is_running():
                 raise RuntimeError("transformers' continuous batching ended before its requests")
-    return [found[name] for name in names]
+    return [ids_by_request[name] for name in names]
 
 
 def vllm_engine(model: Transformer, dtype: str = "float32") -> Callable[[Load], list[list[int]]]:
@@ -78,9 +78,9 @@ def vllm_engine(model: Transformer, dtype: str = "float32") -> Callable[[Load], 
     from importlib import import_module
 
     vllm = import_module("vllm")
-    with exported(model) as place:
+    with exported(model) as folder:
         engine = vllm.LLM(
-            place, dtype=dtype, skip_tokenizer_init=True, max_model_len=model.shape.max_positions,
+            folder, dtype=dtype, skip_tokenizer_init=True, max_model_len=model.shape.max_positions,
             enable_prefix_caching=False,
         )  # fmt: skip
 
@@ -90,6 +90,6 @@ def vllm_engine(model: Transformer, dtype: str = "float32") -> Callable[[Load], 
             vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
             for _, count in load
         ]
-        return [list(one.outputs[0].token_ids) for one in engine.generate(asked, ways)]
+        return [list(request.outputs[0].token_ids) for request in engine.generate(asked, ways)]
 
     return answer

@@ -49,9 +49,9 @@ def compared(*, quick: bool = False) -> list[tuple[str, ServingColumns]]:
     turns = range(1 if quick else TURNS)
     played = [_Played(*load, waves=2 if quick else WAVES) for load in (LOADS[:2] if quick else LOADS)]
     for _ in turns:
-        for one in played:
-            one.play()
-    return [(one.words, one.columns(timed)) for one in played]
+        for played_load in played:
+            played_load.play()
+    return [(played_load.words, played_load.columns(timed)) for played_load in played]
 
 
 class _Played:
@@ -66,16 +66,16 @@ class _Played:
 
     def play(self) -> None:
         """Once more."""
-        found = self._run.play(time.process_time)
-        self._least = [min(pair) for pair in zip(found, self._least or found, strict=True)]
+        seconds = self._run.play(time.process_time)
+        self._least = [min(pair) for pair in zip(seconds, self._least or seconds, strict=True)]
 
     def columns(self, timed: Callable[[Deployment], StepTimes]) -> ServingColumns:
         """Planned, dry run and measured."""
-        of = Deployment(
+        deployment = Deployment(
             model=served(self._shape), device=presets.device("local"), degrees=EngineDegrees(), framework=MESHWRIGHT,
             formats=formats_of("fp32", experts=False), cache_width=4.0,
         )  # fmt: skip
-        return columns_of(timed(of), self._load, self._run, self._least)
+        return columns_of(timed(deployment), self._load, self._run, self._least)
 
 
 def main() -> int:
@@ -84,23 +84,23 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    found = compared(quick=options.quick)
-    errors = {name: [abs(one.errors[name]) for _, one in found] for name in found[0][1].errors}
+    rows = compared(quick=options.quick)
+    errors = {name: [abs(row.errors[name]) for _, row in rows] for name in rows[0][1].errors}
     worst = {name: max(values) for name, values in errors.items()}
     document = {
-        "loads": [{"load": name, **one.errors} for name, one in found],
+        "loads": [{"load": name, **row.errors} for name, row in rows],
         "worst": worst,
         "median": {name: median(values) for name, values in errors.items()},
-        "dry_run_exact": all(one.dry_weights_bytes == one.measured_weights_bytes for _, one in found),
+        "dry_run_exact": all(row.dry_weights_bytes == row.measured_weights_bytes for _, row in rows),
     }
     if options.json:
         print(json.dumps(document, indent=1))
         return 0
-    for name, one in found:
+    for name, row in rows:
         print(
-            f"{name:<44} memory {one.errors['memory']:+.1%}   tokens/s {one.planned.output_tokens_per_s:,.0f} planned, "
-            f"{one.measured.output_tokens_per_s:,.0f} measured ({one.errors['tokens_per_second']:+.1%})   first token "
-            f"{one.errors['first_token']:+.1%}, per token {one.errors['per_token']:+.1%}"
+            f"{name:<44} memory {row.errors['memory']:+.1%}   tokens/s {row.planned.output_tokens_per_s:,.0f} planned, "
+            f"{row.measured.output_tokens_per_s:,.0f} measured ({row.errors['tokens_per_second']:+.1%})   first token "
+            f"{row.errors['first_token']:+.1%}, per token {row.errors['per_token']:+.1%}"
         )
     print("worst: " + ", ".join(f"{name} {value:.1%}" for name, value in worst.items()))
     return 0

@@ -74,9 +74,9 @@ def trained(name: str, folder: Path, steps: int) -> Path:
 def quality(opened: TrainedModel, rows: TrainedModel) -> float:
     """Bits per byte on the text that the run of `rows` held out."""
     text = rows.held_out_rows(None, SCORED)
-    found = text.evaluate(on_one_device(opened.model), torch.device("cpu")).bits_per_byte
-    assert found is not None
-    return found
+    bits = text.evaluate(on_one_device(opened.model), torch.device("cpu")).bits_per_byte
+    assert bits is not None
+    return bits
 
 
 def by_engine(opened: TrainedModel, **options: Any) -> Way:
@@ -87,35 +87,35 @@ def by_engine(opened: TrainedModel, **options: Any) -> Way:
         wanted = mw.RequestOptions(max_new_tokens=ANSWER, ignore_end=True, salt=None)
         asked = [serving.add(prompt, wanted) for prompt in prompts]
         serving.run(asked)
-        return [one.answers[0].ids for one in asked]
+        return [request.answers[0].ids for request in asked]
 
     return answer
 
 
 def alone(opened: TrainedModel) -> Way:
     """Our model's own loop, one prompt after another."""
-    return lambda prompts: [generate(opened.model, one, max_new_tokens=ANSWER).ids for one in prompts]
+    return lambda prompts: [generate(opened.model, prompt, max_new_tokens=ANSWER).ids for prompt in prompts]
 
 
 def by_transformers(opened: TrainedModel, attention: str, batch: int) -> Way:
     """The same weights in transformers. MeshwrightError, ValueError: it does not know the design."""
     import transformers
 
-    with exported(opened.model) as place:
+    with exported(opened.model) as folder:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers has no types there
-        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(place, attn_implementation=attention)
+        peer: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention)
         peer = peer.eval()
 
     def answer(prompts: list[list[int]]) -> list[list[int]]:
-        found = []
+        answers = []
         for begin in range(0, len(prompts), batch):
             ids = torch.tensor(prompts[begin : begin + batch])
             rows = peer.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER, min_new_tokens=ANSWER,
                 do_sample=False, pad_token_id=0,
             )  # fmt: skip
-            found += [row[PROMPT:].tolist() for row in rows]
-        return found
+            answers += [row[PROMPT:].tolist() for row in rows]
+        return answers
 
     return answer
 
@@ -165,23 +165,23 @@ def measure(folder: Path, steps: int, rounds: int, designs: Sequence[str] = tupl
         enter("design", name, "transformers", partial(by_transformers, model, "sdpa", 1), score)
         enter("design", name, "engine", partial(by_engine, model), score)
     base = "GQA" if "GQA" in designs else designs[0]
-    one, fp32 = opened[base], scores[f"design/{base}/engine"]
-    enter("implementation", base, "eager attention", partial(by_transformers, one, "eager", 1), fp32)
-    enter("implementation", base, "fused attention", partial(by_transformers, one, "sdpa", 1), fp32)
-    enter("implementation", base, "our own loop", partial(alone, one), fp32)
-    enter("implementation", base, "fused, one batch", partial(by_transformers, one, "sdpa", REQUESTS), fp32)
-    plain = partial(by_engine, one, packed=False, compiled=False)
+    base_run, fp32 = opened[base], scores[f"design/{base}/engine"]
+    enter("implementation", base, "eager attention", partial(by_transformers, base_run, "eager", 1), fp32)
+    enter("implementation", base, "fused attention", partial(by_transformers, base_run, "sdpa", 1), fp32)
+    enter("implementation", base, "our own loop", partial(alone, base_run), fp32)
+    enter("implementation", base, "fused, one batch", partial(by_transformers, base_run, "sdpa", REQUESTS), fp32)
+    plain = partial(by_engine, base_run, packed=False, compiled=False)
     enter("implementation", base, "paged, plain torch", plain, fp32)
-    enter("implementation", base, "paged", partial(by_engine, one), fp32)
+    enter("implementation", base, "paged", partial(by_engine, base_run), fp32)
     half = mw.load(runs[base], "bf16")
-    enter("implementation", base, "paged, bf16", partial(by_engine, half), quality(half, one))
+    enter("implementation", base, "paged, bf16", partial(by_engine, half), quality(half, base_run))
     for scheme in SCHEMES:
         out = folder / f"{base}-{scheme}"
         if not out.exists():
             mw.quantize(runs[base], scheme, out, quality=False)
         coded = mw.load(out)
         what = f"paged, {scheme.partition('-')[0]}"
-        enter("implementation", base, what, partial(by_engine, coded), quality(coded, one))
+        enter("implementation", base, what, partial(by_engine, coded), quality(coded, base_run))
     speeds, answers = race(ways, prompts, rounds)
     return {
         "steps": steps,
@@ -201,13 +201,15 @@ def measure(folder: Path, steps: int, rounds: int, designs: Sequence[str] = tupl
     }  # fmt: skip
 
 
-def _equal(some: Sequence[list[int]], others: Sequence[list[int]]) -> float:
+def _equal(answers: Sequence[list[int]], others: Sequence[list[int]]) -> float:
     """Share of tokens that are alike, up to the first that is not in each answer."""
     alike = 0
-    for one, other in zip(some, others, strict=True):
-        differs = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), ANSWER)
+    for answer, other in zip(answers, others, strict=True):
+        differs = next(
+            (index for index, pair in enumerate(zip(answer, other, strict=True)) if pair[0] != pair[1]), ANSWER
+        )
         alike += differs
-    return alike / (len(some) * ANSWER)
+    return alike / (len(answers) * ANSWER)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -222,20 +224,22 @@ def main(words: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as made:
-        found = measure(asked.runs or Path(made), asked.steps, asked.rounds, asked.designs.split(","))
+        figures = measure(asked.runs or Path(made), asked.steps, asked.rounds, asked.designs.split(","))
     if asked.picture:
-        draw(found, asked.picture)
+        draw(figures, asked.picture)
     if asked.json:
-        print(json.dumps(found))
+        print(json.dumps(figures))
         return
     print(f"{'':16}{'design':8}{'':28}{'bits/byte':>10}{'tokens/s':>10}")
-    for row in found["rows"]:
+    for row in figures["rows"]:
         numbers = f"{row['bits_per_byte']:>10.4f}{row['tokens_per_second']:>10,.0f}"
         print(f"{row['group']:16}{row['design']:8}{row['what']:28}{numbers}")
-    print("MFLOP per token: " + ", ".join(f"{name} {flop / 1e6:.2f}" for name, flop in found["flop_per_token"].items()))
-    for name, share in found["equal_tokens"].items():
+    print(
+        "MFLOP per token: " + ", ".join(f"{name} {flop / 1e6:.2f}" for name, flop in figures["flop_per_token"].items())
+    )
+    for name, share in figures["equal_tokens"].items():
         print(f"{name}: {share:.1%} of tokens before the first that differs from transformers'")
-    for name, why in found["left_out"].items():
+    for name, why in figures["left_out"].items():
         print(f"left out: {name}: {why}")
 
 

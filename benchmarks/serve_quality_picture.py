@@ -17,14 +17,14 @@ APART = 1.1
 """Ratio of the heights of two labels, at least."""
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(figures: Mapping[str, Any], path: Path) -> None:
     """A PNG at `path`, whole or not at all, of what serve_quality.measure gives. Better is up and to the right."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, NullLocator
 
     figure = Figure(figsize=(11.5, 5.0), layout="constrained", facecolor="white")
     first, second = figure.subplots(1, 2, sharey=True)
-    rows = found["rows"]
+    rows = figures["rows"]
     _implementations(first, [row for row in rows if row["group"] == "implementation"])
     _designs(second, [row for row in rows if row["group"] == "design"])
     for axes in (first, second):
@@ -51,11 +51,11 @@ def _implementations(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
     ours = [row for row in rows if row["what"].startswith("paged")]
     others = [row for row in rows if row not in ours]
     axes.set_title(f"One model ({design}) by implementation", loc="left")
-    for some, colour, marker in ((others, PEER, "s"), (ours, COLOURS[design], "o")):
-        x, y = ([row[name] for row in some] for name in ("bits_per_byte", "tokens_per_second"))
+    for points, colour, marker in ((others, PEER, "s"), (ours, COLOURS[design], "o")):
+        x, y = ([row[name] for row in points] for name in ("bits_per_byte", "tokens_per_second"))
         axes.plot(x, y, linestyle="", marker=marker, color=colour, markersize=8)
         last = 0.0
-        for row in sorted(some, key=lambda row: row["tokens_per_second"]):
+        for row in sorted(points, key=lambda row: row["tokens_per_second"]):
             left = row in ours
             last = max(row["tokens_per_second"], last * APART)
             axes.annotate(
@@ -68,10 +68,10 @@ def _designs(axes: "Axes", rows: Sequence[Mapping[str, Any]]) -> None:
     """A line from transformers up to the engine for each design."""
     axes.set_title("Four designs of equal compute", loc="left")
     for design in dict.fromkeys(row["design"] for row in rows):
-        own = {row["what"]: row for row in rows if row["design"] == design}
-        points = [(row["bits_per_byte"], row["tokens_per_second"]) for row in own.values()]
+        design_rows = {row["what"]: row for row in rows if row["design"] == design}
+        points = [(row["bits_per_byte"], row["tokens_per_second"]) for row in design_rows.values()]
         axes.plot(*zip(*points, strict=True), color=COLOURS[design], linewidth=1.2, alpha=0.5)
-        for what, row in own.items():
+        for what, row in design_rows.items():
             x, y = row["bits_per_byte"], row["tokens_per_second"]
             filled = COLOURS[design] if what == "engine" else "white"
             axes.plot(

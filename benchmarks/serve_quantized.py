@@ -76,13 +76,13 @@ def engine(model: Transformer, answers: dict[int, list[list[int]]], **options: A
     serving = ServingEngine(model, EngineOptions(cache_bytes=2**28, **options))
 
     def decode(prompts: list[list[int]], new: int) -> float:
-        asked = [serving.add(one, RequestOptions(max_new_tokens=new + 1, salt=None)) for one in prompts]
-        while not all(one.answers[0].ids for one in asked):
+        asked = [serving.add(prompt, RequestOptions(max_new_tokens=new + 1, salt=None)) for prompt in prompts]
+        while not all(request.answers[0].ids for request in asked):
             serving.step()
         began = time.process_time()
         serving.run(asked)
         seconds = time.process_time() - began
-        answers[len(prompts)] = [one.answers[0].ids for one in asked]
+        answers[len(prompts)] = [request.answers[0].ids for request in asked]
         return seconds
 
     return decode
@@ -108,9 +108,9 @@ def llama(folder: Path, kind: str = "q8_0") -> Decoding:
             batch.n_seq_id[row], batch.seq_id[row][0] = 1, sequence
         assert library.llama_decode(context, batch) == 0
         rows = [library.llama_get_logits_ith(context, row) for row in range(len(tokens))]
-        found = [int(torch.frombuffer(row_of(row), dtype=torch.float32).argmax()) for row in rows]
+        chosen = [int(torch.frombuffer(row_of(row), dtype=torch.float32).argmax()) for row in rows]
         library.llama_batch_free(batch)
-        return found
+        return chosen
 
     def row_of(row: Any) -> Any:
         ctypes = import_module("ctypes")
@@ -133,16 +133,18 @@ def llama(folder: Path, kind: str = "q8_0") -> Decoding:
 def quantized(model: Transformer, scheme: str) -> Transformer:
     """The same weights by a scheme that needs no text; what it leaves out is shared with the model."""
     sizes = quantizable(model.shape)
-    found = build_quantized(model.shape, dict.fromkeys(sizes, SCHEMES[scheme]), outlier_columns={}, dtype=torch.float32)
-    own = dict(found.named_parameters())
+    model_of_codes = build_quantized(
+        model.shape, dict.fromkeys(sizes, SCHEMES[scheme]), outlier_columns={}, dtype=torch.float32
+    )
+    parameters_by_name = dict(model_of_codes.named_parameters())
     for name, weight in model.named_parameters():
         if name in sizes:
-            module = found.get_submodule(quantized_name(name))
+            module = model_of_codes.get_submodule(quantized_name(name))
             assert isinstance(module, QuantizedWeight)
             module.take(quantize_matrix(name, weight, SCHEMES[scheme]))
         else:
-            own[name].copy_(weight)
-    return found.eval()
+            parameters_by_name[name].copy_(weight)
+    return model_of_codes.eval()
 
 
 def model_in_bf16() -> Transformer:
@@ -170,18 +172,18 @@ def race(rounds: int, new: int) -> dict[str, float]:
                 prompts = [[chance.randrange(SHAPE.vocab) for _ in range(PROMPT)] for _ in range(batch)]
                 for name, way in ways.items():
                     best[name, batch] = min(best[name, batch], way(prompts, new))
-    found = {f"{name}_{batch}_tokens_per_second": batch * new / seconds for (name, batch), seconds in best.items()}
+    figures = {f"{name}_{batch}_tokens_per_second": batch * new / seconds for (name, batch), seconds in best.items()}
     for batch in BATCHES:
         for ours, peer in PAIRS:
             if peer in ways:
-                found[f"{ours}_over_{peer}_{batch}"] = best[peer, batch] / best[ours, batch]
+                figures[f"{ours}_over_{peer}_{batch}"] = best[peer, batch] / best[ours, batch]
     pairs = [
-        (one, other)
+        (token, other)
         for batch in BATCHES
-        for some in zip(answers["engine"][batch], answers["int8"][batch], strict=True)
-        for one, other in zip(*some, strict=True)
+        for pair in zip(answers["engine"][batch], answers["int8"][batch], strict=True)
+        for token, other in zip(*pair, strict=True)
     ]
-    return found | {"top1": sum(one == other for one, other in pairs) / len(pairs)}
+    return figures | {"top1": sum(token == other for token, other in pairs) / len(pairs)}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -192,8 +194,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--new", type=int, default=24)
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
-    found = race(asked.rounds, asked.new)
-    print(json.dumps(found) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in found.items()))
+    figures = race(asked.rounds, asked.new)
+    print(
+        json.dumps(figures) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in figures.items())
+    )
 
 
 if __name__ == "__main__":

@@ -72,10 +72,10 @@ def right_answers(model: HostedModel) -> list[list[int]]:
     engine = ServingEngine(model.model, ENGINE, end_ids=model.end_ids)
     asked = [engine.add(ids, RequestOptions(max_new_tokens=most)) for ids, most in prompts()]
     engine.run(asked)
-    return [one.answers[0].ids for one in asked]
+    return [request.answers[0].ids for request in asked]
 
 
-async def client(port: int, right: list[list[int]], work: "asyncio.Queue[int]", found: Found) -> None:
+async def client(port: int, right: list[list[int]], work: "asyncio.Queue[int]", tally: Found) -> None:
     """Takes requests until there is none left."""
     load = prompts()
     while True:
@@ -84,8 +84,8 @@ async def client(port: int, right: list[list[int]], work: "asyncio.Queue[int]", 
         except asyncio.QueueEmpty:
             return
         chance = random.Random(number)
-        way, place = chance.choice(WAYS), chance.randrange(PROMPTS)
-        ids, most = load[place]
+        way, prompt_number = chance.choice(WAYS), chance.randrange(PROMPTS)
+        ids, most = load[prompt_number]
         asked: dict[str, Any] = {"prompt": ids, "max_tokens": most, "temperature": 0, "return_token_ids": True}
         asked |= {"stream": way in ("stream", "slow") or (way == "leaves" and chance.random() < 0.5)}
         asked |= {"temperature": -1} if way == "refused" else {}
@@ -93,13 +93,13 @@ async def client(port: int, right: list[list[int]], work: "asyncio.Queue[int]", 
             made = await one_request(port, asked, way, chance)
         except (OSError, asyncio.IncompleteReadError):
             made = None
-        found.counts[way] += 1
+        tally.counts[way] += 1
         if way in ("whole", "stream", "slow"):
-            found.wrong += made != right[place]
+            tally.wrong += made != right[prompt_number]
         if way == "refused":
-            found.wrong += made != []
-        if number % found.every == 0:
-            found.memory.append((sum(found.counts.values()), resident_bytes(found.processes)))
+            tally.wrong += made != []
+        if number % tally.every == 0:
+            tally.memory.append((sum(tally.counts.values()), resident_bytes(tally.processes)))
 
 
 async def one_request(port: int, asked: dict[str, Any], way: str, chance: random.Random) -> list[int] | None:
@@ -138,7 +138,7 @@ def tokens_of(content: bytes) -> list[int]:
 
 def resident_bytes(processes: Iterable[int]) -> int:
     """Of all of them."""
-    return sum(int(Path(f"/proc/{one}/statm").read_text().split()[1]) for one in processes) * 4096
+    return sum(int(Path(f"/proc/{process}/statm").read_text().split()[1]) for process in processes) * 4096
 
 
 def growth(memory: list[tuple[int, int]]) -> float:
@@ -155,7 +155,7 @@ def growth(memory: list[tuple[int, int]]) -> float:
 def soak(requests: int) -> dict[str, Any]:
     """Ask so often."""
     model = hosted()
-    right, found, ready = right_answers(model), Found(every=max(1, requests // 100)), threading.Event()
+    right, tally, ready = right_answers(model), Found(every=max(1, requests // 100)), threading.Event()
     log = Path(os.devnull).open("wb")  # noqa: SIM115  # closed below
     server = HttpServer(
         "soak", lambda: model, ServerOptions(port=0, limits=LIMITS), ENGINE, on_ready=lambda _: ready.set(), log=log
@@ -164,7 +164,7 @@ def soak(requests: int) -> dict[str, Any]:
     thread.start()
     ready.wait()
     assert server.front is not None
-    found.processes = os.getpid(), server.front.pid
+    tally.processes = os.getpid(), server.front.pid
     began = time.perf_counter()
 
     async def ask() -> None:
@@ -172,7 +172,7 @@ def soak(requests: int) -> dict[str, Any]:
         for number in range(requests):
             work.put_nowait(number)
         port = int(server.address.rpartition(":")[2])
-        await asyncio.gather(*(client(port, right, work, found) for _ in range(CLIENTS)))
+        await asyncio.gather(*(client(port, right, work, tally) for _ in range(CLIENTS)))
 
     asyncio.run(ask())
     seconds = time.perf_counter() - began
@@ -187,8 +187,8 @@ def soak(requests: int) -> dict[str, Any]:
     thread.join()
     log.close()
     return {
-        "requests": sum(found.counts.values()), "ways": dict(found.counts), "wrong": found.wrong, "lost_blocks": lost,
-        "bytes_per_request": round(growth(found.memory), 1), "resident_mib": round(found.memory[-1][1] / MIB, 1),
+        "requests": sum(tally.counts.values()), "ways": dict(tally.counts), "wrong": tally.wrong, "lost_blocks": lost,
+        "bytes_per_request": round(growth(tally.memory), 1), "resident_mib": round(tally.memory[-1][1] / MIB, 1),
         "requests_per_second": round(requests / seconds, 1),
     }  # fmt: skip
 
@@ -198,9 +198,9 @@ def main() -> None:
     words = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     words.add_argument("--requests", type=int, default=2000)
     words.add_argument("--json", action="store_true")
-    given = words.parse_args()
-    found = soak(given.requests)
-    print(json.dumps(found) if given.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    options = words.parse_args()
+    figures = soak(options.requests)
+    print(json.dumps(figures) if options.json else "\n".join(f"{name}: {value}" for name, value in figures.items()))
 
 
 if __name__ == "__main__":

@@ -64,23 +64,23 @@ def peer_of(model: Transformer) -> Any:
     """The same model of transformers."""
     import transformers
 
-    with exported(model) as place:
-        return transformers.AutoModelForCausalLM.from_pretrained(place).eval()
+    with exported(model) as folder:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 def theirs(peer: Any, load: Load, batch: int) -> Answers:
     """transformers, so many requests at a time, as long as the longest of them asks for."""
     answers = []
     for begin in range(0, len(load), batch):
-        some = load[begin : begin + batch]
-        longest = max(len(prompt) for prompt, _ in some)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in some])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in some])
-        most = max(count for _, count in some)
-        found = peer.generate(
+        part = load[begin : begin + batch]
+        longest = max(len(prompt) for prompt, _ in part)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in part])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in part])
+        most = max(count for _, count in part)
+        generated = peer.generate(
             ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=0
         )
-        answers += [row[longest : longest + count].tolist() for row, (_, count) in zip(found, some, strict=True)]
+        answers += [row[longest : longest + count].tolist() for row, (_, count) in zip(generated, part, strict=True)]
     return answers
 
 
@@ -88,20 +88,22 @@ def ours(engine: ServingEngine, load: Load, salt: int) -> Answers:
     """The engine; of a salt that is new nothing is in its cache."""
     asked = [engine.add(prompt, RequestOptions(max_new_tokens=count, salt=str(salt))) for prompt, count in load]
     engine.run(asked)
-    assert not any(one.cached for one in asked)
-    return [one.answers[0].ids for one in asked]
+    assert not any(request.cached for request in asked)
+    return [request.answers[0].ids for request in asked]
 
 
 @torch.no_grad()
-def differences(peer: Any, load: Load, right: Answers, found: Answers) -> tuple[int, int]:
+def differences(peer: Any, load: Load, right: Answers, answers: Answers) -> tuple[int, int]:
     """Answers that differ from transformers' own at a place that is no tie, and those that do at a tie."""
     wrong = ties = 0
-    for (prompt, _), one, other in zip(load, right, found, strict=True):
-        place = next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
-        if place is not None:
-            logits = peer(torch.tensor([prompt + one[:place]])).logits[0, -1]
-            gap = abs(float(logits[one[place]] - logits[other[place]]))
-            near = gap < TIE * float(logits[one[place]].abs())
+    for (prompt, _), expected, actual in zip(load, right, answers, strict=True):
+        index = next(
+            (index for index, pair in enumerate(zip(expected, actual, strict=True)) if pair[0] != pair[1]), None
+        )
+        if index is not None:
+            logits = peer(torch.tensor([prompt + expected[:index]])).logits[0, -1]
+            gap = abs(float(logits[expected[index]] - logits[actual[index]]))
+            near = gap < TIE * float(logits[expected[index]].abs())
             wrong, ties = wrong + (not near), ties + near
     return wrong, ties
 
@@ -109,8 +111,8 @@ def differences(peer: Any, load: Load, right: Answers, found: Answers) -> tuple[
 def cpu_seconds(call: Callable[[], Any]) -> tuple[float, Any]:
     """Of the processor, and what it gave."""
     began = time.process_time()
-    found = call()
-    return time.process_time() - began, found
+    answer = call()
+    return time.process_time() - began, answer
 
 
 def race(rounds: int) -> dict[str, float]:
@@ -134,8 +136,8 @@ def race(rounds: int) -> dict[str, float]:
             took, answers[name] = cpu_seconds(lambda way=way, turn=turn: way(turn))
             seconds[name] = min(seconds[name], took)
     tokens = sum(count for _, count in load)
-    found = [differences(peer, load, answers["one_by_one"], answers[name]) for name in ("engine", "exact")]
-    wrong, ties = map(sum, zip(*found, strict=True))
+    compared = [differences(peer, load, answers["one_by_one"], answers[name]) for name in ("engine", "exact")]
+    wrong, ties = map(sum, zip(*compared, strict=True))
     return {
         **{f"{name}_tokens_per_second": tokens / took for name, took in seconds.items()},
         "over_one_by_one": seconds["one_by_one"] / seconds["engine"],
@@ -205,8 +207,8 @@ def chats(number: int, seed: int = 8) -> Load:
     """Last turns of conversations: prompts with all turns before, and answers, as long as people's (`chat_file`)."""
     chance, mean = np.random.default_rng(seed), SIGMA**2 / 2
 
-    def length(of: float) -> int:
-        return max(1, round(chance.lognormal(np.log(of) - mean, SIGMA)))
+    def length(median: float) -> int:
+        return max(1, round(chance.lognormal(np.log(median) - mean, SIGMA)))
 
     def prompt() -> int:
         return length(PROMPT) + sum(length(PROMPT) + length(ANSWER) for _ in range(chance.geometric(1 / TURNS) - 1))
@@ -222,8 +224,8 @@ def _waste(load: Load, block: int = 16) -> float:
     held = filled = 0
     while not scheduler.idle:
         plan = _stepped(scheduler)
-        held += sum(len(one.table) * block for one in scheduler.running)
-        filled += sum(one.computed for one in scheduler.running)
+        held += sum(len(running.table) * block for running in scheduler.running)
+        filled += sum(running.computed for running in scheduler.running)
         for sequence in plan.chunks:
             if sequence.computed == len(sequence.tokens):
                 sequence.tokens.append(0)
@@ -242,16 +244,16 @@ def _of_load(model: Transformer, load: Load, salt: str | None) -> float:
 def arrival(rounds: int) -> dict[str, float]:
     """Of sequences that decode while a long prompt arrives."""
     model = build(replace(presets.model("llama-100m"), max_positions=4096)).eval()
-    found: dict[int, list[tuple[float, float]]] = {number: [] for number in STEADY}
+    intervals: dict[int, list[tuple[float, float]]] = {number: [] for number in STEADY}
     for _ in range(1 + rounds // 3):
-        for number, rows in found.items():
+        for number, rows in intervals.items():
             options = EngineOptions(cache_bytes=2**28, prompt_tokens=number)
             gaps = _arrival(model, options)
             quiet = _arrival(model, options, steps=len(gaps))
             rows.append((sorted(gaps)[len(gaps) * 99 // 100] / median(quiet), sum(gaps)))
     return {
         f"arrival_{number or 'default'}_{name}": median(figures)
-        for number, rows in found.items()
+        for number, rows in intervals.items()
         for name, figures in zip(("p99_over_p50", "first_token_s"), zip(*rows, strict=True), strict=True)
     }
 
@@ -261,8 +263,8 @@ def _arrival(model: Transformer, options: EngineOptions, *, steps: int = 0, sequ
     without it."""
     chance, engine = random.Random(2), ServingEngine(model, options)
     prompts = [[chance.randrange(model.shape.vocab) for _ in range(length)] for length in (32,) * sequences + (2048,)]
-    for one in prompts[:-1]:
-        engine.add(one, RequestOptions(max_new_tokens=2000))
+    for prompt in prompts[:-1]:
+        engine.add(prompt, RequestOptions(max_new_tokens=2000))
     for _ in range(20):
         engine.step()
     if steps:
@@ -293,17 +295,17 @@ def _of_pool(size: int, operations: int = 20_000) -> float:
     for block in range(size):
         pool.release(block)
     # the same few hundred blocks in every pool, far apart: else this would time the processor's cache
-    some = [chance.randrange(1000) * (size // 1000) for _ in range(operations // 4)]
+    blocks = [chance.randrange(1000) * (size // 1000) for _ in range(operations // 4)]
 
     def mixed() -> None:
-        for number, block in enumerate(some):
+        for number, block in enumerate(blocks):
             pool.hold(block)
             taken = pool.take()
             pool.publish(taken, (size + number).to_bytes(32))
             pool.release(block)
             pool.release(taken)
 
-    return cpu_seconds(mixed)[0] / (5 * len(some))
+    return cpu_seconds(mixed)[0] / (5 * len(blocks))
 
 
 def scheduler_step(rounds: int, sequences: int = 64) -> dict[str, float]:
@@ -348,11 +350,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--part", choices=PARTS)
     asked = parser.parse_args(words)
     torch.set_num_threads(1)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, part in PARTS.items():
         if asked.part in (None, name):
-            found |= part(asked.rounds)
-    print(json.dumps(found) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in found.items()))
+            figures |= part(asked.rounds)
+    print(
+        json.dumps(figures) if asked.json else "\n".join(f"{name:34} {value:,.4g}" for name, value in figures.items())
+    )
 
 
 if __name__ == "__main__":

@@ -39,47 +39,47 @@ HEADS = (
 )
 
 
-def table_file(given: str | None) -> Path | None:
+def table_file(chosen: str | None) -> Path | None:
     """Where the rows lie; None where they do not."""
-    places = (given,) if given else (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
-    for place in places:
-        for path in (Path(place), Path(place) / TABLE) if place else ():
+    places = (chosen,) if chosen else (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published")
+    for candidate in places:
+        for path in (Path(candidate), Path(candidate) / TABLE) if candidate else ():
             if path.is_file():
                 return path
     return None
 
 
-def backend(one: Verdict) -> str:
+def backend(verdict: Verdict) -> str:
     """Whose software, and how it splits requests."""
-    columns = _columns(one)
+    columns = _columns(verdict)
     return columns["backend"] + (", prompts apart" if columns["mode"] == "disagg" else "")
 
 
-def system(one: Verdict) -> str:
+def system(verdict: Verdict) -> str:
     """On which GPUs."""
-    return _columns(one)["system"]
+    return _columns(verdict)["system"]
 
 
-def model(one: Verdict) -> str:
+def model(verdict: Verdict) -> str:
     """Of what."""
-    return _columns(one)["model_path"].rsplit("/", 1)[-1]
+    return _columns(verdict)["model_path"].rsplit("/", 1)[-1]
 
 
-def half(one: Verdict) -> str:
+def half(verdict: Verdict) -> str:
     """Whether constants were chosen with the row in view."""
-    row = one.row if isinstance(one, JudgedServing) else one
+    row = verdict.row if isinstance(verdict, JudgedServing) else verdict
     return "held out" if held_out(row) else "looked at"
 
 
-def _columns(one: Verdict) -> dict[str, str]:
-    return dict(one.row.columns if isinstance(one, JudgedServing) else one.columns)
+def _columns(verdict: Verdict) -> dict[str, str]:
+    return dict(verdict.row.columns if isinstance(verdict, JudgedServing) else verdict.columns)
 
 
 def scored(judged: Sequence[Verdict], key: Key) -> dict[str, ServingScore]:
     """By a property of rows."""
     groups: dict[str, list[Verdict]] = {}
-    for one in judged:
-        groups.setdefault(key(one), []).append(one)
+    for verdict in judged:
+        groups.setdefault(key(verdict), []).append(verdict)
     return {name: score_serving(groups[name]) for name in sorted(groups)}
 
 
@@ -95,48 +95,48 @@ def rows_of(name: str, score: ServingScore) -> str:
 
 def tables_of(judged: Sequence[Verdict], beside: Beside) -> list[str]:
     """All tables, one below the other."""
-    found: list[str] = []
+    lines: list[str] = []
     for title, key in (("half", half), ("backend", backend), ("system", system), ("model", model)):
-        found += [HEADS[0].format(title), HEADS[1]]
-        found += [rows_of(name, score) for name, score in scored(judged, key).items()]
-        found += [rows_of("all", score_serving(judged))] if key is half else []
-        found.append("")
+        lines += [HEADS[0].format(title), HEADS[1]]
+        lines += [rows_of(name, score) for name, score in scored(judged, key).items()]
+        lines += [rows_of("all", score_serving(judged))] if key is half else []
+        lines.append("")
     if beside:
-        found += [*beside_table(judged, beside), ""]
-    return found + unknown_table(judged)
+        lines += [*beside_table(judged, beside), ""]
+    return lines + unknown_table(judged)
 
 
 def beside_table(judged: Sequence[Verdict], beside: Beside) -> list[str]:
     """AIConfigurator's errors and ours, on the rows that both plan."""
-    found = [
+    lines = [
         "| backend | rows that both plan | per token: AIConfigurator | ours | first token: AIConfigurator | ours |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    both = [one for one in judged if isinstance(one, JudgedServing) and one.row.number in beside]
-    names = [*sorted({backend(one) for one in both}), "all"]
+    both = [verdict for verdict in judged if isinstance(verdict, JudgedServing) and verdict.row.number in beside]
+    names = [*sorted({backend(verdict) for verdict in both}), "all"]
     for name in names:
-        own = [one for one in both if name in ("all", backend(one))]
-        theirs = [_apart(one, beside[one.row.number]) for one in own]
+        chosen = [verdict for verdict in both if name in ("all", backend(verdict))]
+        theirs = [_apart(verdict, beside[verdict.row.number]) for verdict in chosen]
         cells = (
-            name, len(own), percent(quantile([token for _, token in theirs], 0.5)),
-            percent(quantile([abs(one.per_token_error) for one in own], 0.5)),
+            name, len(chosen), percent(quantile([token for _, token in theirs], 0.5)),
+            percent(quantile([abs(verdict.per_token_error) for verdict in chosen], 0.5)),
             percent(quantile([first for first, _ in theirs], 0.5)),
-            percent(quantile([abs(one.first_token_error) for one in own], 0.5)),
+            percent(quantile([abs(verdict.first_token_error) for verdict in chosen], 0.5)),
         )  # fmt: skip
-        found.append("| " + " | ".join(map(str, cells)) + " |")
-    return found
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
 
 
-def _apart(one: JudgedServing, predicted: tuple[float, float]) -> tuple[float, float]:
+def _apart(verdict: JudgedServing, predicted: tuple[float, float]) -> tuple[float, float]:
     first, token = predicted
-    return abs(first / 1e3 / one.row.first_token_s - 1), abs(token / 1e3 / one.row.per_token_s - 1)
+    return abs(first / 1e3 / verdict.row.first_token_s - 1), abs(token / 1e3 / verdict.row.per_token_s - 1)
 
 
 def unknown_table(judged: Sequence[Verdict]) -> list[str]:
     """What could not be planned, and why."""
-    reasons = Counter(one.reason for one in judged if isinstance(one, UnknownRow))
-    found = ["| rows that are not planned | why |", "|---:|---|"]
-    return found + [f"| {count} | {reason} |" for reason, count in reasons.most_common()]
+    reasons = Counter(verdict.reason for verdict in judged if isinstance(verdict, UnknownRow))
+    lines = ["| rows that are not planned | why |", "|---:|---|"]
+    return lines + [f"| {count} | {reason} |" for reason, count in reasons.most_common()]
 
 
 def read_beside(path: Path) -> Beside:
@@ -173,7 +173,7 @@ def main() -> int:
         print(json.dumps(document(judged), indent=1))
         return 0
     beside = read_beside(options.beside) if options.beside else {}
-    planned = sum(isinstance(one, JudgedServing) for one in judged)
+    planned = sum(isinstance(verdict, JudgedServing) for verdict in judged)
     stamp = f"Scored on {time.strftime('%Y-%m-%d', time.gmtime())}: {len(judged)} rows, {planned} of them planned."
     lines = [stamp, "", *tables_of(judged, beside)]
     print("\n".join(lines))

@@ -72,12 +72,12 @@ def write_inputs(folder: Path) -> None:
 def refusals_with_torch(folder: Path) -> list[str]:
     """Which refusals load torch, or are none."""
     command = [sys.executable, "-c", PROBE]
-    found = []
+    names = []
     for name, arguments in REFUSED.items():
         ended = subprocess.run([*command, *arguments], cwd=folder, check=False, capture_output=True, text=True)
         if ended.returncode != 2 or ended.stderr.strip().splitlines()[-1] == "TORCH":
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def compilers_started(folder: Path) -> tuple[int, int]:

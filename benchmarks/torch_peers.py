@@ -82,16 +82,16 @@ class Peer:
         if self.sharded:
             dist.all_reduce(square)
         for spread in (False, True):
-            some = [p for p in parameters if isinstance(p, DTensor) == spread]
-            if some:
-                nn.utils.clip_grads_with_norm_(some, CLIP, square.sqrt())
+            group = [p for p in parameters if isinstance(p, DTensor) == spread]
+            if group:
+                nn.utils.clip_grads_with_norm_(group, CLIP, square.sqrt())
 
 
 def _norm(parameters: list[nn.Parameter]) -> Tensor:
     if not parameters:
         return torch.zeros(())
-    found = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return found.full_tensor() if isinstance(found, DTensor) else found
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class WithLoss(nn.Module):
@@ -151,8 +151,8 @@ class TorchTP(Peer):
         with loss_parallel():
             loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
-        found = loss.detach()
-        return (found.full_tensor() if isinstance(found, DTensor) else found) / dist.get_world_size()
+        total = loss.detach()
+        return (total.full_tensor() if isinstance(total, DTensor) else total) / dist.get_world_size()
 
 
 def _with_torch_linears(model: Transformer) -> None:
@@ -233,21 +233,21 @@ class TorchPipeline(Peer):
         last = models[-1]
 
         def loss(out: Tensor, targets: Tensor) -> Tensor:
-            found: Tensor = last.kernels.linear_cross_entropy(
+            summed: Tensor = last.kernels.linear_cross_entropy(
                 out.flatten(0, 1), last.head_weight, targets.flatten(), scale
             )
-            return found
+            return summed
 
         kind = getattr(pipelining, SCHEDULES[schedule], None) or getattr(pipelining.schedules, SCHEDULES[schedule])
-        one = schedule in ("afab", "1f1b")
-        self.schedule = kind(stages[0] if one else stages, work.micro_batches, loss_fn=loss, scale_grads=False)
+        single_stage = schedule in ("afab", "1f1b")
+        self.schedule = kind(stages[0] if single_stage else stages, work.micro_batches, loss_fn=loss, scale_grads=False)
         self.first, self.last = any(m.first for m in models), any(m.last for m in models)
         super().__init__(nn.ModuleDict({f"s{n}": stage.submod for n, stage in zip(numbers, stages, strict=True)}))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        given: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
-        self.schedule.step(*([tokens] if self.first else []), return_outputs=False, **given)
+        inputs: dict[str, Any] = {"target": targets, "losses": losses} if self.last else {}
+        self.schedule.step(*([tokens] if self.first else []), return_outputs=False, **inputs)
         return torch.stack(losses).sum().detach() if losses else torch.zeros(())
 
 

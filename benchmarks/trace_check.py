@@ -109,20 +109,20 @@ class _Toy:
     def __init__(self, weight: Tensor, *, last: bool) -> None:
         self.weight, self.last = weight, last
 
-    def __call__(self, x: Tensor | None, one: Tokens) -> tuple[Tensor | None, Tensor | None]:
+    def __call__(self, x: Tensor | None, tokens: Tokens) -> tuple[Tensor | None, Tensor | None]:
         """As parallel.pipeline.Stage."""
-        x = torch.ones(*one.size, self.weight.shape[1]) if x is None else x
+        x = torch.ones(*tokens.size, self.weight.shape[1]) if x is None else x
         out = linear(x, self.weight)
         return (None, out.sum()) if self.last else (out, None)
 
 
-def layouts(some: int = 0) -> Iterator[dict[str, Any]]:
+def layouts(limit: int = 0) -> Iterator[dict[str, Any]]:
     """A row for each layout of `verify`."""
-    chosen = [one for one in trials()[0] if one.layout.world > 1]
-    if some:
-        chosen = chosen[:: max(1, len(chosen) // some)]
-    for number, found in in_subprocesses(_layout, [(one,) for one in chosen]):
-        yield {"name": chosen[number].title, "cases": 1, **_summed([found])}
+    chosen = [trial for trial in trials()[0] if trial.layout.world > 1]
+    if limit:
+        chosen = chosen[:: max(1, len(chosen) // limit)]
+    for number, checked in in_subprocesses(_layout, [(trial,) for trial in chosen]):
+        yield {"name": chosen[number].title, "cases": 1, **_summed([checked])}
 
 
 def _layout(trial: Trial) -> Checked:
@@ -140,8 +140,8 @@ def best(model: str, nodes: int, batch: int) -> Plan:
     """The planner's first choice on nodes of eight H100s."""
     recipe = Recipe(sequence=4096, global_batch=batch, precision="bf16", document_mask=False)
     plan = Plan(model=presets.model(model), recipe=recipe, cluster=presets.cluster("h100x8", nodes))
-    found = search(build_estimator(plan), plan, listed=1)
-    return replace(plan, layout=found.best[0].plan.layout)
+    ranking = search(build_estimator(plan), plan, listed=1)
+    return replace(plan, layout=ranking.best[0].plan.layout)
 
 
 def large(chosen: Sequence[tuple[str, int, int]] = LARGE) -> Iterator[dict[str, Any]]:
@@ -151,18 +151,19 @@ def large(chosen: Sequence[tuple[str, int, int]] = LARGE) -> Iterator[dict[str, 
         started = time.perf_counter()
         traces = record_world(plan, device="cuda")
         recorded = time.perf_counter()
-        found = check(traces)
+        checked = check(traces)
         yield {
-            "name": f"{model} on {plan.layout.world}: {layout_words(plan.layout)}", "cases": 1, **_summed([found]),
+            "name": f"{model} on {plan.layout.world}: {layout_words(plan.layout)}", "cases": 1, **_summed([checked]),
             "seconds": time.perf_counter() - started, "recorded_s": recorded - started,
         }  # fmt: skip
 
 
-def _summed(found: Sequence[Checked]) -> dict[str, Any]:
+def _summed(checks: Sequence[Checked]) -> dict[str, Any]:
     return {
-        "ranks": sum(one.ranks for one in found), "operations": sum(one.operations for one in found),
-        "programs": sum(one.programs for one in found), "violations": sum(len(one.violations) for one in found),
-        "first": next((v.text for one in found for v in one.violations), ""),
+        "ranks": sum(check.ranks for check in checks), "operations": sum(check.operations for check in checks),
+        "programs": sum(check.programs for check in checks),
+        "violations": sum(len(check.violations) for check in checks),
+        "first": next((v.text for check in checks for v in check.violations), ""),
     }  # fmt: skip
 
 

@@ -203,8 +203,8 @@ def report(shape: str, precision: str, seconds: float) -> dict[str, object]:
     """One table row group: the four results and the ratios the claims read."""
     rows, sequence = batch_of(shape, precision)
     groups = PAIRS if shape in LARGE else (CONTESTANTS,)
-    found = [compare(shape, precision, rows, sequence, seconds, names) for names in groups]
-    results = {result.contestant: result for group in found for result in group}
+    groups_of_results = [compare(shape, precision, rows, sequence, seconds, names) for names in groups]
+    results = {result.contestant: result for group in groups_of_results for result in group}
     ratios: dict[str, float] = {}
     for kind, mine, other in (
         ("eager", "ours", "transformers"),
@@ -232,29 +232,30 @@ def main() -> None:
     parser.add_argument("--shapes", default="10m,100m")
     parser.add_argument("--precisions", default="fp32,bf16")
     parser.add_argument("--seconds", type=float, default=60.0, help="measured seconds a contestant")
-    given = parser.parse_args()
+    options = parser.parse_args()
     reports = []
-    for shape in given.shapes.split(","):
-        for precision in given.precisions.split(","):
-            found = report(shape, precision, given.seconds)
-            reports.append(found)
-            if not given.json:
-                show(found)
-    if given.json:
+    for shape in options.shapes.split(","):
+        for precision in options.precisions.split(","):
+            figures = report(shape, precision, options.seconds)
+            reports.append(figures)
+            if not options.json:
+                show(figures)
+    if options.json:
         print(json.dumps({f"{r['shape']}-{r['precision']}": r for r in reports}))
 
 
-def show(found: dict[str, object]) -> None:
+def show(figures: dict[str, object]) -> None:
     """For people."""
-    print(f"\n{found['shape']} {found['precision']}, {found['tokens_per_step']} tokens a step")
-    results = found["results"]
+    print(f"\n{figures['shape']} {figures['precision']}, {figures['tokens_per_step']} tokens a step")
+    results = figures["results"]
     assert isinstance(results, list)
     for row in results:
         speed, peak = row["tokens_per_second"], row["peak_bytes"] / 2**20
         print(f"  {row['contestant']:24} {speed:9.0f} tokens/s  {peak:7.0f} MiB peak  ({row['steps']} steps)")
     for kind in ("eager", "compiled"):
         print(
-            f"  {kind} over {kind}: speed {found[f'speed_over_{kind}']:.3f}, memory {found[f'memory_over_{kind}']:.3f}"
+            f"  {kind} over {kind}: speed {figures[f'speed_over_{kind}']:.3f}, "
+            f"memory {figures[f'memory_over_{kind}']:.3f}"
         )
 
 

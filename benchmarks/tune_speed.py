@@ -102,8 +102,8 @@ class Contestant:
         line = self._process.stdout.readline()
         if not line:
             self._errors.seek(0)
-            said = self._errors.read().strip().splitlines()
-            self.result.error = said[-1] if said else "ended without a word"
+            lines = self._errors.read().strip().splitlines()
+            self.result.error = lines[-1] if lines else "ended without a word"
             return None
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -116,24 +116,24 @@ def race(ways: Iterable[str], folder: Path, precision: str, threads: int, steps:
         for way in ways:
             contestants.append(Contestant(way, folder, precision, threads))
         for turn in range(WARM_UP + steps):
-            for one in contestants:
-                one.step(None if turn < WARM_UP else clock)
+            for contestant in contestants:
+                contestant.step(None if turn < WARM_UP else clock)
     finally:
-        for one in contestants:
-            one.close()
-    return [one.result for one in contestants]
+        for contestant in contestants:
+            contestant.close()
+    return [contestant.result for contestant in contestants]
 
 
 def report(shape: str, precision: str, threads: int, steps: int, clock: str) -> dict[str, object]:
     """All contestants, and the ratios that the claims read."""
     from benchmarks.chat_file import write_chat, write_model
 
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         write_chat(folder / "chat.jsonl", CONVERSATIONS)
         write_model(folder / "model", shape)
         tried = [race([way], folder, precision, threads, max(2, steps // 2), clock)[0] for way in TRL]
-        best = max(tried, key=lambda one: one.tokens_per_second)
+        best = max(tried, key=lambda contestant: contestant.tokens_per_second)
         if not best.tokens:
             sys.exit(f"no setting of TRL ran: {best.error}")
         final = race([*OURS, best.way], folder, precision, threads, steps, clock)
@@ -146,7 +146,7 @@ def report(shape: str, precision: str, threads: int, steps: int, clock: str) -> 
         "speed_compiled": compiled.tokens_per_second / theirs.tokens_per_second,
         "memory": ours.peak_bytes / theirs.peak_bytes,
         "memory_compiled": compiled.peak_bytes / theirs.peak_bytes,
-        "memory_over_least": ours.peak_bytes / min(one.peak_bytes for one in tried if one.tokens),
+        "memory_over_least": ours.peak_bytes / min(contestant.peak_bytes for contestant in tried if contestant.tokens),
         "tried": list(map(_row, tried)),
         "final": list(map(_row, final)),
     }
@@ -156,14 +156,17 @@ def _row(result: Result) -> dict[str, Any]:
     return {**asdict(result), "tokens_per_second": result.tokens_per_second}
 
 
-def show(found: dict[str, Any]) -> None:
+def show(figures: dict[str, Any]) -> None:
     """For people."""
     print(
-        f"\n{found['shape']} {found['precision']}: {found['speed']:.2f} x the tokens/s of TRL's best setting, ", end=""
+        f"\n{figures['shape']} {figures['precision']}: {figures['speed']:.2f} x the tokens/s of TRL's best setting, ",
+        end="",
     )
-    print(f"{found['memory']:.2f} x its memory ({found['memory_over_least']:.2f} x the least of any of its settings)")
+    print(
+        f"{figures['memory']:.2f} x its memory ({figures['memory_over_least']:.2f} x the least of any of its settings)"
+    )
     for name in ("tried", "final"):
-        for row in found[name]:
+        for row in figures[name]:
             speed, peak = row["tokens_per_second"], row["peak_bytes"] / 2**20
             how = row["error"] or f"{speed:9.0f} tokens/s  {peak:7.0f} MiB peak"
             print(f"  {'alone' if name == 'tried' else 'in turn':8} {row['way']:22} {how}")
@@ -178,19 +181,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8, help="measured steps of a contestant")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--cpu-time", action="store_true", help="seconds of the process instead of the clock's")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if importlib.util.find_spec("trl") is None:
-        print(json.dumps({"skipped": NO_TRL}) if given.json else NO_TRL)
+        print(json.dumps({"skipped": NO_TRL}) if options.json else NO_TRL)
         return
-    found = {}
-    for shape in given.shapes.split(","):
-        for precision in given.precisions.split(","):
-            clock = "cpu" if given.cpu_time else "seconds"
-            row = found[f"{shape}-{precision}"] = report(shape, precision, given.threads, given.steps, clock)
-            if not given.json:
+    figures = {}
+    for shape in options.shapes.split(","):
+        for precision in options.precisions.split(","):
+            clock = "cpu" if options.cpu_time else "seconds"
+            row = figures[f"{shape}-{precision}"] = report(shape, precision, options.threads, options.steps, clock)
+            if not options.json:
                 show(row)
-    if given.json:
-        print(json.dumps(found))
+    if options.json:
+        print(json.dumps(figures))
 
 
 if __name__ == "__main__":

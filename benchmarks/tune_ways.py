@@ -75,8 +75,8 @@ class Turns:
         peak = resident_peak_bytes() - self.base
         self._answer({"seconds": wall, "cpu": process, "tokens": self._tokens - before, "peak": peak, "loss": loss})
 
-    def _answer(self, found: dict[str, Any]) -> None:
-        print(json.dumps(found), file=sys.__stdout__, flush=True)
+    def _answer(self, document: dict[str, Any]) -> None:
+        print(json.dumps(document), file=sys.__stdout__, flush=True)
         if not sys.stdin.readline():
             os._exit(0)  # nobody asks any more, and neither loop is to save anything
         self._began = time.perf_counter(), time.process_time()

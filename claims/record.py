@@ -52,11 +52,11 @@ def machine() -> str:
 
 def versions() -> str:
     """Python and the packages that make the figures."""
-    found = [f"Meshwright {__version__}", f"Python {platform.python_version()}"]
+    names = [f"Meshwright {__version__}", f"Python {platform.python_version()}"]
     for package in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found.append(f"{package} {metadata.version(package)}")
-    return ", ".join(found)
+            names.append(f"{package} {metadata.version(package)}")
+    return ", ".join(names)
 
 
 def load(path: Path) -> dict[str, Record]:
@@ -73,8 +73,8 @@ def load(path: Path) -> dict[str, Record]:
 def save(claims: Iterable[Claim], records: Mapping[str, Record], folder: Path) -> None:
     """Write claims.json and claims.md; each appears whole or not at all."""
     rows = list(claims)
-    kept = [records[claim.id] for claim in rows if claim.id in records]
-    text = json.dumps({"records": [asdict(record) for record in kept]}, indent=1)
+    measured = [records[claim.id] for claim in rows if claim.id in records]
+    text = json.dumps({"records": [asdict(record) for record in measured]}, indent=1)
     _replace(folder / "claims.json", text + "\n")
     _replace(folder / "claims.md", page(rows, records))
 

@@ -54,13 +54,13 @@ def run(words: tuple[str, ...]) -> tuple[int, str, str]:
     from meshwright.cli.verbs.rent import SEARCHING
 
     told, complained = io.StringIO(), io.StringIO()
-    kept = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
+    environment = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
     os.environ.update(COLUMNS=str(COLUMNS), NO_COLOR="1")
     try:
         with redirect_stdout(told), redirect_stderr(complained):
             code = main(list(words))
     finally:
-        for name, value in kept.items():
+        for name, value in environment.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
     # Whether a search lasts long enough to be announced depends on the machine.
     return code, told.getvalue(), complained.getvalue().replace(f"{SEARCHING}\n", "")
@@ -84,16 +84,16 @@ def table(name: str) -> str:
         _, told, complained = run(asked.words(row))
         if not told:
             raise SystemExit(f"{name}, {label}: {complained}")
-        found = json.loads(told)
-        lines.append(f"| {label} | {' | '.join(CELLS[column](found) for column in asked.columns)} |")
+        document = json.loads(told)
+        lines.append(f"| {label} | {' | '.join(CELLS[column](document) for column in asked.columns)} |")
     return "\n".join(lines) + f"\n\nOne command per row; the first is `{asked.command}`.\n"
 
 
 def _gib(*kinds: str) -> Callable[[Any], str]:
-    def of(found: Any) -> str:
-        return _digits(sum(row["bytes"] for row in found["memory"] if row["kind"] in kinds) / GIB)
+    def text(document: Any) -> str:
+        return _digits(sum(row["bytes"] for row in document["memory"] if row["kind"] in kinds) / GIB)
 
-    return of
+    return text
 
 
 def _digits(value: float) -> str:
@@ -102,30 +102,30 @@ def _digits(value: float) -> str:
     return f"{value:,.{decimals}f}" if value else "0"
 
 
-def _peak(found: Any) -> str:
-    return _digits(found["peak_bytes"] / GIB)
+def _peak(document: Any) -> str:
+    return _digits(document["peak_bytes"] / GIB)
 
 
-def _fits(found: Any) -> str:
+def _fits(document: Any) -> str:
     from meshwright.planner.memory.rank_memory import DRIVER_BYTES
 
-    usable = found["plan"]["cluster"]["device"]["memory_bytes"] - DRIVER_BYTES
-    return "yes" if found["peak_bytes"] <= usable else "**no**"
+    usable = document["plan"]["cluster"]["device"]["memory_bytes"] - DRIVER_BYTES
+    return "yes" if document["peak_bytes"] <= usable else "**no**"
 
 
 def _sent(*axes: str) -> Callable[[Any], str]:
-    def of(found: Any) -> str:
-        sent = sum(row["bytes"] for row in found["traffic"] if not axes or row["axis"] in axes)
+    def text(document: Any) -> str:
+        sent = sum(row["bytes"] for row in document["traffic"] if not axes or row["axis"] in axes)
         return _digits(sent / 1e9)
 
-    return of
+    return text
 
 
 def _ms(part: str) -> Callable[[Any], str]:
-    def of(found: Any) -> str:
-        return _digits(1e3 * sum(row["seconds"] for row in found["time"] if row["what"] == part))
+    def text(document: Any) -> str:
+        return _digits(1e3 * sum(row["seconds"] for row in document["time"] if row["what"] == part))
 
-    return of
+    return text
 
 
 CELLS: dict[str, Callable[[Any], str]] = {
@@ -135,8 +135,8 @@ CELLS: dict[str, Callable[[Any], str]] = {
     "moments, GiB": _gib("moments"),
     "states, GiB": _gib("parameters", "shards", "gradients", "masters", "moments", "counters"),
     "activations, GiB": _gib("activations"),
-    "in host memory, GiB": lambda found: _digits(found["host_bytes"] / GIB),
-    "of a node, GiB": lambda found: _digits(found["node_bytes"] / GIB),
+    "in host memory, GiB": lambda document: _digits(document["host_bytes"] / GIB),
+    "of a node, GiB": lambda document: _digits(document["node_bytes"] / GIB),
     "peak, GiB": _peak,
     "fits 80 GB": _fits,
     "sent, GB": _sent(),
@@ -146,9 +146,9 @@ CELLS: dict[str, Callable[[Any], str]] = {
     "sent by ep, GB": _sent("ep"),
     "update, ms": _ms("optimizer"),
     "Muon's products and exchange, ms": _ms("muon"),
-    "step, s": lambda found: _digits(found["step_seconds"]),
-    "bubble": lambda found: f"{100 * found['bubble_fraction']:.1f} %",
-    "MFU (full)": lambda found: f"{100 * found['mfu_full']:.1f} %",
+    "step, s": lambda document: _digits(document["step_seconds"]),
+    "bubble": lambda document: f"{100 * document['bubble_fraction']:.1f} %",
+    "MFU (full)": lambda document: f"{100 * document['mfu_full']:.1f} %",
 }
 """Columns of a table, from the document that `plan --json` prints."""
 
@@ -158,21 +158,21 @@ def keys(section: str) -> str:
     from meshwright import planfile
 
     lines = ["| key | default | values | meaning |", "|---|---|---|---|"]
-    found = planfile.schema()["$defs"][section]
-    for name, of in found["properties"].items():
-        missing = "required" if name in found.get("required", ()) else ""
-        default = f"`{json.dumps(of['default'])}`" if "default" in of else missing
-        lines.append(f"| `{name}` | {default} | {_values(of)} | {_cell(of.get('description', ''))} |")
+    section_schema = planfile.schema()["$defs"][section]
+    for name, key_schema in section_schema["properties"].items():
+        missing = "required" if name in section_schema.get("required", ()) else ""
+        default = f"`{json.dumps(key_schema['default'])}`" if "default" in key_schema else missing
+        lines.append(f"| `{name}` | {default} | {_values(key_schema)} | {_cell(key_schema.get('description', ''))} |")
     return "\n".join(lines) + "\n"
 
 
-def _values(of: dict[str, Any]) -> str:
-    if "enum" in of:
-        return ", ".join(f"`{value}`" for value in of["enum"])
-    if "anyOf" in of:
-        return " or ".join(dict.fromkeys(_values(one) for one in of["anyOf"]))
-    if "$ref" in of:
-        return str(of["$ref"]).rpartition("/")[2]
+def _values(schema: dict[str, Any]) -> str:
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(_values(branch) for branch in schema["anyOf"]))
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
     names = {
         "integer": "whole number",
         "number": "number",
@@ -180,7 +180,7 @@ def _values(of: dict[str, Any]) -> str:
         "array": "list",
         "null": "`null`",
     }
-    return names.get(of.get("type", ""), "text")
+    return names.get(schema.get("type", ""), "text")
 
 
 def _cell(text: str) -> str:
@@ -201,12 +201,14 @@ def _verbs(group: Any, level: str) -> Iterator[str]:
 
     for name, verb in sorted(group.commands.items()):
         yield f"{level} {name}\n\n{_cell(verb.help or '')}\n"
-        options = [one for one in verb.params if one.param_type_name == "option" and "--help" not in one.opts]
+        options = [
+            option for option in verb.params if option.param_type_name == "option" and "--help" not in option.opts
+        ]
         if options:
             yield "| option | meaning |\n|---|---|"
-            for one in options:
-                names = [name for name in one.opts if name not in FORMER]
-                yield f"| `{', '.join(names)}` | {_cell(one.help or '')} |"
+            for option in options:
+                names = [name for name in option.opts if name not in FORMER]
+                yield f"| `{', '.join(names)}` | {_cell(option.help or '')} |"
             yield ""
         if hasattr(verb, "commands"):
             yield from _verbs(verb, level + "#")
@@ -223,17 +225,17 @@ def gguf_schemes() -> str:
 
     shape = model("llama-3.1-8b")
     sizes = {
-        name: size for one in gguf_bindings(shape, architecture_of(shape)) for name, size in one.theirs.items()
+        name: size for binding in gguf_bindings(shape, architecture_of(shape)) for name, size in binding.theirs.items()
         if len(size) > 1
     }  # fmt: skip
     lines = [
         "| scheme | what it is | bits per weight | usual KL, nats per token | limit |", "|---|---|---|---|---|",
     ]  # fmt: skip
-    for one in GGUF_SCHEMES.values():
-        held = sum(BLOCK_TYPES[one.kind_of(name, size[-1], shape)].num_bytes(size) for name, size in sizes.items())
+    for scheme in GGUF_SCHEMES.values():
+        held = sum(BLOCK_TYPES[scheme.kind_of(name, size[-1], shape)].num_bytes(size) for name, size in sizes.items())
         bits = f"{8 * held / sum(map(prod, sizes.values())):.3g}"
-        low, high = one.expected_kl
-        lines.append(f"| `{one.name}` | {_cell(one.about)} | {bits} | {low:g} to {high:g} | {one.max_kl:g} |")
+        low, high = scheme.expected_kl
+        lines.append(f"| `{scheme.name}` | {_cell(scheme.about)} | {bits} | {low:g} to {high:g} | {scheme.max_kl:g} |")
     return "\n".join(lines) + "\n"
 
 
@@ -246,10 +248,10 @@ def schemes(which: str = "") -> str:
     lines = [
         "| scheme | what it is | bits per weight | usual KL, nats per token | limit |", "|---|---|---|---|---|",
     ]  # fmt: skip
-    for one in SCHEMES.values():
-        low, high = one.expected_kl
-        bits = f"{one.bits_per_weight(4096, 4096):.3g}"
-        lines.append(f"| `{one.name}` | {_cell(one.about)} | {bits} | {low:g} to {high:g} | {one.max_kl:g} |")
+    for scheme in SCHEMES.values():
+        low, high = scheme.expected_kl
+        bits = f"{scheme.bits_per_weight(4096, 4096):.3g}"
+        lines.append(f"| `{scheme.name}` | {_cell(scheme.about)} | {bits} | {low:g} to {high:g} | {scheme.max_kl:g} |")
     return "\n".join(lines) + "\n"
 
 
@@ -289,17 +291,17 @@ def main(words: Sequence[str] | None = None) -> int:
     """Write all pages, or with --check only compare them."""
     reader = argparse.ArgumentParser(prog="python -m docs.generate", description="Write the pages' generated parts.")
     reader.add_argument("--check", action="store_true", help="only name the stale pages; exit code 1 if there are any")
-    given = reader.parse_args(words)
+    options = reader.parse_args(words)
     stale = []
     for page in pages():
         text = page.read_text(encoding="utf-8")
         wanted = filled(text)
         if wanted != text:
             stale.append(page.relative_to(ROOT).as_posix())
-            if not given.check:
+            if not options.check:
                 page.write_text(wanted, encoding="utf-8")
     print("\n".join(stale) or "every generated part is up to date")
-    return int(given.check and bool(stale))
+    return int(options.check and bool(stale))
 
 
 if __name__ == "__main__":

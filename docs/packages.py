@@ -46,15 +46,15 @@ def holds(name: str) -> str:
     return text.partition("\n\n")[0].replace("\n", " ").rstrip(".")
 
 
-def packages(of: str = "") -> str:
+def packages(layers: str = "") -> str:
     """A table of the packages, or the order of the planner's folders."""
-    if of == "planner":
+    if layers == "planner":
         places = (names[0] if len(names) == 1 else f"({', '.join(names)})" for names in PLANNER)
         return f"    {' -> '.join(places)}\n"
     lines = ["| package | holds | may import |", "|---|---|---|"]
     order = list(BELOW)
-    for place, name in enumerate(order):
-        lower = [f"`{one}`" for one in order[:place] if one in BELOW[name]]
-        text = "all above" if place > 1 and len(lower) == place else ", ".join(lower) or "none of them"
+    for position, name in enumerate(order):
+        lower = [f"`{package}`" for package in order[:position] if package in BELOW[name]]
+        text = "all above" if position > 1 and len(lower) == position else ", ".join(lower) or "none of them"
         lines.append(f"| `{name}` | {holds(name)} | {text} |")
     return "\n".join(lines) + "\n"

@@ -15,16 +15,16 @@ def devices() -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in presets.device_names():
-        one = presets.device(name)
-        if not one.memory_bytes:
+        device = presets.device(name)
+        if not device.memory_bytes:
             continue
-        half = f"{one.half_flop_per_s / 1e12:,.4g}" + ("" if one.bf16_flop_per_s else " (fp16)")
-        rates = (one.half_matmul_flop_per_s, one.fp8_flop_per_s, one.fp8_matmul_flop_per_s)
-        speeds = one.memory_bytes_per_s, one.link_bytes_per_s, one.network_bytes_per_s
-        cells = [f"`{name}`", f"{one.memory_bytes / 2**30:g}", half, *(_number(rate / 1e12) for rate in rates)]
+        half = f"{device.half_flop_per_s / 1e12:,.4g}" + ("" if device.bf16_flop_per_s else " (fp16)")
+        rates = (device.half_matmul_flop_per_s, device.fp8_flop_per_s, device.fp8_matmul_flop_per_s)
+        speeds = device.memory_bytes_per_s, device.link_bytes_per_s, device.network_bytes_per_s
+        cells = [f"`{name}`", f"{device.memory_bytes / 2**30:g}", half, *(_number(rate / 1e12) for rate in rates)]
         cells += [_number(speed / 1e9) for speed in speeds] + [
-            _number(one.watts),
-            "plan only" if one.plan_only else "yes",
+            _number(device.watts),
+            "plan only" if device.plan_only else "yes",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -34,9 +34,11 @@ def device_sources() -> str:
     """Where the figures of each stand, and how sure they are."""
     lines = ["| name | source | certainty | watts from |", "|---|---|---|---|"]
     for name in presets.device_names():
-        one = presets.device(name)
-        if one.memory_bytes:
-            lines.append(f"| `{name}` | {one.source} | {one.certainty} | {one.watts_source or 'not published'} |")
+        device = presets.device(name)
+        if device.memory_bytes:
+            lines.append(
+                f"| `{name}` | {device.source} | {device.certainty} | {device.watts_source or 'not published'} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -35,9 +35,9 @@ EXPLORER = re.compile(r"<!-- explorer: (?P<words>.+?) -->")
 
 def places() -> dict[Path, Path]:
     """Where each file of the site comes from, and where it goes, from the folder of the site's sources."""
-    found = {path: path.relative_to(DOCS) for path in sorted(DOCS.glob("**/*")) if path.suffix in SHIPPED}
-    found |= {ROOT / name: Path(to) for name, to in ROOT_PAGES.items()}
-    return {path: to.with_name("index.md") if to.name == "README.md" else to for path, to in found.items()}
+    targets = {path: path.relative_to(DOCS) for path in sorted(DOCS.glob("**/*")) if path.suffix in SHIPPED}
+    targets |= {ROOT / name: Path(to) for name, to in ROOT_PAGES.items()}
+    return {path: to.with_name("index.md") if to.name == "README.md" else to for path, to in targets.items()}
 
 
 def gathered(source: Path, to: dict[Path, Path]) -> str:
@@ -48,10 +48,10 @@ def gathered(source: Path, to: dict[Path, Path]) -> str:
         target, anchor = match["target"], match["anchor"] or ""
         if not target or re.match(r"[a-z]+:", target):
             return match[0]
-        place = to.get((source.parent / target).resolve())
-        if place is None:
+        target_page = to.get((source.parent / target).resolve())
+        if target_page is None:
             return match["text"]
-        return f"{match['image']}[{match['text']}]({os.path.relpath(place, here).replace(os.sep, '/')}{anchor})"
+        return f"{match['image']}[{match['text']}]({os.path.relpath(target_page, here).replace(os.sep, '/')}{anchor})"
 
     return IMAGE.sub(r"[\g<0>](\g<file>)", LINK.sub(link, source.read_text(encoding="utf-8")))
 
@@ -74,29 +74,29 @@ def explorer(words: str, here: Path) -> str:
 
 def embedded(text: str, here: Path) -> str:
     """A page with its explorers in place of the comments that ask for them."""
-    return EXPLORER.sub(lambda found: explorer(found["words"], here), text)
+    return EXPLORER.sub(lambda match: explorer(match["words"], here), text)
 
 
 def gather() -> None:
     """Fill build/docs anew."""
     shutil.rmtree(GATHERED, ignore_errors=True)
     to = places()
-    for source, place in to.items():
-        file = GATHERED / place
+    for source, target in to.items():
+        file = GATHERED / target
         file.parent.mkdir(parents=True, exist_ok=True)
         if source.suffix != ".md":
             shutil.copy(source, file)
             continue
-        file.write_text(embedded(gathered(source, to), place.parent), encoding="utf-8")
+        file.write_text(embedded(gathered(source, to), target.parent), encoding="utf-8")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Gather and build; the exit code of the generator."""
     reader = argparse.ArgumentParser(prog="python -m docs.site", description="Build the pages as a site in build/site.")
     reader.add_argument("--gather", action="store_true", help="only gather the pages in build/docs")
-    given = reader.parse_args(words)
+    options = reader.parse_args(words)
     gather()
-    if given.gather:
+    if options.gather:
         return 0
     shutil.rmtree(SITE, ignore_errors=True)
     built = subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=ROOT, check=False)

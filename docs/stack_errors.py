@@ -17,14 +17,14 @@ def rows(text: str, name: str) -> list[list[str]]:
 
 def document(text: str) -> str:
     """TOML: per source the rows timed and their zero-shot error, the peaks and their error."""
-    found: dict[str, dict[str, str]] = {}
+    sources: dict[str, dict[str, str]] = {}
     for source, number, error, *_ in rows(text, "time"):
-        found.setdefault(source, {}).update(rows=number, step=error)
+        sources.setdefault(source, {}).update(rows=number, step=error)
     for source, number, error, *_ in rows(text, "memory"):
         if number:
-            found.setdefault(source, {}).update(peaks=number, memory=error)
+            sources.setdefault(source, {}).update(peaks=number, memory=error)
     lines = ["# Of docs/accuracy.md, in percent, mean / median / 90 %: python -m docs.stack_errors"]
-    for source, values in found.items():
+    for source, values in sources.items():
         lines += ["", f'[source."{source}"]', *(f'{key} = "{value}"' for key, value in values.items())]
     return "\n".join(lines) + "\n"
 

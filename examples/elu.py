@@ -53,8 +53,8 @@ if triton is not None:
         """One read and one write for each element; all between stays in registers."""
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(x + at, mask=at < number)
-        found = tl.where(value < 0, ALPHA * (tl.exp(value) - 1), value)
-        tl.store(out + at, found, mask=at < number)
+        activated = tl.where(value < 0, ALPHA * (tl.exp(value) - 1), value)
+        tl.store(out + at, activated, mask=at < number)
 
 
 def by_hand(x: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ class Counter(TorchDispatchMode):
         self.moved = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        tensors = [x for x in (*args, found) if isinstance(x, Tensor)]
+        output = function(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, output) if isinstance(x, Tensor)]
         self.names.append(function.overloadpacket.__name__)
         self.moved += sum(x.numel() * x.element_size() for x in tensors)
-        return found
+        return output
 
 
 def seconds(function: Callable[[Tensor], Tensor], x: Tensor, rounds: int = 20) -> float:
@@ -108,9 +108,9 @@ def compare(elements: int, *, compiled: bool = True) -> list[dict[str, Any]]:
         part = x if ON_GPU else x[:INTERPRETED]
         rows.append({"way": "Triton", "kernels": 1, "bytes": 2.0 * each, "given": (by_hand, part)})
     for row in rows:
-        function, given = row.pop("given")
-        row["difference"] = (function(given) - right[: len(given)]).abs().max().item()
-        row["seconds"] = None if len(given) < elements else seconds(function, given)
+        function, inputs = row.pop("given")
+        row["difference"] = (function(inputs) - right[: len(inputs)]).abs().max().item()
+        row["seconds"] = None if len(inputs) < elements else seconds(function, inputs)
         row["predicted"] = {name: row["bytes"] * elements / rate for name, rate in SHOWN.items()}
     return rows
 
@@ -121,12 +121,12 @@ def main() -> None:
     parser.add_argument("--elements", type=float, default=1 << 26 if ON_GPU else 1 << 22)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which wants a C++ compiler")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    rows = compare(int(given.elements), compiled=not given.no_compile)
-    if given.json:
+    options = parser.parse_args()
+    rows = compare(int(options.elements), compiled=not options.no_compile)
+    if options.json:
         print(json.dumps(rows))
         return
-    print(f"{int(given.elements):,} fp32 elements on {torch.cuda.get_device_name() if ON_GPU else 'a CPU'}")
+    print(f"{int(options.elements):,} fp32 elements on {torch.cuda.get_device_name() if ON_GPU else 'a CPU'}")
     print(f"{'way':15}{'kernels':>8}{'bytes/element':>15}{'measured':>14}{'H100, predicted':>17}{'difference':>12}")
     for row in rows:
         measured = f"{row['seconds'] * 1e3:.3f} ms" if row["seconds"] else "interpreted"

@@ -20,14 +20,14 @@ QUESTIONS = ("What is {}?", "Tell me what {} is.", "{}: what kind of thing is it
 def conversations(number: int) -> list[dict[str, object]]:
     """So many, the same for a number."""
     draw = random.Random(0)
-    things = [(thing, kind) for kind, some in KINDS.items() for thing in some]
-    found: list[dict[str, object]] = []
+    things = [(thing, kind) for kind, things_of_kind in KINDS.items() for thing in things_of_kind]
+    chats: list[dict[str, object]] = []
     for _ in range(number):
         thing, kind = draw.choice(things)
         asked = draw.choice(QUESTIONS).format(thing)
         turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": f"{thing}: {kind}."}]
-        found.append({"messages": turns})
-    return found
+        chats.append({"messages": turns})
+    return chats
 
 
 if __name__ == "__main__":

@@ -86,12 +86,12 @@ def expected_s(entry: AnyEntry) -> float:
 
 def rows_of(part: str, *, tiny: bool) -> list[AnyEntry]:
     """All rows of a part; of none, those of kernels, of quantized products and beside rivals."""
-    found: list[AnyEntry] = [*entries(tiny), *(TINY_STEPS if tiny else STEPS)]
+    chosen: list[AnyEntry] = [*entries(tiny), *(TINY_STEPS if tiny else STEPS)]
     if not part:
-        return found
-    found += TINY_ENGINE_STEPS if tiny else ENGINE_STEPS
-    found += [*TINY_SERVE, *TINY_QUANTIZED, *TINY_HTTP] if tiny else [*SERVE, *QUANTIZED, *HTTP]
-    return [entry for entry in found if part_of(entry) == part]
+        return chosen
+    chosen += TINY_ENGINE_STEPS if tiny else ENGINE_STEPS
+    chosen += [*TINY_SERVE, *TINY_QUANTIZED, *TINY_HTTP] if tiny else [*SERVE, *QUANTIZED, *HTTP]
+    return [entry for entry in chosen if part_of(entry) == part]
 
 
 class Bench:
@@ -146,9 +146,9 @@ class Bench:
 
     def _ordered(self) -> list[AnyEntry]:
         """Most important first. Those of one rank stay as they are listed."""
-        some = [word.strip() for word in self.options.only.split(",")]
-        found = rows_of(self.options.part, tiny=self.options.tiny)
-        chosen = [entry for entry in found if any(word in entry.name for word in some)]
+        words = [word.strip() for word in self.options.only.split(",")]
+        rows = rows_of(self.options.part, tiny=self.options.tiny)
+        chosen = [entry for entry in rows if any(word in entry.name for word in words)]
         return sorted(chosen, key=lambda entry: entry.rank)
 
     def _kernel(self, entry: Entry, best: ceilings.Ceilings) -> dict[str, Any]:
@@ -188,20 +188,20 @@ class Bench:
             yield f"by --skip: {', '.join(sorted(self.skip))}"
 
 
-def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def merged(before: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     """One document of two runs of a day: rows of `found` in place of all of its kinds, and those of other kinds that
     `before` has; what was left out, of both. Of another commit nothing is taken over."""
-    if before["machine"]["commit"] != found["machine"]["commit"] or before["tiny"] != found["tiny"]:
-        return found
-    kinds = {kind: _names(found.get(kind, [])) for kind in ROWS}
+    if before["machine"]["commit"] != document["machine"]["commit"] or before["tiny"] != document["tiny"]:
+        return document
+    kinds = {kind: _names(document.get(kind, [])) for kind in ROWS}
     rows = {
-        kind: [*(row for row in before.get(kind, []) if _name(row) not in kinds[kind]), *found.get(kind, [])]
+        kind: [*(row for row in before.get(kind, []) if _name(row) not in kinds[kind]), *document.get(kind, [])]
         for kind in ROWS
     }
-    lists = {key: list(dict.fromkeys([*before[key], *found[key]])) for key in ("left_out", "absent", "broken")}
-    commands = dict.fromkeys([*before["command"].split("; "), found["command"]])
-    summed = {key: before[key] + found[key] for key in ("minutes", "took_s")}
-    return {**found, **rows, **lists, **summed, "command": "; ".join(commands)}
+    lists = {key: list(dict.fromkeys([*before[key], *document[key]])) for key in ("left_out", "absent", "broken")}
+    commands = dict.fromkeys([*before["command"].split("; "), document["command"]])
+    summed = {key: before[key] + document[key] for key in ("minutes", "took_s")}
+    return {**document, **rows, **lists, **summed, "command": "; ".join(commands)}
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -213,15 +213,15 @@ def _names(rows: list[dict[str, Any]]) -> set[str]:
     return {_name(row) for row in rows}
 
 
-def written(found: dict[str, Any], out: Path, *, part: str = "") -> Path:
+def written(document: dict[str, Any], out: Path, *, part: str = "") -> Path:
     """The JSON and its page. A part joins what is there of the same commit and day."""
     out.mkdir(parents=True, exist_ok=True)
-    place = out / f"gpu_{found['machine']['hardware']}_{found['date']}.json"
-    if part and place.is_file():
-        found = merged(json.loads(place.read_text("utf-8")), found)
-    place.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    place.with_suffix(".md").write_text(page(found), encoding="utf-8")
-    return place.with_suffix(".md")
+    path = out / f"gpu_{document['machine']['hardware']}_{document['date']}.json"
+    if part and path.is_file():
+        document = merged(json.loads(path.read_text("utf-8")), document)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(page(document), encoding="utf-8")
+    return path.with_suffix(".md")
 
 
 def parsed(words: Sequence[str] | None) -> argparse.Namespace:
@@ -252,11 +252,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks.gpu: no CUDA device here, and nothing to measure without one.", file=sys.stderr)
         return 2
-    found = Bench(options).run()
+    document = Bench(options).run()
     if options.out is None and (options.tiny or options.device == "cpu"):
-        print(page(found))
+        print(page(document))
         return 0
-    print(written(found, options.out or PAGES, part=options.part))
+    print(written(document, options.out or PAGES, part=options.part))
     return 0
 
 

@@ -65,7 +65,7 @@ def _case(
 ) -> Case:  # fmt: skip
     heads, kv_heads, width = shape
     total, scale = sum(lengths), width**-0.5
-    flop = sum(2.0 * 2 * heads * width * (one * (one + 1) / 2) for one in lengths)
+    flop = sum(2.0 * 2 * heads * width * (length * (length + 1) / 2) for length in lengths)
     q, kv = total * heads * width, 2 * total * kv_heads * width
 
     def run(q: Tensor, k: Tensor, v: Tensor, prefer: str) -> Tensor:
@@ -102,10 +102,10 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tenso
 def _by_backend(q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, scale: float) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     with sdpa_kernel([backend]):
-        found = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    return found.transpose(1, 2)
+    return attended.transpose(1, 2)
 
 
 def _varlen(document: Tensor, lengths: list[int]) -> Run:
@@ -149,7 +149,7 @@ def _flex(document: Tensor, length: int) -> Callable[..., Tensor]:
             made["attend"] = torch.compile(flex_attention, dynamic=False)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
-        found: Tensor = made["attend"](q, k, v, block_mask=made["blocks"], enable_gqa=grouped)
-        return found.transpose(1, 2)
+        attended: Tensor = made["attend"](q, k, v, block_mask=made["blocks"], enable_gqa=grouped)
+        return attended.transpose(1, 2)
 
     return run

@@ -82,10 +82,10 @@ def implementations(
 ) -> dict[str, Run]:
     """Those that the chooser knows: torch's, and Triton's where it can run (`triton`: how it is called, where
     `prefer` does not lead there)."""
-    found: dict[str, Run] = {"ours, torch": partial(function, prefer="eager")}
+    runs: dict[str, Run] = {"ours, torch": partial(function, prefer="eager")}
     if chooser.choice(operation, device, dtype, prefer="triton").by == "triton":
-        found["ours, Triton"] = triton or partial(function, prefer="triton")
-    return found
+        runs["ours, Triton"] = triton or partial(function, prefer="triton")
+    return runs
 
 
 def taken(operation: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -115,6 +115,6 @@ def inputs(case: Case, device: torch.device, seed: int = 0) -> InputSet:
     return InputSet(leaves=[leaf.requires_grad_() for leaf in leaves], upstream=upstream)
 
 
-def gradients(results: Any, given: InputSet) -> list[Tensor]:
+def gradients(results: Any, input_set: InputSet) -> list[Tensor]:
     """Of all leaves."""
-    return list(torch.autograd.grad(several(results), given.leaves, given.upstream))
+    return list(torch.autograd.grad(several(results), input_set.leaves, input_set.upstream))

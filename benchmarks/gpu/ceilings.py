@@ -31,14 +31,14 @@ class Ceilings:
 
 def _best(run: Any, timer: Timer, rounds: int = ROUNDS) -> float:
     """The shortest of some runs: a ceiling is what nothing disturbed."""
-    found = []
+    rates = []
     for _ in range(rounds + 2):
         begin = timer.mark()
         run()
         end = timer.mark()
         timer.settle()
-        found.append(timer.seconds(begin, end))
-    return min(found[2:])
+        rates.append(timer.seconds(begin, end))
+    return min(rates[2:])
 
 
 def _product_s(size: int, dtype: torch.dtype, device: torch.device, timer: Timer) -> float:

@@ -49,9 +49,9 @@ class EngineStep:
         settings = {
             key: value for key, value in {**self.layout, **self.recipe}.items() if (key, value) != ("compile", "on")
         }
-        found = [f"{key}={value}" for key, value in settings.items()]
-        found += [f"{self.documents} documents a row"] if self.documents else []
-        return ", ".join([*found, *([f"vocab={self.vocab}"] if self.vocab else [])]) or "-"
+        texts = [f"{key}={value}" for key, value in settings.items()]
+        texts += [f"{self.documents} documents a row"] if self.documents else []
+        return ", ".join([*texts, *([f"vocab={self.vocab}"] if self.vocab else [])]) or "-"
 
     @property
     def name(self) -> str:
@@ -112,17 +112,17 @@ def batch(plan: Plan, entry: EngineStep, device: torch.device) -> Batch:
     rows, length = entry.micro_batch, entry.sequence
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(plan.model.vocab, (rows, length + 1), generator=generator).to(device)
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if entry.documents:
         each = length // entry.documents
         places = torch.arange(length, dtype=torch.int32, device=device).expand(rows, length)
-        given = {
+        fields = {
             "documents": places // each, "positions": places % each, "masked": True,
             "documents_of_rows": ((entry.documents, each),) * rows,
         }  # fmt: skip
     return Batch(
         tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=rows * length,
-        valid_of_rows=(length,) * rows, **given,
+        valid_of_rows=(length,) * rows, **fields,
     )  # fmt: skip
 
 
@@ -134,10 +134,10 @@ def step_of(plan: Plan, entry: EngineStep, device: torch.device) -> Step:
     )
     state = new_state(plan, make_mesh(plan.layout), device, initialize=True)
     state.engine.train()
-    given = [batch(plan, entry, device)] * entry.accumulation
+    micro_batches = [batch(plan, entry, device)] * entry.accumulation
     return lambda: (
         train_step(
-            state.engine, state.optimizer, given, rate=1e-4, clip=recipe.clip, balance_loss=recipe.balance_loss
+            state.engine, state.optimizer, micro_batches, rate=1e-4, clip=recipe.clip, balance_loss=recipe.balance_loss
         ).loss
     )
 
@@ -145,14 +145,14 @@ def step_of(plan: Plan, entry: EngineStep, device: torch.device) -> Step:
 def row(entry: EngineStep, device: torch.device, timer: Timer, *, seconds: float) -> dict[str, Any]:
     """What one plan took, and what the planner says of it."""
     plan = entry.plan(device)
-    found = timed(lambda: step_of(plan, entry, device), timer, seconds)
+    figures = timed(lambda: step_of(plan, entry, device), timer, seconds)
     torch.use_deterministic_algorithms(False)  # of the rows that ask for it alone
-    said = predict(plan)
+    prediction = predict(plan)
     known = plan.cluster.device.half_flop_per_s > 0
     return {
         "model": entry.model, "layers": plan.model.layers, "of_layers": presets.model(entry.model).layers,
         "sequence": entry.sequence, "micro_batch": entry.micro_batch, "accumulation": entry.accumulation,
         "words": entry.words, "tokens": plan.recipe.global_batch * entry.sequence,
-        "planned_s": said.step_s if known else None,
-        "planned_peak_bytes": said.peak_bytes - said.worst.kinds["reserve"] if known else None, **found,
+        "planned_s": prediction.step_s if known else None,
+        "planned_peak_bytes": prediction.peak_bytes - prediction.worst.kinds["reserve"] if known else None, **figures,
     }  # fmt: skip

@@ -11,20 +11,20 @@ NOTHING = 1e-7
 """Relative error below which code counts as exact, and a ratio of two such errors as 1."""
 
 
-def outcome(run: Run, given: InputSet, learns: bool, dtype: torch.dtype | None = None) -> list[Tensor]:
+def outcome(run: Run, input_set: InputSet, learns: bool, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Results and gradients, of copies of the inputs, in fp64."""
-    leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_(learns) for x in given.leaves]
-    found = run(*leaves)
-    results = [x.detach().double() for x in several(found)]
+    leaves = [x.detach().to(dtype or x.dtype, copy=True).requires_grad_(learns) for x in input_set.leaves]
+    outputs = run(*leaves)
+    results = [x.detach().double() for x in several(outputs)]
     if learns:
-        copies = InputSet(leaves=leaves, upstream=[x.to(dtype or x.dtype, copy=True) for x in given.upstream])
-        results += [x.double() for x in gradients(found, copies)]
+        copies = InputSet(leaves=leaves, upstream=[x.to(dtype or x.dtype, copy=True) for x in input_set.upstream])
+        results += [x.double() for x in gradients(outputs, copies)]
     return results
 
 
-def distances(found: list[Tensor], right: list[Tensor]) -> list[float]:
+def distances(tensors: list[Tensor], right: list[Tensor]) -> list[float]:
     """Relative errors, Euclidean norms; infinite where a number is none."""
-    each = [((a - b).norm() / b.norm().clamp(min=1e-300)).item() for a, b in zip(found, right, strict=True)]
+    each = [((a - b).norm() / b.norm().clamp(min=1e-300)).item() for a, b in zip(tensors, right, strict=True)]
     return [error if error == error else float("inf") for error in each]
 
 
@@ -36,16 +36,16 @@ def ratio(fast: float, plain: float) -> float:
 def judged(case: Case, runs: dict[str, Run], device: torch.device) -> dict[str, Any]:
     """Of plain code its errors; of each contestant errors, the largest ratio to plain code of each kind of BARS, and
     whether all bars hold. A contestant that fails says why."""
-    given = inputs(case, device)
-    right = outcome(case.exact, given, case.learns, torch.float64)
-    plain = distances(outcome(case.eager, given, case.learns), right)
-    found = {name: _one(case, run, given, right, plain) for name, run in runs.items()}
-    return {"plain": plain, "contestants": found}
+    input_set = inputs(case, device)
+    right = outcome(case.exact, input_set, case.learns, torch.float64)
+    plain = distances(outcome(case.eager, input_set, case.learns), right)
+    contestants = {name: _one(case, run, input_set, right, plain) for name, run in runs.items()}
+    return {"plain": plain, "contestants": contestants}
 
 
-def _one(case: Case, run: Run, given: InputSet, right: list[Tensor], plain: list[float]) -> dict[str, Any]:
+def _one(case: Case, run: Run, input_set: InputSet, right: list[Tensor], plain: list[float]) -> dict[str, Any]:
     try:
-        errors = distances(outcome(run, given, case.learns), right)
+        errors = distances(outcome(run, input_set, case.learns), right)
     except Exception as failure:  # rivals fail in many ways
         return {"failed": reason(failure)}
     ratios: dict[str, float] = {}

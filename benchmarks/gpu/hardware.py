@@ -63,20 +63,20 @@ def _version(package: str) -> str | None:
 def described(device: torch.device) -> dict[str, Any]:
     """For JSON: device, versions, and what it looks like under load, for which call it after some."""
     packages = ("torch", "triton", "transformers", "liger_kernel")
-    found: dict[str, Any] = {
+    machine: dict[str, Any] = {
         "device": device.type, "name": platform.processor() or platform.machine(), "commit": _commit(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
     }  # fmt: skip
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gpu = f"GPU-{properties.uuid}" if hasattr(properties, "uuid") else str(device.index or 0)
-        found |= {
+        machine |= {
             "name": properties.name, "memory_bytes": properties.total_memory, "cache_bytes": properties.L2_cache_size,
             "processors": properties.multi_processor_count, "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "under_load": smi(gpu),
         }  # fmt: skip
-    found["hardware"] = normalised(found["name"]) if device.type == "cuda" else "cpu"
-    return found
+    machine["hardware"] = normalised(machine["name"]) if device.type == "cuda" else "cpu"
+    return machine
 
 
 def command() -> str:

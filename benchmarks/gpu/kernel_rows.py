@@ -17,10 +17,10 @@ EAGER, COMPILED = "eager", "compiled"
 
 def contestants(case: Case, skip: set[str]) -> dict[str, Run]:
     """By name, ours first. `compiled` is the compiled form of `eager`."""
-    found: dict[str, Run] = {**case.ours, EAGER: case.eager}
+    runs: dict[str, Run] = {**case.ours, EAGER: case.eager}
     if case.compiles and COMPILED not in skip:
-        found[COMPILED] = torch.compile(case.eager, dynamic=False)
-    return {name: run for name, run in (found | case.rivals).items() if not any(word in name.lower() for word in skip)}
+        runs[COMPILED] = torch.compile(case.eager, dynamic=False)
+    return {name: run for name, run in (runs | case.rivals).items() if not any(word in name.lower() for word in skip)}
 
 
 def row(
@@ -34,26 +34,26 @@ def row(
     runs = contestants(case, skip)
     timed = measured(case, runs, input_sets(case, device, timer.cache_bytes), timer, seconds, late)
     floor = floors(case, ceilings)
-    for one in timed.values():
-        times = {part: spread["median"] for part, spread in one.get("seconds", {}).items()}
-        one["roofline"] = {part: floor[part] / time for part, time in times.items() if time > 0}
-    found = _errors(entry, dtype, device, set(runs), late)
-    for name, one in found.get("contestants", {}).items():
-        timed[name]["judged"] = one
+    for contestant in timed.values():
+        times = {part: spread["median"] for part, spread in contestant.get("seconds", {}).items()}
+        contestant["roofline"] = {part: floor[part] / time for part, time in times.items() if time > 0}
+    verdict = _errors(entry, dtype, device, set(runs), late)
+    for name, contestant in verdict.get("contestants", {}).items():
+        timed[name]["judged"] = contestant
     return {
         "operation": case.operation, "size": case.size, "dtype": named(case.dtype), "chosen": case.chosen,
         "counts": {part: [count.bytes_moved, count.flop] for part, count in case.counts.items()},
-        "floor_seconds": floor, "judged_at": found.get("size"), "plain_errors": found.get("plain"),
+        "floor_seconds": floor, "judged_at": verdict.get("size"), "plain_errors": verdict.get("plain"),
         "contestants": timed,
     }  # fmt: skip
 
 
 def floors(case: Case, ceilings: Ceilings) -> dict[str, float]:
     """The least seconds of each pass, and of both."""
-    found = {part: ceilings.seconds(count, case.dtype) for part, count in case.counts.items()}
+    seconds_by_part = {part: ceilings.seconds(count, case.dtype) for part, count in case.counts.items()}
     if "backward" in case.counts:
-        found["full"] = sum(found.values())
-    return found
+        seconds_by_part["full"] = sum(seconds_by_part.values())
+    return seconds_by_part
 
 
 def _errors(

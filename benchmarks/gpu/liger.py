@@ -78,5 +78,5 @@ def loss(targets: Tensor) -> dict[str, Run]:
 
 def _loss(module: Any, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     leaf = logits.detach().requires_grad_()
-    found: Tensor = module.liger_cross_entropy(leaf, targets, reduction="sum")
-    return found.detach(), leaf.detach()
+    summed: Tensor = module.liger_cross_entropy(leaf, targets, reduction="sum")
+    return summed.detach(), leaf.detach()

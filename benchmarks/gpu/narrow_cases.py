@@ -32,15 +32,15 @@ def fp32_update(rows: int, width: int, parts: int, *, dtype: torch.dtype, device
     """AdamW with fp32 moments on fp32 weights and their 16-bit copies, so many matrices at once. Per element 4 + 4
     bytes of the weight, 8 + 8 of moments, the gradient and the copy. Plain code widens the gradient, calls torch's
     kernel and copies."""
-    step, one = torch.ones((), device=device), torch.ones((), device=device)
+    step, scale = torch.ones((), device=device), torch.ones((), device=device)
     numbers = UpdateNumbers(
-        rate=RATE, beta1=BETA1, beta2=BETA2, epsilon=EPSILON, decay=DECAY, divide_by=one, skip=one - 1
+        rate=RATE, beta1=BETA1, beta2=BETA2, epsilon=EPSILON, decay=DECAY, divide_by=scale, skip=scale - 1
     )
     moments: dict[str, list[Tensor]] = {}
     copy = torch.empty(rows, width, dtype=dtype, device=device)
 
-    def run(weight: Tensor, gradient: Tensor, prefer: str, of: str = "") -> Tensor:
-        mine = of or prefer
+    def run(weight: Tensor, gradient: Tensor, prefer: str, part: str = "") -> Tensor:
+        mine = part or prefer
         if mine not in moments:
             moments[mine] = [torch.zeros(rows, width, device=device) for _ in range(2)]
         first, second = (list(moment.chunk(parts)) for moment in moments[mine])
@@ -55,7 +55,7 @@ def fp32_update(rows: int, width: int, parts: int, *, dtype: torch.dtype, device
     return Case(
         operation="AdamW, fp32 states", size=f"{rows:,} x {width:,} in {parts}", dtype=dtype,
         leaves=(Leaf((rows, width), width**-0.5, torch.float32), Leaf((rows, width), dtype=dtype)), exact=_first_step,
-        eager=partial(run, prefer="eager", of="twin"), ours=implementations("adamw", run, device, dtype),
+        eager=partial(run, prefer="eager", part="twin"), ours=implementations("adamw", run, device, dtype),
         chosen=taken("adamw", device, dtype), counts={"forward": Count(rows * width * (24 + 2 * dtype.itemsize))},
         kinds=(ROWS,), learns=False, compiles=False,
     )  # fmt: skip
@@ -108,8 +108,8 @@ def _update(
     states: dict[str, NarrowStates] = {}
     copy = torch.empty(rows, width, dtype=dtype, device=device) if weights == torch.float32 else None
 
-    def run(weight: Tensor, gradient: Tensor, prefer: str, of: str = "") -> Tensor:
-        mine = of or prefer
+    def run(weight: Tensor, gradient: Tensor, prefer: str, part: str = "") -> Tensor:
+        mine = part or prefer
         if mine not in states:
             states[mine] = NarrowStates({"weight": held}, 0, device)
         piece = states[mine].piece("weight", (weight.detach(), copy), step)
@@ -120,7 +120,7 @@ def _update(
     return Case(
         operation=operation, size=size, dtype=dtype,
         leaves=(Leaf((rows, width), width**-0.5, weights), Leaf((rows, width), dtype=torch.float32)),
-        exact=_first_step, eager=partial(run, prefer="eager", of="twin"),
+        exact=_first_step, eager=partial(run, prefer="eager", part="twin"),
         ours=implementations("narrow_adamw", run, device, dtype),
         chosen=taken("narrow_adamw", device, dtype), rivals={"torch, fp32 states": _fused(rows, width, device)},
         counts={"forward": Count(moved)}, kinds=(ROWS,), learns=False, compiles=False,
@@ -135,15 +135,15 @@ def _first_step(weight: Tensor, gradient: Tensor) -> Tensor:
 def _fused(rows: int, width: int, device: torch.device) -> Run:
     """torch's own kernel, on an fp32 weight and fp32 moments."""
     master, *moments = (torch.zeros(rows, width, device=device) for _ in range(3))
-    step, one = torch.ones((), device=device), torch.ones((), device=device)
+    step, scale = torch.ones((), device=device), torch.ones((), device=device)
 
     def run(weight: Tensor, gradient: Tensor) -> Tensor:
-        own = weight if weight.dtype == torch.float32 else master.copy_(weight)
+        target = weight if weight.dtype == torch.float32 else master.copy_(weight)
         compat.fused_adamw(
-            [own], [gradient], ([moments[0]], [moments[1]]), [step], lr=RATE, beta1=BETA1, beta2=BETA2,
-            weight_decay=DECAY, eps=EPSILON, grad_scale=one, found_inf=one - 1,
+            [target], [gradient], ([moments[0]], [moments[1]]), [step], lr=RATE, beta1=BETA1, beta2=BETA2,
+            weight_decay=DECAY, eps=EPSILON, grad_scale=scale, found_inf=scale - 1,
         )  # fmt: skip
-        return weight if own is weight else weight.copy_(own)
+        return weight if target is weight else weight.copy_(target)
 
     return run
 

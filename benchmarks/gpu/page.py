@@ -10,32 +10,32 @@ PASSES = ("forward", "backward", "full")
 EAGER = "eager"
 
 
-def page(found: Document) -> str:
+def page(document: Document) -> str:
     """Markdown."""
     return (
         "\n".join(
             [
-                *_head(found),
-                *_kernels(found),
-                *_steps(found),
-                *_engine_steps(found),
-                *_serving(found),
-                *_http(found),
-                *_rest(found),
+                *_head(document),
+                *_kernels(document),
+                *_steps(document),
+                *_engine_steps(document),
+                *_serving(document),
+                *_http(document),
+                *_rest(document),
             ]
         )
         + "\n"
     )
 
 
-def _head(found: Document) -> Iterator[str]:
-    machine = found["machine"]
-    yield f"# Kernels and steps on {machine['name']}, {found['date']}"
+def _head(document: Document) -> Iterator[str]:
+    machine = document["machine"]
+    yield f"# Kernels and steps on {machine['name']}, {document['date']}"
     yield ""
     yield "Written by `python -m benchmarks.gpu` from the JSON beside it. [How to read and repeat it](README.md)."
     yield ""
     yield "| | |\n|---|---|"
-    yield f"| command | `{found['command']}` |"
+    yield f"| command | `{document['command']}` |"
     yield f"| commit | {machine['commit']} |"
     versions = [f"{name} {version or 'none'}" for name, version in machine["versions"].items()]
     yield f"| versions | {', '.join(versions)} |"
@@ -44,15 +44,15 @@ def _head(found: Document) -> Iterator[str]:
             yield f"| {name.replace('_', ' ')} | {machine[name]} |"
     for name, value in machine.get("under_load", {}).items():
         yield f"| {name.replace('_', ' ')}, under load | {value} |"
-    ceilings = found["ceilings"]
+    ceilings = document["ceilings"]
     yield f"| copy, measured | {ceilings['bytes_per_s'] / 1e9:,.1f} GB/s read and written |"
     for dtype, rate in ceilings["flop_per_s"].items():
         yield f"| {dtype} product, measured | {rate / 1e12:,.2f} TFLOP/s |"
     yield ""
 
 
-def _kernels(found: Document) -> Iterator[str]:
-    if not found["kernels"]:
+def _kernels(document: Document) -> Iterator[str]:
+    if not document["kernels"]:
         return
     yield "## Kernels\n"
     yield (
@@ -60,7 +60,7 @@ def _kernels(found: Document) -> Iterator[str]:
         "measured above. `*` is what training takes by itself. Error: how many times as far from fp64 as plain code of "
         f"the same dtype ({', '.join(f'{kind} at most {bar:g}' for kind, bar in BARS.items())})."
     )
-    for row in found["kernels"]:
+    for row in document["kernels"]:
         yield ""
         yield f"### {row['operation']}, {row['size']}, {row['dtype']}\n"
         if row.get("judged_at") and row["judged_at"] != row["size"]:
@@ -69,16 +69,20 @@ def _kernels(found: Document) -> Iterator[str]:
         yield f"| contestant | {' | '.join(parts)} | 8 of 10 runs | launch | peak | error |"
         yield "|---" * (len(parts) + 5) + "|"
         yield f"| roofline | {' | '.join(_time(row['floor_seconds'][part]) for part in parts)} | | | | |"
-        for name, one in row["contestants"].items():
+        for name, contestant in row["contestants"].items():
             mark = " *" if name == row["chosen"] else ""
-            yield f"| {name}{mark} | {' | '.join(_cells(name, one, parts))} |"
+            yield f"| {name}{mark} | {' | '.join(_cells(name, contestant, parts))} |"
         yield f"\n{_speeds(row)}" if _speeds(row) else ""
 
 
 def _speeds(row: Document) -> str:
     """How the chosen one of ours compares with every contestant, by the whole of its passes."""
     part = [part for part in PASSES if part in row["floor_seconds"]][-1]
-    times = {name: one["seconds"][part]["median"] for name, one in row["contestants"].items() if "seconds" in one}
+    times = {
+        name: contestant["seconds"][part]["median"]
+        for name, contestant in row["contestants"].items()
+        if "seconds" in contestant
+    }
     mine = times.pop(row["chosen"], None)
     if mine is None or not times:
         return ""
@@ -87,18 +91,18 @@ def _speeds(row: Document) -> str:
     )
 
 
-def _cells(name: str, one: Document, parts: list[str]) -> Iterator[str]:
-    why = one.get("failed") or one.get("left_out")
+def _cells(name: str, contestant: Document, parts: list[str]) -> Iterator[str]:
+    why = contestant.get("failed") or contestant.get("left_out")
     if why:
         yield from [why.replace("|", "/"), *[""] * (len(parts) + 3)]
         return
     for part in parts:
-        yield f"{_time(one['seconds'][part]['median'])} ({one['roofline'].get(part, 0) * 100:.0f} %)"
-    whole = one["seconds"][parts[-1]]
+        yield f"{_time(contestant['seconds'][part]['median'])} ({contestant['roofline'].get(part, 0) * 100:.0f} %)"
+    whole = contestant["seconds"][parts[-1]]
     yield f"{_time(whole['low'])} to {_time(whole['high'])}"
-    yield _time(one["host_seconds"])
-    yield _bytes(one["peak_bytes"])
-    yield "1, the measure" if name == EAGER else _error(one.get("judged"))
+    yield _time(contestant["host_seconds"])
+    yield _bytes(contestant["peak_bytes"])
+    yield "1, the measure" if name == EAGER else _error(contestant.get("judged"))
 
 
 def _error(judged: Document | None) -> str:
@@ -106,49 +110,49 @@ def _error(judged: Document | None) -> str:
         return "not measured"
     if "failed" in judged:
         return str(judged["failed"]).replace("|", "/")
-    said = ", ".join(f"{ratio:.2f}" for ratio in judged["ratios"].values())
-    return said if judged["holds"] else f"**{said}**"
+    ratios = ", ".join(f"{ratio:.2f}" for ratio in judged["ratios"].values())
+    return ratios if judged["holds"] else f"**{ratios}**"
 
 
-def _steps(found: Document) -> Iterator[str]:
-    if not found["steps"]:
+def _steps(document: Document) -> Iterator[str]:
+    if not document["steps"]:
         return
     yield "\n## Whole steps\n"
     yield (
         "AdamW with fp32 moments and fp32 weights to update, clipping at 1, no recomputation. MFU half counts the keys "
         "a query may see, full all of them; in brackets MFU of the product measured above."
     )
-    for row in found["steps"]:
+    for row in document["steps"]:
         layers = "" if row["layers"] == row["of_layers"] else f", {row['layers']} of its {row['of_layers']} layers"
         yield f"\n### {row['model']}{layers}, {row['rows']} x {row['sequence']:,} tokens, {row['precision']}\n"
         yield "| contestant | step | 8 of 10 | tokens/s | MFU half | MFU full | peak | predicted |\n" + "|---" * 8 + "|"
-        for name, one in row["contestants"].items():
-            yield f"| {name} | {' | '.join(_step_cells(one))} |"
+        for name, contestant in row["contestants"].items():
+            yield f"| {name} | {' | '.join(_step_cells(contestant))} |"
 
 
-def _step_cells(one: Document) -> Iterator[str]:
-    why = one.get("failed") or one.get("left_out")
+def _step_cells(contestant: Document) -> Iterator[str]:
+    why = contestant.get("failed") or contestant.get("left_out")
     if why:
         yield from [why.replace("|", "/"), *[""] * 6]
         return
-    seconds = one["seconds"]
+    seconds = contestant["seconds"]
     yield _time(seconds["median"])
     yield f"{_time(seconds['low'])} to {_time(seconds['high'])}"
-    yield f"{one['tokens_per_s']:,.0f}"
+    yield f"{contestant['tokens_per_s']:,.0f}"
     for convention in ("half", "full"):
-        sheet, measured = (one["mfu"].get(of, {}).get(convention) for of in ("datasheet", "measured"))
+        sheet, measured = (contestant["mfu"].get(peak, {}).get(convention) for peak in ("datasheet", "measured"))
         yield f"{'unknown' if sheet is None else f'{sheet * 100:.1f} %'} ({measured * 100:.1f} %)"
-    yield _bytes(one["peak_bytes"])
-    yield _bytes(one.get("predicted_peak_bytes"))
+    yield _bytes(contestant["peak_bytes"])
+    yield _bytes(contestant.get("predicted_peak_bytes"))
 
 
-def _engine_steps(found: Document) -> Iterator[str]:
-    if not found.get("engine_steps"):
+def _engine_steps(document: Document) -> Iterator[str]:
+    if not document.get("engine_steps"):
         return
     yield "\n## Steps of the engine\n"
     yield "In bf16 and compiled, but for what stands under *settings*; in brackets what the planner is off.\n"
     yield "| model | sequences x tokens x micro-batches | settings | step | tokens/s | peak |\n" + "|---" * 6 + "|"
-    for row in found["engine_steps"]:
+    for row in document["engine_steps"]:
         layers = "" if row["layers"] == row["of_layers"] else f", {row['layers']} layers"
         size = f"{row['micro_batch']} x {row['sequence']:,} x {row['accumulation']}"
         begun = f"| {row['model']}{layers} | {size} | {row['words']} |"
@@ -166,29 +170,29 @@ def _off(planned: float | None, measured: float | None) -> str:
     return f" ({(planned / measured - 1) * 100:+.1f} %)" if planned and measured else ""
 
 
-def _serving(found: Document) -> Iterator[str]:
-    if not found.get("serving"):
+def _serving(document: Document) -> Iterator[str]:
+    if not document.get("serving"):
         return
     yield "\n## Serving\n"
     yield (
         "Requests that come at once, answered greedily. First: until every answer has begun. Step: of those after "
         "that. Tokens/s: of all answers over the whole time."
     )
-    for row in found["serving"]:
+    for row in document["serving"]:
         yield f"\n### {row['model']}{', ' + row['scheme'] if row['scheme'] else ''} (graphs: {row['graphs']})\n"
         yield "| requests x prompt + answer | first | step | tokens/s | tokens/s after the first |\n" + "|---" * 5 + "|"
-        for title, one in row["loads"].items():
-            why = one.get("failed") or one.get("left_out")
+        for title, load in row["loads"].items():
+            why = load.get("failed") or load.get("left_out")
             if why:
                 yield f"| {title} | {why.replace('|', '/')} | | | |"
                 continue
-            own = [_time(one[key]) if key in one else "" for key in ("first_s", "step_s")]
-            after = f"{one['decode_tokens_per_s']:,.0f}" if "decode_tokens_per_s" in one else ""
-            yield f"| {title} | {own[0]} | {own[1]} | {one['tokens_per_s']:,.0f} | {after} |"
+            times = [_time(load[key]) if key in load else "" for key in ("first_s", "step_s")]
+            after = f"{load['decode_tokens_per_s']:,.0f}" if "decode_tokens_per_s" in load else ""
+            yield f"| {title} | {times[0]} | {times[1]} | {load['tokens_per_s']:,.0f} | {after} |"
 
 
-def _http(found: Document) -> Iterator[str]:
-    if not found.get("http"):
+def _http(document: Document) -> Iterator[str]:
+    if not document.get("http"):
         return
     yield "\n## Over HTTP\n"
     yield (
@@ -197,7 +201,7 @@ def _http(found: Document) -> Iterator[str]:
     )
     yield "\n| model | clients x prompt + answer | engine | HTTP | share | first token, p50 | gaps, p50 | p99 | cores |"
     yield "|---" * 9 + "|"
-    for row in found["http"]:
+    for row in document["http"]:
         begun = f"| {row['model']} | {row['load']} | {row['engine']['tokens_per_s']:,.0f} tokens/s"
         if "http" not in row:
             yield f"{begun} | {row['left_out']} | | | | | |"
@@ -211,12 +215,12 @@ def _http(found: Document) -> Iterator[str]:
         )
 
 
-def _rest(found: Document) -> Iterator[str]:
+def _rest(document: Document) -> Iterator[str]:
     yield "\n## Left out\n"
-    left = [f"- {name}: no time left in {found['minutes']:g} minutes" for name in found["left_out"]]
-    left += [f"- {name}" for name in (*found["absent"], *found["broken"])]
+    left = [f"- {name}: no time left in {document['minutes']:g} minutes" for name in document["left_out"]]
+    left += [f"- {name}" for name in (*document["absent"], *document["broken"])]
     yield "\n".join(left) if left else "Nothing."
-    yield f"\nThe run took {found['took_s'] / 60:.1f} of {found['minutes']:g} minutes."
+    yield f"\nThe run took {document['took_s'] / 60:.1f} of {document['minutes']:g} minutes."
 
 
 def _time(seconds: float) -> str:

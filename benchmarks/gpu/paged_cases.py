@@ -127,6 +127,6 @@ def likeliest_token(rows: int, vocab: int, *, dtype: torch.dtype, device: torch.
 
 def _store(numbers: Tensor) -> KeptNumbers:
     """Blocks that are there already."""
-    found = KeptNumbers((1, 1, *numbers.shape[2:]), numbers, "model")  # type: ignore[arg-type]  # two sizes
-    found.codes, found.sizes = numbers, tuple(numbers.shape)  # type: ignore[assignment]  # four sizes
-    return found
+    stored = KeptNumbers((1, 1, *numbers.shape[2:]), numbers, "model")  # type: ignore[arg-type]  # two sizes
+    stored.codes, stored.sizes = numbers, tuple(numbers.shape)  # type: ignore[assignment]  # four sizes
+    return stored

@@ -15,9 +15,9 @@ from meshwright.kernels.cross_entropy import IGNORED
 
 def _targets(rows: int, vocab: int, device: torch.device) -> Tensor:
     """Every eighth is ignored."""
-    found = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(rows))
-    found[::8] = IGNORED
-    return found.to(device)
+    targets = torch.randint(vocab, (rows,), generator=torch.Generator().manual_seed(rows))
+    targets[::8] = IGNORED
+    return targets.to(device)
 
 
 def head_and_loss(rows: int, width: int, vocab: int, *, dtype: torch.dtype, device: torch.device) -> Case:
@@ -27,8 +27,8 @@ def head_and_loss(rows: int, width: int, vocab: int, *, dtype: torch.dtype, devi
     least = Count(item * (rows * width + width * vocab), flop)
 
     def torch_own(x: Tensor, weight: Tensor) -> Tensor:
-        own: Tensor = F.linear_cross_entropy(x, weight, targets, reduction="sum")
-        return own
+        loss_sum: Tensor = F.linear_cross_entropy(x, weight, targets, reduction="sum")
+        return loss_sum
 
     rivals: dict[str, Run] = {"torch": torch_own} if hasattr(F, "linear_cross_entropy") else {}
     return Case(
@@ -49,14 +49,14 @@ def loss(rows: int, vocab: int, *, dtype: torch.dtype, device: torch.device) -> 
     def eager(logits: Tensor) -> tuple[Tensor, Tensor]:
         leaf = logits.detach().requires_grad_()
         wide = leaf if leaf.dtype == torch.float64 else leaf.float()
-        found = F.cross_entropy(wide, targets, reduction="sum")
-        return found.detach(), torch.autograd.grad(found, leaf)[0]
+        losses = F.cross_entropy(wide, targets, reduction="sum")
+        return losses.detach(), torch.autograd.grad(losses, leaf)[0]
 
     def ours(logits: Tensor) -> tuple[Tensor, Tensor]:
         from meshwright.kernels.triton import loss_rows
 
-        found = loss_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
-        return found.sum(), logits
+        losses = loss_rows.losses(logits, targets, None, ignored=IGNORED, gradient=True, smoothing=0.0, z=0.0)
+        return losses.sum(), logits
 
     return Case(
         operation="loss of logits and its gradient", size=f"{rows:,} x {vocab:,}", dtype=dtype,
@@ -67,8 +67,8 @@ def loss(rows: int, vocab: int, *, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _only_triton(operation: str, run: Run, device: torch.device, dtype: torch.dtype) -> dict[str, Run]:
-    found = chooser.choice(operation, device, dtype, prefer="triton")
-    return {"ours, Triton": run} if found.by == "triton" else {}
+    chosen = chooser.choice(operation, device, dtype, prefer="triton")
+    return {"ours, Triton": run} if chosen.by == "triton" else {}
 
 
 class Routing:
@@ -159,7 +159,7 @@ def grouped_product(
 
 def _grouped_by(dtype: torch.dtype, device: torch.device) -> str:
     """Torch's product goes before Triton's where the device has one."""
-    some: dict[str, Any] = {"dtype": dtype, "device": device}
-    if experts.groups_on_device(torch.empty(16, 16, **some), torch.empty(1, 16, 16, **some)):
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    if experts.groups_on_device(torch.empty(16, 16, **options), torch.empty(1, 16, 16, **options)):
         return "ours, torch"
     return taken("grouped", device, dtype)

@@ -44,8 +44,8 @@ def _packed(name: str, rows: int, out: int, into: int, dtype: torch.dtype, devic
         return copies[x.dtype]
 
     def run(x: Tensor, prefer: str) -> Tensor:
-        found = device_products.packed(x, by[prefer], None, {})
-        return F.linear(x, copy(x)) if found is None else found
+        output = device_products.packed(x, by[prefer], None, {})
+        return F.linear(x, copy(x)) if output is None else output
 
     def eager(x: Tensor) -> Tensor:
         return F.linear(x, by["eager"].restored(x.dtype))
@@ -134,7 +134,7 @@ def _layouts(matrix: QuantizedMatrix, dtype: torch.dtype) -> dict[str, Run]:
 def _common(matrix: QuantizedMatrix, rows: int, dtype: torch.dtype) -> dict[str, Any]:
     """Size, leaves, and the least that is moved: each tensor of the matrix once, x and the result."""
     out, into = matrix.size_out, matrix.size_in
-    held = sum(one.numel() * one.element_size() for one in matrix.tensors.values())
+    held = sum(tensor.numel() * tensor.element_size() for tensor in matrix.tensors.values())
     return {
         "size": f"{rows:,} x {out:,} x {into:,}", "dtype": dtype, "leaves": (Leaf((rows, into), dtype=dtype),),
         "counts": {"forward": Count(held + dtype.itemsize * rows * (out + into), 2.0 * rows * out * into)},

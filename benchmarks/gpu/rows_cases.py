@@ -131,7 +131,7 @@ def merge(tokens: int, heads: int, width: int, *, dtype: torch.dtype, device: to
         ours["ours, Triton"] = _merge_in_triton
     return Case(
         operation="merge of partial attention", size=f"{tokens:,} tokens, {heads} heads of {width}", dtype=wide,
-        leaves=tuple(Leaf(one) for one in (size, size[:3], size, size[:3])), exact=exact_forms.merged,
+        leaves=tuple(Leaf(size_of_leaf) for size_of_leaf in (size, size[:3], size, size[:3])), exact=exact_forms.merged,
         eager=_merge_new, ours=ours, chosen=taken("merge", device, wide),
         counts={"forward": Count(3 * 4 * tokens * heads * width)}, kinds=(ROWS,) * 2, learns=False,
     )  # fmt: skip

@@ -86,14 +86,14 @@ def model_of(entry: ServeEntry, device: torch.device, dtype: torch.dtype) -> Tra
     if not entry.scheme:
         return plain
     scheme, sizes = SCHEMES[entry.scheme], quantizable(shape)
-    found = build_quantized(shape, dict.fromkeys(sizes, scheme), outlier_columns={}, dtype=dtype, device=device)
-    named = dict(found.named_parameters())
+    model = build_quantized(shape, dict.fromkeys(sizes, scheme), outlier_columns={}, dtype=dtype, device=device)
+    named = dict(model.named_parameters())
     for name, weight in plain.named_parameters():
         if name in sizes:
-            found.get_submodule(quantized_name(name)).take(quantize_matrix(name, weight, scheme))  # type: ignore[operator]  # it is one that has codes
+            model.get_submodule(quantized_name(name)).take(quantize_matrix(name, weight, scheme))  # type: ignore[operator]  # it is one that has codes
         else:
             named[name].copy_(weight)
-    return found.eval()
+    return model.eval()
 
 
 def answered(engine: ServingEngine, lengths: Lengths, timer: Timer, salt: str, vocabulary: int = 0) -> dict[str, float]:
@@ -109,17 +109,17 @@ def answered(engine: ServingEngine, lengths: Lengths, timer: Timer, salt: str, v
     ]
     timer.settle()
     started = time.perf_counter()
-    while not all(one.answers[0].ids for one in asked):
+    while not all(request.answers[0].ids for request in asked):
         engine.step()
     timer.settle()
-    begun, before = time.perf_counter(), sum(len(one.answers[0].ids) for one in asked)
+    begun, before = time.perf_counter(), sum(len(request.answers[0].ids) for request in asked)
     steps = 0
-    while not all(one.ended for one in asked):
+    while not all(request.ended for request in asked):
         engine.step()
         steps += 1
     timer.settle()
     ended = time.perf_counter()
-    tokens = sum(len(one.answers[0].ids) for one in asked)
+    tokens = sum(len(request.answers[0].ids) for request in asked)
     return {
         "first_s": begun - started, "step_s": (ended - begun) / max(1, steps), "tokens": tokens,
         "decode_tokens_per_s": (tokens - before) / (ended - begun), "tokens_per_s": tokens / (ended - started),
@@ -130,24 +130,24 @@ def row(entry: ServeEntry, device: torch.device, timer: Timer, late: Callable[[]
     """All loads of a model, each twice, of which the second counts."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = model_of(entry, device, dtype)
-    found: dict[str, dict[str, Any]] = {}
+    loads: dict[str, dict[str, Any]] = {}
     engine = ServingEngine(model, EngineOptions(cache_bytes=0 if device.type == "cuda" else 2**26))
     for title, lengths in entry.lengths():
         try:
             if late():
-                found[title] = {"left_out": "no time left"}
+                loads[title] = {"left_out": "no time left"}
                 continue
             answered(engine, lengths, timer, f"warm {title}")
-            found[title] = answered(engine, lengths, timer, title)
+            loads[title] = answered(engine, lengths, timer, title)
         except Exception as failure:
-            found[title] = {"failed": reason(failure)}
+            loads[title] = {"failed": reason(failure)}
     graphs = str(engine.cuda_graphs)
     del engine
     gc.collect()
     timer.release()
     if entry.mixed[0] and not entry.scheme and find_spec("vllm") and not late():
-        found["vLLM, mixed"] = _vllm(model, entry)
-    return {"model": entry.model, "scheme": entry.scheme, "loads": found, "graphs": graphs}
+        loads["vLLM, mixed"] = _vllm(model, entry)
+    return {"model": entry.model, "scheme": entry.scheme, "loads": loads, "graphs": graphs}
 
 
 def _vllm(model: Transformer, entry: ServeEntry) -> dict[str, Any]:

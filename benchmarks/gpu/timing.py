@@ -107,23 +107,23 @@ class Spread:
     high: float
 
     @staticmethod
-    def of(seconds: list[float]) -> "Spread":
+    def from_times(seconds: list[float]) -> "Spread":
         """Of at least two runs."""
         tenths = statistics.quantiles(seconds, n=10, method="inclusive")
         return Spread(statistics.median(seconds), tenths[0], tenths[8])
 
 
-def once(run: Run, given: InputSet, timer: Timer, learns: bool, wait_s: float = 0.0) -> dict[str, tuple[Any, Any]]:
+def once(run: Run, input_set: InputSet, timer: Timer, learns: bool, wait_s: float = 0.0) -> dict[str, tuple[Any, Any]]:
     """A run: of each pass the marks around it."""
     timer.wait(wait_s)
     begin = timer.mark()
-    results = run(*given.leaves)
+    results = run(*input_set.leaves)
     middle = timer.mark()
     if not learns:
         return {"forward": (begin, middle)}
-    found = gradients(results, given)
+    leaf_gradients = gradients(results, input_set)
     end = timer.mark()
-    del results, found
+    del results, leaf_gradients
     return {"forward": (begin, middle), "backward": (middle, end), "full": (begin, end)}
 
 
@@ -148,35 +148,35 @@ def measured(
     case: Case, runs: dict[str, Run], sets: list[InputSet], timer: Timer, seconds: float, late: Callable[[], bool]
 ) -> dict[str, dict[str, Any]]:
     """Of each contestant spreads by pass, rounds and peak bytes, or why it failed. `late`: whether to take no more."""
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     racing: dict[str, _Contestant] = {}
     for name, run in runs.items():
         if late():
-            found[name] = {"left_out": "no time left"}
+            figures[name] = {"left_out": "no time left"}
             continue
         try:
-            found[name], racing[name] = _warmed(case, run, sets[0], timer)
+            figures[name], racing[name] = _warmed(case, run, sets[0], timer)
         except Exception as failure:  # rivals fail in many ways, and memory may not be enough
-            found[name] = {"failed": reason(failure)}
-        if "failed" in found[name]:
+            figures[name] = {"failed": reason(failure)}
+        if "failed" in figures[name]:
             timer.release()  # not before the exception is gone, which holds what filled the memory
     rounds = _race(case, racing, sets, timer, seconds)
-    for name, one in racing.items():
-        found[name]["rounds"] = rounds
-        found[name]["seconds"] = {part: asdict(Spread.of(times)) for part, times in one.passes.items()}
-    return found
+    for name, contestant in racing.items():
+        figures[name]["rounds"] = rounds
+        figures[name]["seconds"] = {part: asdict(Spread.from_times(times)) for part, times in contestant.passes.items()}
+    return figures
 
 
-def _warmed(case: Case, run: Run, given: InputSet, timer: Timer) -> tuple[dict[str, Any], _Contestant]:
+def _warmed(case: Case, run: Run, input_set: InputSet, timer: Timer) -> tuple[dict[str, Any], _Contestant]:
     """Compiled, chosen and allocated; then how long the host takes, and the peak."""
     for _ in range(2):
-        once(run, given, timer, case.learns)
+        once(run, input_set, timer, case.learns)
         timer.settle()
     start = time.perf_counter()
-    once(run, given, timer, case.learns)
+    once(run, input_set, timer, case.learns)
     host_s = time.perf_counter() - start
     timer.settle()
-    peak = timer.peak_bytes(lambda: once(run, given, timer, case.learns))
+    peak = timer.peak_bytes(lambda: once(run, input_set, timer, case.learns))
     return {"peak_bytes": peak, "host_seconds": host_s}, _Contestant(run, 1.3 * host_s, {})
 
 
@@ -187,8 +187,8 @@ def _race(case: Case, racing: dict[str, _Contestant], sets: list[InputSet], time
         names = names[1:] + names[:1]
         marks = {}
         for name in names:
-            one, turn = racing[name], turn + 1
-            marks[name] = once(one.run, sets[turn % len(sets)], timer, case.learns, one.wait_s)
+            contestant, turn = racing[name], turn + 1
+            marks[name] = once(contestant.run, sets[turn % len(sets)], timer, case.learns, contestant.wait_s)
         timer.settle()
         for name, parts in marks.items():
             for part, (begin, end) in parts.items():

@@ -88,8 +88,8 @@ def plan_of(shape: ModelShape, entry: StepEntry, device: torch.device, *, how: s
 
 def predicted_bytes(plan: Plan) -> float:
     """Of live tensors at the peak, by the planner: without what the allocator holds for later."""
-    said = predict(plan)
-    return said.peak_bytes - said.worst.kinds["reserve"]
+    prediction = predict(plan)
+    return prediction.peak_bytes - prediction.worst.kinds["reserve"]
 
 
 def fitting(entry: StepEntry, device: torch.device, precision: str) -> ModelShape:
@@ -118,10 +118,10 @@ def ours(plan: Plan, entry: StepEntry, device: torch.device) -> Step:
     engine.train()
     optimizer = Optimizer(engine.parameters.items(), plan.recipe)
     tokens = _tokens(plan.model, entry, device)
-    given = Batch(
+    batch = Batch(
         tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), valid=entry.rows * entry.sequence
     )
-    return lambda: train_step(engine, optimizer, [given], rate=1e-4, clip=1.0, balance_loss=0.0).loss
+    return lambda: train_step(engine, optimizer, [batch], rate=1e-4, clip=1.0, balance_loss=0.0).loss
 
 
 def theirs(shape: ModelShape, entry: StepEntry, device: torch.device, precision: str, how: str) -> Step:
@@ -165,11 +165,11 @@ def makers(
         return ours(plan_of(shape, entry, device, how=how, precision=precision), entry, device)
 
     others = {} if entry.alone else dict(zip(THEIRS, ("eager", "compiled", "liger"), strict=True))
-    found: dict[str, Callable[[], Step]] = {
+    by_name: dict[str, Callable[[], Step]] = {
         **{name: partial(mine, name) for name in ours_of(entry, device)},
         **{name: partial(theirs, shape, entry, device, precision, how) for name, how in others.items()},
     }
-    return {name: make for name, make in found.items() if not any(word in name.lower() for word in skip)}
+    return {name: make for name, make in by_name.items() if not any(word in name.lower() for word in skip)}
 
 
 def timed(make: Callable[[], Step], timer: Timer, seconds: float) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def timed(make: Callable[[], Step], timer: Timer, seconds: float) -> dict[str, A
     finally:
         torch.compiler.reset()
         timer.release()
-    spread = Spread.of(times)
+    spread = Spread.from_times(times)
     return {
         "seconds": {"median": spread.median, "low": spread.low, "high": spread.high}, "steps": len(times),
         "peak_bytes": peak,
@@ -212,31 +212,36 @@ def row(
 ) -> dict[str, Any]:  # fmt: skip
     """All contestants on one model, one after another: their states do not fit beside each other."""
     whole, shape = presets.model(entry.model), fitting(entry, device, precision)
-    found: dict[str, dict[str, Any]] = {}
+    contestants: dict[str, dict[str, Any]] = {}
     for name, make in makers(shape, entry, device, precision, skip).items():
-        found[name] = {"left_out": "no time left"} if late() else timed(make, timer, seconds)
-        _rates(found[name], shape, entry, device, ceilings, precision)
+        contestants[name] = {"left_out": "no time left"} if late() else timed(make, timer, seconds)
+        _rates(contestants[name], shape, entry, device, ceilings, precision)
     for name in OURS:
-        if name in found:
+        if name in contestants:
             plan = plan_of(shape, entry, device, how=name, precision=precision)
-            found[name]["predicted_peak_bytes"] = predicted_bytes(plan) if device.type == "cuda" else None
+            contestants[name]["predicted_peak_bytes"] = predicted_bytes(plan) if device.type == "cuda" else None
     return {
         "model": entry.model, "layers": shape.layers, "of_layers": whole.layers, "sequence": entry.sequence,
-        "rows": entry.rows, "precision": precision, "contestants": found,
+        "rows": entry.rows, "precision": precision, "contestants": contestants,
     }  # fmt: skip
 
 
 def _rates(
-    one: dict[str, Any], shape: ModelShape, entry: StepEntry, device: torch.device, ceilings: Ceilings, precision: str
+    figures: dict[str, Any],
+    shape: ModelShape,
+    entry: StepEntry,
+    device: torch.device,
+    ceilings: Ceilings,
+    precision: str,
 ) -> None:
     """Tokens per second, and MFU: of the datasheet where it is known, and of the product measured here."""
-    if "seconds" not in one:
+    if "seconds" not in figures:
         return
-    one["tokens_per_s"] = rate = entry.rows * entry.sequence / one["seconds"]["median"]
+    figures["tokens_per_s"] = rate = entry.rows * entry.sequence / figures["seconds"]["median"]
     peaks = {"datasheet": machine.peak_flop_per_s(device, precision, Device(name="local")),
              "measured": ceilings.flop_per_s[precision]}  # fmt: skip
-    one["mfu"] = {
-        of: {said: token_flop(shape, entry.sequence, causal=causal).training * rate / peak
-             for said, causal in (("half", True), ("full", False))}
-        for of, peak in peaks.items() if peak
+    figures["mfu"] = {
+        peak_name: {convention: token_flop(shape, entry.sequence, causal=causal).training * rate / peak
+             for convention, causal in (("half", True), ("full", False))}
+        for peak_name, peak in peaks.items() if peak
     }  # fmt: skip
