@@ -30,7 +30,7 @@ from meshwright.kernels.cross_entropy import linear_cross_entropy_reference
 from meshwright.kernels.linear import SummedProduct, linear_reference, linears_reference
 from meshwright.model import Transformer, build
 from meshwright.model.linear import Linear
-from meshwright.parallel.stages import cut
+from meshwright.parallel.passes import cut
 from meshwright.spec import Layout
 from meshwright.spec.places import own_stages
 from meshwright.spec.schedule import stage_rank

@@ -27,7 +27,7 @@ from meshwright.observe.verify.bands import BANDS
 from meshwright.observe.verify.feature_matrix import CASE, DENSE
 from meshwright.observe.verify.one_device import ZERO, Case, RankOutcome, first_difference, outcome
 from meshwright.parallel import make_mesh, on_one_device
-from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled, without_auto
+from meshwright.parallel.compiling import VARIANTS, compile_notes, is_compiled, resolve_auto
 from meshwright.parallel.mesh import Made
 from meshwright.parallel.traffic import Traffic
 from meshwright.spec import Layout
@@ -404,7 +404,7 @@ def test_an_engine_runs_plainly_what_no_plan_has_chosen_and_says_so_once(caplog:
         (Layout(), CUDA, 1), (Layout(compile="on"), CUDA, 0), (Layout(), torch.device("cpu"), 0),
     ):  # fmt: skip
         caplog.clear()
-        plain = without_auto(layout, device, world)
+        plain = resolve_auto(layout, device, world)
         assert plain.compile == ("on" if layout.compile == "on" else "off") and plain.cuda_graphs == "off"
         assert len(caplog.messages) == lines
         assert is_compiled(Layout(), device) is False

@@ -147,7 +147,7 @@ def test_tiles_of_documents_need_no_mask_and_are_that_of_one_device(
     for index, other in itertools.product(range(size), range(size)):
         mine, theirs = (local_positions(SEQUENCE, size, rank, split) for rank in (index, other))
         at = places(SEQUENCE, size, index, split)
-        mask = ContextMask.of(alone(size, index), at, split, torch.device("cpu"), first[:, mine], window)
+        mask = ContextMask.make(alone(size, index), at, split, torch.device("cpu"), first[:, mine], window)
         tiles = list(mask.chunks(mask.keys_of(size, other)))
         assert not any(tile.hidden for tile in tiles)
         for row in range(BATCH):
@@ -350,7 +350,7 @@ def test_a_gpu_is_told_the_borders_of_a_window_as_numbers(
     sums = [torch.zeros_like(x) for x in (k, v)]
     for index in range(4):
         at = places(SEQUENCE, 4, index, split)
-        mask = ContextMask.of(alone(4, index), at, split, q.device, take_at(first, at, 1), window)
+        mask = ContextMask.make(alone(4, index), at, split, q.device, take_at(first, at, 1), window)
         mine, keys, values = take_at(q, at, 1), k.transpose(1, 2), v.transpose(1, 2)
         attention = partial.PartialAttention(mine, v.shape[-1], scale=SCALE, fused=True)
         parts = [places(SEQUENCE, 4, other, split) for other in range(4)]
@@ -519,5 +519,5 @@ def test_a_group_of_one_is_one_device(route: str) -> None:
 
 def test_places_count_what_lies_before() -> None:
     held = places(16, 4, 1, "zigzag")
-    assert [held.upto(position) for position in range(-1, 16)] == [0, 0, 0, 1, 2, *[2] * 8, 3, 4, 4, 4]
+    assert [held.count_up_to(position) for position in range(-1, 16)] == [0, 0, 0, 1, 2, *[2] * 8, 3, 4, 4, 4]
     assert held.positions(1, 3).tolist() == [3, 12]

@@ -301,7 +301,7 @@ class Unsent(Group):
     """A group of ranks that are not there: what arrives has the right shape and no values."""
 
     def start_all_to_all(
-        self, rows: Tensor, sent: Any, received: Any, *, goes_on: bool = True, into: Tensor | None = None
+        self, rows: Tensor, sent: Any, received: Any, *, overlaps: bool = True, into: Tensor | None = None
     ) -> Pending:
         return Pending(rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into)
 

@@ -1,4 +1,4 @@
-"""How a layout is put onto a model: one screen, in a stated order (docs/decisions/0004-parallel-engine.md)."""
+"""Application of a layout to a model, in a fixed order (docs/decisions/0004-parallel-engine.md)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from meshwright.model.quantized_weights import frozen_codes
 from meshwright.model.seams import BlockCall
 from meshwright.model.transformer import materialize, shrink, skeleton
 from meshwright.parallel import data
-from meshwright.parallel.compiling import compiled_call, is_compiled, kept_by_all, prepare, without_auto
+from meshwright.parallel.compiling import compiled_call, is_compiled, prepare, resolve_auto, unrecomputed_policy
 from meshwright.parallel.context import mask_maker, whole_sums
 from meshwright.parallel.engine import Engine
 from meshwright.parallel.expert import apply_expert_parallel, apply_sequence_groups
@@ -27,12 +27,11 @@ from meshwright.parallel.group import Group
 from meshwright.parallel.mesh import Mesh, make_group, make_mesh
 from meshwright.parallel.offload import Offload
 from meshwright.parallel.pass_graphs import pass_graphs
-from meshwright.parallel.passes import make_pipeline
-from meshwright.parallel.recompute import attended_again, block_call, kept_attention, on_some
+from meshwright.parallel.passes import cut, make_pipeline, share_embedding
+from meshwright.parallel.recompute import block_call, choose_call, keep_attention, recompute_attention
 from meshwright.parallel.replicas import replicate
 from meshwright.parallel.ring import context_attend
 from meshwright.parallel.sequence import SequenceSlices
-from meshwright.parallel.stages import cut, share_embedding
 from meshwright.parallel.tensor import apply_tensor_parallel
 from meshwright.spec.boxes import Box, boxes
 from meshwright.spec.compiled_blocks import can_be_compiled, experts_stay_apart
@@ -62,28 +61,36 @@ def build_engine(
     adapters: bool = False,
     trains: bool = True,
 ) -> Engine:
-    """The model of a shape laid over the mesh, with this rank's part of the initial weights of (seed, name).
+    """Build the model of a shape over the mesh, with this rank's part of the initial weights of (seed, name).
 
-    Only what stays on this rank ever has memory: the model is cut and sharded before it gets any. Gradients are summed
-    in `reduce_dtype` (None = dtype) over ranks and up to so many micro-batches; where there is nothing to sum they stay
-    in `dtype`. `products` as recipe.products. IllegalLayout where one rank has both ends of a tied head and
-    data-parallel ranks beside it. `masters`: shards of ZeRO are fp32 and gathered in `dtype`
-    (spec.held.shards_are_masters). `adapters`: these are given their initial values where all else is left unset.
-    Not `trains`: all of it is frozen.
-    layout.compile=auto and cuda_graphs=auto are off: which is faster depends on the recipe and the device, that only a
-    plan knows. `planner.step.predict.predict(plan).settled.layout` leaves neither open, as `train` takes it.
+    The model is cut and sharded before it gets memory, so only this rank's part ever has any.
+
+    layout.compile=auto and cuda_graphs=auto are off: which is faster depends on the recipe and the device, and only a
+    plan knows these. `planner.step.predict.predict(plan).settled.layout` leaves neither open and is what `train` takes.
+
+    Args:
+        reduce_dtype: Gradients are summed in it over ranks and micro-batches. None = `dtype`. Without sums they stay in
+            `dtype`.
+        micro_batches: Number of micro-batches whose gradients are summed.
+        products: A word of recipe.products.
+        masters: ZeRO's shards are fp32 and are gathered in `dtype` (spec.held.shards_are_masters).
+        adapters: Adapters get their initial values even when `initialize` is off.
+        trains: False = all parameters are frozen.
+
+    Raises:
+        IllegalLayout: One rank has both ends of a tied head, and data-parallel ranks beside it.
     """
-    if shares_tied_ends(shape, layout):  # legal refuses it, too; unasked, this would train wrong and say nothing
+    if shares_tied_ends(shape, layout):  # spec.legal refuses it too; unchecked, it would silently train wrong
         raise IllegalLayout(f"layout.schedule={layout.schedule} with a tied head cannot have data parallelism")
     device = torch.device(device)
     mesh = mesh or make_mesh(layout)
-    layout = without_auto(layout, device, mesh["world"])
+    layout = resolve_auto(layout, device, mesh["world"])
     mesh = replace(mesh, layout=layout)
     held = boxes(shape, layout, mesh.rank)
     sizes = {name: box.sizes for name, box in held.items()}
     gathered = dtype if masters and layout.zero and dtype != torch.float32 else None
     stages = []
-    with compat.real_tensors():  # a dry run's begin where memory does
+    with compat.real_tensors():  # skeletons hold no memory, so a dry run need not see them
         for number in own_stages(layout, mesh["pp"].index):
             whole = skeleton(shape, dropout=dropout, kernels=layout.kernels, products=products)
             stage = cut(whole, layout, number)
@@ -105,9 +112,11 @@ def build_engine(
 def put_codes(
     stage: Transformer, shape: ModelShape, layout: Layout, rank: int, held: dict[str, Box], dtype: torch.dtype
 ) -> None:
-    """Room for what a rank holds of frozen matrices that are codes: as parameters in `dtype`, of nothing but bytes,
-    where ranks share them, so that ZeRO shards and gathers them as it does all others."""
-    sharers = {one.parameter.name: one.ranks for one in held_by(shape, layout, rank) if one.parameter.scheme}
+    """Allocate this rank's part of the frozen matrices that are held as codes.
+
+    Codes that several ranks share become parameters of bytes in `dtype`, which ZeRO shards and gathers like all others.
+    """
+    sharers = {part.parameter.name: part.ranks for part in held_by(shape, layout, rank) if part.parameter.scheme}
     for name, codes in frozen_codes([stage], shape).items():
         codes.cut(held[name])
         if sharers[name] > 1:
@@ -116,7 +125,7 @@ def put_codes(
 
 @torch.no_grad()
 def draw_codes(engine: Engine, seed: int, dtype: torch.dtype) -> None:
-    """Give frozen matrices that are held as codes the initial weights of (seed, name) in `dtype`, quantized."""
+    """Fill frozen matrices that are held as codes with initial weights of (seed, name), quantized from `dtype`."""
     shape = engine.model.shape
     for name, weight in frozen_codes(engine.stages, shape).items():
         drawn = torch.zeros(weight.size, dtype=dtype, device=weight.device)
@@ -126,46 +135,50 @@ def draw_codes(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def measure_rows(engine: Engine) -> None:
-    """Have DoRA begin as its matrices are: the lengths of their rows, known once the weights are. Every rank of a tp
-    group makes the same calls."""
+    """Set DoRA's magnitudes to the row lengths of their matrices, once the weights are there.
+
+    Every rank of a tp group makes the same calls.
+    """
     lora = engine.model.shape.lora
     if lora is None or not lora.dora:
         return
     shards = engine.local_boxes()
     for number, block in chain.from_iterable(stage.layers.items() for stage in engine.stages):
-        every = ((name, one) for name, one in block.named_modules() if isinstance(one, Linear))
-        adapted = {name: (layer, layer.lora) for name, layer in every if isinstance(layer.lora, LoRA)}
+        linears = ((name, layer) for name, layer in block.named_modules() if isinstance(layer, Linear))
+        adapted = {name: (layer, layer.lora) for name, layer in linears if isinstance(layer.lora, LoRA)}
         lengths = {name: data.local(low.magnitude.detach()) for name, (_, low) in adapted.items()}
         with data.codes_gathered(block):
             for name, (layer, low) in adapted.items():
                 matrix = layer.matrix if layer.quantized else data.local(layer.weight.detach())
-                found = low.row_squares(low.whole(matrix)).sqrt().to(lengths[name].dtype)
-                if layer.quantized:  # whole, and lengths may be sharded
-                    own = f"layers.{number}.{name}.lora.magnitude"
-                    start = shards[own].offsets[0] - engine.boxes[own].offsets[0]
-                    found = found.narrow(0, start, len(lengths[name]))
-                lengths[name].copy_(found)
+                rows = low.row_squares(low.whole(matrix)).sqrt().to(lengths[name].dtype)
+                if layer.quantized:  # codes are gathered whole, but the lengths may be sharded
+                    magnitude = f"layers.{number}.{name}.lora.magnitude"
+                    start = shards[magnitude].offsets[0] - engine.boxes[magnitude].offsets[0]
+                    rows = rows.narrow(0, start, len(lengths[name]))
+                lengths[name].copy_(rows)
 
 
 def on_one_device(model: Transformer, layout: Layout | None = None) -> Engine:
-    """An engine around a whole model that exists already, with the layout's recomputation and compilation."""
+    """Return an engine around a whole existing model, with the layout's recomputation and compilation."""
     layout = layout or Layout(compile="off")
     mesh = make_mesh(layout, rank=0)
     return parallelize([model], mesh, boxes(model.shape, layout, mesh.rank), next(model.parameters()).device)
 
 
 def initialize_boxes(engine: Engine, seed: int, *, adapters: bool = False) -> None:
-    """Give every parameter its part of the initial value of (seed, name); `adapters`: these alone."""
+    """Give every parameter its part of the initial value of (seed, name). `adapters`: only those."""
     parameters = engine.parameters
     with torch.no_grad():
         for name, box in engine.local_boxes().items():
             parameter = parameters[name]
             if adapters and not parameter.requires_grad:
                 continue
-            own = data.local(parameter)
-            fill_initial(own, name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
+            shard = data.local(parameter)
+            fill_initial(shard, name, engine.model.shape, seed, whole=box.whole, offsets=box.offsets)
             if engine.gathered_dtype is not None:
-                own.copy_(own.to(engine.gathered_dtype))  # as on one device, where masters begin as the weights do
+                shard.copy_(
+                    shard.to(engine.gathered_dtype)
+                )  # as on one device, where masters start equal to the weights
 
 
 def parallelize(
@@ -177,8 +190,10 @@ def parallelize(
     micro_batches: int = 1,
     gathered: torch.dtype | None = None,
 ) -> Engine:
-    """Lay this rank's stages (without a pipeline: the model), whose parameters are boxes, over the mesh. Skeletons are
-    given memory, for what stays here."""
+    """Lay this rank's stages over the mesh. Without a pipeline there is one stage, the model.
+
+    The parameters of the stages are boxes. Skeletons get memory for the part that stays on this rank.
+    """
     for stage in stages:
         with compat.real_tensors():
             apply(stage, mesh, device, reduce_dtype, gathered)
@@ -188,7 +203,7 @@ def parallelize(
     shape = stages[0].shape
     wide = reduce_dtype if adds_gradients(mesh.layout, micro_batches) else None
     replicas = replicate(stages, mesh, wide) if data.is_needed(mesh) and not mesh.layout.zero else ()
-    sums = tuple(one for stage in stages if wide for one in data.widen_gradients(stage, mesh, wide))
+    sums = tuple(total for stage in stages if wide for total in data.widen_gradients(stage, mesh, wide))
     loads_code = device.type == "cuda" or is_compiled(mesh.layout, device)
     return Engine(
         stages=tuple(stages),
@@ -200,7 +215,9 @@ def parallelize(
         sums=sums,
         pipeline=make_pipeline(stages, mesh, replicas, gathered, warms_up=loads_code) if mesh["pp"].size > 1 else None,
         graphs=pass_graphs(stages[0], mesh, device, replicas),
-        common=tuple((one, make_group(one.axis, one.ranks, mesh)) for one in common(shape, mesh.layout, mesh.rank)),
+        common=tuple(
+            (shared, make_group(shared.axis, shared.ranks, mesh)) for shared in common(shape, mesh.layout, mesh.rank)
+        ),
     )
 
 
@@ -208,8 +225,9 @@ def apply(
     model: Transformer, mesh: Mesh, device: torch.device, reduce_dtype: torch.dtype | None,
     gathered: torch.dtype | None,
 ) -> None:  # fmt: skip
-    """Every axis but the pipeline's, in the order that decision 4 gives."""
+    """Apply every axis except the pipeline, in the order of decision 4."""
     layout, kind = mesh.layout, acts() or device.type
+    # Seams first, then the call of whole blocks, and FSDP last: its hooks stay outside of what is compiled.
     if layout.tp > 1:
         pieces = partial(layout.tp_pieces, hidden=model.shape.hidden, device=kind)
         slices = SequenceSlices(mesh["tp"], layout.sp, pieces)
@@ -226,43 +244,47 @@ def apply(
 
 
 def apply_context_parallel(model: Transformer, group: Group, layout: Layout) -> None:
-    """Put the mask and the attention of sequences that are shared in place of those of whole ones."""
+    """Replace the mask and the attention of whole sequences by those of shared ones."""
     model.seams.mask = mask_maker(group, layout.context_split)
     model.seams.attend = context_attend(group, layout.context)
     model.seams.whole_sums = partial(whole_sums, group=group)
 
 
 def layout_notes(layout: Layout) -> list[str]:
-    """What a run should know of settings that do not do what their names say."""
-    found = []
+    """Return notes on settings of the layout that do not have the effect their names promise."""
+    notes = []
     if layout.pp > 1 and layout.schedule == "interleaved" and layout.vp == 1:
-        found.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
+        notes.append("layout.schedule=interleaved with layout.vp=1 is 1f1b: give each rank layout.vp=2 or more")
     if layout.recompute != layout.acting_recompute:
-        found.append(
+        notes.append(
             "layout.recompute=selective saves nothing here: this attention stores no S x S weights to make again. "
             "layout.recompute=norms, all-but-attention and full save memory; `meshwright plan` says how much."
         )
-    return found
+    return notes
 
 
 def apply_block_call(model: Transformer, layout: Layout, device: torch.device) -> None:
-    """Recomputation around the arithmetic of the stage's first blocks, of as many as the layout says, then compilation
-    of both; hooks of the block stay outside. The pass back begins with the last blocks: what they keep is gone before
-    anything is made again, so that the two never stand beside each other."""
+    """Wrap the calls of blocks in recomputation, then in compilation. Hooks of a block stay outside.
+
+    The first blocks are recomputed, as many as the layout says. The backward pass starts at the last blocks, so their
+    activations are freed before anything is recomputed: the two never take memory at the same time.
+    """
     compiled = is_compiled(layout, device) and can_be_compiled(model.shape)
     if layout.recompute == "all-but-attention" and not compiled:
-        model.seams.attend = kept_attention(model.seams.attend or model.kernels.attend)
+        model.seams.attend = keep_attention(model.seams.attend or model.kernels.attend)
     make: Callable[[str], BlockCall] = block_call
     if compiled:
         prepare()
         make = partial(compiled_call, apart=experts_stay_apart(layout))
     first = model.blocks[: layout.recomputed(len(model.blocks))]
     if layout.acting_recompute == "selective":
-        attend = attended_again(model.kernels.attend)  # one for all, so that compiled blocks share their code
+        attend = recompute_attention(
+            model.kernels.attend
+        )  # one function for all blocks, which lets them share compiled code
         for block in first:
             block.attention.kernels = replace(block.attention.kernels, attend=attend)
-    rest = make(kept_by_all(layout, model.shape))
+    rest = make(unrecomputed_policy(layout, model.shape))
     call = rest if layout.recompute in ("none", "selective") else make(layout.recompute)
-    model.seams.call = on_some(first, call, rest) if 0 < len(first) < len(model.blocks) else call
+    model.seams.call = choose_call(first, call, rest) if 0 < len(first) < len(model.blocks) else call
     if layout.offload == "activations":
         model.seams.call = Offload(model, model.seams.call, device)

@@ -1,4 +1,4 @@
-"""Products whose matrices are split by rows (outputs) over tp ranks, with the collectives that go before them.
+"""Products whose matrices are split by rows (outputs) over tp ranks, with the collectives before them.
 
     y = enter(x) W^T        W (out / t, in); enter = f (identity), or g with sp (all-gather along the sequence)
 
@@ -8,9 +8,9 @@
     dW     gradient^T x
            wait for dX
 
-so that the backward pass's collectives run beside products. Forward a sequence is gathered in pieces (sequence.py): one
-is multiplied while the next is under way. What is kept of x is its slice with sp: an activation of
-S / t positions like all others between the blocks (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+This order hides the backward pass's collectives behind products. In the forward pass a sequence is gathered in pieces
+(sequence.py): one is multiplied while the next is under way. With sp only this rank's slice of x is kept: S / t
+positions, like all activations between blocks (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
 """
 
 from collections.abc import Sequence
@@ -29,32 +29,32 @@ from meshwright.kernels.linear import (
     products_of_pieces,
 )
 from meshwright.kernels.weight_gradients import Leaf, as_leaf, leaf_at, waits
-from meshwright.parallel.group import Group, Pending, numbered
+from meshwright.parallel.group import Group, Pending, find_group
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallelProducts:
-    """What takes the place of kernels.linears at a border of a model (model.seams.Border.read)."""
+    """Replacement of kernels.linears at a border of a model (model.seams.Border.read)."""
 
     slices: SequenceSlices
     form: str = SAME
-    """Of kernels.linear."""
+    """The form of the products (kernels.linear)."""
 
     def linears(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """x (B, S or S / t, in) -> (B, S, out / t) of each."""
+        """Multiply x (B, S or S / t, in) by each weight -> (B, S, out / t) each."""
         if torch.compiler.is_compiling():
             present = [bias for bias in biases if bias is not None]
             biased = [bias is not None for bias in biases]
             numbers = self.slices.group.number, self.slices.sp, self.slices.of_slice(x)
             waiting = [x.requires_grad and waits(weight) for weight in weights]
             return tuple(columns(x, list(weights), present, biased, *numbers, self.form, waiting))
-        found: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        return found
+        outputs: tuple[Tensor, ...] = _Columns.apply(x, self, *weights, *biases)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return outputs
 
 
 class _Columns(torch.autograd.Function):
-    """Arguments after the columns: n weights, then n biases (or None)."""
+    """Autograd function whose arguments after `columns` are n weights, then n biases (or None)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, columns: ColumnParallelProducts, *parameters: Tensor | None) -> tuple[Tensor, ...]:
@@ -70,15 +70,15 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         wants_x, _, *others = ctx.needs_input_grad
-        found = _gradients([wants_x, *others], ctx.leaves, x, weights, gradients, *ctx.options)
-        return found[0], None, *found[1:]
+        x_gradient, *parameter_parts = _gradients([wants_x, *others], ctx.leaves, x, weights, gradients, *ctx.options)
+        return x_gradient, None, *parameter_parts
 
 
 def _products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], group: Group, sp: bool, pieces: int,
     form: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Of each piece of the sequence, while the next is gathered; then put together."""
+    """Multiply each piece of the sequence while the next is gathered, then join the pieces."""
     if not sp:
         return products(x, weights, biases, form)
     gathered = (piece.contiguous() for piece in Gathering(group, x, pieces).pieces())
@@ -90,8 +90,11 @@ def _gradients(
     wanted: Sequence[bool], leaves: Sequence[Leaf | None], x: Tensor | None, weights: Sequence[Tensor],
     gradients: Sequence[Tensor], group: Group, sp: bool, pieces: int, form: str,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Those `wanted` of x, of each weight, of each bias; `leaves` are the weights that may be left for later. Without x
-    no weight is trained."""
+    """Return the `wanted` gradients of x, of each weight and of each bias.
+
+    `leaves` are the weights whose gradients may be left for later. Without x no weight is trained.
+    """
+    # Two collectives at once: x is gathered again, and its gradient is summed, beside the products of dW.
     total: Scattering | Pending | None = None
     weighed = any(wanted[1 : 1 + len(weights)])
     gathering = Gathering(group, x, pieces) if x is not None and sp and weighed else None
@@ -99,8 +102,8 @@ def _gradients(
         part = input_gradient(gradients, weights, form)
         total = Scattering(group, pieces).start_all(part) if sp else group.start_all_reduce(part)
     rows = gathering.whole() if gathering else x if weighed else None
-    found = list(parameter_gradients(wanted[1:], leaves, rows, gradients, weights, form))
-    return [None if total is None else total.wait(), *found]
+    of_parameters = list(parameter_gradients(wanted[1:], leaves, rows, gradients, weights, form))
+    return [None if total is None else total.wait(), *of_parameters]
 
 
 @torch.library.custom_op("meshwright::columns", mutates_args=())
@@ -108,11 +111,13 @@ def columns(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
     pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """As Columns.linears, one operator of compiled code; `biases` are those of the products that are `biased`,
-    `waiting` says which weights' gradients are left for later."""
-    given = iter(biases)
-    every = [next(given) if has else None for has in biased]
-    return list(_products(x, weights, every, numbered(group), sp, pieces, form))
+    """Compute ColumnParallelProducts.linears as one operator of compiled code.
+
+    `biases` are those of the products that are `biased`. `waiting` tells which weights' gradients are left for later.
+    """
+    present = iter(biases)
+    all_biases = [next(present) if has else None for has in biased]
+    return list(_products(x, weights, all_biases, find_group(group), sp, pieces, form))
 
 
 @columns.register_fake
@@ -120,7 +125,7 @@ def _(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], biased: Sequence[bool], group: int, sp: bool,
     pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    rows = resized(x.shape, numbered(group).size if sp else 1, 1)[:-1]
+    rows = resized(x.shape, find_group(group).size if sp else 1, 1)[:-1]
     return [x.new_empty(*rows, len(weight)) for weight in weights]
 
 
@@ -129,11 +134,13 @@ def columns_backward(
     gradients: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], wanted: Sequence[bool], group: int, sp: bool,
     pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients that are `wanted` of x, each weight and each bias; its collective runs beside its products. Those
-    of `waiting` weights are left for later."""
+    """Return the `wanted` gradients of x, each weight and each bias, its collective running beside its products.
+
+    Gradients of `waiting` weights are left for later.
+    """
     leaves = [leaf_at(weight) if later else None for weight, later in zip(weights, waiting, strict=True)]
-    every = _gradients(wanted, leaves, x, weights, gradients, numbered(group), sp, pieces, form)
-    return [found for found in every if found is not None]
+    made = _gradients(wanted, leaves, x, weights, gradients, find_group(group), sp, pieces, form)
+    return [gradient for gradient in made if gradient is not None]
 
 
 @columns_backward.register_fake
@@ -142,11 +149,11 @@ def _(
     pieces: int, form: str, waiting: Sequence[bool],
 ) -> list[Tensor]:  # fmt: skip
     like = [x, *weights, *(weight[:, 0] for weight in weights)]
-    return [one.new_empty(one.shape) for one, made in zip(like, _made(wanted, waiting), strict=True) if made]
+    return [tensor.new_empty(tensor.shape) for tensor, made in zip(like, _made(wanted, waiting), strict=True) if made]
 
 
 def _made(wanted: Sequence[bool], waiting: Sequence[bool]) -> list[bool]:
-    """Which gradients of x, of each weight and of each bias a backward pass makes at once."""
+    """Tell which gradients of x, of each weight and of each bias a backward pass makes at once."""
     later = [False, *waiting, *[False] * len(waiting)]
     return [wants and not waits for wants, waits in zip(wanted, later, strict=True)]
 
@@ -159,13 +166,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     x, *weights = ctx.saved_tensors
     of_x, of_weights, of_biases, *_ = ctx.needs_input_grad
-    given = iter(of_biases)
-    wanted = [of_x, *of_weights, *(has and next(given) for has in ctx.biased)]
+    wants_bias = iter(of_biases)
+    wanted = [of_x, *of_weights, *(has and next(wants_bias) for has in ctx.biased)]
     options = ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.waiting
-    found = iter(columns_backward(gradients, x, weights, wanted, *options))
-    every = [next(found) if made else None for made in _made(wanted, ctx.waiting)]
-    biases = [gradient for gradient, has in zip(every[-len(weights) :], ctx.biased, strict=True) if has]
-    return every[0], every[1 : 1 + len(weights)], biases, *[None] * 6
+    present = iter(columns_backward(gradients, x, weights, wanted, *options))
+    all_gradients = [next(present) if made else None for made in _made(wanted, ctx.waiting)]
+    biases = [gradient for gradient, has in zip(all_gradients[-len(weights) :], ctx.biased, strict=True) if has]
+    return all_gradients[0], all_gradients[1 : 1 + len(weights)], biases, *[None] * 6
 
 
 columns.register_autograd(_backward, setup_context=_setup)

@@ -1,4 +1,4 @@
-"""Whether blocks are compiled, what that needs, and how a compiled block is called."""
+"""torch.compile for blocks: when they are compiled, what that needs, and how a compiled block is called."""
 
 import logging
 from collections.abc import Callable
@@ -25,19 +25,21 @@ from meshwright.spec.layout import Layout, Recompute
 from meshwright.spec.shape import ModelShape
 
 VARIANTS = 64
-"""Kinds of calls that a block may be compiled for: training or evaluation, packed or plain, windows, numbers of rows.
-By torch's own limit of 8 the ninth would run uncompiled."""
+"""Kinds of calls that a block may be compiled for: training, evaluation, packed, plain, windows, numbers of rows.
+With torch's default limit of 8, the ninth kind would run uncompiled.
+"""
 KEEPS_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
-"""Of code that leaves gradients of weights for later: what waits for them is in buffers that Inductor would otherwise
-write anew, since it sees no reader. Memory comes from the allocator instead, and a kernel that could overwrite what it
-reads takes one buffer more."""
+"""Inductor's options for code that leaves gradients of weights for later.
+The waiting inputs are in buffers that Inductor would otherwise reuse, since it sees no reader. Now memory comes from
+the allocator instead, and a kernel that could overwrite its input takes one buffer more.
+"""
 _log = logging.getLogger("meshwright")
 
 
 def is_compiled(layout: Layout, device: torch.device) -> bool:
-    """Whether blocks are compiled on a device; in a dry run, where something stands in for the compiler.
+    """Return whether blocks are compiled on a device. In a dry run: whether something stands in for the compiler.
 
-    PlanError where layout.compile=on and the machine lacks what that takes.
+    Raises PlanError when layout.compile=on and the machine lacks a tool that it needs.
     """
     if layout.compile != "on":
         return False
@@ -48,15 +50,18 @@ def is_compiled(layout: Layout, device: torch.device) -> bool:
     return True
 
 
-def kept_by_all(layout: Layout, shape: ModelShape) -> Recompute:
-    """The policy of blocks that recompute nothing: none, but in a dry run in which nothing stands in for the compiler,
-    and compiled ones make norms again by themselves (compat.torch_compile.keeping_less), norms."""
+def unrecomputed_policy(layout: Layout, shape: ModelShape) -> Recompute:
+    """Return the recomputation policy of blocks that the layout does not recompute: usually `none`.
+
+    It is `norms` in a dry run without a stand-in for the compiler, when compiled blocks would recompute norms by
+    themselves (compat.torch_compile.keeping_less).
+    """
     stood_for = acts() and not torch_compile.stands_in()
     return "norms" if stood_for and keeps_no_norms(layout, shape, acts()) else "none"
 
 
-def without_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
-    """The layout run plainly where it leaves that open: which way is the fastest, a plan alone knows."""
+def resolve_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
+    """Return the layout with compile=auto and cuda_graphs=auto off: only a plan knows which is faster."""
     if layout.compile == "auto" and device.type == "cuda" and not acts() and world.index == 0:
         _log.warning(
             "meshwright: note: blocks run uncompiled and outside CUDA graphs: layout.compile=auto and "
@@ -66,14 +71,17 @@ def without_auto(layout: Layout, device: torch.device, world: Group) -> Layout:
 
 
 def missing_anywhere(device: torch.device, world: Group) -> str:
-    """What compiling lacks on the machine of some rank of `world`, all of which ask; empty where all have it."""
+    """Return the tool for compiling that some rank's machine lacks. Empty = all machines have everything.
+
+    Every rank of `world` calls this.
+    """
     missing = torch_compile.compile_tool_missing(device.type)
     everywhere = gather_objects(missing, world.process_group) if world.size > 1 else [missing]
     return next(filter(None, everywhere), "")
 
 
 def compile_notes(layout: Layout, device: torch.device, shape: ModelShape) -> list[str]:
-    """Why blocks of a shape are not compiled although that is asked for; empty where nothing is to say."""
+    """Return the reason why blocks are not compiled although the layout asks for it. Empty = no reason."""
     if not holds_codes(shape) or not is_compiled(layout, device):
         return []
     return [
@@ -83,20 +91,20 @@ def compile_notes(layout: Layout, device: torch.device, shape: ModelShape) -> li
 
 
 def prepare() -> None:
-    """Raise torch's limit of kinds of calls, and say so where that is hit; no code of another CPU is taken."""
+    """Raise torch's limit of variants, with a warning once it is hit, and separate cached code by CPU."""
     torch_compile.keep_code_by_cpu()
     torch_compile.raise_recompile_limit(VARIANTS)
-    torch_compile.when_recompile_limit_is_hit(_say_limit)
+    torch_compile.when_recompile_limit_is_hit(_warn_of_limit)
 
 
 def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
-    """What calls the blocks of a model that is to be compiled.
+    """Return the function that calls the blocks of a model that is to be compiled.
 
-    Blocks are compiled together with their recomputation: around compiled code nobody sees operations any more. Routed
-    ones whose experts are left alone (`apart`) cannot be, since the compiler does not recompute a part that it must
-    leave alone: their recomputation is around what is compiled of them. Of whole blocks norms and all-but-attention
-    keep the results of products and of attention, or those of attention; of those others they are `none` and `full`.
-    With a cache every token has another length and would be compiled anew: generation stays as it is.
+    Blocks are compiled together with their recomputation: around compiled code no hook sees single operations. Routed
+    blocks whose experts stay uncompiled (`apart`) are an exception, since the compiler cannot recompute a part that it
+    skips. Their recomputation is around the compiled parts: `none` instead of norms, `full` instead of
+    all-but-attention. With a cache every token has another length and would be compiled anew, so generation is not
+    compiled.
     """
     around = {"norms": "none", "all-but-attention": "full"}.get(recompute, recompute)
     as_one = _compiled(block_call(recompute, compiled=True))
@@ -104,17 +112,19 @@ def compiled_call(recompute: str, *, apart: bool) -> BlockCall:
 
     def run(block: Block, x: Tensor, metadata: AttentionMetadata, cache: Past | None) -> tuple[Tensor, Tensor | None]:
         call = compute if cache is not None else in_parts if block.routed else as_one
-        found: tuple[Tensor, Tensor | None] = call(block, x, metadata, cache)
-        return found
+        output: tuple[Tensor, Tensor | None] = call(block, x, metadata, cache)
+        return output
 
     return run
 
 
 def _around_experts() -> BlockCall:
-    """A routed block as a graph before its experts and one behind them, and two of shared experts beside rows that
-    travel. The experts take runs of rows whose lengths would become constants of the code, and what ZeRO gathers for
-    them is gathered by a hook: neither is for the compiler. Cut by hand: where the compiler finds a part that it must
-    leave alone in a module inside of a block, it cuts around that module, too."""
+    """Compile a routed block as one graph before its experts and one behind them.
+
+    Shared experts are two more graphs beside rows that travel. Experts are not for the compiler: the lengths of their
+    runs would become constants of the code, and ZeRO gathers their parameters in a hook. The cut is made by hand,
+    because the compiler, when it must skip a part of a module inside a block, also skips that module.
+    """
     before, behind = _compiled(_before_experts), _compiled(_behind_experts)
     halves = _compiled(begin), _compiled(finish)
 
@@ -123,8 +133,8 @@ def _around_experts() -> BlockCall:
     ) -> tuple[Tensor, Tensor | None]:
         x, routed, rows = before(block, x, metadata)
         received, shared = cast(MoE, block.mlp).visit(routed, rows, halves)
-        found: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared, metadata.padding)
-        return found
+        output: tuple[Tensor, Tensor | None] = behind(block, x, routed, received, shared, metadata.padding)
+        return output
 
     return run
 
@@ -142,21 +152,20 @@ def _behind_experts(
 
 
 def _compiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The call, whose first argument is a module, as compiled code: of backward passes that are whole, and of those
-    that are split."""
+    """Compile a function of a module twice: for whole backward passes, and for split ones (KEEPS_BUFFERS)."""
     once, in_two = torch_compile.compiled(call), torch_compile.compiled(call, options=KEEPS_BUFFERS)
 
-    def run(module: nn.Module, *given: Any) -> Any:
+    def run(module: nn.Module, *arguments: Any) -> Any:
         with torch_compile.keeping_less():
             if not splits():
-                return once(module, *given)
+                return once(module, *arguments)
             with traced(module.parameters()):
-                return in_two(module, *given)
+                return in_two(module, *arguments)
 
     return run
 
 
-def _say_limit() -> None:
+def _warn_of_limit() -> None:
     _log.warning(
         "meshwright: note: a block was compiled for %d kinds of calls, and every further kind runs uncompiled: slower, "
         "with the same results. TORCH_LOGS=recompiles names what differs.",

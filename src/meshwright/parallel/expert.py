@@ -1,23 +1,24 @@
 """Expert parallelism (GShard, Lepikhin et al. 2020, arXiv:2006.16668), dropless: tokens go to their experts and back.
 
-Rank r of `ep` holds experts r X/ep .. (r + 1) X/ep - 1, and every rank has tokens of its own. A layer's forward pass:
+Rank r of `ep` holds experts r X/ep .. (r + 1) X/ep - 1, and every rank has its own tokens. A layer's forward pass:
 
-    counts    (X,) rows for each expert, by all-to-all: every rank then knows what arrives from whom
+    counts    (X,) rows for each expert, by all-to-all: every rank then knows how many rows arrive from whom
     there     rows, sorted by expert and so by rank, by all-to-all; on arrival sorted by local expert
     experts   as on one device, over the rows of all ranks
     back      put back in the order of arrival, and by all-to-all to where they came from
 
-and the backward pass goes both ways again (row_exchange.py). Rows travel in pieces, each for an equal part of every
-rank's experts: those of one compute while the next is under way, and whole experts see all their rows at once, in the
-same order as in one piece. The first half of the shared experts runs while rows come, the second while they return
-(moe.py). Every rank calls the same collectives in the same order, however tokens are
-routed: a rank that sends or receives nothing takes part with nothing, and its experts get gradients of zero.
+The backward pass goes both ways again (row_exchange.py). Rows travel in pieces, each for an equal part of every rank's
+experts: one piece computes while the next is under way. Each expert sees all its rows at once, in the same order as in
+one piece. The first half of the shared experts runs while rows come, the second while they return (moe.py).
 
-An expert's gradient is the sum over the tokens of all ep ranks; it must not be reduced over ep again. The ranks that
+Every rank calls the same collectives in the same order, however tokens are routed. A rank without rows takes part with
+none, and its experts get gradients of zero.
+
+An expert's gradient is the sum over the tokens of all ep ranks, so it must not be reduced over ep again. The ranks that
 hold the same experts (`expert_shard`, `dp_replicate`) sum theirs.
 
-Sent by a rank in each of the four exchanges: its rows for other ranks x D x element size, about N k (ep - 1)/ep rows
-there in the forward pass; the counts are 8 bytes an expert of other ranks.
+In each of the four exchanges a rank sends its rows for other ranks, of D elements each. In the forward pass these are
+about N k (ep - 1)/ep rows. The counts are 8 bytes for each expert of other ranks.
 """
 
 from collections.abc import Callable
@@ -39,17 +40,17 @@ from meshwright.spec.shape import MoEShape
 
 
 def whole(rows: int) -> int:
-    """One piece, of however many rows."""
+    """Return 1: rows travel in one piece, however many there are."""
     return 1
 
 
 def apply_expert_parallel(model: nn.Module, group: Group, pieces: Callable[[int], int] = whole) -> None:
-    """Make every mixture of experts in `model` (or `model` itself) one over the ranks of `group`.
+    """Spread every mixture of experts in `model` (or `model` itself) over the ranks of `group`.
 
-    Stacks of all X experts are cut to this rank's (values kept); stacks of X/ep are taken as this rank's already.
+    Stacks of all X experts are cut to this rank's part, values included; stacks of X/ep are taken as this rank's part.
     `pieces`: Layout.ep_pieces, by the rows of a rank. Every rank must then run the same passes over as many tokens,
-    evaluation too. The dispatch reads lengths of runs: like the experts of one device it is for
-    torch.compiler.disable, not for the compiler.
+    evaluation too. The dispatch reads lengths of runs, so it must run outside of compiled code, like the experts of one
+    device.
     """
     if group.size == 1:
         return
@@ -60,10 +61,10 @@ def apply_expert_parallel(model: nn.Module, group: Group, pieces: Callable[[int]
 
 
 def apply_sequence_groups(model: nn.Module, *groups: Group) -> None:
-    """Let the balance loss see whole sequences, where the ranks of `groups` (cp; tp with sp) hold equal parts of them.
+    """Have the balance loss see whole sequences, of which the ranks of `groups` (cp; tp with sp) hold equal parts.
 
-    The loss of each sequence (B,) is then the same on each rank and equals one device's. As always a rank adds its part
-    to the step's loss: the balance loss divided by the product of the groups' sizes. Gradients, summed over the ranks,
+    The loss of each sequence (B,) is then the same on each rank and equals one device's. A rank still adds its part to
+    the step's loss: the balance loss divided by the product of the groups' sizes. Gradients, summed over the ranks,
     then equal one device's.
     """
     present = [group for group in groups if group.size > 1]
@@ -74,8 +75,11 @@ def apply_sequence_groups(model: nn.Module, *groups: Group) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arriving:
-    """What is known of rows on their way: of each piece, how many each expert here gets, on the host and on the device
-    (pieces, X/ep/pieces), and how they are sorted."""
+    """Sizes and orders of the rows that arrive at this rank, by piece.
+
+    `known` and `counts` (pieces, X/ep/pieces): rows for each local expert, on the host and on the device. `sortings`:
+    how each piece is sorted.
+    """
 
     way: Way
     known: list[list[int]]
@@ -85,7 +89,7 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class ExpertParallel:
-    """What stands in place of Experts.compute where experts lie on other ranks."""
+    """Replacement of Experts.compute when experts lie on other ranks."""
 
     group: Group
     moe: MoEShape
@@ -93,11 +97,13 @@ class ExpertParallel:
 
     @property
     def dispatch(self) -> Dispatch:
-        """What a model is given."""
-        return Dispatch(ordered=self.ordered, send=self.send, compute=self.compute, receive=_receive, travels=True)
+        """The functions that a model calls."""
+        return Dispatch(
+            ordered=self.ordered, send=self.send, compute=self.compute, receive=lambda made: home(*made), travels=True
+        )
 
     def ordered(self, choices: Tensor) -> Tensor:
-        """Experts (N k,) -> their places where they lie by piece, rank and expert."""
+        """Map experts (N k,) to their positions when sorted by piece, rank and expert."""
         pieces = self.pieces(len(choices))
         if pieces == 1:
             return choices
@@ -105,7 +111,7 @@ class ExpertParallel:
         return places.transpose(0, 1).flatten()[choices]
 
     def send(self, experts: Experts, rows: Tensor, counts: Tensor) -> tuple[tuple[Tensor, ...], Arriving]:
-        """This rank's rows (N k, D) in that order, counts (X,) rows of each of all experts, by expert."""
+        """Send rows (N k, D) in that order. `counts` (X,): rows of each expert."""
         size, pieces = self.group.size, self.pieces(len(rows))
         runs = [len(counts) // size] * size
         arriving = self.group.all_to_all(counts, runs, runs)
@@ -115,7 +121,7 @@ class ExpertParallel:
                 group=self.group,
                 sent=[[sum(run) for run in ranks] for ranks in _runs(leaving_known, size, pieces)],
                 received=[[sum(run) for run in ranks] for ranks in _runs(arriving_known, size, pieces)],
-                goes_on=pieces > 1 or self.moe.shared_experts > 0,
+                overlaps=pieces > 1 or self.moe.shared_experts > 0,
             )
         )
         by_piece = arriving.view(size, pieces, -1).transpose(0, 1).contiguous()
@@ -127,7 +133,7 @@ class ExpertParallel:
         )
 
     def compute(self, experts: Experts, tokens: tuple[Tensor, ...], arriving: Arriving) -> tuple[list[Tensor], Way]:
-        """What is here of one piece after the other, on its way back."""
+        """Compute the local experts, one piece after the other, and start each on its way back."""
         back = Way(arriving.way.route)
         parts = enumerate(zip(tokens, experts.stacks(len(tokens)), strict=True))
         return [_visit(experts, stacks, token, piece, arriving, back) for piece, (token, stacks) in parts], back
@@ -143,12 +149,8 @@ def _visit(
     return turn(experts.feed_forward(here, by_expert, stacks), back, piece, arriving.sortings[piece])
 
 
-def _receive(made: tuple[list[Tensor], Way]) -> Tensor:
-    return home(*made)
-
-
 def _runs(counts: list[int], ranks: int, pieces: int) -> list[list[list[int]]]:
-    """Counts of experts, by rank and then piece -> those of each piece, by rank."""
+    """Regroup counts of experts, by rank and then piece, to those of each piece, by rank."""
     number = len(counts) // ranks // pieces
     return [
         [counts[start : start + number] for start in range(piece * number, len(counts), pieces * number)]
@@ -157,7 +159,7 @@ def _runs(counts: list[int], ranks: int, pieces: int) -> list[list[list[int]]]:
 
 
 def _sortings(counts: Tensor, sizes: list[int]) -> list[Sorting]:
-    """Of each piece; counts (pieces, ep, X / ep / pieces), and rows of each piece."""
+    """Return the sorting of each piece, from counts (pieces, ep, X / ep / pieces) and the rows of each piece."""
     order, inverse = sort_runs(counts, sum(sizes))
     if order is None or inverse is None:
         return [Sorting(None, None)] * len(sizes)
@@ -166,11 +168,11 @@ def _sortings(counts: Tensor, sizes: list[int]) -> list[Sorting]:
 
 @takes("buffers")
 def sort_runs(counts: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
-    """counts (..., ep, X): runs of rows as they arrive, by rank and then expert -> (order, inverse) (rows,) each.
+    """Return (order, inverse) (rows,) each, for runs of rows that arrive by rank and then expert.
 
-    sorted = arrived[order] lies by expert and then rank; arrived = sorted[inverse]. None: already sorted, where there
-    is one expert only. With pieces in front of ep, each is sorted by itself, and numbered from its own first row.
-    Without sorting: every row of a run moves by as much as its run.
+    `counts` (..., ep, X): rows of each run. sorted = arrived[order] is sorted by expert and then rank; arrived =
+    sorted[inverse]. None = already sorted, with one expert. With pieces in front of ep, each is sorted by itself and
+    numbered from its first row. No sort is needed: every row of a run moves as far as its run.
     """
     if counts.shape[-1] == 1:
         return None, None
@@ -178,16 +180,19 @@ def sort_runs(counts: Tensor, rows: int) -> tuple[Tensor | None, Tensor | None]:
     starts = _ends(counts) - counts
     first = starts[..., :1, :1]
     shift = (_ends(turned) - turned).transpose(-1, -2) - starts
-    place = torch.arange(rows, device=counts.device)
+    index = torch.arange(rows, device=counts.device)
     back, there = (shift + first).transpose(-1, -2).flatten(), (shift - first).flatten()
-    order = place - back.repeat_interleave(turned.flatten(), output_size=rows)
-    inverse = place + there.repeat_interleave(counts.flatten(), output_size=rows)
+    order = index - back.repeat_interleave(turned.flatten(), output_size=rows)
+    inverse = index + there.repeat_interleave(counts.flatten(), output_size=rows)
     return order, inverse
 
 
 class _MeanOver(torch.autograd.Function):
-    """The mean over the ranks. Each contributes the same loss divided by their number, so that each already has the
-    gradient that the ranks together would send it: the backward pass needs no collective."""
+    """Mean over the ranks, without a collective in the backward pass.
+
+    Each rank contributes the same loss divided by their number, so each already has the gradient that the ranks
+    together would send it.
+    """
 
     @staticmethod
     def forward(ctx: Any, means: Tensor, group: Group) -> Tensor:
@@ -202,8 +207,8 @@ def _mean_over(means: Tensor, group: Group) -> Tensor:
     if torch.compiler.is_compiling():
         traced: Tensor = operators.mean_over(means, group.number)
         return traced
-    found: Tensor = _MeanOver.apply(means, group)  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    mean: Tensor = _MeanOver.apply(means, group)  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return mean
 
 
 def _cut(experts: Experts, whole: int, group: Group) -> None:

@@ -1,12 +1,12 @@
-"""Work that is captured once as a CUDA graph and then launched in one call: passes of training (pass_graphs.py), and
-steps of a serving engine.
+"""Work that is captured once as a CUDA graph and then launched in one call.
 
-A graph is launched on the memory that it was captured with. So everything that changes between calls is copied into
-memory of the graph's own (`Repeatable.take`). Work of another `form` has a graph of its own; all share one pool of
-memory, as they run one after the other and leave in it only what `give` takes out at once.
+It serves passes of training (pass_graphs.py) and steps of a serving engine. A graph always works on the memory that it
+was captured with. So everything that changes between calls is copied into the graph's memory (`Repeatable.take`). Work
+of another `form` has another graph. All share one pool of memory: they run one after the other, and `give` takes their
+outputs out at once.
 
-The first WARM calls of a form run as they are: they compile, tune and load code, which may not happen while a graph is
-captured. They are calls like all others, so that nothing is computed twice.
+The first WARM calls of a form run uncaptured: they compile, tune and load code, which may not happen during a capture.
+They are ordinary calls, so nothing is computed twice.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,47 +18,50 @@ import torch
 from torch import Tensor
 
 WARM = 3
-"""Calls of a form before it is captured; torch's documentation asks for a few."""
+"""Calls of a form before it is captured. torch's documentation asks for a few."""
 MOST = 16
-"""Forms with a graph of their own; any further one runs as it is."""
+"""Forms that get a graph. Any further one runs uncaptured."""
 Launch = Callable[[], None]
 
 
 class Repeatable(Protocol):
-    """What can be captured. All that it reads and finds is in tensors, or part of its form."""
+    """Work that can be captured. All its inputs and outputs are tensors, or part of its form."""
 
     def form(self) -> Hashable:
-        """Work of one form launches the same kernels on tensors of the same sizes; None = not to be captured."""
+        """Return a key: work of one form launches the same kernels on tensors of the same sizes.
+
+        None = not to be captured.
+        """
 
     def standing(self) -> Self:
-        """The same with memory of its own, which stays where it is."""
+        """Return the same work with memory of its own, at fixed addresses."""
 
-    def take(self, one: Self) -> None:
-        """Copy what another one of this form reads into the memory of this one."""
+    def take(self, call: Self) -> None:
+        """Copy the inputs of a call of this form into this memory."""
 
-    def give(self, one: Self) -> None:
-        """Hand what was found to that one, as copies, or in memory that is its own until the next call."""
+    def give(self, call: Self) -> None:
+        """Hand the outputs to a call, as copies or in memory that is valid until the next call."""
 
 
 class Capture(Protocol):
-    """What records and repeats work of the device."""
+    """Recorder of the device's work."""
 
     @property
     def bytes(self) -> int:
-        """Of the pool of memory that graphs have taken so far."""
+        """Bytes that the graphs have taken from the pool so far."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Where passes run that are not captured, as those that are."""
+        """Return a context in which uncaptured work runs on the stream of the captured work."""
 
     def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Their addresses."""
+        """Return the addresses of tensors."""
 
     def record(self, work: Callable[[], None]) -> Launch:
-        """Record the work, without doing it -> what does it, in the same memory."""
+        """Record the work without running it, and return a function that runs it in the same memory."""
 
 
 class CudaCapture:
-    """torch.cuda.graph, on a stream of its own, as torch's documentation shows it for whole networks."""
+    """torch.cuda.graph on a separate stream, as torch's documentation shows it for whole networks."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,22 +70,27 @@ class CudaCapture:
 
     @property
     def bytes(self) -> int:
-        """By the allocator's own list of segments, which lasts some milliseconds."""
+        """Bytes of the pool, from the allocator's list of segments. Takes some milliseconds."""
         segments = torch.cuda.memory_snapshot()
-        return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == tuple(self.pool))
+        return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == tuple(self.pool))
 
     def beside(self) -> AbstractContextManager[None]:
-        """On that stream, behind what the current one was given; this goes on behind it."""
+        """Return a context on the capturing stream.
+
+        It waits for the current stream on entry, which waits for it on exit.
+        """
         return _OnStream(self.stream)
 
     def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """As Capture."""
+        """Return the addresses of tensors."""
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def record(self, work: Callable[[], None]) -> Launch:
-        """Calls of other threads, such as the one that reads batches, are no part of it and do not end it. The stream
-        is entered here as well: where a capture fails, torch.cuda.graph leaves the process on it (torch 2.11 to
-        2.13)."""
+        """Record the work. Calls of other threads, such as the reader of batches, are not recorded and do no harm.
+
+        The stream is entered here as well: if a capture fails, torch.cuda.graph leaves the process on it (torch 2.11 to
+        2.13).
+        """
         graph = torch.cuda.CUDAGraph()
         capturing = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
         with torch.cuda.stream(self.stream), capturing:
@@ -105,21 +113,21 @@ class _OnStream(AbstractContextManager[None]):
 
 
 class NoCapture:
-    """Where there is no GPU: a dry run, whose passes all run as they are."""
+    """Stand-in without a GPU: in a dry run all passes run uncaptured."""
 
     bytes = 0
-    """It has no pool."""
+    """There is no pool."""
 
     def beside(self) -> AbstractContextManager[None]:
-        """Here."""
+        """Return an empty context."""
         return nullcontext()
 
     def places(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """None: tensors without values have no addresses."""
+        """Return nothing: tensors without values have no addresses."""
         return ()
 
     def record(self, work: Callable[[], None]) -> Launch:
-        """The work itself."""
+        """Return the work itself."""
 
         def launch() -> None:
             with self.beside():
@@ -133,7 +141,7 @@ Work = TypeVar("Work", bound=Repeatable)
 
 @dataclass(slots=True)
 class _Form(Generic[Work]):
-    """What is known of work of one form."""
+    """State of one form."""
 
     seen: int = 0
     standing: Work | None = None
@@ -142,55 +150,54 @@ class _Form(Generic[Work]):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class FormGraphs(Generic[Work]):
-    """A graph for each form of some work."""
+    """Graphs of work, one for each form."""
 
     capture: Capture
     most: int = MOST
-    """Forms that have one."""
+    """Number of forms that get a graph."""
     _forms: dict[Hashable, _Form[Work]] = field(init=False, default_factory=dict)
     _places: tuple[int, ...] = field(init=False, default=())
-    """Addresses of what all graphs read, when they were captured."""
+    """Addresses of the tensors that all graphs read, at the time of capture."""
 
     @property
     def captured(self) -> int:
-        """How many graphs there are."""
+        """Number of graphs."""
         return sum(form.launch is not None for form in self._forms.values())
 
     def read(self, tensors: Iterable[Tensor]) -> None:
-        """Say where these are, which all graphs read: if they were put elsewhere, graphs read memory that is no more,
-        and are captured anew."""
+        """Name the tensors that all graphs read. If they have moved, all graphs are captured anew."""
         places = self.capture.places(list(tensors))
         if places != self._places:
             self._places = places
             self._forms.clear()
 
-    def prepare(self, one: Work, work: Callable[[Work], None]) -> None:
-        """Capture work of this form now, behind one call of it that runs as it is."""
-        key = one.form()
+    def prepare(self, call: Work, work: Callable[[Work], None]) -> None:
+        """Capture work of this form now, after one uncaptured call."""
+        key = call.form()
         form = self._forms.setdefault(key, _Form())
         if form.launch is not None or key is None or self.captured >= self.most:
             return
         with self.capture.beside():
-            work(one)
-        form.standing, form.launch = self._captured(one, work)
+            work(call)
+        form.standing, form.launch = self._captured(call, work)
 
-    def call(self, one: Work, work: Callable[[Work], None]) -> bool:
-        """Do the work on `one`. Whether a graph did it."""
-        key = one.form()
+    def call(self, call: Work, work: Callable[[Work], None]) -> bool:
+        """Do the work and return whether a graph did it."""
+        key = call.form()
         form = self._forms.setdefault(key, _Form()) if key is not None else _Form()
         form.seen += 1
         if form.launch is None and form.seen > WARM and self.captured < self.most and key is not None:
-            form.standing, form.launch = self._captured(one, work)
+            form.standing, form.launch = self._captured(call, work)
         if form.launch is None or form.standing is None:
             with self.capture.beside():
-                work(one)
+                work(call)
             return False
-        form.standing.take(one)
+        form.standing.take(call)
         form.launch()
-        form.standing.give(one)
+        form.standing.give(call)
         return True
 
-    def _captured(self, one: Work, work: Callable[[Work], None]) -> tuple[Work | None, Launch | None]:
-        standing = one.standing()
-        standing.take(one)
+    def _captured(self, call: Work, work: Callable[[Work], None]) -> tuple[Work | None, Launch | None]:
+        standing = call.standing()
+        standing.take(call)
         return standing, self.capture.record(lambda: work(standing))

@@ -1,8 +1,8 @@
-"""A group of ranks along one mesh axis, and the collectives it has.
+"""Groups of ranks along a mesh axis, and their collectives.
 
-A group of one rank computes what a collective would give and touches no network, so that code above asks for no degree.
-Every collective that the engine calls goes through here and is told to `traffic`, before it begins, with the bytes
-that this rank sends; those that fully_shard makes itself are told by what sharding.py gives it.
+A group of one rank computes what a collective would return and touches no network, so callers need not ask for the
+degree. Every collective of the engine goes through here. It is reported to `traffic` before it begins, with the bytes
+that this rank sends. data.py reports the collectives of fully_shard.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,10 @@ from meshwright.spec.purpose import takes
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Group:
-    """`ranks` are numbers in the world, in the order of the axis; `index` is this rank's place among them."""
+    """Ranks along an axis.
+
+    `ranks` are numbers in the world, in the order of the axis; `index` is this rank's among them.
+    """
 
     axis: str
     ranks: tuple[int, ...] = (0,)
@@ -31,10 +34,10 @@ class Group:
     process_group: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
     number: int = field(init=False, default_factory=partial(next, count()))
-    """What operators of compiled code call the group by (`numbered`): they take tensors and plain numbers only."""
+    """Name of the group in operators of compiled code, which take only tensors and numbers (`find_group`)."""
 
     def __post_init__(self) -> None:
-        _numbered[self.number] = self
+        _groups[self.number] = self
 
     @property
     def size(self) -> int:
@@ -42,51 +45,57 @@ class Group:
         return len(self.ranks)
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Tensor:
-        """Sum or maximum over the ranks, in place; gives x."""
+        """Take the sum or maximum over the ranks in place, and return x."""
         if self.size > 1:
             self.tell_all_reduce(x)
             dist.all_reduce(x, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self.process_group)
         return x
 
     def start_all_reduce(self, x: Tensor) -> "Pending":
-        """A sum in place that goes on while the caller does; x must not be read or changed before wait()."""
+        """Start a sum in place. x must not be read or changed before wait()."""
         if self.size == 1:
             return Pending(x)
         self.tell_all_reduce(x)
         return Pending(x, dist.all_reduce(x, group=self.process_group, async_op=True))
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The ranks' tensors of equal shape, one after another along `dim`."""
-        return self.start_all_gather(x, dim, goes_on=False).wait()
+        """Concatenate the ranks' tensors of equal shape along `dim`."""
+        return self.start_all_gather(x, dim, overlaps=False).wait()
 
     @takes("buffers")
     def start_all_gather(
-        self, x: Tensor, dim: int = 0, *, goes_on: bool = True, into: Tensor | None = None
+        self, x: Tensor, dim: int = 0, *, overlaps: bool = True, into: Tensor | None = None
     ) -> "Pending":
-        """The same while the caller goes on; x must not be changed before wait(). `into`: where the result is put."""
+        """Start an all-gather. x must not be changed before wait().
+
+        `overlaps`: the caller computes meanwhile. `into`: the tensor to write to.
+        """
         if self.size == 1:
             return Pending(x if into is None else into.copy_(x))
         self.tell_all_gather(x)
         x = x.contiguous()
-        lies_so = prod(x.shape[:dim]) == 1  # in memory as it should: no copy
-        whole = x.new_empty(self.size, *x.shape) if into is None or not lies_so else into
-        work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, goes_on)
-        if lies_so:
+        is_outermost = prod(x.shape[:dim]) == 1  # then the ranks' tensors need no copy after the call
+        whole = x.new_empty(self.size, *x.shape) if into is None or not is_outermost else into
+        work = compat.all_gather_into(whole.view(-1), x.view(-1), self.process_group, overlaps)
+        if is_outermost:
             return Pending(whole.view(*x.shape[:dim], self.size * x.shape[dim], *x.shape[dim + 1 :]), work, sent=x)
         if into is None:
-            return Pending(whole, work, lambda found: torch.cat(found.unbind(0), dim), x)
+            return Pending(whole, work, lambda ranks: torch.cat(ranks.unbind(0), dim), x)
         parts = into.unflatten(dim, (self.size, -1)).movedim(dim, 0)
-        return Pending(whole, work, lambda found: (parts.copy_(found), into)[1], x)
+        return Pending(whole, work, lambda ranks: (parts.copy_(ranks), into)[1], x)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
-        return self.start_reduce_scatter(x, dim, goes_on=False).wait()
+        """Return this rank's part along `dim` (a multiple of the size) of the sum over the ranks."""
+        return self.start_reduce_scatter(x, dim, overlaps=False).wait()
 
     @takes("buffers")
     def start_reduce_scatter(
-        self, x: Tensor, dim: int = 0, *, goes_on: bool = True, into: Tensor | None = None
+        self, x: Tensor, dim: int = 0, *, overlaps: bool = True, into: Tensor | None = None
     ) -> "Pending":
-        """The same while the caller goes on; x must not be changed before wait(). `into`: where the result is put."""
+        """Start a reduce-scatter. x must not be changed before wait().
+
+        `overlaps`: the caller computes meanwhile. `into`: the tensor to write to.
+        """
         if self.size == 1:
             return Pending(x if into is None else into.copy_(x))
         self.tell_reduce_scatter(x)
@@ -95,50 +104,54 @@ class Group:
         part = into
         if part is None or not part.is_contiguous():
             part = x.new_empty(*x.shape[:dim], x.shape[dim] // self.size, *x.shape[dim + 1 :])
-        work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=goes_on)
+        work = compat.reduce_scatter_into(part.view(-1), pieces.view(-1), self.process_group, async_op=overlaps)
         return Pending(part, work, None if part is into or into is None else into.copy_, pieces)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The first rank's tensor on all ranks, in place; gives x."""
+        """Copy the first rank's tensor to all ranks in place, and return x."""
         if self.size > 1:
             self.traffic.tell(self.axis, "broadcast", _bytes(x) if self.index < self.size - 1 else 0)
             dist.broadcast(x, group=self.process_group, group_src=0)
         return x
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """rows (N, ...) in runs of sent[r] for rank r -> the runs that the ranks sent here, received[r] from rank r."""
-        return self.start_all_to_all(rows, sent, received, goes_on=False).wait()
+        """Exchange runs of rows (N, ...): sent[r] rows go to rank r, and received[r] rows come from rank r."""
+        return self.start_all_to_all(rows, sent, received, overlaps=False).wait()
 
     @takes("buffers")
     def start_all_to_all(
-        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, goes_on: bool = True,
+        self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, overlaps: bool = True,
         into: Tensor | None = None,
     ) -> "Pending":  # fmt: skip
-        """The same while the caller goes on; rows must not be changed before wait(). `into`: where the result is put,
-        contiguous."""
+        """Start an all-to-all. Rows must not be changed before wait().
+
+        `overlaps`: the caller computes meanwhile. `into`: the contiguous tensor to write to.
+        """
         if self.size == 1:
             return Pending(rows if into is None else into.copy_(rows))
         leaving = sum(sent) - sent[self.index]
         self.traffic.tell(self.axis, "all_to_all", leaving * _bytes(rows) // max(1, len(rows)))
         rows = rows.contiguous()
-        found = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
+        arriving = rows.new_empty(sum(received), *rows.shape[1:]) if into is None else into
         work = dist.all_to_all_single(
-            found, rows, list(received), list(sent), group=self.process_group, async_op=goes_on
+            arriving, rows, list(received), list(sent), group=self.process_group, async_op=overlaps
         )
-        return Pending(found, work, sent=rows)
+        return Pending(arriving, work, sent=rows)
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[dist.Work]:
-        """Start to send tensors to places and to receive from places of the group; wait() on what it gives.
+        """Start to send tensors to ranks of the group, given by index, and to receive from such.
 
-        A tensor must stay alive and unchanged until its work is waited for. Between two ranks, sends and receives meet
-        in the order in which they are given.
+        Return the work to wait for.
+
+        A tensor must stay alive and unchanged until its work is done. Between two ranks, sends and receives are matched
+        in the order of the calls.
         """
         for _ in receives:
             self.traffic.begin(self.axis, "receive")
         for tensor, _ in sends:
             self.traffic.tell(self.axis, "send", _bytes(tensor))
-        work = [dist.P2POp(dist.isend, tensor, self.ranks[place], self.process_group) for tensor, place in sends]
-        work += [dist.P2POp(dist.irecv, tensor, self.ranks[place], self.process_group) for tensor, place in receives]
+        work = [dist.P2POp(dist.isend, tensor, self.ranks[index], self.process_group) for tensor, index in sends]
+        work += [dist.P2POp(dist.irecv, tensor, self.ranks[index], self.process_group) for tensor, index in receives]
         return dist.batch_isend_irecv(work) if work else []
 
     def barrier(self) -> None:
@@ -148,27 +161,27 @@ class Group:
             dist.barrier(group=self.process_group)
 
     def tell_all_reduce(self, x: Tensor) -> None:
-        """Of a tensor that is about to be summed over the ranks."""
+        """Report that a tensor is about to be summed over the ranks."""
         if self.size > 1:
             self.traffic.tell(self.axis, "all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
 
     def tell_all_gather(self, part: Tensor) -> None:
-        """Of this rank's part of what is about to be gathered."""
+        """Report that this rank's part is about to be gathered."""
         if self.size > 1:
             self.traffic.tell(self.axis, "all_gather", (self.size - 1) * _bytes(part))
 
     def tell_reduce_scatter(self, whole: Tensor) -> None:
-        """Of a tensor that is about to be summed and scattered."""
+        """Report that a tensor is about to be summed and scattered."""
         if self.size > 1:
             self.traffic.tell(self.axis, "reduce_scatter", (self.size - 1) * _bytes(whole) // self.size)
 
 
-_numbered: WeakValueDictionary[int, Group] = WeakValueDictionary()
+_groups: WeakValueDictionary[int, Group] = WeakValueDictionary()
 
 
-def numbered(number: int) -> Group:
-    """The group of this process that has a number; what uses it keeps it alive."""
-    return _numbered[number]
+def find_group(number: int) -> Group:
+    """Return the group of this process that has a number. The caller keeps it alive."""
+    return _groups[number]
 
 
 @dataclass(slots=True)
@@ -177,20 +190,27 @@ class Pending:
 
     tensor: Tensor
     work: dist.Work | None = None
-    made_of: Callable[[Tensor], Tensor] | None = None
-    """What makes the result of the tensor that was waited for."""
+    arrange: Callable[[Tensor], Tensor] | None = None
+    """Function that turns the received tensor into the answer. None = it is the answer."""
     sent: Tensor | None = None
-    """What the collective reads until it has ended."""
+    """Input of the collective, kept alive until it has ended."""
 
     @takes("buffers")
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Wait for the collective and return its answer."""
         if self.work is not None:
             self.work.wait()
-        if self.made_of is not None:
-            self.tensor = self.made_of(self.tensor)
-        self.sent = self.work = self.made_of = None
+        if self.arrange is not None:
+            self.tensor = self.arrange(self.tensor)
+        self.sent = self.work = self.arrange = None
         return self.tensor
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether a collective failed because another rank is gone. Gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))
+    )
 
 
 def _bytes(x: Tensor) -> int:

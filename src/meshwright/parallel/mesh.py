@@ -1,7 +1,7 @@
-"""Layout -> ranks and their groups, all made before the first step.
+"""Ranks of a layout and their groups, all made before the first step.
 
 Ranks are numbered with tp innermost (spec/places.py). Neighbours in number are neighbours in a node, where the
-collectives of tensor parallelism need the fast links; pipeline stages lie farthest apart, since they send least
+collectives of tensor parallelism need the fast links. Pipeline stages lie farthest apart, since they send least
 (Narayanan et al. 2021, arXiv:2104.04473, section 3.2).
 """
 
@@ -21,7 +21,7 @@ from meshwright.spec.replay import StageLink, links
 from meshwright.spec.schedule import stage_rank
 
 Made = dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None]
-"""(purpose, ranks): a purpose of its own makes another group of the same ranks."""
+"""Process groups by (purpose, ranks). Another purpose makes another group of the same ranks."""
 GROUPS = {
     "pp": ("pp",),
     "cp": ("cp",),
@@ -32,53 +32,58 @@ GROUPS = {
     "losses": ("pp", "dp_replicate", "dp_shard", "cp"),
     "world": AXES,
 }
-"""Over which axes. shard: ranks that share one replica's gradients; data: ranks that hold the same parameters; losses:
-ranks whose parts of the loss are summed (those of tp ranks are equal). No group is made that nobody uses: with NCCL
-each costs memory and time at the start."""
+"""Axes of each group.
+shard: ranks that share one replica's gradients. data: ranks that hold the same parameters. losses: ranks whose parts of
+the loss are summed (those of tp ranks are equal). Only groups that are used are made: with NCCL each costs memory and
+time at the start.
+"""
 
 GPU_LIMIT = timedelta(hours=2)
-"""How long a collective on GPUs may take before the library itself ends the process: the second line behind the
-watchdog, for a process whose threads no longer run."""
+"""Time after which a collective on GPUs ends the process by itself.
+It is a second line behind the watchdog, for a process whose threads no longer run.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Mesh:
-    """The groups of one rank by name: those of GROUPS, of which `pp` only says who the ranks are; `ep` shares the
-    experts, `expert_shard` (in one replica) and `expert_data` (in all) hold the same ones, where ep > 1; `alone` is
-    this rank."""
+    """Groups of one rank by name: those of GROUPS, and four more.
+
+    `pp` only lists its ranks. With ep > 1, `ep` shares the experts; `expert_shard` (in one replica) and `expert_data`
+    (in all) hold the same ones. `alone` is this rank.
+    """
 
     layout: Layout
     rank: int
     groups: dict[str, Group]
     traffic: Traffic
-    """Told of every collective of every group."""
+    """Counter of the collectives of all groups."""
     links: dict[StageLink, Group]
-    """The two ranks of each link of the pipeline that this rank sends or receives on, in order of rank."""
+    """Groups of two ranks, in order of rank, for each link of the pipeline that this rank sends or receives on."""
     made: Made
-    """Process groups; another mesh of the same process takes them over."""
+    """Process groups, for other meshes of the same process to reuse."""
 
     def __getitem__(self, name: str) -> Group:
         return self.groups[name]
 
     @property
     def places(self) -> dict[str, int]:
-        """This rank's place on each axis."""
+        """This rank's index on each axis."""
         return place_of(self.layout, self.rank)
 
     @property
     def reader(self) -> int:
-        """Which of the layout.dp readers of different sequences this rank is."""
+        """Index of this rank among the layout.dp readers of different sequences."""
         return self.places["dp_replicate"] * self.layout.dp_shard + self.places["dp_shard"]
 
 
 def make_mesh(
     layout: Layout, rank: int | None = None, traffic: Traffic | None = None, made: Made | None = None
 ) -> Mesh:
-    """All groups of a layout for this rank (default: that of the process group that is initialised).
+    """Make all groups of a layout for a rank. None = the rank in the initialised process group.
 
-    Every rank makes them in the same order; only members take part in making one, so the cost is the number of groups
-    of a rank, not of the world. A process that makes several meshes hands `made` of the one to the next, which takes
-    over what is there. `traffic`: one that somebody watches already.
+    Every rank makes them in the same order, and only members take part in making one. So the cost is the number of
+    groups of a rank, not of the world. A process that makes several meshes passes `made` of the first to the next,
+    which reuses it. `traffic`: an existing counter, already being watched.
     """
     if rank is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -93,7 +98,7 @@ def make_mesh(
     mesh.groups["pp"] = Group("pp", along, along.index(rank), None, traffic)
     for name, members in ranks.items():
         mesh.groups[name] = make_group(name, members, mesh)
-        if _uses_nccl(mesh.groups[name]):
+        if _uses_nccl(mesh.groups[name]):  # connect now, when no rank waits for another
             dist.all_reduce(torch.zeros(1, device="cuda"), group=mesh.groups[name].process_group)
     if layout.pp > 1:
         _make_links(mesh)
@@ -101,8 +106,10 @@ def make_mesh(
 
 
 def _make_links(mesh: Mesh) -> None:
-    """A group of two ranks for each link of this rank, connected by a first message. In a group that does more, a
-    transfer would wait for whatever was started before it."""
+    """Make a group of two ranks for each link of this rank, and connect it by a first message.
+
+    In a group with other collectives, a transfer would wait for whatever was started before it.
+    """
     layout, pp = mesh.layout, mesh["pp"]
     for link in links(stage_rank(layout.schedule, layout.pp, layout.vp)):
         if pp.index not in (link.source, link.target):
@@ -119,26 +126,31 @@ def _make_links(mesh: Mesh) -> None:
 
 
 def _uses_nccl(group: Group) -> bool:
-    """NCCL connects a group at its first call, which must not be one that other ranks wait for. Gloo connects when a
-    group is made."""
+    """Return whether a group runs on NCCL, which connects at its first call. No rank may be waiting then.
+
+    Gloo connects when a group is made.
+    """
     return group.size > 1 and torch.cuda.is_available() and "nccl" in dist.get_backend_config(group.process_group)
 
 
 def make_group(axis: str, ranks: tuple[int, ...], mesh: Mesh, purpose: str = "") -> Group:
-    """One more group, of ranks of `mesh`; every one of them calls this at the same place."""
+    """Make one more group of ranks of `mesh`. All its ranks make this call at the same point."""
     key = purpose if len(ranks) > 1 else "", ranks
     new = key not in mesh.made
     if new:
         mesh.made[key] = _process_group(ranks, mesh.layout.world, purpose)
     group = Group(axis, ranks, ranks.index(mesh.rank), mesh.made[key], mesh.traffic)
-    if new and _uses_nccl(group):  # Gloo answers for GPUs, too, and keeps the world's limit
+    if new and _uses_nccl(group):  # Gloo also serves GPU tensors, and keeps the world's limit
         compat.limit_gpu_collectives(group.process_group, GPU_LIMIT)
     return group
 
 
 def saving_group(mesh: Mesh) -> Group:
-    """All ranks once more, over Gloo: for a thread that works beside the training, whose collectives would meet those
-    of the training in a group that both use. Every rank calls this at the same place."""
+    """Make a Gloo group of all ranks, for a thread that works beside the training.
+
+    In a shared group its collectives would be matched with those of the training. Every rank makes this call at the
+    same point.
+    """
     world = mesh["world"]
     if world.size == 1:
         return Group("saving", world.ranks, world.index)
@@ -156,7 +168,7 @@ def _process_group(ranks: tuple[int, ...], world: int, purpose: str) -> dist.Pro
 
 
 def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> DeviceMesh:
-    """What fully_shard takes, from groups that exist already: (replicate, shard), or (shard,) without replicas."""
+    """Make the device mesh for fully_shard from existing groups: (replicate, shard), or (shard,) without replicas."""
     if outer.size == 1:
         return DeviceMesh.from_group(_real(mesh, inner), device_type, mesh_dim_names=("shard",))
     here = inner.ranks[inner.index]
@@ -166,7 +178,7 @@ def device_mesh(mesh: Mesh, outer: Group, inner: Group, device_type: str) -> Dev
 
 
 def _real(mesh: Mesh, group: Group) -> dist.ProcessGroup:
-    """fully_shard wants a process group for one rank too."""
-    found = group.process_group or mesh["alone"].process_group
-    assert found is not None
-    return found
+    """Return the process group that fully_shard needs even for one rank."""
+    process_group = group.process_group or mesh["alone"].process_group
+    assert process_group is not None
+    return process_group

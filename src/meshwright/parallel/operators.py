@@ -1,11 +1,11 @@
 """Collectives as operators: compiled code calls them like a product, and the compiler does not look inside.
 
-Without them every collective ends a graph. Under recomputation, whose body the compiler takes whole or not at all, the
-block would then run eager. An operator takes tensors and plain numbers: a group is called by its number. What it does
-is what eager code does, so values, bytes sent and their count are the same.
+Without them every collective ends a graph. Recomputation, whose body the compiler takes whole or not at all, would then
+run uncompiled. An operator takes tensors and plain numbers, so a group is named by its number. Operators run the code
+of the uncompiled model, so values, bytes sent and their counts are the same.
 
-Every rank of a group compiles the same block, and its collectives depend on one another's results, so that all ranks
-call them in one order. Inputs of an operator stay as they are, and its results are new tensors.
+Every rank of a group compiles the same block. Its collectives depend on one another's outputs, so all ranks call them
+in one order. An operator leaves its inputs unchanged and returns new tensors.
 """
 
 from typing import Any
@@ -13,38 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.parallel.group import numbered
+from meshwright.parallel.group import find_group
 from meshwright.parallel.sequence import gather, resized, scatter
 
 
 @torch.library.custom_op("meshwright::enter", mutates_args=())
 def enter(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
-    """As tensor.enter: f, or g with sp."""
-    return gather(numbered(group), x, pieces) if sp else x.clone(memory_format=torch.contiguous_format)
+    """Compute tensor.enter: f, or g with sp."""
+    return gather(find_group(group), x, pieces) if sp else x.clone(memory_format=torch.contiguous_format)
 
 
 @enter.register_fake
 def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
-    return x.new_empty(resized(x.shape, numbered(group).size if sp else 1, 1))
+    return x.new_empty(resized(x.shape, find_group(group).size if sp else 1, 1))
 
 
 @torch.library.custom_op("meshwright::leave", mutates_args=())
 def leave(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
-    """As tensor.leave: f*, or g* with sp."""
-    found = numbered(group)
-    return scatter(found, x, pieces) if sp else found.all_reduce(x.clone(memory_format=torch.contiguous_format))
+    """Compute tensor.leave: f*, or g* with sp."""
+    ranks = find_group(group)
+    return scatter(ranks, x, pieces) if sp else ranks.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
 @leave.register_fake
 def _(x: Tensor, group: int, sp: bool, pieces: int) -> Tensor:
-    return x.new_empty(resized(x.shape, 1, numbered(group).size if sp else 1))
+    return x.new_empty(resized(x.shape, 1, find_group(group).size if sp else 1))
 
 
 @torch.library.custom_op("meshwright::mean_over", mutates_args=())
 def mean_over(x: Tensor, group: int) -> Tensor:
-    """As expert._MeanOver: the mean of all ranks' x, whose gradient is that of x."""
-    found = numbered(group)
-    return found.all_reduce(x.clone(memory_format=torch.contiguous_format)) / found.size
+    """Compute expert._MeanOver: the mean of all ranks' x. Its gradient is passed to x unchanged."""
+    ranks = find_group(group)
+    return ranks.all_reduce(x.clone(memory_format=torch.contiguous_format)) / ranks.size
 
 
 @mean_over.register_fake

@@ -1,16 +1,17 @@
-"""What pipeline ranks send each other in one step, and when each send and receive is started.
+"""Tensors that pipeline ranks send each other in one step, and when each send and receive is started.
 
 Each link (spec/replay.py: a kind, a sender, a receiver) has a process group of its own, so that nothing waits behind an
 unrelated transfer. A send is started as soon as its tensor is made. A receive is started before the action that reads
-it: up to AHEAD of a kind earlier, so that it travels while the rank computes.
+it, up to AHEAD of its kind earlier, so that it travels while the rank computes.
 
-On a GPU an open receive is a kernel that runs until the tensor is there, and the first launch of another kernel may
-wait until nothing runs (CUDA loads code lazily; compiled code is loaded when it is made). Any action may therefore wait
-for every receive that is open, and after a wait for a send all computation waits for its receiver. All ranks number the
-actions of a step in one order (`spec.replay.numbered`), and an action is only made to wait for others with smaller
-numbers: that make what is received, that are done before what is sent is received. One that waits for nothing is always
-left. (A first launch waits for open sends as well, whose receivers AHEAD may hold back: the stages of a pipeline
-are therefore warmed up before the first message.)
+On a GPU an open receive is a kernel that runs until the tensor arrives. The first launch of another kernel may wait
+until nothing runs: CUDA loads code lazily, and compiled code is loaded when it is made. So any action may have to wait
+for every open receive, and after a wait for a send all computation waits for its receiver.
+
+No deadlock follows, because all ranks number the actions of a step in one order (`spec.replay.numbered`). An action may
+only wait for others with smaller numbers: those that make what is received, and those before the receipt of what is
+sent. So some action waits for nothing. A first launch waits for open sends as well, whose receivers AHEAD may hold
+back. Hence the stages of a pipeline are warmed up before the first message.
 """
 
 from collections import deque
@@ -28,52 +29,55 @@ from meshwright.spec.replay import StageLink, Transfer, numbered, transfers
 from meshwright.spec.schedule import Action, Actions
 
 AHEAD = 1
-"""Receives of a kind that are started before what arrives is needed: a tensor of memory each."""
+"""Receives of a kind that are started early. Each takes the memory of a tensor."""
 UNDER_WAY = 2
 """Sends whose tensors are kept before the rank waits for the oldest."""
 
 Kind = Literal["F", "B"]
 Key = tuple[Kind, int, int]
-"""(F or B, stage that reads it, micro-batch)."""
+"""(F or B, stage that reads the tensor, micro-batch)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgram:
-    """A rank's actions, its sends and receives in the order in which they are made, and whom they wait for."""
+    """A rank's actions, its sends and receives in order, and the actions of other ranks that they wait for."""
 
     actions: tuple[Action, ...]
     numbers: tuple[int, ...]
-    """Of each of its actions, in the order of all ranks' actions."""
+    """Number of each of its actions in the order of all ranks' actions."""
     transfers: tuple[Transfer, ...]
     others: Mapping[Transfer, int]
-    """The number of an action at the other end: that makes what it receives; before the one that reads what it sends
-    (-1 = none), after which the receive is started at the latest."""
+    """Number of an action at the other end of each transfer.
+
+    A receive has the action that makes its tensor. A send has the action before the one that reads its tensor (-1 =
+    none): after that action, at the latest, the receive is started.
+    """
 
     @property
     def splits(self) -> bool:
-        """Whether any backward pass leaves its weight gradients for later."""
+        """True if any backward pass leaves its weight gradients for later."""
         return any(action.kind == "W" for action in self.actions)
 
 
 def program(lists: Actions, rank: int) -> RankProgram:
-    """The part of one rank in the lists of all."""
+    """Extract the program of one rank from the lists of all."""
     order = numbered(lists)
     made = {_read(action): number for action, number in order.items() if action.kind != "W"}
     before = {_read(b): order[a] for actions in lists for a, b in pairwise(actions) if b.kind != "W"}
-    own = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
+    of_rank = tuple(transfer for transfer in transfers(lists) if rank in (transfer.source, transfer.target))
     others = {}
-    for transfer in own:
+    for transfer in of_rank:
         kind, stage, i = _key(transfer)
         maker = stage - 1 if kind == "F" else stage + 1
         others[transfer] = made[kind, maker, i] if transfer.target == rank else before.get((kind, stage, i), -1)
-    return RankProgram(lists[rank], tuple(order[action] for action in lists[rank]), own, others)
+    return RankProgram(lists[rank], tuple(order[action] for action in lists[rank]), of_rank, others)
 
 
 class PointToPoint:
     """The tensors of one step that go from stage to stage.
 
-    `groups` are the two ranks of each link of this rank, `empty` makes the memory for a micro-batch's tensor. What no
-    transfer names stays here: its stage lies on this rank.
+    `groups` are the two ranks of each link of this rank. `empty` makes the memory for a micro-batch's tensor. A tensor
+    without a transfer goes to another stage of this rank.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class PointToPoint:
 
     @takes("buffers")
     def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
-        """Hand a tensor to a stage; nobody else may change it from now on."""
+        """Hand a tensor to a stage. Nobody else may change it afterwards."""
         key: Key = kind, stage, micro_batch
         transfer = self.sends.pop(key, None)
         if transfer is None:
@@ -105,7 +109,7 @@ class PointToPoint:
         self._release(UNDER_WAY)
 
     def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:
-        """What was handed to a stage; waits for it."""
+        """Wait for a tensor that was handed to a stage, and return it."""
         key: Key = kind, stage, micro_batch
         if key not in self.arrives:
             return self.here.pop(key)
@@ -113,24 +117,24 @@ class PointToPoint:
             self._receive_up_to(key)
         tensor, work = self.arriving.pop(key)
         self._look_ahead()
-        for one in work:
-            one.wait()
+        for transfer in work:
+            transfer.wait()
         return tensor
 
     def action_ended(self) -> None:
-        """This rank has done one more of its actions."""
+        """Note that this rank has done one more of its actions."""
         self.done += 1
         self._look_ahead()
 
     def close(self) -> None:
-        """Wait for all that was sent."""
+        """Wait for all sends."""
         assert not (any(self.awaited.values()) or self.sends or self.arriving or self.here), (
             "the schedule has transfers that no action made or read"
         )
         self._release(0)
 
     def _look_ahead(self) -> None:
-        """Start the receives that are next, as far as they may be."""
+        """Start the next receives, as many as are allowed."""
         for kind, order in self.awaited.items():
             ahead = sum(key[0] == kind for key in self.arriving)
             while order and ahead < AHEAD and self._may_wait(order[0], self.done):
@@ -141,14 +145,14 @@ class PointToPoint:
         """Start a receive, after those that come before it on its link."""
         order = self.awaited[key[0]]
         last = next(transfer for transfer in order if _key(transfer) == key)
-        for transfer in [one for one in order if one.link == last.link]:
+        for transfer in [each for each in order if each.link == last.link]:
             order.remove(transfer)
             self._receive(transfer)
             if transfer == last:
                 return
 
     def _may_wait(self, transfer: Transfer, action: int) -> bool:
-        """Whether an action of this rank (its place in the list) may wait for the other end of a transfer."""
+        """Return whether an action of this rank, by index, may wait for the other end of a transfer."""
         numbers = self.todo.numbers
         return action >= len(numbers) or self.todo.others[transfer] < numbers[action]
 
@@ -156,20 +160,20 @@ class PointToPoint:
         tensor, group = self.empty(transfer.micro_batch), self.groups[transfer.link]
         self.arriving[_key(transfer)] = tensor, group.exchange([], [(tensor, 1 - group.index)])
 
-    def _release(self, kept: int) -> None:
-        """Free what has been received; wait for the oldest of the rest where there are more than so many."""
+    def _release(self, most: int) -> None:
+        """Free what has been received. Wait for the oldest sends beyond the `most` that may stay open."""
         for sent in list(self.leaving):
-            if not all(one.is_completed() for one in sent.work):
-                if len(self.leaving) <= kept or not self._may_wait(sent.transfer, self.done + 1):
+            if not all(work.is_completed() for work in sent.work):
+                if len(self.leaving) <= most or not self._may_wait(sent.transfer, self.done + 1):
                     continue
-                for one in sent.work:
-                    one.wait()
+                for work in sent.work:
+                    work.wait()
             self.leaving.remove(sent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sent:
-    """A tensor that must stay as it is until its receiver has it."""
+    """A tensor that must not change until its receiver has it."""
 
     transfer: Transfer
     tensor: Tensor

@@ -1,8 +1,8 @@
-"""CUDA graphs (layout.cuda_graphs): a micro-batch's forward and backward pass, captured once and then launched in one
-call (graph_capture.py). For models so small that the host launches kernels slower than the device runs them.
+"""CUDA graphs of training (layout.cuda_graphs): each pass of a micro-batch is captured once, then launched in one call.
 
-Gradients are added to buffers that stay where they are, and the parameters are updated in place. Passes of another
-`form` are of other sizes, or with documents or without.
+They are for models so small that the host launches kernels slower than the device runs them (graph_capture.py).
+Gradients are added to buffers at fixed addresses, and parameters are updated in place. Passes of another `form` have
+other sizes, or differ in having documents.
 """
 
 import logging
@@ -40,18 +40,18 @@ class PassGraphs(FormGraphs[Capturable]):
     model: Transformer
     replicas: Sequence[Replicas] = ()
     gradients: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict)
-    """Of each parameter, where all graphs add to."""
+    """Gradient of each parameter, to which all graphs add."""
     _buffers: list[Tensor] = field(init=False, default_factory=list)
-    """What those are views of: of every bucket, then of gradients without one."""
+    """Memory of the gradients: of every bucket, then of gradients without one."""
 
     def run(self, passes: Iterable[Capturable]) -> None:
-        """Every micro-batch of a step. Gradients are summed over replicas by who called."""
+        """Run every micro-batch of a step. The caller sums gradients over replicas."""
         self._begin()
-        for one in passes:
-            self.call(one, self._pass)
+        for micro_pass in passes:
+            self.call(micro_pass, self._pass)
 
     def _begin(self) -> None:
-        """Gradients of zero, at their places: who reads them may have let go of them."""
+        """Zero the gradients and attach them again: whoever reads them may have detached them."""
         if not self.gradients:
             self._lay()
         for buffer in self._buffers:
@@ -63,7 +63,7 @@ class PassGraphs(FormGraphs[Capturable]):
         self.read([*self.model.parameters(), *self.model.buffers()])
 
     def _lay(self) -> None:
-        """Gradients lie one behind the other: those that are summed in one call, and the others."""
+        """Lay gradients out one behind the other: those of each bucket, then the others by dtype."""
         for bucket in self._buckets():
             self._side_by_side(bucket.parameters, bucket.dtype)
         held = [p for p in self.model.parameters() if p.requires_grad and p not in self.gradients]
@@ -74,7 +74,7 @@ class PassGraphs(FormGraphs[Capturable]):
                 gradient_sum.move_to_current_stream()
 
     def _buckets(self) -> list[Bucket]:
-        return [bucket for one in self.replicas for bucket in one.buckets]
+        return [bucket for replicas in self.replicas for bucket in replicas.buckets]
 
     def _side_by_side(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         sizes = [parameter.numel() for parameter in parameters]
@@ -84,26 +84,26 @@ class PassGraphs(FormGraphs[Capturable]):
         self._buffers.append(buffer)
 
     def _captured(
-        self, one: Capturable, work: Callable[[Capturable], None]
+        self, call: Capturable, work: Callable[[Capturable], None]
     ) -> tuple[Capturable | None, Launch | None]:  # fmt: skip
-        """Nothing where a device cannot: a capture computes nothing, so that the passes go on without."""
+        """Capture work. Return nothing if the device cannot: passes then run without graphs, and none is lost."""
         try:
-            return FormGraphs._captured(self, one, work)
+            return FormGraphs._captured(self, call, work)
         except RuntimeError as error:
             self.most = 0
             reason = str(error).partition("\n")[0]
             _log.warning("meshwright: note: passes run without CUDA graphs, which is slower: %s", reason)
             return None, None
 
-    def _pass(self, one: Pass) -> None:
-        _, loss = one(self.model, None)
+    def _pass(self, micro_pass: Pass) -> None:
+        _, loss = micro_pass(self.model, None)
         loss.backward()
 
 
 def pass_graphs(
     model: Transformer, mesh: Mesh, device: torch.device, replicas: Sequence[Replicas]
 ) -> PassGraphs | None:  # fmt: skip
-    """Of a model that is laid out, where its layout has them. PlanError where the device cannot."""
+    """Return the graphs of a laid-out model, if its layout asks for them. Raises PlanError when the device cannot."""
     if mesh.layout.cuda_graphs != "on":
         return None
     check_device(model.shape, mesh.layout, device, next(model.parameters()).dtype)
@@ -112,8 +112,11 @@ def pass_graphs(
 
 
 def check_device(shape: ModelShape, layout: Layout, device: torch.device, dtype: torch.dtype) -> None:
-    """PlanError where layout.cuda_graphs=on is for a device that has none, or for experts whose products have the host
-    wait for the lengths of their runs. What no device can capture is refused before (spec.legal)."""
+    """Raise PlanError when layout.cuda_graphs=on cannot work on a device.
+
+    The device may have no CUDA graphs, or experts' products may have the host wait for the lengths of their runs.
+    Settings that no device can capture are refused earlier (spec.legal).
+    """
     if layout.cuda_graphs != "on":
         return
     kind = acts() or device.type
@@ -127,8 +130,10 @@ def check_device(shape: ModelShape, layout: Layout, device: torch.device, dtype:
 
 
 def counts_stay(shape: ModelShape, kernels: str | Kernels, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether all products of experts read on the device how many rows each expert has. `kernels`: those of a model, or
-    their name."""
+    """Return whether all products of experts read the number of rows of each expert on the device.
+
+    `kernels`: those of a model, or their name.
+    """
     moe, lora = shape.moe, shape.lora
     assert moe is not None
     chosen = choose(kernels) if isinstance(kernels, str) else kernels

@@ -1,11 +1,11 @@
-"""The pipeline of an engine: its stages as the executor calls them, and when their gradients are reduced."""
+"""Pipeline stages of a model: how they are cut, how the executor calls them, and when their gradients are reduced."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright import compat
 from meshwright.model import Transformer
@@ -13,6 +13,8 @@ from meshwright.parallel import data
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Pipeline, Stage, WarmUp
 from meshwright.parallel.replicas import Replicas
+from meshwright.spec.layout import Layout
+from meshwright.spec.places import layers_of_stages
 from meshwright.spec.schedule import Action, last_of
 
 if TYPE_CHECKING:
@@ -24,27 +26,55 @@ class Pass(Protocol):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Sequences, and positions of each that this rank has."""
+        """Number of sequences, and of the positions of each that this rank has."""
 
     def forms(self) -> "Mapping[Hashable, Pass]":
-        """Passes of this size that run code of their own, this one among them, by what tells them apart."""
+        """Return passes of this size that run different code, by a key. This pass is among them."""
 
     def __call__(self, model: Transformer, x: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Through one stage: x (B, S, D) of the stage before -> (its output, its part of the loss ())."""
+        """Run one stage on x (B, S, D) of the stage before -> (its output, its part of the loss ())."""
+
+
+def cut(model: Transformer, layout: Layout, stage: int) -> Transformer:
+    """Remove from a whole model (a skeleton) all but one stage. The last stage of a tied head keeps the embedding."""
+    ranges = layers_of_stages(model.shape.layers, layout)
+    layers = ranges[stage]
+    model.first, model.last = stage == 0, stage == len(ranges) - 1
+    for name in [name for name in model.layers if int(name) not in layers]:
+        del model.layers[name]
+    if not model.first:
+        if not (model.last and model.shape.tied):
+            del model.embed
+        if model.shape.positions == "learned":
+            del model.positions
+    if not model.last:
+        del model.norm
+        if not model.shape.tied:
+            del model.head
+    return model
+
+
+def share_embedding(stages: Sequence[Transformer]) -> None:
+    """Share a tied matrix if both ends are on one rank (the V placements). Autograd adds up its gradient."""
+    if len(stages) > 1 and stages[0].first and stages[-1].last and stages[-1].shape.tied:
+        embed: nn.Embedding = stages[0].embed
+        stages[-1].embed.weight = embed.weight
 
 
 def make_pipeline(
     stages: Sequence[Transformer], mesh: Mesh, replicas: Sequence[Replicas] = (), dtype: torch.dtype | None = None, *,
     warms_up: bool = False,
 ) -> Pipeline:  # fmt: skip
-    """The executor of this rank's stages, which give each other tensors of `dtype` (None = the parameters').
-    `warms_up`: their code is compiled, or loaded when it is first launched."""
+    """Make the executor of this rank's stages, which pass each other tensors of `dtype` (None = the parameters').
+
+    `warms_up`: their code is compiled, or loaded when it is first launched.
+    """
     layout = mesh.layout
     parameter = next(stages[0].parameters())
     slices = layout.tp if layout.sp else 1
 
-    def receive_like(one: Pass) -> Tensor:
-        rows, positions = one.size
+    def receive_like(micro_pass: Pass) -> Tensor:
+        rows, positions = micro_pass.size
         size = (rows, positions // slices, stages[0].shape.hidden)
         return torch.empty(size, dtype=dtype or parameter.dtype, device=parameter.device)
 
@@ -57,7 +87,9 @@ def make_pipeline(
         links=mesh.links,
         before=reduction.before,
         after=reduction.after,
-        warm_up=WarmUp(forms=lambda one: one.forms(), undone=lambda: undone(stages, mesh)) if warms_up else None,
+        warm_up=WarmUp(forms=lambda micro_pass: micro_pass.forms(), undone=lambda: undone(stages, mesh))
+        if warms_up
+        else None,
     )
     reduction.pipeline = pipeline
     return pipeline
@@ -65,11 +97,12 @@ def make_pipeline(
 
 @contextmanager
 def undone(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
-    """Inside, stages may run forward and backward without reducing gradients; there must be no gradients before.
+    """Undo all effects of forward and backward passes that stages run inside. There must be no gradients before.
 
-    Afterwards there are no gradients, parameters are sharded, and random state and the traffic by axis are what they
-    were. What a watchdog reads (`last`, `calls_begun`) goes on, since a warm-up communicates. FSDP's flags stay off:
-    Reduction turns them off at the first action of a step anyway, and on where it reduces.
+    Gradients are not reduced inside. Afterwards there are none, parameters are sharded, and random state and the
+    traffic by axis are restored. The counters for a watchdog (`last`, `calls_begun`) go on, since a warm-up
+    communicates. FSDP's flags stay off: Reduction turns them off at the first action of a step anyway, and on where it
+    reduces.
     """
     modules = [module for stage in stages for module in data.sharded_modules(stage)]
     data.set_reducing(modules, False)
@@ -88,18 +121,19 @@ def undone(stages: Sequence[Transformer], mesh: Mesh) -> Iterator[None]:
 
 
 def _stage(model: Transformer) -> Stage:
-    def run(x: Tensor | None, one: Pass) -> tuple[Tensor | None, Tensor | None]:
-        out, loss = one(model, x)
+    def run(x: Tensor | None, micro_pass: Pass) -> tuple[Tensor | None, Tensor | None]:
+        out, loss = micro_pass(model, x)
         return (None if model.last else out), (loss if model.last or loss.requires_grad else None)
 
     return run
 
 
 class Reduction:
-    """Data parallelism under a pipeline: a stage's gradients stay whole until its last micro-batch and are reduced
-    once: block by block while the stage's last backward pass goes on (BW), or after the last weight gradients, which
-    come outside of any pass that FSDP watches (W). ZeRO 2 and 3 cost the memory of ZeRO 1 for gradients, and 3 keeps
-    parameters whole between a stage's passes of a step.
+    """Data parallelism under a pipeline: each stage's gradients are reduced once, after its last micro-batch.
+
+    With BW this happens block by block during the stage's last backward pass. With W it happens after the last weight
+    gradients, which are made outside of any pass that FSDP watches. For gradients, ZeRO 2 and 3 take the memory of ZeRO
+    1. ZeRO 3 keeps parameters whole between a stage's passes of a step.
     """
 
     pipeline: Pipeline
@@ -110,27 +144,27 @@ class Reduction:
         self.last: dict[int, Action] = {}
 
     def before(self, action: Action) -> None:
-        """At a stage's first action of a step, and at the last that makes gradients."""
+        """Prepare for a stage's first action of a step, or for the last that makes gradients."""
         if action.kind == "F" and not action.micro_batch:
             self.last[action.stage] = last_of(self.pipeline.current, ("W", "BW"))[action.stage]
             data.set_reducing(self._modules_of(action.stage), False)
         elif action.kind == "BW" and action == self.last[action.stage]:
             if self.replicas:
-                self.replicas[self._place_of(action.stage)].expect(last=True)
+                self.replicas[self._index_of(action.stage)].expect(last=True)
             elif modules := self._modules_of(action.stage):
                 data.set_reducing(modules, True)
 
     def after(self, action: Action) -> None:
-        """When a stage's gradients are whole."""
+        """Start the sums once a stage's gradients are complete."""
         if action != self.last.get(action.stage):
             return
         if self.replicas:
-            self.replicas[self._place_of(action.stage)].start()
+            self.replicas[self._index_of(action.stage)].start()
         elif action.kind == "W" and (modules := self._modules_of(action.stage)):
             data.reduce_now(modules)
 
     def _modules_of(self, stage: int) -> list["FSDPModule"]:
-        return self.modules[self._place_of(stage)]
+        return self.modules[self._index_of(stage)]
 
-    def _place_of(self, stage: int) -> int:
+    def _index_of(self, stage: int) -> int:
         return sorted(self.pipeline.stages).index(stage)

@@ -1,13 +1,13 @@
 """One executor for all pipeline schedules (spec/schedule.py): it follows this rank's list, action by action.
 
-    F    the stage's forward pass on what the stage before sent; its output goes to the next stage
-    B    gradients of the stage's input, norms and biases; the input's goes to the stage before
+    F    the stage's forward pass on the output of the stage before; its own output goes to the next stage
+    B    gradients of the stage's input, norms and biases; the input's gradient goes to the stage before
     W    the gradients of weight matrices that B left in a queue (kernels.weight_gradients)
     BW   B and W in one backward pass
 
-Between F and B only the graph is kept: an output lives until it is sent, its gradient enters the graph by an edge (as
-Megatron-LM's deallocate_output_tensor, without touching the tensor). Sizes are known beforehand, so nothing but the
-tensors themselves is sent. Stages that lie on one rank (the bottom of a V) hand over without a copy.
+Between F and B only the graph is kept: an output lives until it is sent, and its gradient enters the graph by an edge.
+(Megatron-LM's deallocate_output_tensor has the same effect by changing the tensor.) Sizes are known beforehand, so only
+the tensors themselves are sent. Stages on one rank (the bottom of a V) hand over without a copy.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -34,24 +34,34 @@ Watch = Callable[[Action], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUp:
-    """Every stage runs once on this rank alone, before the first message of a step that brings something new: code is
-    compiled and loaded on all ranks at the same time, and not while a transfer is open."""
+    """One run of every stage on this rank alone, before the first message of a step with new code.
+
+    Code is then compiled and loaded on all ranks at the same time, and not while a transfer is open.
+    """
 
     forms: Callable[[Any], Mapping[Hashable, Any]]
-    """Micro-batches by what tells those that run other code: the given one, and those that may come later in its size;
-    the same on all ranks that a stage communicates with."""
+    """Micro-batches by the key of the code they run: the argument, and those that may come later in its size.
+
+    The keys are the same on all ranks that a stage communicates with.
+    """
     undone: Callable[[], AbstractContextManager[None]]
-    """Inside, stages may run and leave nothing behind."""
+    """Context in which stages may run without lasting effects."""
 
 
 class Pipeline:
     """This rank's stages under a schedule.
 
-    `stages` in ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`); each gives a part of the loss, or
-    None, whose gradient is 1. `receive_like(micro_batch)` makes an empty tensor of the size and dtype of what stages
-    send for it, the same on all ranks. `group` says who the ranks are, `links` are the process groups in which this
-    rank sends and receives. `before` and `after` are called around every action of a training step. `warm_up`: None =
-    nothing is compiled or loaded.
+    Args:
+        group: Lists the ranks.
+        stages: In ascending order (`stages_of(stage_rank(name, ranks, virtual), rank)`). Each returns a part of the
+        loss,
+            whose gradient is 1, or None.
+        receive_like: Makes an empty tensor of the size and dtype that stages send for a micro-batch, the same on all
+        ranks.
+        links: The process groups in which this rank sends and receives.
+        before: Called before every action of a training step.
+        after: Called after every action of a training step.
+        warm_up: None = nothing is compiled or loaded.
     """
 
     def __init__(
@@ -78,15 +88,15 @@ class Pipeline:
         """The actions of the step under way."""
 
     def actions(self, micro_batches: int) -> tuple[Action, ...]:
-        """What this rank does in a step of so many micro-batches; IllegalLayout where the schedule has no such list."""
+        """Return this rank's actions in a step. Raises IllegalLayout when the schedule has no such list."""
         return self._program(micro_batches, train=True).actions
 
     def run(self, micro_batches: Sequence[Any]) -> Tensor:
-        """One step's forward and backward passes; the sum () fp32 of the losses of this rank's stages, detached."""
+        """Run one step's passes and return the sum () fp32 of the losses of this rank's stages, detached."""
         return self._execute(micro_batches, train=True)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
-        """Forward passes only, of any number of micro-batches; the sum () fp32 of the losses of this rank's stages."""
+        """Run forward passes of any number of micro-batches; return the sum () fp32 of this rank's losses."""
         with torch.no_grad():
             return self._execute(micro_batches, train=False)
 
@@ -103,15 +113,15 @@ class Pipeline:
         return self._programs[key]
 
     def _execute(self, micro_batches: Sequence[Any], *, train: bool) -> Tensor:
-        todo = self._program(len(micro_batches), train=train)
+        rank_program = self._program(len(micro_batches), train=train)
         if self.warm_up is not None:
-            self._warm_up(self.warm_up, todo, micro_batches, train=train)
+            self._warm_up(self.warm_up, rank_program, micro_batches, train=train)
         like, rank = self.receive_like, self.group.index
-        p2p = PointToPoint(self.links, rank, todo, lambda i: like(micro_batches[i]))
-        passes = Passes(self, p2p, micro_batches, todo.actions, train=train)
-        self.current = todo.actions
-        with splitting() if todo.splits else nullcontext():
-            for action in todo.actions:
+        p2p = PointToPoint(self.links, rank, rank_program, lambda i: like(micro_batches[i]))
+        passes = Passes(self, p2p, micro_batches, rank_program.actions, train=train)
+        self.current = rank_program.actions
+        with splitting() if rank_program.splits else nullcontext():
+            for action in rank_program.actions:
                 if train and self.before is not None:
                     self.before(action)
                 passes.do(action)
@@ -121,40 +131,42 @@ class Pipeline:
         p2p.close()
         return passes.loss()
 
-    def _warm_up(self, how: WarmUp, todo: RankProgram, micro_batches: Sequence[Any], *, train: bool) -> None:
-        kinds = {(action.stage, action.kind) for action in todo.actions}
-        for form, one in {form: one for given in micro_batches for form, one in how.forms(given).items()}.items():
+    def _warm_up(self, how: WarmUp, rank_program: RankProgram, micro_batches: Sequence[Any], *, train: bool) -> None:
+        kinds = {(action.stage, action.kind) for action in rank_program.actions}
+        for form, sample in {form: each for batch in micro_batches for form, each in how.forms(batch).items()}.items():
             name = train, form, frozenset(kinds)
             if name in self._warm:
                 continue
             self._warm.add(name)
-            with how.undone(), splitting() if todo.splits else nullcontext():
+            with how.undone(), splitting() if rank_program.splits else nullcontext():
                 for stage in self.stages:
                     for order in (("F", "BW"), ("F", "B", "W")) if train else (("F",),):
                         if all((stage, kind) in kinds for kind in order):
                             actions = [Action(kind, stage, 0) for kind in order]
-                            passes = Passes(self, _NoPeers(self.receive_like(one)), [copy(one)], actions, train=train)
+                            passes = Passes(
+                                self, _NoPeers(self.receive_like(sample)), [copy(sample)], actions, train=train
+                            )
                             for action in actions:
                                 passes.do(action)
 
 
 class _NoPeers:
-    """In place of the other ranks: a stage reads random numbers, and what it sends is dropped."""
+    """Stand-in for the other ranks: a stage reads random numbers, and what it sends is dropped."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
 
     def take(self, kind: Kind, stage: int, micro_batch: int) -> Tensor:
-        """Something to read."""
+        """Return random numbers."""
         return torch.randn_like(self.like)
 
     def put(self, kind: Kind, stage: int, micro_batch: int, tensor: Tensor) -> None:
-        """Nobody wants it."""
+        """Drop the tensor."""
 
 
 @dataclass(slots=True)
 class _Graph:
-    """What is kept of a forward pass for its backward pass."""
+    """State of a forward pass that its backward pass needs."""
 
     x: Tensor | None
     output: GradientEdge | None
@@ -181,17 +193,17 @@ class Passes:
         self.total: Tensor | None = None
 
     def do(self, action: Action) -> None:
-        """One action of this rank's list."""
-        place = action.stage, action.micro_batch
+        """Do one action of this rank's list."""
+        key = action.stage, action.micro_batch
         if action.kind == "F":
-            self._forward(*place)
+            self._forward(*key)
         elif action.kind == "W":
-            self.queues.pop(place).run()
+            self.queues.pop(key).run()
         else:
-            self._backward(*place, split=action.kind == "B")
+            self._backward(*key, split=action.kind == "B")
 
     def loss(self) -> Tensor:
-        """The sum of this rank's parts ()."""
+        """Return the sum of this rank's parts ()."""
         if self.total is None:
             return self.pipeline.receive_like(self.micro_batches[0]).new_zeros((), dtype=torch.float32)
         return self.total
@@ -222,12 +234,12 @@ class Passes:
         if split:
             self.queues[stage, i] = queue
         if graph.x is not None:
-            found = torch.zeros_like(graph.x) if graph.x.grad is None else graph.x.grad
-            self.p2p.put("B", stage - 1, i, found)
+            x_gradient = torch.zeros_like(graph.x) if graph.x.grad is None else graph.x.grad
+            self.p2p.put("B", stage - 1, i, x_gradient)
 
 
 def _run_backward(graph: _Graph, gradient: Tensor | None) -> None:
-    """Gradients of all that the graph reaches: from the output's gradient, and 1 for the stage's own loss."""
+    """Compute all gradients that the graph reaches, from the output's gradient, and 1 for the stage's own loss."""
     roots, seeds = [], []
     if graph.output is not None and gradient is not None:
         roots.append(graph.output)

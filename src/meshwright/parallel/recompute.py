@@ -1,10 +1,12 @@
-"""Activation recomputation: keep less in the forward pass, make it again in the backward pass.
+"""Activation recomputation: keep less in the forward pass, compute it again in the backward pass.
 
-full: keep a layer's input only (Chen et al. 2016, arXiv:1604.06174). all-but-attention: also what the attention core
-reads and makes, with its log-sum-exp, so that all else is made again. selective: the attention core alone is made again
-(Korthikanti et al. 2022, arXiv:2205.05198, section 5), so that its S x S weights are not kept; kernels that never store
-these have nothing to drop. norms: keep all but what norms make. All repeat the same operations, so loss and gradients
-keep every bit.
+    full                keep only a layer's input (Chen et al. 2016, arXiv:1604.06174)
+    all-but-attention   keep also the inputs and outputs of the attention core, with its log-sum-exp
+    selective           recompute the attention core alone (Korthikanti et al. 2022, arXiv:2205.05198, section 5),
+                        so that its S x S weights are not kept; kernels that never store these save nothing
+    norms               keep everything except the outputs of norms
+
+All repeat the same operations, so loss and gradients keep every bit.
 """
 
 from collections.abc import Callable, Collection
@@ -27,7 +29,7 @@ from meshwright.model.kv_cache import Past
 from meshwright.model.norm import LayerNorm, RMSNorm
 from meshwright.model.seams import BlockCall, compute, same
 from meshwright.model.transformer import Block
-from meshwright.parallel import column_parallel as column_parallel  # registers its operator
+from meshwright.parallel import column_parallel as column_parallel  # these four register the operators below
 from meshwright.parallel import operators as operators
 from meshwright.parallel import ring as ring
 from meshwright.parallel import row_parallel as row_parallel
@@ -40,7 +42,6 @@ MATRIX_PRODUCTS = frozenset(
 ) | {getattr(torch.ops.meshwright, name).default for name in ("columns", "rows", "expert_product", "cpu_product")}
 """Products with weights. Batched ones (bmm) are those of the attention core."""
 
-
 ATTENTION_CORES = frozenset(
     getattr(torch.ops.aten, name).default
     for name in (
@@ -51,14 +52,13 @@ ATTENTION_CORES = frozenset(
 ) | {
     getattr(torch.ops.meshwright, name).default for name in ("varlen_attention", "varlen_dropout", "context_attention")
 }  # fmt: skip
-"""Of compiled code: it knows no seams, and its operators are all that a policy sees."""
-
+"""Attention in compiled code: it has no seams, and a policy sees only operators."""
 
 EXCHANGES = frozenset({torch.ops.meshwright.enter.default, torch.ops.meshwright.leave.default})
 
 
-def _policy(kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(operations: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in operations else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _call(
@@ -74,7 +74,7 @@ def _call(
         return inner(block, x, metadata, cache)
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     keep_random_state = block.draws and block.training
-    result: tuple[Tensor, Tensor | None] = checkpoint(
+    output: tuple[Tensor, Tensor | None] = checkpoint(
         same_split(inner),
         block,
         x,
@@ -84,77 +84,80 @@ def _call(
         preserve_rng_state=keep_random_state,
         **options,
     )
-    return result
+    return output
 
 
 class _NormOutput:
-    """What a norm has made, for a tensor that a later operation wanted to save. Of what the norm was given `given` is
-    kept until the block has saved the first of those, and from then on what `around` makes of it."""
+    """Output of a norm, for a tensor that a later operation wanted to save.
 
-    def __init__(self, norm: nn.Module, given: Tensor, made: Tensor, around: SavedTensorHooks) -> None:
+    The norm's input `x` is kept until the block has saved the first such tensor. From then on, `around` holds it
+    packed.
+    """
+
+    def __init__(self, norm: nn.Module, x: Tensor, made: Tensor, around: SavedTensorHooks) -> None:
         self.norm, self.made, self.version, self.around = norm, ref(made), made._version, around
-        self.given: Tensor | None = given
+        self.x: Tensor | None = x
         self.packed: Any = None
         self.readers = 0
         self.again: Tensor | None = None
 
     def is_there(self) -> bool:
-        """Whether the norm's own tensor lives, so that nothing else lies at its place, and has not been overwritten."""
+        """Return whether the norm's own tensor lives and has not been overwritten. Then its address is unique."""
         made = self.made()
         return made is not None and made._version == self.version
 
     def pack(self) -> None:
-        """For one more reader."""
-        if self.given is not None:
-            self.packed, self.given = self.around.pack(self.given), None
+        """Count one more reader."""
+        if self.x is not None:
+            self.packed, self.x = self.around.pack(self.x), None
         self.readers += 1
 
     @torch.no_grad()
     def made_again(self) -> Tensor:
-        """Once for all of its readers, and gone after the last."""
-        found = self.again
-        if found is None:
-            found = self.norm.forward(self.around.unpack(self.packed))
+        """Return the output, computed once for all of its readers. The last one frees it."""
+        output = self.again
+        if output is None:
+            output = self.norm.forward(self.around.unpack(self.packed))
         self.readers -= 1
-        self.again = found if self.readers > 0 else None
-        return found
+        self.again = output if self.readers > 0 else None
+        return output
 
 
 class _Reading(NamedTuple):
-    """What a node keeps in place of what a norm has made."""
+    """Stand-in for a norm's output in a node of the graph."""
 
     norm: _NormOutput
     shape: torch.Size
 
 
 class _Norms:
-    """The saved tensors of one call of a block: those that norms have made are made again instead."""
+    """The saved tensors of one call of a block: outputs of norms are computed again instead."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[Any, ...], _NormOutput] = {}
+        self.outputs: dict[tuple[Any, ...], _NormOutput] = {}
         self.around = hooks_around()
 
-    def mark(self, norm: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> None:
-        """A forward hook of a norm."""
+    def mark(self, norm: nn.Module, inputs: tuple[Tensor, ...], made: Tensor) -> None:
+        """Record an output of a norm: a forward hook."""
         if made.is_contiguous():
-            self.found[_place(made)] = _NormOutput(norm, given[0].detach(), made, self.around)
+            self.outputs[_address(made)] = _NormOutput(norm, inputs[0].detach(), made, self.around)
 
     def pack(self, saved: Tensor) -> Any:
-        """A norm's result as that norm's; whatever else is saved as outside of here."""
-        found = self.found.get(_place(saved)) if saved.is_contiguous() else None
-        if found is None or not found.is_there():
+        """Pack a norm's output as a reference to the norm. Other tensors go to the hooks around."""
+        output = self.outputs.get(_address(saved)) if saved.is_contiguous() else None
+        if output is None or not output.is_there():
             return self.around.pack(saved)
-        found.pack()
-        return _Reading(found, saved.shape)
+        output.pack()
+        return _Reading(output, saved.shape)
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor, or what the norm makes once more."""
+        """Return the tensor, or compute the norm once more."""
         return (
             packed.norm.made_again().view(packed.shape) if isinstance(packed, _Reading) else self.around.unpack(packed)
         )
 
 
-def _place(x: Tensor) -> tuple[Any, ...]:
+def _address(x: Tensor) -> tuple[Any, ...]:
     return storage_key(x.untyped_storage()), x.storage_offset(), x.numel(), x.dtype
 
 
@@ -173,34 +176,34 @@ def _call_without_norms(
     finally:
         for handle in handles:
             handle.remove()
-        norms.found.clear()  # what is packed has its own
+        norms.outputs.clear()  # packed tensors hold their own reference
 
 
-class _KeptAttention:
-    """One call of a block and its repetitions, which take the result of attention from the first."""
+class _AttentionOnce:
+    """One call of a block and its repetitions, which reuse the attention output of the first call."""
 
     def __init__(self, inner: BlockCall) -> None:
         self.inner = inner
         self.made: Tensor | None = None
         self.learns = False
-        """Whether the result needs a gradient."""
+        """True if the output needs a gradient."""
         self.random: Tensor | None = None
-        """State of the generator behind attention's dropout."""
+        """State of the generator after attention's dropout."""
 
-    def __call__(self, *given: Any) -> tuple[Tensor, Tensor | None]:
-        """As the inner call."""
-        before = _repeated.set(self)
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Run the inner call."""
+        before = _current_call.set(self)
         try:
-            return self.inner(*given)
+            return self.inner(*arguments)
         finally:
-            _repeated.reset(before)
+            _current_call.reset(before)
 
-    def attended(self, attend: Callable[..., Tensor], *given: Any, **options: Any) -> Tensor:
-        """Attention of the first call; what its backward pass needs is kept."""
-        device, draws = given[0].device, bool(options.get("dropout"))
+    def attended(self, attend: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+        """Return the attention of the first call, and keep what its backward pass needs."""
+        device, draws = arguments[0].device, bool(options.get("dropout"))
         if self.made is None:
             with saved_tensors_hooks(torch.Tensor.detach, same):
-                made = attend(*given, **options)
+                made = attend(*arguments, **options)
             self.made, self.learns, self.random = made.detach(), made.requires_grad, None
             if draws:
                 self.random = random_state(device)
@@ -210,56 +213,59 @@ class _KeptAttention:
         return self.made.detach().requires_grad_(self.learns)
 
 
-_repeated: ContextVar[_KeptAttention | None] = ContextVar("repeated", default=None)
+_current_call: ContextVar[_AttentionOnce | None] = ContextVar("current_call", default=None)
 
 
-def kept_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As kernels.attend, for the policy all-but-attention."""
+def keep_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap kernels.attend for the policy all-but-attention."""
 
-    def kept(*given: Any, **options: Any) -> Tensor:
-        call = _repeated.get()
-        return attend(*given, **options) if call is None else call.attended(attend, *given, **options)
+    def attend_once(*arguments: Any, **options: Any) -> Tensor:
+        call = _current_call.get()
+        return attend(*arguments, **options) if call is None else call.attended(attend, *arguments, **options)
 
-    return kept
-
-
-def _call_but_attention(block: Block, *given: Any, inner: BlockCall) -> tuple[Tensor, Tensor | None]:
-    return _call(block, *given, inner=_KeptAttention(inner), contexts=None)
+    return attend_once
 
 
-def on_some(blocks: Collection[nn.Module], call: BlockCall, others: BlockCall) -> BlockCall:
-    """These blocks by one call, the others by another."""
-    some = frozenset(blocks)
+def _call_but_attention(block: Block, *arguments: Any, inner: BlockCall) -> tuple[Tensor, Tensor | None]:
+    return _call(block, *arguments, inner=_AttentionOnce(inner), contexts=None)
 
-    def run(block: Block, *given: Any) -> tuple[Tensor, Tensor | None]:
-        return (call if block in some else others)(block, *given)
+
+def choose_call(blocks: Collection[nn.Module], call: BlockCall, others: BlockCall) -> BlockCall:
+    """Return a call that runs some blocks by `call` and the rest by `others`."""
+    chosen = frozenset(blocks)
+
+    def run(block: Block, *arguments: Any) -> tuple[Tensor, Tensor | None]:
+        return (call if block in chosen else others)(block, *arguments)
 
     return run
 
 
-def attended_again(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """As kernels.attend, for the policy selective: of the core its inputs are kept, and nothing inside."""
+def recompute_attention(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap kernels.attend for the policy selective: only the inputs of the core are kept."""
 
-    def again(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
+    def attend_again(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
         core = partial(attend, scale=scale, dropout=dropout)
         if not torch.is_grad_enabled():
             return core(q, k, v, mask)
         out: Tensor = checkpoint(core, q, k, v, mask, use_reentrant=False, preserve_rng_state=dropout > 0)
         return out
 
-    return again
+    return attend_again
 
 
 KEPT = {
     "norms": MATRIX_PRODUCTS | ATTENTION_CORES | EXCHANGES,
     "all-but-attention": ATTENTION_CORES,
 }
-"""Operators whose results a policy keeps, where it goes by operators."""
+"""Operators whose outputs a policy keeps, for policies that are defined by operators."""
 
 
 def block_call(recompute: str, inner: BlockCall = compute, *, compiled: bool = False) -> BlockCall:
-    """The function that runs a block under a policy, a word of layout.recompute. `inner` is what is made again; hooks
-    on the block stay outside of it. `compiled`: the function will be. selective acts inside of attention."""
+    """Return the function that runs a block under a policy, a word of layout.recompute.
+
+    `inner` is recomputed; hooks on the block stay outside of it. `compiled`: the function is going to be compiled.
+    selective works inside attention.
+    """
     if recompute in ("none", "selective"):
         return inner
     if recompute == "norms" and not compiled:
@@ -268,5 +274,5 @@ def block_call(recompute: str, inner: BlockCall = compute, *, compiled: bool = F
         return partial(_call_but_attention, inner=inner)
     if recompute == "full":
         return partial(_call, inner=inner, contexts=None)
-    kept = KEPT[recompute]
-    return partial(_call, inner=inner, contexts=partial(create_selective_checkpoint_contexts, partial(_policy, kept)))
+    policy = partial(_policy, KEPT[recompute])
+    return partial(_call, inner=inner, contexts=partial(create_selective_checkpoint_contexts, policy))

@@ -1,13 +1,16 @@
 """Context parallelism, second half: how the keys of all ranks get to the queries of each.
 
 ring: every rank passes keys and values on to its neighbour while it computes with those it has; after c - 1 hops each
-has met all (Ring attention, Liu et al. 2023, arXiv:2310.01889). The backward pass sends them round once more, and with
-them their gradients, to which each rank adds its part until they are home. gather: all keys and values are gathered
-before and their gradients reduced and scattered after (Llama 3 report, arXiv:2407.21783, section 3.3.2).
+has seen all (Ring attention, Liu et al. 2023, arXiv:2310.01889). The backward pass sends them round once more, together
+with their gradients, to which each rank adds its part until they are home.
 
-Both keep for the backward pass what one device keeps of 1 / c of the sequence: queries, keys, values, result and
-log-sum-exp of this rank's positions, never the keys of others. Both send, with n bytes of keys and values a rank,
-(c - 1) n forward and (c - 1) (n + their gradients in fp32) backward; the ring holds the keys of two ranks, not of all.
+gather: all keys and values are gathered before, and their gradients are reduced and scattered after (Llama 3 report,
+arXiv:2407.21783, section 3.3.2).
+
+Both keep for the backward pass what one device keeps of 1 / c of the sequence: queries, keys, values, output and
+log-sum-exp of this rank's positions, never the keys of others. Let n be the bytes of a rank's keys and values. Both
+send (c - 1) n forward and (c - 1) (n + their gradients in fp32) backward. The ring holds the keys of two ranks, not of
+all.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,14 +26,14 @@ from meshwright.kernels.partial import PartialAttention, PartialGradients, Tile,
 from meshwright.kernels.row_tiles import STRETCH
 from meshwright.kernels.target import kind
 from meshwright.parallel.context import ContextMask, Places, in_order, places, take_at
-from meshwright.parallel.group import Group, numbered
+from meshwright.parallel.group import Group, find_group
 from meshwright.spec.errors import IllegalLayout
 from meshwright.spec.purpose import takes
 
 MOST_HIDDEN = 2**20
-"""Numbers, queries times keys of a window, that hide pairs of a piece: 4 MiB."""
+"""Elements, queries times keys of a window, of a mask within a piece: 4 MiB."""
 Attend = Callable[..., Tensor]
-"""As kernels.attention.attend."""
+"""The signature of kernels.attention.attend."""
 
 
 class _Packed:
@@ -43,25 +46,25 @@ class _Packed:
 
     @classmethod
     @takes("buffers")
-    def of(cls, keys: Tensor, values: Tensor) -> "_Packed":
-        """A copy of tensors (B, K, T, .) of any strides."""
+    def copy(cls, keys: Tensor, values: Tensor) -> "_Packed":
+        """Copy tensors (B, K, T, .) of any strides."""
         packed = cls((keys.shape, values.shape), keys.new_empty(keys.numel() + values.numel()))
         packed.keys.copy_(keys)
         packed.values.copy_(values)
         return packed
 
     def like(self, buffer: Tensor) -> "_Packed":
-        """Another buffer in the same shapes."""
+        """Return another buffer in the same shapes."""
         return _Packed(self.shapes, buffer)
 
     @takes("buffers")
     def zeros(self) -> "_Packed":
-        """Where fp32 gradients are added up."""
+        """Return a zeroed buffer for fp32 gradients."""
         return self.like(torch.zeros_like(self.buffer, dtype=torch.float32))
 
 
 class _Travelling:
-    """A buffer on its way to the next rank, and that of the rank before on its way here."""
+    """A buffer on its way to the next rank, and the previous rank's on its way here."""
 
     @takes("buffers")
     def __init__(self, group: Group, buffer: Tensor) -> None:
@@ -70,32 +73,34 @@ class _Travelling:
         self.work: list[dist.Work] = group.exchange([(buffer, following)], [(self.received, previous)])
 
     def wait(self) -> Tensor:
-        """What has arrived."""
+        """Return the buffer that has arrived."""
         for work in self.work:
             work.wait()
         return self.received
 
 
 class _Ring:
-    """Keys and values hop from rank to rank; so do the sums of their gradients, one hop behind."""
+    """Keys and values hop from rank to rank, and the sums of their gradients follow one hop behind."""
 
-    def __init__(self, group: Group, mask: ContextMask, own: _Packed) -> None:
-        self.group, self.mask, self.own = group, mask, own
+    def __init__(self, group: Group, mask: ContextMask, packed: _Packed) -> None:
+        self.group, self.mask, self.packed = group, mask, packed
         self.home: _Packed | None = None
         self.sums: _Travelling | None = None
 
     def parts(self) -> Iterator[tuple[_Packed, Places]]:
-        """This rank's keys, then those of the ranks before it: the next travel while the present are used."""
-        size, index, buffer = self.group.size, self.group.index, self.own.buffer
+        """Yield this rank's keys, then those of the ranks before it. The next travel while the present are used."""
+        size, index, buffer = self.group.size, self.group.index, self.packed.buffer
         for step in range(size):
             hop = _Travelling(self.group, buffer) if step < size - 1 else None
-            yield self.own.like(buffer), self.mask.keys_of(size, (index - step) % size)
+            yield self.packed.like(buffer), self.mask.keys_of(size, (index - step) % size)
             if hop is not None:
                 buffer = hop.wait()
 
     def give_back(self, gradients: _Packed) -> None:
-        """Gradients of the present part join those that the ranks before have added up, and go on to the next rank;
-        this rank's own wait here for theirs."""
+        """Add the gradients of the present part to the sum of the ranks before, and send it to the next rank.
+
+        The gradients of this rank's own part wait here for the others.
+        """
         if self.home is None:
             self.home = gradients
             return
@@ -104,7 +109,7 @@ class _Ring:
         self.sums = _Travelling(self.group, gradients.buffer)
 
     def returned(self) -> _Packed:
-        """All ranks' gradients of this rank's keys and values, fp32."""
+        """Return all ranks' gradients of this rank's keys and values, fp32."""
         assert self.home is not None
         if self.sums is not None:
             self.home.buffer.add_(self.sums.wait())
@@ -112,44 +117,44 @@ class _Ring:
 
 
 class _Gather:
-    """One part: the keys and values of the whole sequence, in its order; of stripes one part each."""
+    """Keys and values of the whole sequence, in its order, as one part. Stripes are one part each."""
 
-    def __init__(self, group: Group, mask: ContextMask, own: _Packed) -> None:
-        self.group, self.mask, self.own = group, mask, own
+    def __init__(self, group: Group, mask: ContextMask, packed: _Packed) -> None:
+        self.group, self.mask, self.packed = group, mask, packed
         self.pieces: list[Tensor] = []
 
     def parts(self) -> Iterator[tuple[_Packed, Places]]:
-        """All keys at once."""
-        buffers = self.group.all_gather(self.own.buffer.unsqueeze(0))
-        ranks = [self.own.like(buffer) for buffer in buffers]
+        """Yield all keys at once."""
+        buffers = self.group.all_gather(self.packed.buffer.unsqueeze(0))
+        ranks = [self.packed.like(buffer) for buffer in buffers]
         if self.mask.split == "striped":
             yield from ((rank, self.mask.keys_of(len(ranks), index)) for index, rank in enumerate(ranks))
             return
         keys = in_order([rank.keys for rank in ranks], self.mask.split, 2)
         values = in_order([rank.values for rank in ranks], self.mask.split, 2)
-        yield _Packed.of(keys, values), Places((0,), self.mask.sequence)
+        yield _Packed.copy(keys, values), Places((0,), self.mask.sequence)
 
     @takes("buffers")
     def give_back(self, gradients: _Packed) -> None:
-        """Each rank's positions of what this one made."""
+        """Cut the gradients of the whole sequence into each rank's positions."""
         if self.mask.split == "striped":
             self.pieces.append(gradients.buffer)
             return
         size = self.group.size
         ranks = [self.mask.keys_of(size, index) for index in range(size)]
         self.pieces = [
-            _Packed.of(take_at(gradients.keys, at, 2), take_at(gradients.values, at, 2)).buffer for at in ranks
+            _Packed.copy(take_at(gradients.keys, at, 2), take_at(gradients.values, at, 2)).buffer for at in ranks
         ]
 
     @takes("buffers")
     def returned(self) -> _Packed:
-        """All ranks' gradients of this rank's keys and values, fp32."""
-        return self.own.like(self.group.reduce_scatter(torch.cat(self.pieces)))
+        """Return all ranks' gradients of this rank's keys and values, fp32."""
+        return self.packed.like(self.group.reduce_scatter(torch.cat(self.pieces)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
-    """How the attention of one sequence is shared: over which ranks, by which way, and who sees whom."""
+    """Attention of one sequence that ranks share: the ranks, the route of keys, and the mask."""
 
     mask: ContextMask
     scale: float
@@ -157,7 +162,7 @@ class _Shared:
     route: type[_Ring] | type[_Gather]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The result (B, S/c, H, V) and the log-sum-exp (B, H, S/c)."""
+        """Return the output (B, S/c, H, V) and the log-sum-exp (B, H, S/c)."""
         fused = can_fuse(q, k)
         attention = PartialAttention(q, v.shape[-1], scale=self.scale, fused=fused)
         for part, at in self.route(self.group, self.mask, _pack(k, v)).parts():
@@ -167,7 +172,7 @@ class _Shared:
     def gradients(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of q, k and v."""
+        """Return the gradients of q, k and v."""
         fused = can_fuse(q, k)
         gradients = PartialGradients(q, out, lse, gradient, scale=self.scale, fused=fused)
         route = self.route(self.group, self.mask, _pack(k, v))
@@ -182,7 +187,7 @@ class _Shared:
 
 
 class _ContextAttention(torch.autograd.Function):
-    """q (B, S/c, H, E), k (B, S/c, K, E), v (B, S/c, K, V) -> (B, S/c, H, V)."""
+    """Autograd function: q (B, S/c, H, E), k (B, S/c, K, E), v (B, S/c, K, V) -> (B, S/c, H, V)."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, shared: _Shared) -> Tensor:
@@ -197,7 +202,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 ROUTES: dict[str, type[_Ring] | type[_Gather]] = {"ring": _Ring, "all-gather": _Gather}
-"""By layout.context."""
+"""Route by word of layout.context."""
 
 
 @torch.library.custom_op("meshwright::context_attention", mutates_args=())
@@ -205,7 +210,10 @@ def context_attention(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None,
     window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As attend, one operator of compiled code; of the mask what a rank cannot know. Also the log-sum-exp."""
+    """Compute attend and its log-sum-exp, as one operator of compiled code.
+
+    Of the mask it takes the parts that a rank cannot know.
+    """
     return _shared(q, bounds, window, split, scale, group, route).attend(q, k, v)
 
 
@@ -223,10 +231,10 @@ def context_attention_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     bounds: Tensor | None, window: int, split: str, scale: float, group: int, route: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v, each (B, heads, S/c, width) as the products leave it."""
+    """Return the gradients of q, k and v, each (B, heads, S/c, width), contiguous."""
     shared = _shared(q, bounds, window, split, scale, group, route)
-    found = shared.gradients(gradient, q, k, v, out, lse)
-    of_q, of_k, of_v = (one.transpose(1, 2).contiguous() for one in found)
+    gradients = shared.gradients(gradient, q, k, v, out, lse)
+    of_q, of_k, of_v = (each.transpose(1, 2).contiguous() for each in gradients)
     shares = of_k.untyped_storage().data_ptr() == of_v.untyped_storage().data_ptr()
     return of_q, of_k, of_v.clone() if shares else of_v
 
@@ -244,11 +252,11 @@ def _shared(
     q: Tensor, bounds: Tensor | None, window: int, split: str, scale: float, group: int,
     route: str,
 ) -> _Shared:  # fmt: skip
-    """What an operator was given, put together again."""
-    found = numbered(group)
-    queries = places(q.shape[1] * found.size, found.size, found.index, split)
-    mask = ContextMask.of(found, queries, split, q.device, bounds, window)
-    return _Shared(mask=mask, scale=scale, group=found, route=ROUTES[route])
+    """Rebuild the shared attention from an operator's arguments."""
+    ranks = find_group(group)
+    queries = places(q.shape[1] * ranks.size, ranks.size, ranks.index, split)
+    mask = ContextMask.make(ranks, queries, split, q.device, bounds, window)
+    return _Shared(mask=mask, scale=scale, group=ranks, route=ROUTES[route])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -257,15 +265,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    found = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
-    return *(one.transpose(1, 2) for one in found), *(None,) * 6
+    gradients = context_attention_backward(gradient, *ctx.saved_tensors, *ctx.options)
+    return *(each.transpose(1, 2) for each in gradients), *(None,) * 6
 
 
 context_attention.register_autograd(_backward, setup_context=_setup)
 
 
 def context_attend(group: Group, route: str) -> Attend:
-    """Attention of this rank's queries over all ranks' keys, by one of ROUTES; a collective, forward and backward."""
+    """Return attention of this rank's queries over all ranks' keys, by one of ROUTES: a collective in both passes."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, dropout: float = 0.0) -> Tensor:
         if dropout:
@@ -279,23 +287,26 @@ def context_attend(group: Group, route: str) -> Attend:
                 "parallel.context.mask_maker in place of model.seams.mask"
             )
         if torch.compiler.is_compiling():
-            given = mask.window, mask.split, scale, group.number, route
-            out: Tensor = context_attention(q, k, v, mask.bounds, *given)[0]
-            return out
+            options = mask.window, mask.split, scale, group.number, route
+            traced: Tensor = context_attention(q, k, v, mask.bounds, *options)[0]
+            return traced
         shared = _Shared(mask=mask, scale=scale, group=group, route=ROUTES[route])
-        result: Tensor = _ContextAttention.apply(q, k, v, shared)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        return result
+        out: Tensor = _ContextAttention.apply(q, k, v, shared)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return out
 
     return attend
 
 
 def _pack(k: Tensor, v: Tensor) -> _Packed:
-    """(B, T, K, E) and (B, T, K, V)."""
-    return _Packed.of(k.transpose(1, 2), v.transpose(1, 2))
+    """Pack keys (B, T, K, E) and values (B, T, K, V)."""
+    return _Packed.copy(k.transpose(1, 2), v.transpose(1, 2))
 
 
 def _tiles(mask: ContextMask, keys: Places, q: Tensor, fused: bool) -> Iterator[Tile]:
-    """A CPU's fused kernel takes the borders of a window as numbers (queries, keys), so queries come in pieces."""
+    """Return the tiles of a mask.
+
+    A CPU's fused kernel needs a mask (queries, keys) at the borders of a window, so queries come in pieces.
+    """
     if not fused:
         return mask.blocks(keys)
     few = min(mask.window // 4, MOST_HIDDEN // max(1, mask.window))

@@ -13,17 +13,19 @@ from meshwright.spec.shared_scales import SharedScales, shared_scales
 
 
 def round_weights(engine: Engine, scheme: str) -> None:
-    """Have an engine round every matrix that `meshwright quantize` rounds, to the numbers that the whole matrix would
-    be rounded to; recipe.fake_quantize as it is."""
+    """Have an engine round every matrix that `meshwright quantize` rounds, as recipe.fake_quantize asks.
+
+    Each part is rounded to the numbers that the whole matrix would be rounded to.
+    """
     if scheme == NO_SCHEME:
         return
     shape, layout = engine.model.shape, engine.mesh.layout
-    found = {
-        one: shared_scales(one, shape, SCHEMES[scheme], layout.tp, layout.ep)
-        for one in parameters(shape)
-        if one.matrices is not None
+    scales = {
+        parameter: shared_scales(parameter, shape, SCHEMES[scheme], layout.tp, layout.ep)
+        for parameter in parameters(shape)
+        if parameter.matrices is not None
     }
-    cut = {one.name: _rounding(engine, one, shared, scheme) for one, shared in found.items() if any(shared)}
+    cut = {each.name: _rounding(engine, each, shared, scheme) for each, shared in scales.items() if any(shared)}
     put_fake_quantization(engine.stages, shape, scheme, cut)
 
 

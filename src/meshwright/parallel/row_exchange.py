@@ -1,17 +1,17 @@
 """The way of rows to the experts of other ranks and back, in pieces, for a forward pass and for its gradients.
 
 A piece is for an equal part of each rank's experts (layout.ep_chunks). On one way rows leave whole and arrive piece by
-piece; on the way back they leave piece by piece and are put together at home. The gradient of either goes the other:
+piece; on the way back they leave piece by piece and are joined at home. The gradient of either goes the other way:
 
     depart  (N k, D) -> a token a piece    all pieces leave            gradient: waits for all of them
     arrive  token -> (R, D)                waits, sorts by expert      gradient: leaves for home
     turn    (R, D) -> token                leaves for home             gradient: waits
     home    tokens -> (N k, D)             waits for all of them       gradient: all pieces leave
 
-Whatever a model computes between two of them runs beside the exchange: experts of one piece while others travel, the
-shared experts beside them. Autograd goes back through what was made last first, so that the backward pass does the
-same, from the last piece to the first. Tokens have no elements. They tell autograd what comes before what; the rows
-under way are the Way's. Nothing of it is kept for the backward pass but the orders of rows.
+Whatever a model computes between two of them overlaps with the exchange: experts of one piece, and the shared experts.
+Autograd goes back through the newest operations first, so the backward pass overlaps likewise, from the last piece to
+the first. Tokens have no elements: they tell autograd what comes before what. The rows under way are held by the Way.
+Only the orders of rows are kept for the backward pass.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,25 +27,27 @@ from meshwright.spec.purpose import takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """How many rows of each piece this rank sends to each rank of the group, and how many each one sends here."""
+    """Rows of each piece that this rank sends to each rank of the group, and that each one sends here."""
 
     group: Group
     sent: Sequence[Sequence[int]]
     received: Sequence[Sequence[int]]
-    goes_on: bool
-    """Whether anything is computed between a start and its wait."""
+    overlaps: bool
+    """True if anything is computed between a start and its wait."""
 
 
 class Sorting(NamedTuple):
-    """Of a piece that has arrived (R, D): sorted = arrived[order] lies by expert and then rank; arrived =
-    sorted[inverse]. None: it is sorted already."""
+    """Order of a piece that has arrived (R, D). None = it is sorted already.
+
+    sorted = arrived[order] is sorted by expert and then rank; arrived = sorted[inverse].
+    """
 
     order: Tensor | None
     inverse: Tensor | None
 
 
 class Way:
-    """Rows under way between this rank and the others: at home (N k, D), there (R, D) for each piece."""
+    """Rows under way between this rank and the others: at home (N k, D), at the experts (R, D) for each piece."""
 
     def __init__(self, route: Route) -> None:
         self.route = route
@@ -58,11 +60,11 @@ class Way:
         route, parts = self.route, rows.split([sum(runs) for runs in self.route.sent])
         for piece in pieces:
             self._pending[piece] = route.group.start_all_to_all(
-                parts[piece], route.sent[piece], route.received[piece], goes_on=route.goes_on
+                parts[piece], route.sent[piece], route.received[piece], overlaps=route.overlaps
             )
 
     def arrive(self, piece: int) -> Tensor:
-        """Rows of a piece, once they are there."""
+        """Wait for the rows of a piece, and return them."""
         return self._wait(piece)
 
     @takes("buffers")
@@ -74,16 +76,16 @@ class Way:
             self._home = rows.new_empty(sum(sizes), *rows.shape[1:])
             self._places = self._home.split(sizes)
         self._pending[piece] = route.group.start_all_to_all(
-            rows, route.received[piece], route.sent[piece], goes_on=route.goes_on, into=self._places[piece]
+            rows, route.received[piece], route.sent[piece], overlaps=route.overlaps, into=self._places[piece]
         )
 
     def home(self) -> Tensor:
-        """All rows as they had left, once they are there."""
+        """Wait for all rows, and return them in the order in which they left."""
         for piece in range(len(self._pending)):
             self._wait(piece)
-        found, self._home, self._places = self._home, None, ()
-        assert found is not None
-        return found
+        rows, self._home, self._places = self._home, None, ()
+        assert rows is not None
+        return rows
 
     def _wait(self, piece: int) -> Tensor:
         pending, self._pending[piece] = self._pending[piece], None
@@ -146,25 +148,25 @@ class _Home(torch.autograd.Function):
 
 
 def depart(rows: Tensor, way: Way) -> tuple[Tensor, ...]:
-    """Rows (N k, D), piece behind piece -> a token of each piece."""
+    """Send rows (N k, D), sorted by piece -> one token for each piece."""
     tokens: tuple[Tensor, ...] = _Depart.apply(rows, way)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return tokens
 
 
 def arrive(token: Tensor, way: Way, piece: int, sorting: Sorting) -> Tensor:
-    """-> rows (R, D) of the piece, sorted."""
+    """Wait for the rows (R, D) of a piece, and sort them."""
     rows: Tensor = _Arrive.apply(token, way, piece, *sorting)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return rows
 
 
 def turn(rows: Tensor, way: Way, piece: int, sorting: Sorting) -> Tensor:
-    """Rows (R, D), sorted -> a token of the piece."""
+    """Send sorted rows (R, D) of a piece home -> its token."""
     token: Tensor = _Turn.apply(rows, way, piece, *sorting)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return token
 
 
 def home(tokens: Sequence[Tensor], way: Way) -> Tensor:
-    """-> rows (N k, D) as they had left."""
+    """Wait for the rows (N k, D) at home, in the order in which they left."""
     rows: Tensor = _Home.apply(way, *tokens)  # type: ignore[no-untyped-call]  # torch has no annotations there
     return rows
 

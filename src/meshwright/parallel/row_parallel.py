@@ -3,8 +3,8 @@
 y = leave(x W^T)        W (out, in / t); leave = f* (all-reduce), or g* with sp (reduce-scatter along the sequence)
 
 A sequence passes in pieces (sequence.py): the sum of one is under way while the next is multiplied. With sp the
-backward pass gathers the gradient of y likewise, and multiplies the pieces that are there. A product as a whole, and
-its collective behind it, is what one piece comes to.
+backward pass gathers the gradient of y likewise, and multiplies the pieces that have arrived. With one piece, a whole
+product is followed by its collective.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,43 +25,46 @@ from meshwright.kernels.linear import (
     products_of_pieces,
 )
 from meshwright.kernels.weight_gradients import as_leaf, leaf_at, waits
-from meshwright.parallel.group import Group, numbered
+from meshwright.parallel.group import Group, find_group
 from meshwright.parallel.sequence import SEQUENCE, Gathering, Scattering, SequenceSlices, resized
 
 
 @dataclass(frozen=True, slots=True)
 class RowParallelProducts:
-    """What stands at the end of a part of a model (model.seams.Border.write)."""
+    """Products and their sums at a border of a model (model.seams.Border.write)."""
 
     slices: SequenceSlices
     form: str = SAME
-    """Of kernels.linear."""
+    """The form of the products (kernels.linear)."""
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x (B, S, in / t) -> (B, S or S / t, out), summed over the ranks; one of them has the bias."""
+        """Compute x (B, S, in / t) -> (B, S or S / t, out), summed over the ranks. One of them has the bias."""
         pieces = self.slices.of_whole(x)
         if torch.compiler.is_compiling():
             later = x.requires_grad and waits(weight)
             traced: Tensor = rows(x, weight, bias, self.slices.group.number, self.slices.sp, pieces, self.form, later)
             return traced
-        kept = Kept()
-        (x,) = kept(x, weight, changed=1, bias=bias)
-        found: Tensor = _Rows.apply(x, weight, bias, self, kept)  # type: ignore[no-untyped-call]  # torch has no annotations there
-        return found
+        saved = Kept()
+        (x,) = saved(x, weight, changed=1, bias=bias)
+        total: Tensor = _Rows.apply(x, weight, bias, self, saved)  # type: ignore[no-untyped-call]  # torch has no annotations there
+        return total
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same without a gradient."""
+        """Compute `linear` without a gradient."""
         return _product(x, weight, bias, self.slices.group, self.slices.sp, self.slices.of_whole(x), self.form)
 
     def gradient(self, gradient: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradient (B, S or S / t, out) of the sum -> that of this rank's part (B, S, out), and of x (B, S, in / t)."""
+        """Return the gradients of this rank's part (B, S, out) and of x (B, S, in / t).
+
+        `gradient` (B, S or S / t, out) is that of the sum.
+        """
         return _gradient(gradient, weight, self.slices.group, self.slices.sp, self.slices.of_slice(gradient), self.form)
 
 
 def _product(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sp: bool, pieces: int, form: str
 ) -> Tensor:  # fmt: skip
-    # In one call for each piece, and contiguous: what selective recomputation is to keep is a product of matrices.
+    # One call for each piece, and contiguous: selective recomputation keeps products of matrices.
     chunks = (piece.contiguous() for piece in x.chunk(pieces, SEQUENCE))
     made = (part for (part,) in products_of_pieces(chunks, (weight,), (bias,), form))
     if sp:
@@ -70,9 +73,9 @@ def _product(
             scattering.start(part)
         return scattering.wait()
     if pieces == 1:
-        return group.all_reduce(next(made).clone())  # recomputation may have kept the product
+        return group.all_reduce(next(made).clone())  # recomputation may keep the product, so it must not change
     pending = [group.start_all_reduce(part.clone()) for part in made]
-    return torch.cat([one.wait() for one in pending], SEQUENCE)
+    return torch.cat([total.wait() for total in pending], SEQUENCE)
 
 
 def _gradient(
@@ -90,58 +93,61 @@ def _gradient(
 
 
 def _gradients_into(
-    places: Sequence[Tensor], pieces: Iterable[Tensor], weight: Tensor, form: str = SAME
+    outputs: Sequence[Tensor], pieces: Iterable[Tensor], weight: Tensor, form: str = SAME
 ) -> None:  # fmt: skip
-    """Gradients of x of one piece (B, s, out) after the other, each written to its place (B, s, in)."""
+    """Write the gradients of x (B, s, in) for one piece (B, s, out) after the other."""
     if form != SAME:
         columns = fp8.narrow(weight.t())
-        for piece, place in zip(pieces, places, strict=True):
-            place.copy_(fp8.input_gradient((piece,), (columns,)))
+        for piece, output in zip(pieces, outputs, strict=True):
+            output.copy_(fp8.input_gradient((piece,), (columns,)))
         return
-    for piece, place in zip(pieces, places, strict=True):
-        _multiply_into(place, piece, weight)
+    for piece, output in zip(pieces, outputs, strict=True):
+        _multiply_into(output, piece, weight)
 
 
-def _multiply_into(place: Tensor, gradient: Tensor, weight: Tensor) -> None:
-    """place (B, s, in) = gradient (B, s, out) times weight (out, in)."""
+def _multiply_into(output: Tensor, gradient: Tensor, weight: Tensor) -> None:
+    """Set output (B, s, in) to gradient (B, s, out) times weight (out, in)."""
     if needs_wide(gradient) or pays(gradient, weight.shape[1]):
-        place.copy_(input_gradient((gradient,), (weight,)))
-    elif len(place) == 1:
-        torch.mm(gradient[0], weight, out=place[0])
+        output.copy_(input_gradient((gradient,), (weight,)))
+    elif len(output) == 1:
+        torch.mm(gradient[0], weight, out=output[0])
     else:
-        torch.bmm(gradient, weight.expand(len(place), -1, -1), out=place)
+        torch.bmm(gradient, weight.expand(len(output), -1, -1), out=output)
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, summed: RowParallelProducts, kept: Kept
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, summed: RowParallelProducts, saved: Kept
     ) -> Tensor:
-        ctx.summed, ctx.leaves, ctx.kept = summed, (as_leaf(weight),), kept
+        ctx.summed, ctx.leaves, ctx.saved = summed, (as_leaf(weight),), saved
         return summed.product(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.kept.tensors
+        x, weight = ctx.saved.tensors
         whole, of_x = ctx.summed.gradient(gradient, weight)
         form = ctx.summed.form
-        found = parameter_gradients(ctx.needs_input_grad[1:3], ctx.leaves, x, (whole,), (weight,), form)
-        return of_x, *found, None, None
+        of_parameters = parameter_gradients(ctx.needs_input_grad[1:3], ctx.leaves, x, (whole,), (weight,), form)
+        return of_x, *of_parameters, None, None
 
 
 @torch.library.custom_op("meshwright::rows", mutates_args=())
 def rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str, later: bool
 ) -> Tensor:
-    """As RowParallelProducts.linear, one operator of compiled code. `later`: the weight's gradient is left."""
-    return _product(x, weight, bias, numbered(group), sp, pieces, form)
+    """Compute RowParallelProducts.linear as one operator of compiled code.
+
+    `later`: the weight's gradient is left for later.
+    """
+    return _product(x, weight, bias, find_group(group), sp, pieces, form)
 
 
 @rows.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: int, sp: bool, pieces: int, form: str, later: bool
 ) -> Tensor:
-    return x.new_empty(*resized(x.shape[:-1], 1, numbered(group).size if sp else 1), len(weight))
+    return x.new_empty(*resized(x.shape[:-1], 1, find_group(group).size if sp else 1), len(weight))
 
 
 @torch.library.custom_op("meshwright::rows_backward", mutates_args=())
@@ -149,10 +155,10 @@ def rows_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool], group: int, sp: bool, pieces: int, form: str,
     later: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of x, and those `wanted` of weight and bias; the weight's may be left for `later`."""
-    whole, of_x = _gradient(gradient.contiguous(), weight, numbered(group), sp, pieces, form)
-    found = parameter_gradients(wanted, [leaf_at(weight) if later else None], x, (whole,), (weight,), form)
-    return [of_x, *(one for one in found if one is not None)]
+    """Return the gradient of x and those `wanted` of weight and bias. The weight's may be left for `later`."""
+    whole, of_x = _gradient(gradient.contiguous(), weight, find_group(group), sp, pieces, form)
+    of_parameters = parameter_gradients(wanted, [leaf_at(weight) if later else None], x, (whole,), (weight,), form)
+    return [of_x, *(gradient for gradient in of_parameters if gradient is not None)]
 
 
 @rows_backward.register_fake
@@ -163,7 +169,7 @@ def _(
     like, made = (weight, weight[:, 0]), (wanted[0] and not later, wanted[1])
     return [
         x.new_empty(x.shape),
-        *(one.new_empty(one.shape) for one, is_made in zip(like, made, strict=True) if is_made),
+        *(each.new_empty(each.shape) for each, is_made in zip(like, made, strict=True) if is_made),
     ]
 
 
@@ -175,10 +181,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, gradient: Tensor) -> Any:
     x, weight = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[1:3])
-    of_x, *found = rows_backward(gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.later)
-    given = iter(found)
+    of_x, *of_parameters = rows_backward(
+        gradient, x, weight, wanted, ctx.group, ctx.sp, ctx.pieces, ctx.form, ctx.later
+    )
+    present = iter(of_parameters)
     made = wanted[0] and not ctx.later, wanted[1]
-    return of_x, *(next(given) if is_made else None for is_made in made), *[None] * 5
+    return of_x, *(next(present) if is_made else None for is_made in made), *[None] * 5
 
 
 rows.register_autograd(_backward, setup_context=_setup)

@@ -1,7 +1,7 @@
-"""What autograd does with tensors that it saves, where two parts of a program have a say in it.
+"""Nested hooks for tensors that autograd saves.
 
-torch asks only the innermost pair of `saved_tensors_hooks`. A pair that is interested in some tensors hands the others
-to the pair around it: recomputation takes what norms have made, offload moves the rest.
+torch calls only the innermost pair of `saved_tensors_hooks`. Here a pair that handles some tensors passes the others to
+the pair around it: recomputation handles the outputs of norms, offload moves the rest.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,29 +14,25 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class SavedTensorHooks(NamedTuple):
-    """As the arguments of saved_tensors_hooks."""
+    """The arguments of saved_tensors_hooks."""
 
     pack: Callable[[Tensor], Any]
     unpack: Callable[[Any], Tensor]
 
 
-def _same(packed: Any) -> Any:
-    return packed
-
-
-ALIASES = SavedTensorHooks(Tensor.detach, _same)
-"""A node that kept its own result itself would never be freed without a backward pass: an alias."""
+ALIASES = SavedTensorHooks(Tensor.detach, lambda packed: packed)
+"""Hooks that save an alias. A node that saved its own output would never be freed without a backward pass."""
 _around: ContextVar[SavedTensorHooks] = ContextVar("around", default=ALIASES)
 
 
 def hooks_around() -> SavedTensorHooks:
-    """Of the `saving_by` that this code runs in."""
+    """Return the hooks of the innermost `saving_by` around this code."""
     return _around.get()
 
 
 @contextmanager
 def saving_by(hooks: SavedTensorHooks) -> Iterator[None]:
-    """Inside, autograd saves tensors by these hooks."""
+    """Have autograd save tensors by these hooks inside."""
     token = _around.set(hooks)
     try:
         with saved_tensors_hooks(*hooks):

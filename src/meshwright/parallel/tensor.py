@@ -1,19 +1,19 @@
 """Tensor and sequence parallelism (Shoeybi et al. 2019, arXiv:1909.08053; Korthikanti et al. 2022, arXiv:2205.05198).
 
 Attention is split by heads, the MLP by its inner width, embedding and head by vocabulary. The model's own layers do the
-local products; what communicates stands at the borders of attention and MLP:
+local products. Collectives are at the borders of attention and MLP:
 
     without sp    f: identity, backward all-reduce          f*: all-reduce, backward identity
     with sp       g: all-gather along the sequence,         g*: reduce-scatter along the sequence,
                      backward reduce-scatter                    backward all-gather
 
-so that with sp norms, residuals and dropout work on S / tp positions. Per layer and pass two collectives of B S D
-elements either way (an all-reduce being one reduce-scatter and one all-gather).
+With sp norms, residuals and dropout work on S / tp positions. Either way there are two collectives of B S D elements
+per layer and pass (an all-reduce is one reduce-scatter and one all-gather).
 
-f and g are one with the products that read what they give (`column_parallel.py`): in the backward pass those of the
-weights' gradients run while the collective does, and g keeps its slice only and gathers once more. f* and g* are one
-with the products before them (`row_parallel.py`). Where something else reads or makes it too (a router, experts), and
-before the head, they stand alone.
+f and g are fused with the products that read their output (`column_parallel.py`): in the backward pass the products of
+the weights' gradients run beside the collective, and g keeps only its slice and gathers again. f* and g* are fused with
+the products before them (`row_parallel.py`). They stand alone before the head, and if something else reads or makes the
+tensor too (a router, experts).
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ from meshwright.parallel.sequence import SequenceSlices, gather, scatter
 from meshwright.spec.boxes import share
 
 SUMMED = ("o", "down")
-"""Linears whose product is a part of a sum over tp: one rank adds the bias."""
+"""Linears whose product is a part of a sum over tp. One rank adds the bias."""
 
 
 class _Enter(torch.autograd.Function):
@@ -50,8 +50,8 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         group = ctx.group
-        found = scatter(group, gradient, ctx.pieces) if ctx.sp else group.all_reduce(gradient.clone())
-        return found, None, None, None
+        total = scatter(group, gradient, ctx.pieces) if ctx.sp else group.all_reduce(gradient.clone())
+        return total, None, None, None
 
 
 class _Leave(torch.autograd.Function):
@@ -68,25 +68,25 @@ class _Leave(torch.autograd.Function):
 
 
 def enter(x: Tensor, slices: SequenceSlices) -> Tensor:
-    """Before a product whose matrix is split by rows (outputs)."""
+    """Apply f or g, before a product whose matrix is split by rows (outputs)."""
     if torch.compiler.is_compiling():
         traced: Tensor = operators.enter(x, slices.group.number, slices.sp, slices.of_slice(x))
         return traced
-    found: Tensor = _Enter.apply(x, slices.group, slices.sp, slices.of_slice(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    entered: Tensor = _Enter.apply(x, slices.group, slices.sp, slices.of_slice(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return entered
 
 
 def leave(x: Tensor, slices: SequenceSlices) -> Tensor:
-    """After a product whose matrix is split by columns (inputs)."""
+    """Apply f* or g*, after a product whose matrix is split by columns (inputs)."""
     if torch.compiler.is_compiling():
         traced: Tensor = operators.leave(x, slices.group.number, slices.sp, slices.of_whole(x))
         return traced
-    found: Tensor = _Leave.apply(x, slices.group, slices.sp, slices.of_whole(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
-    return found
+    total: Tensor = _Leave.apply(x, slices.group, slices.sp, slices.of_whole(x))  # type: ignore[no-untyped-call]  # torch has no annotations there
+    return total
 
 
 def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tokens_in_experts: bool) -> None:
-    """Give the seams of a model, whose parameters are this rank's boxes, the collectives.
+    """Put the collectives at the seams of a model, whose parameters are this rank's boxes.
 
     `own_tokens_in_experts`: routed layers are expert parallel and keep their slice of the sequence.
     """
@@ -120,7 +120,7 @@ def apply_tensor_parallel(model: Transformer, slices: SequenceSlices, *, own_tok
 
 
 def _sum_over(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x, of which no gradient is made."""
+    """Return the sum of all ranks' x, without a gradient."""
     if torch.compiler.is_compiling():
         traced: Tensor = operators.leave(x, group.number, False, 1)
         return traced
@@ -128,7 +128,7 @@ def _sum_over(x: Tensor, group: Group) -> Tensor:
 
 
 def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, slices: SequenceSlices) -> Tensor:
-    """A rank looks up the tokens of its rows, others give zero; the sum is the embedding."""
+    """Embed the tokens in the rows of this rank, and zero for others. The sum over ranks is the embedding."""
     local = tokens - first
     outside = (local < 0) | (local >= number)
     rows = nn.functional.embedding(local.masked_fill(outside, 0), weight)
@@ -136,8 +136,11 @@ def _look_up(tokens: Tensor, weight: Tensor, *, first: int, number: int, slices:
 
 
 def vocabulary_of(group: Group, vocab: int) -> Vocabulary:
-    """This rank's rows of the head. Per chunk of rows two small collectives (maximum; sum of exponentials with the
-    target's logit); no rank ever sees another's logits. `enter` before the head sums the gradients of its input."""
+    """Return this rank's rows of the head.
+
+    Each chunk of rows takes two small collectives: the maximum, and the sum of exponentials with the target's logit. No
+    rank ever sees another's logits. `enter` before the head sums the gradients of its input.
+    """
     first, number = share(vocab, group.size, group.index)
     return Vocabulary(
         first=first,

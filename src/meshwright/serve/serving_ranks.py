@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.health.lost_connection import is_lost_connection
+from meshwright.parallel.group import is_lost_connection
 from meshwright.parallel.mesh import Mesh
 from meshwright.serve.adapter_shares import AdapterRoom, adapter_words
 from meshwright.serve.request_adapters import RequestAdapters

@@ -120,12 +120,12 @@ def fail(error: BaseException, line: str, code: int) -> None:
     if watchdog is None:
         _say(line)
         return
-    from meshwright.parallel.health.lost_connection import is_lost_connection
+    from meshwright.parallel.group import is_lost_connection
 
     if is_lost_connection(error):
         watchdog.lost(_first_line(error), error.__traceback__)
     if not isinstance(error, (MeshwrightError, KeyboardInterrupt)) and code == 1:
-        line = f"rank {rank()} failed at {watchdog.watch.after(error.__traceback__).place}: {line}"
+        line = f"rank {rank()} failed at {watchdog.watch.after(error.__traceback__).position}: {line}"
     watchdog.failed(line, code)
 
 

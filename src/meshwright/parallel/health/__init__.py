@@ -1,1 +1,1 @@
-"""Whether all ranks are alive and move: rendezvous, heartbeats, watchdog, and which rank is to blame."""
+"""Liveness of all ranks: rendezvous, heartbeats, watchdog, and the rank that is to blame."""

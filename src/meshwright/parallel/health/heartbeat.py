@@ -1,7 +1,7 @@
-"""Where a rank stands: step, phase, last collective, and for how long nothing has moved.
+"""The position of a rank: step, phase, last collective, and for how long nothing has moved.
 
-The training says which step it is in, and groups tell of each collective. All else is read off the main thread's stack
-by another thread, once a second, so that the path of a step carries no clockwork: phases are functions known by name.
+The training reports its step, and groups report each collective. All else is read off the main thread's stack by
+another thread, once a second: phases are functions known by name. So the code of a step contains no reporting.
 """
 
 import json
@@ -16,7 +16,7 @@ from types import FrameType, TracebackType
 from meshwright.parallel.traffic import Traffic
 
 QUICK = frozenset({"step", "forward", "backward", "gradients", "optimizer", "loss"})
-"""Phases of a step; any other one may take long: shared file systems stall for minutes."""
+"""Phases of a step. Any other one may take long: shared file systems stall for minutes."""
 COMPILE = "compile"
 """The phase of a rank that compiles, in whichever thread: others wait for it in their collectives."""
 COMPILING = (
@@ -26,39 +26,42 @@ COMPILING = (
     "triton.compiler",
     "triton.runtime.autotuner:Autotuner._bench",
 )
-"""What is on a thread's stack while it compiles, or tries variants of a kernel; not what runs compiled code. Autograd
-compiles the backward pass on the thread of a GPU."""
+"""Functions on a thread's stack while it compiles, or tries variants of a kernel, but not while it runs compiled code.
+Autograd compiles the backward pass on the thread of a GPU.
+"""
 COLLECTIVES = ("torch.distributed.", "meshwright.parallel.p2p")
-"""Modules in which a thread does nothing but wait for other ranks, where it is in one of them itself."""
+"""Modules whose functions, when innermost on the stack, do nothing but wait for other ranks."""
 WAITS = ("meshwright.parallel.group:Pending.wait", "meshwright.parallel.ring:_Travelling.wait")
-"""Functions of other modules that do the same: what they call has no frame of its own."""
+"""Functions of other modules that wait, too: what they call has no frame of its own."""
 BACKWARD = "torch.autograd.graph:_engine_run_backward"
-"""Where the main thread waits while autograd's own threads run a backward pass."""
+"""The function in which the main thread waits while autograd's threads run a backward pass."""
 FIRST_STEPS = 2
 """Steps of a process that may take long: memory is taken, code compiled."""
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """What a process tells its watchdog; all but `pieces` by its main thread."""
+    """Reports of a process to its watchdog, all but `pieces` by its main thread."""
 
     step: int = 0
     """The step under way, or the last one."""
     ended: int = 0
-    """Steps this process has ended."""
+    """Number of steps this process has ended."""
     longest_s: float = 0.0
-    """The longest of them but the first ones."""
+    """Duration of the longest of them, except the first ones."""
     calls: Traffic = field(default_factory=Traffic)
     pieces: int = 0
-    """Pieces of long work that threads of this process have begun, as tensors that are written: while the main thread
-    waits for them in a slow phase, it does not stand still. Told by those threads."""
+    """Pieces of long work, such as tensors to write, that threads of this process have begun and report here.
+
+    While the main thread waits for them in a slow phase, it does not count as standing still.
+    """
 
     def piece_begun(self) -> None:
-        """One more."""
+        """Count one more piece."""
         self.pieces += 1
 
     def step_ended(self, seconds: float) -> None:
-        """One more step is done."""
+        """Count one more step."""
         self.ended += 1
         if self.ended >= FIRST_STEPS:
             self.longest_s = max(self.longest_s, seconds)
@@ -66,57 +69,61 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """What a rank lets all others know of itself, once a second."""
+    """State of a rank that it sends to all others once a second."""
 
     count: int = 0
-    """Rises with every beat: a number that stays is a rank that is silent."""
+    """Number of the beat. If it does not rise, the rank is silent."""
     step: int = 0
     phase: str = "start"
     last: str = ""
     """The last collective it began."""
     calls: int = 0
-    """How many collectives it began."""
+    """Number of collectives it began."""
     still_s: float = 0.0
-    """For so long neither step nor collective nor stack has changed."""
+    """Time since step, collective or stack last changed."""
     waits: bool = False
-    """Whether it is in a collective, in autograd's engine, or reads what the device is still computing. With a GPU:
-    anywhere in a step, since a launch waits where the queue of the device is full."""
+    """True in a collective, in autograd's engine, or while it reads what the device is still computing.
+
+    With a GPU: anywhere in a step, since a launch waits if the device's queue is full.
+    """
     slow: bool = True
-    """Whether what it does may take long."""
+    """True if its work may take long."""
     longest_s: float = 0.0
     where: str = ""
     """file.py:line in function."""
     host: str = ""
-    """Empty where all ranks are on one."""
+    """Name of the machine. Empty = all ranks are on one."""
     machine: str = ""
-    """Ranks of equal machines see each other's processes."""
+    """Key of the machine. Ranks of equal machines see each other's processes."""
     pid: int = 0
     lost: str = ""
-    """What a collective of it failed with: another rank is gone."""
+    """The error of its failed collective: another rank is gone."""
     done: bool = False
-    """It has ended in good order, or is about to: silence and death mean nothing any more."""
+    """True once it has ended normally, or is about to: silence and death then mean nothing."""
 
     def encode(self) -> str:
-        """As text of some 300 bytes."""
+        """Return the beat as text of about 300 bytes."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(text: bytes) -> "Beat":
-        """Back from text; what another version says besides is passed over."""
+        """Parse a beat. Fields of other versions are ignored."""
         known = Beat.__dataclass_fields__
         return Beat(**{name: value for name, value in json.loads(text).items() if name in known})
 
     @property
-    def place(self) -> str:
+    def position(self) -> str:
         """`step 7, forward, last collective all_reduce on data`."""
         return f"step {self.step}, {self.phase}, last collective {self.last or 'none'}"
 
 
 class HeartbeatWatch:
-    """Looks at one thread of this process; `look` is called by another one, from time to time.
+    """Observer of one thread of this process. Another thread calls `look` from time to time.
 
-    `phases`: function -> what is done in it; `reads`: functions that read what the device is still computing.
-    `queues`: operations are queued on a device (a GPU), and the thread runs ahead of it.
+    Args:
+        phases: Function -> phase.
+        reads: Functions that read what the device is still computing.
+        queues: Operations are queued on a device (a GPU), and the thread runs ahead of it.
     """
 
     def __init__(
@@ -128,7 +135,10 @@ class HeartbeatWatch:
         self._moved_s = time.monotonic()
 
     def look(self) -> Beat:
-        """Where the thread is now. Takes 20 to 50 microseconds, and as much for each other thread of Python code."""
+        """Return where the thread is now.
+
+        Takes 20 to 50 microseconds, and as much for each other thread of Python code.
+        """
         # CPython's documented way to see other threads; frames are read under the interpreter's lock, never changed.
         threads = sys._current_frames()
         frames = list(_frames(threads.pop(self._thread, None)))
@@ -150,7 +160,7 @@ class HeartbeatWatch:
             waits=bool(names) and phase != COMPILE and self._waits(names[0], phase),
             slow=phase not in QUICK or self.pulse.ended < FIRST_STEPS,
             longest_s=self.pulse.longest_s,
-            where=_where(frames),
+            where=_innermost(frames),
         )
 
     def _waits(self, innermost: str, phase: str) -> bool:
@@ -158,7 +168,7 @@ class HeartbeatWatch:
         return known or (self.queues and phase in QUICK)
 
     def after(self, trace: TracebackType | None) -> Beat:
-        """Where the thread stood when it raised what ends it."""
+        """Return where the thread was when it raised the error that ends it."""
         names = []
         while trace is not None:
             names.append(_name(trace.tb_frame))
@@ -168,7 +178,7 @@ class HeartbeatWatch:
         return Beat(step=self.pulse.step, phase=phase, last=calls.last, calls=calls.calls_begun)
 
     def phase(self, names: list[str]) -> str:
-        """Of functions from the innermost to the outermost: what the outermost known one does."""
+        """Return the phase of the outermost known function, from function names, innermost first."""
         if any(name.startswith(COMPILING) for name in names):
             return COMPILE
         known = [self.phases[name] for name in names if name in self.phases]
@@ -182,7 +192,7 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _compiles(frame: FrameType) -> bool:
-    return any(_name(one).startswith(COMPILING) for one in _frames(frame))
+    return any(_name(each).startswith(COMPILING) for each in _frames(frame))
 
 
 def _module(frame: FrameType) -> str:
@@ -193,8 +203,8 @@ def _name(frame: FrameType) -> str:
     return f"{_module(frame)}:{frame.f_code.co_qualname}"
 
 
-def _where(frames: list[FrameType]) -> str:
-    """The innermost place outside of torch."""
+def _innermost(frames: list[FrameType]) -> str:
+    """Return the innermost position outside of torch."""
     for frame in frames:
         if not _module(frame).startswith("torch"):
             path = Path(frame.f_code.co_filename)

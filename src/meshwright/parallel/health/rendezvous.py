@@ -1,9 +1,9 @@
-"""How processes that a launcher has started find each other, and nothing that others left behind.
+"""Rendezvous: how processes that a launcher has started find each other, and nothing that an earlier attempt left.
 
-torchrun keeps one store for all attempts of a run (2.11 to 2.13). A process group that is made in it after a restart
-reads the addresses of processes that are dead. Neither the attempt's number tells attempts apart (nodes count for
-themselves), nor anything else that the launcher says. So ranks meet: each says a word nobody said before, the first one
-answers each word with the name of the attempt, and all that follows lies under that name.
+torchrun keeps one store for all attempts of a run (2.11 to 2.13). After a restart, a process group that is made in it
+reads the addresses of dead processes. The attempt's number does not tell attempts apart (nodes count for themselves),
+and the launcher says nothing else. So ranks meet: each writes a new random word, and rank 0 answers each word with the
+name of the attempt. All that follows is stored under that name.
 """
 
 import secrets
@@ -20,9 +20,10 @@ SHOWN = 5
 
 
 def meet(store: dist.Store, rank: int, world: int, limit_s: float) -> str:
-    """The name of this attempt, the same on all ranks that are here now. RunError: some did not come in time.
+    """Return the name of this attempt, the same on all ranks that are here now.
 
-    Costs the first rank two small requests for each other rank and look, the others two in all.
+    Costs rank 0 two small requests for each other rank and look, the others two in all. Raises RunError when some ranks
+    do not come in time.
     """
     return _welcome(store, world, limit_s) if rank == 0 else _arrive(store, rank, limit_s)
 
@@ -61,7 +62,7 @@ def _welcome(store: dist.Store, world: int, limit_s: float) -> str:
 
 
 def named(ranks: set[int]) -> str:
-    """`rank 3`, `ranks 3 and 4`, `ranks 3, 4, 5, 6, 7 and 9 more`."""
+    """Return `rank 3`, `ranks 3 and 4`, or `ranks 3, 4, 5, 6, 7 and 9 more`."""
     shown = [str(rank) for rank in sorted(ranks)[:SHOWN]]
     if len(ranks) > SHOWN:
         shown.append(f"{len(ranks) - SHOWN} more")

@@ -1,12 +1,12 @@
-"""Ends all ranks when one dies, hangs or fails, and says once which, where and why.
+"""Watchdog: ends all ranks when one dies, hangs or fails, and says once which, where and why.
 
-Outside of the collective library: two daemon threads of each rank and their own connection to the launcher's store.
-Once a second a rank writes its beat (pulse.py) and looks for a verdict; the first and the last rank read all beats, in
-one request, and judge (verdict.py). Ranks of one machine hold each other's processes by pidfd and see a death at once.
-Whoever claims the verdict first speaks; the others wait until it has spoken, and end with the same exit code.
+It runs outside of the collective library: two daemon threads of each rank, with their own connection to the launcher's
+store. Once a second a rank writes its beat (heartbeat.py) and looks for a verdict. The first and the last rank read all
+beats in one request, and judge (blame.py). Ranks of one machine hold each other's processes by pidfd and see a death at
+once. The rank that claims the verdict first prints it. The others wait until it has, and end with the same exit code.
 
-    talker    all that asks the store
-    guard     processes and signals; also ends this rank where the store does not answer any more
+    talker    all requests to the store
+    guard     processes and signals; also ends this rank if the store stops answering
 """
 
 import json
@@ -29,45 +29,49 @@ from meshwright.parallel.health.heartbeat import Beat, Heartbeat, HeartbeatWatch
 
 BEAT_S = 1.0
 READ_AT_ONCE = 256
-"""Beats that are read with every beat; of more, each only every so many seconds."""
+"""Beats that are read every second. With more ranks, beats are read less often."""
 TOLD_S = 5.0
-"""The one that speaks has so long; then the others end."""
+"""Time for the rank that prints the verdict. Then the others end."""
 LOST_S = 15.0
-"""A rank that lost a connection waits so long for somebody who knows which rank is gone."""
+"""Time for which a rank that lost a connection waits for a verdict on the rank that is gone."""
 GRACE_S = 1.0
-"""After SIGTERM, where nothing is to be saved: time for a verdict that may be the reason of it."""
+"""Time after SIGTERM, when nothing is to be saved, for a verdict that may explain the signal."""
 UNHEARD_S = 120.0
-"""Ranks that have met are heard of within this: the second connection to the store may take half of it."""
+"""Limit for the first beat of ranks that have met. The second connection to the store may take half of it."""
 LAST_S = 30.0
-"""The first rank waits at the end so long for the others to be done."""
+"""Time for which rank 0 waits at the end for the others to be done."""
 FAILED, TERMINATED = 1, 143
 GONE = "the launcher's store does not answer: torchrun, or the machine it ran on, is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Where a rank lives."""
+    """Position of a rank: its number, its machine and its neighbours."""
 
     rank: int
     world: int
     neighbours: tuple[int, ...] = ()
     """Ranks that the same launcher started on this machine, this one included."""
     host: str = ""
-    """What the machine is called, where there are several."""
+    """Name of the machine, if there are several."""
 
 
 class Watchdog:
-    """Watches the thread that makes it. `say` prints a line; `end` ends the process at once with an exit code;
-    `queues` as of Watch.
+    """Watchdog of the thread that makes it.
 
-    `store` and `main_store` are two connections to one store, for the watchdog's own threads and for all others.
+    Args:
+        store: Connection to the store for the watchdog's threads.
+        main_store: Another connection to the same store, for all other threads.
+        say: Prints a line.
+        end: Ends the process at once with an exit code.
+        queues: As of HeartbeatWatch.
     """
 
     def __init__(
         self,
         store: dist.Store,
         main_store: dist.Store,
-        place: RankPlace,
+        home: RankPlace,
         *,
         pulse: Heartbeat,
         phases: Mapping[str, str],
@@ -77,10 +81,10 @@ class Watchdog:
         end: Callable[[int], None],
         queues: bool = False,
     ) -> None:
-        self.store, self.main_store, self.place, self.limits = store, main_store, place, limits
+        self.store, self.main_store, self.home, self.limits = store, main_store, home, limits
         self.say, self.end = say, end
         self.pulse, self.watch = pulse, HeartbeatWatch(pulse, phases, reads, queues=queues)
-        self.beat = Beat(host=place.host, machine=_machine(), pid=os.getpid())
+        self.beat = Beat(host=home.host, machine=_machine(), pid=os.getpid())
         self.beat_s = min(BEAT_S, limits.silent_s / 4)
         self._claims: queue.SimpleQueue[tuple[Blame, int]] = queue.SimpleQueue()
         self._dead: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -92,38 +96,38 @@ class Watchdog:
         self._answered_s, self._cut_off = time.monotonic(), False
         self._due = threading.Event()
         self._closed = threading.Event()
-        self._heard, self._bell = os.pipe()
-        self._observed = _Observed(place.world) if place.rank in (0, place.world - 1) else None
+        self._bell_read, self._bell = os.pipe()
+        self._observed = _Observed(home.world) if home.rank in (0, home.world - 1) else None
 
     def start(self) -> None:
-        """From the main thread, which alone may take signals."""
+        """Start the threads. Call this from the main thread, which alone may handle signals."""
         os.set_blocking(self._bell, False)
         signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _heeded_by_the_guard)
+            signal.signal(signal.SIGTERM, _leave_to_guard)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._talk, self._guard)]
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """The work is done: from now on this rank may be silent and end."""
+        """Stop watching: the work is done, and this rank may be silent and end."""
         self._closed.set()
         signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is _heeded_by_the_guard:
+        if signal.getsignal(signal.SIGTERM) is _leave_to_guard:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._due.set()
         os.write(self._bell, b"\0")
         for thread in self._threads:
             thread.join(TOLD_S)
-        if self.place.rank == 0 and not self._cut_off:
-            self._go_last()
+        if self.home.rank == 0 and not self._cut_off:
+            self._wait_for_others()
         if not any(thread.is_alive() for thread in self._threads):
-            for handle in (self._heard, self._bell, *self._processes):
+            for handle in (self._bell_read, self._bell, *self._processes):
                 os.close(handle)
 
-    def _go_last(self) -> None:
-        """The first rank may keep the store: others that still want it would take its end for a failure."""
-        keys = [_key(rank) for rank in range(self.place.world)]
+    def _wait_for_others(self) -> None:
+        """Wait on rank 0, which may host the store, until all are done: losing it would look like a failure."""
+        keys = [_key(rank) for rank in range(self.home.world)]
         end_s = time.monotonic() + LAST_S
         with suppress(RuntimeError):
             while time.monotonic() < end_s and not self._all_done(keys):
@@ -133,47 +137,47 @@ class Watchdog:
         return self.store.check(keys) and all(Beat.decode(text).done for text in self.store.multi_get(keys))
 
     def failed(self, sentence: str, code: int) -> None:
-        """This rank failed: one rank says so, all end. Does not come back, unless `end` does."""
-        self._claims.put((Blame(self.place.rank, sentence), code))
+        """Report that this rank failed: one rank prints it, all end. Returns only if `end` does."""
+        self._claims.put((Blame(self.home.rank, sentence), code))
         self._wait_for_the_end(sentence, code)
 
     def lost(self, reason: str, trace: TracebackType | None) -> None:
-        """A collective failed here because another rank is gone: all end, with the one who is to blame named."""
+        """Report that a collective failed because another rank is gone. All ranks end, naming the culprit."""
         self._last = replace(self.watch.after(trace), lost=reason)
         self._lost_s = time.monotonic()
-        self._wait_for_the_end(self._own_loss(self._last).sentence, FAILED)
+        self._wait_for_the_end(self._loss_of_this_rank(self._last).sentence, FAILED)
 
     def _wait_for_the_end(self, sentence: str, code: int) -> None:
-        """The talker and the guard end this process; if they cannot, so does this."""
+        """Wait for talker or guard to end this process. If they cannot, end it here."""
         self._due.set()
         self._closed.wait(LOST_S + 3 * TOLD_S)
         self.say(sentence)
         self.end(code)
 
-    def _own_loss(self, beat: Beat) -> Blame:
-        rank = self.place.rank
-        return Blame(rank, f"{who(rank, self.beat)} lost the others at {beat.place}: {beat.lost}")
+    def _loss_of_this_rank(self, beat: Beat) -> Blame:
+        rank = self.home.rank
+        return Blame(rank, f"{who(rank, self.beat)} lost the others at {beat.position}: {beat.lost}")
 
     # the talker
 
     def _talk(self) -> None:
         try:
             while not self._closed.is_set():
-                self._once()
+                self._beat_once()
                 self._answered_s = time.monotonic()
                 self._due.wait(self.beat_s)
                 self._due.clear()
-            self.store.set(_key(self.place.rank), replace(self.beat, done=True).encode())
+            self.store.set(_key(self.home.rank), replace(self.beat, done=True).encode())
         except RuntimeError:  # what a store raises: the connection is closed, an answer took too long
             self._cut_off = True
-        except Exception as error:  # ours to mend; said as what it is, since nobody watches this rank any more
-            self.say(f"the watchdog of rank {self.place.rank} failed: {type(error).__name__}: {error}")
+        except Exception as error:  # a bug here: reported, since nobody watches this rank any more
+            self.say(f"the watchdog of rank {self.home.rank} failed: {type(error).__name__}: {error}")
             self.end(FAILED)
 
-    def _once(self) -> None:
-        own, seen = self.beat, self._last or self.watch.look()
-        self.beat = replace(seen, count=own.count + 1, host=own.host, machine=own.machine, pid=own.pid)
-        self.store.set(_key(self.place.rank), self.beat.encode())
+    def _beat_once(self) -> None:
+        before, seen = self.beat, self._last or self.watch.look()
+        self.beat = replace(seen, count=before.count + 1, host=before.host, machine=before.machine, pid=before.pid)
+        self.store.set(_key(self.home.rank), self.beat.encode())
         if self.store.check(["verdict"]):
             self._obey(self.store.get("verdict"))
         while not self._claims.empty():
@@ -182,35 +186,35 @@ class Watchdog:
             rank = self._dead.get()
             beat = Beat.decode(self.store.get(_key(rank)))
             if not beat.done:
-                self._claim(died(rank, beat, self.place.rank, self.beat), FAILED)
+                self._claim(died(rank, beat, self.home.rank, self.beat), FAILED)
         self._meet_neighbours()
         seen_all = self._observed
         if seen_all is not None and self.beat.count % seen_all.every == 0:
-            found = seen_all.look(self.store, self.limits)
-            if found is not None:
-                self._claim(found, FAILED)
+            blame = seen_all.look(self.store, self.limits)
+            if blame is not None:
+                self._claim(blame, FAILED)
         if self._last is not None and time.monotonic() > self._lost_s + LOST_S:
-            self._claim(self._own_loss(self._last), FAILED)
+            self._claim(self._loss_of_this_rank(self._last), FAILED)
 
     def _claim(self, verdict: Blame, code: int) -> None:
-        """Speak, if nobody has; else wait for those who do."""
-        mine = json.dumps([self.place.rank, verdict.rank, verdict.sentence, code])
-        found = self.store.compare_set("verdict", "", mine)
-        if found.decode() != mine:
-            self._obey(found)
+        """Print the verdict if no other rank has. Otherwise obey that of the other."""
+        mine = json.dumps([self.home.rank, verdict.rank, verdict.sentence, code])
+        verdict_text = self.store.compare_set("verdict", "", mine)
+        if verdict_text.decode() != mine:
+            self._obey(verdict_text)
             return
         self._code, self._verdict_s = code, time.monotonic()
         self.say(verdict.sentence)
         self.store.set("told", "")
         self._kill(verdict.rank)
-        # Last, so that no launcher ends another rank before it has ended itself with the right exit code.
+        # This rank ends last: otherwise its launcher would end the others before they exit with the right code.
         limit = self._verdict_s + (GRACE_S if code == FAILED else TOLD_S)
-        while self.store.add("ended", 0) < self.place.world - 1 and time.monotonic() < limit:
+        while self.store.add("ended", 0) < self.home.world - 1 and time.monotonic() < limit:
             time.sleep(0.02)
         self.end(code)
 
-    def _obey(self, found: bytes) -> None:
-        speaker, blamed, _, self._code = json.loads(found)
+    def _obey(self, verdict_text: bytes) -> None:
+        speaker, blamed, _, self._code = json.loads(verdict_text)
         self._verdict_s = time.monotonic()
         while not self.store.check(["told"]) and time.monotonic() < self._verdict_s + TOLD_S:
             time.sleep(0.02)
@@ -220,15 +224,15 @@ class Watchdog:
         self.end(self._code)
 
     def _kill(self, rank: int) -> None:
-        """A neighbour that stands still may be deaf to everything else, and a launcher gives it half a minute."""
+        """Kill a neighbour: if it hangs it may ignore everything else, and a launcher gives it half a minute."""
         for handle, neighbour in list(self._processes.items()):
             if neighbour == rank:
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def _meet_neighbours(self) -> None:
-        """Once, when all have beaten: hold their processes."""
-        others = [rank for rank in self.place.neighbours if rank != self.place.rank]
+        """Open the processes of the neighbours, once all have sent a beat."""
+        others = [rank for rank in self.home.neighbours if rank != self.home.rank]
         keys = [_key(rank) for rank in others]
         if self._met or not others or not hasattr(os, "pidfd_open") or not self.store.check(keys):
             return
@@ -249,33 +253,34 @@ class Watchdog:
         terminated_s = 0.0
         dead: set[int] = set()
         while not self._closed.is_set():
-            found, terminated = self._hear(dead)
-            dead |= found
+            died_now, terminated = self._wait_for_signals(dead)
+            dead |= died_now
             now = time.monotonic()
-            # Asked at once: who saves now has heard the signal, and ends by itself; who begins to later has not.
+            # Asked at once: a process that saves now has received the signal and ends by itself; one that begins later
+            # has not.
             terminated_s = terminated_s or now * (terminated and _nobody_saves())
             if self._verdict_s:
-                if now > self._verdict_s + 2 * TOLD_S:  # the store answers no more, or a pipe is full
+                if now > self._verdict_s + 2 * TOLD_S:  # the store does not answer, or a pipe is full
                     self.end(self._code)
             elif terminated_s and now > terminated_s + GRACE_S and not self._lost_s:
                 self.end(TERMINATED)
             elif self._cut_off or now > self._answered_s + self.limits.silent_s:
-                if self.place.rank == min(set(self.place.neighbours) - dead, default=self.place.rank):
-                    self.say(f"{GONE}; rank {self.place.rank} was at {self.beat.place}")
+                if self.home.rank == min(set(self.home.neighbours) - dead, default=self.home.rank):
+                    self.say(f"{GONE}; rank {self.home.rank} was at {self.beat.position}")
                 self.end(FAILED)
 
-    def _hear(self, dead: set[int]) -> tuple[set[int], bool]:
-        """(neighbours that have just died, whether SIGTERM came), after a beat at the latest."""
+    def _wait_for_signals(self, dead: set[int]) -> tuple[set[int], bool]:
+        """Return (neighbours that have just died, whether SIGTERM came), after a beat at the latest."""
         watched = {handle: rank for handle, rank in list(self._processes.items()) if rank not in dead}
         poll = select.poll()
-        for handle in (self._heard, *watched):
+        for handle in (self._bell_read, *watched):
             poll.register(handle, select.POLLIN)
         ready = [handle for handle, _ in poll.poll(1000 * self.beat_s)]
-        found = {watched[handle] for handle in ready if handle in watched}
-        for rank in found:
+        died_now = {watched[handle] for handle in ready if handle in watched}
+        for rank in died_now:
             self._dead.put(rank)
             self._due.set()
-        return found, self._heard in ready and signal.SIGTERM in os.read(self._heard, 64)
+        return died_now, self._bell_read in ready and signal.SIGTERM in os.read(self._bell_read, 64)
 
 
 class _Observed:
@@ -289,16 +294,16 @@ class _Observed:
         self.met_s, self.looked_s = time.monotonic(), 0.0
 
     def look(self, store: dist.Store, limits: Limits) -> Blame | None:
-        """One request for all; before all are there nobody is judged but who does not come."""
+        """Read all beats in one request and judge. Before all ranks are there, only a missing one is blamed."""
         if not self.looked_s and not store.check(self.keys):
             waited = time.monotonic() - self.met_s
-            return self._unheard(store, waited) if waited > max(UNHEARD_S, limits.silent_s) else None
+            return self._missing_rank(store, waited) if waited > max(UNHEARD_S, limits.silent_s) else None
         beats = [Beat.decode(text) for text in store.multi_get(self.keys)]
         self.note([beat.count for beat in beats], time.monotonic())
         return judge(beats, self.silent_s, limits)
 
-    def _unheard(self, store: dist.Store, waited_s: float) -> Blame | None:
-        """A rank that ended between the meeting and its first beat: no launcher may have been there to see it."""
+    def _missing_rank(self, store: dist.Store, waited_s: float) -> Blame | None:
+        """Blame a rank that met the others but sent no beat: no launcher may have been there to see it end."""
         missing = next((rank for rank, key in enumerate(self.keys) if not store.check([key])), None)
         if missing is None:
             return None
@@ -306,7 +311,7 @@ class _Observed:
         return Blame(missing, sentence)
 
     def note(self, counts: Sequence[int], now_s: float) -> None:
-        """A pause of this rank itself (it was stopped, too) counts as two looks at most."""
+        """Update the silences. If this rank itself was stopped, the pause counts as two looks at most."""
         passed = min(now_s - self.looked_s, 2 * BEAT_S * self.every)
         self.silent_s = [
             s + passed if count == before else 0.0
@@ -319,17 +324,17 @@ def _key(rank: int) -> str:
     return f"beat/{rank}"
 
 
-def _heeded_by_the_guard(number: int, frame: FrameType | None) -> None:
-    """SIGTERM where nothing can be saved yet, or any more. The main thread may be deaf: the guard hears it."""
+def _leave_to_guard(number: int, frame: FrameType | None) -> None:
+    """Do nothing on SIGTERM: nothing can be saved. The guard handles it, since the main thread may be stuck."""
 
 
 def _nobody_saves() -> bool:
-    """Whether nobody in this process ends in good order on SIGTERM (training.interrupt does)."""
-    return signal.getsignal(signal.SIGTERM) is _heeded_by_the_guard
+    """Return whether no handler in this process ends it normally on SIGTERM, as training.interrupt does."""
+    return signal.getsignal(signal.SIGTERM) is _leave_to_guard
 
 
 def _machine() -> str:
-    """Equal for processes that see each other: boot and process namespace."""
+    """Return a key that is equal for processes that see each other: boot and process namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
