@@ -17,8 +17,7 @@ from meshwright.api.hub_configs import config_folder, is_hub_name
 from meshwright.cli.main import main
 from meshwright.model.hub.config import canonical, config_from_shape, unwritable
 from meshwright.model.hub.families import FAMILIES
-from meshwright.model.hub.ignored_keys import IGNORED, PATTERNS
-from meshwright.model.hub.planned_config import is_planned, planned_shape
+from meshwright.model.hub.planned_config import HARMLESS, HARMLESS_PATTERN, is_planned, planned_shape
 from meshwright.model.hub.planned_families import PLANNED
 from meshwright.model.transformer import skeleton
 from meshwright.spec import num_parameters, presets
@@ -272,7 +271,7 @@ KEYS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).map(lambda 
 @settings(deadline=None, max_examples=30)
 @given(KEYS, st.one_of(st.integers(1), st.floats(0.1, 9.0), st.text(min_size=1), st.lists(st.integers(), min_size=1)))
 def test_any_other_key_is_refused_with_its_name_and_one_that_is_off_is_not(key: str, value: object) -> None:
-    if PATTERNS.fullmatch(key):
+    if HARMLESS_PATTERN.fullmatch(key):
         return
     with pytest.raises(HubError, match=f"{key}="):
         planned_shape({**OLMO_2, key: value})
@@ -282,7 +281,7 @@ def test_any_other_key_is_refused_with_its_name_and_one_that_is_off_is_not(key: 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.sampled_from(sorted({key for keys in IGNORED.values() for key in keys} - {"model_type", "tie_word_embeddings"}))
+    st.sampled_from(sorted({key for keys in HARMLESS.values() for key in keys} - {"model_type", "tie_word_embeddings"}))
 )
 def test_harmless_keys_change_nothing(key: str) -> None:
     assert planned_shape({**OLMO_2, key: "anything"}) == planned_shape(OLMO_2)

@@ -21,7 +21,7 @@ __all__ = [
     "unwritable",
 ]
 
-# Loaded when they are asked for: what a config says is read without torch.
+# Loaded on first use: configs are read without torch.
 __getattr__ = lazy_names(__name__, {
     "HubFolder": "directory", "canonical": "config", "config_from_shape": "config", "export_folder": "directory",
     "import_folder": "directory", "load_weights": "weights", "save_weights": "weights",

@@ -1,4 +1,4 @@
-"""What adapter_config.json says of an adapter in PEFT's format. Whoever wrote the folder wrote it: it is checked."""
+"""Reader of adapter_config.json in PEFT's format. The file is untrusted, so it is checked."""
 
 import math
 import re
@@ -15,18 +15,23 @@ UNREAD = (
     "modules_to_save", "trainable_token_indices", "layer_replication", "lora_bias", "use_qalora", "use_bdlora",
     "alora_invocation_tokens",
 )  # fmt: skip
-"""Entries of a config that change what is computed and have no place here."""
+"""Entries that change the computation and are not supported."""
 BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways to begin (init_lora_weights) that leave the weights as they are: others change them on each load."""
+"""Initializations (init_lora_weights) that leave the weights unchanged. Others change them on each load."""
 UNREADABLE = (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError, re.error, PlanError)
-"""What entries of another kind than PEFT's end in."""
+"""Exceptions that malformed entries lead to."""
 REPEATS, MOST_REPEATS, LONGEST = re.compile(r"[*+?{]"), 2, 256
-"""Of a pattern for names of modules. One with more could be matched for hours, in which no other thread runs."""
+"""Limits of a pattern for module names: repeat characters, their number, and length.
+
+Matching a longer one could take hours, in which no other thread runs.
+"""
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
-    """The config of an adapter whose weights are beside it. HubError where there is none, or it asks for what is not
-    supported."""
+    """Read the config of an adapter whose weights are beside it.
+
+    Raises HubError when there is none, or when it asks for something that is not supported.
+    """
     try:
         config = read_json(folder / CONFIG)
     except OSError as error:
@@ -50,10 +55,10 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def lora_of(config: Mapping[str, Any], folder: Path) -> LoRAShape:
-    """Its shape, with the largest rank of all modules. HubError."""
+def lora_shape(config: Mapping[str, Any], folder: Path) -> LoRAShape:
+    """Return the adapter's shape, with the largest rank of all modules. Raises HubError."""
     try:
-        ranks, _ = (_by_pattern(config, name) for name in ("rank_pattern", "alpha_pattern"))
+        ranks, _ = (_pattern_numbers(config, name) for name in ("rank_pattern", "alpha_pattern"))
         return LoRAShape(
             rank=max(int(config["r"]), *map(int, ranks.values()), 1),
             alpha=float(config["lora_alpha"]),
@@ -64,21 +69,23 @@ def lora_of(config: Mapping[str, Any], folder: Path) -> LoRAShape:
         raise HubError(f"{folder}/{CONFIG}: {error}") from error
 
 
-def _by_pattern(config: Mapping[str, Any], name: str) -> dict[str, float]:
-    """Numbers of modules that a pattern names. One of UNREADABLE."""
-    found = {key: float(value) for key, value in (config.get(name) or {}).items()}
-    if not all(map(math.isfinite, found.values())):
+def _pattern_numbers(config: Mapping[str, Any], name: str) -> dict[str, float]:
+    """Return the numbers by pattern of module names. Raises one of UNREADABLE."""
+    numbers = {key: float(value) for key, value in (config.get(name) or {}).items()}
+    if not all(map(math.isfinite, numbers.values())):
         raise ValueError(f"{name} must have finite numbers")
-    for key in found:
+    for key in numbers:
         repeats = len(REPEATS.findall(re.compile(key).pattern))
         if len(key) > LONGEST or repeats > MOST_REPEATS or key.count("(") > 1 or re.search(r"\)[*+{]", key):
             raise ValueError(f"{name} has {key[:40]!r}, which may take hours to match: name the modules")
-    return found
+    return numbers
 
 
-def factor_of(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """s of one of their modules, of a config that has passed `lora_of`. PEFT's rule: the first key that is the end of
-    the module's name, or matches it."""
+def adapter_scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
+    """Return the scale s of one of their modules. The config must have passed `lora_shape`.
+
+    PEFT's rule: the first key that is the end of the module's name, or matches it, counts.
+    """
     alphas = (config.get("alpha_pattern") or {}).items()
-    alpha = next((one for key, one in alphas if re.match(rf"(.*\.)?({key})$", module)), config["lora_alpha"])
+    alpha = next((number for key, number in alphas if re.match(rf"(.*\.)?({key})$", module)), config["lora_alpha"])
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -1,4 +1,4 @@
-"""A ModelShape as the config.json of a Hugging Face directory, and back."""
+"""Conversion between a ModelShape and the config.json of a Hugging Face directory."""
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -11,14 +11,17 @@ from meshwright.spec.shape import MOST_LAYERS, ModelShape, RopeScaling
 
 DTYPES = ("float32", "bfloat16", "float16")
 CODED = "meshwright-"
-"""Before the model_type of folders with codes in our layout. Other software that knew the type would skip the codes
-with a warning, and open the model with random weights."""
+"""Prefix of the model_type of folders with codes in our layout.
+
+Other software that knew the type would skip the codes with a warning, and open the model with random weights.
+"""
 
 
 def shape_from_config(config: Mapping[str, object]) -> ModelShape:
-    """The shape a config.json describes, in v4 or v5 spelling.
+    """Read the shape that a config.json describes, in v4 or v5 spelling.
 
-    HubError: no causal language model, unknown family, missing or wrong value, or an option that is not supported.
+    Raises HubError when it is not a causal language model of a known family, when a value is missing or wrong, or when
+    an option is not supported.
     """
     entries = Entries(config)
     name = entries.text("model_type").removeprefix(CODED)
@@ -29,42 +32,42 @@ def shape_from_config(config: Mapping[str, object]) -> ModelShape:
     _check_quantization(entries)
     for key, supported in family.only.items():
         entries.allow(key, supported)
-    found: dict[str, Any] = {field: entries.integer(key) for field, key in family.sizes.items()}
-    if found["layers"] > MOST_LAYERS:
-        raise entries.fail(f"{family.sizes['layers']}={found['layers']} must be at most {MOST_LAYERS}")
-    found |= family.fixed
-    found["norm_eps"] = entries.number(family.eps_key, family.eps)
-    found["tied"] = entries.flag("tie_word_embeddings", family.tied)
+    shape_fields: dict[str, Any] = {field: entries.integer(key) for field, key in family.sizes.items()}
+    if shape_fields["layers"] > MOST_LAYERS:
+        raise entries.fail(f"{family.sizes['layers']}={shape_fields['layers']} must be at most {MOST_LAYERS}")
+    shape_fields |= family.fixed
+    shape_fields["norm_eps"] = entries.number(family.eps_key, family.eps)
+    shape_fields["tied"] = entries.flag("tie_word_embeddings", family.tied)
     try:
         for part in family.parts:
-            found |= part.read(entries)
-        return ModelShape(name=name, family=name, **found)  # type: ignore[arg-type]  # one of FAMILIES, asked above
+            shape_fields |= part.read(entries)
+        return ModelShape(name=name, family=name, **shape_fields)  # type: ignore[arg-type]  # one of FAMILIES, checked above
     except PlanError as error:
         raise entries.fail(str(error)) from error
 
 
 def dtype_from_config(config: Mapping[str, object]) -> str:
-    """float32, bfloat16 or float16: `dtype` (v5) or `torch_dtype` (v4); float32 where neither is given."""
+    """Return float32, bfloat16 or float16 from `dtype` (v5) or `torch_dtype` (v4). Defaults to float32."""
     entries = Entries(config)
-    value = entries.raw("dtype", None) or entries.raw("torch_dtype", None) or "float32"
-    name = str(value).removeprefix("torch.")
+    dtype = entries.raw("dtype", None) or entries.raw("torch_dtype", None) or "float32"
+    name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise entries.fail(f"dtype={value!r} is not supported (supported: {', '.join(DTYPES)})")
+        raise entries.fail(f"dtype={dtype!r} is not supported (supported: {', '.join(DTYPES)})")
     return name
 
 
 def config_from_shape(
     shape: ModelShape, *, dtype: str, ids: Mapping[str, int] | None = None, dropout: float = 0.0
 ) -> dict[str, object]:
-    """The config.json of a shape, readable by transformers v4 and v5. `ids`: of marks, as bos_token_id.
+    """Build the config.json of a shape, readable by transformers v4 and v5. `ids` are those of marks, as bos_token_id.
 
-    HubError where the family's format cannot hold the shape: it says which field, and which families can.
+    Raises HubError when the family's format cannot hold the shape. It names the field, and the families that can.
     """
     problem = unwritable(shape)
     if problem:
         raise HubError(problem)
     return {
-        **_write(shape),
+        **_write_shape(shape),
         **dict.fromkeys(FAMILIES[shape.family].marks),
         **(ids or {}),
         "torch_dtype": dtype,
@@ -75,25 +78,25 @@ def config_from_shape(
 
 
 def written_keys(shape: ModelShape) -> frozenset[str]:
-    """Name the keys that the config.json of a shape has: whoever writes them understands them."""
-    return frozenset(_write(shape))
+    """Return the keys that the config.json of a shape has. Whoever writes them understands them."""
+    return frozenset(_write_shape(shape))
 
 
 def unwritable(shape: ModelShape) -> str:
-    """Why the shape cannot be written as a directory of its family: a sentence, empty where it can.
+    """Return why the shape cannot be written as a directory of its family, as a sentence. Empty = it can.
 
-    One rule for all families: what would be read back as something else cannot be written.
+    One rule holds for all families: what would be read back as something else cannot be written.
     """
-    loss = _lost(shape)
+    loss = _first_loss(shape)
     if not loss:
         return ""
-    others = [name for name in FAMILIES if not _lost(replace(shape, family=name))]  # type: ignore[arg-type]  # one of the families
+    others = [name for name in FAMILIES if not _first_loss(replace(shape, family=name))]  # type: ignore[arg-type]  # one of the families
     advice = f"take model.family={' or '.join(others)}" if others else "no supported family can hold it"
     return f"{loss} in a Hugging Face directory of family {shape.family}: {advice}"
 
 
 def canonical(shape: ModelShape) -> ModelShape:
-    """The shape with every field that changes no arithmetic, or that a directory does not hold, set to one value."""
+    """Return the shape with one fixed value for each field that changes no arithmetic or that no directory holds."""
     neutral: dict[str, Any] = {"name": "custom", "lora": None}
     if shape.family != "deepseek_v3":
         neutral["rope_interleaved"] = False
@@ -113,36 +116,36 @@ def canonical(shape: ModelShape) -> ModelShape:
 
 
 def _canonical_scaling(scaling: RopeScaling, *, latent: bool) -> RopeScaling:
-    """With what its kind reads, and nothing else. Of YaRN a numerator counts only beside a denominator."""
-    kept: tuple[str, ...] = ("factor",)
+    """Keep only the fields that the kind of scaling reads. YaRN reads mscale only beside mscale_all_dim."""
+    used: tuple[str, ...] = ("factor",)
     if scaling.kind == "llama3":
-        kept += ("original_positions", "low_frequency_factor", "high_frequency_factor")
+        used += ("original_positions", "low_frequency_factor", "high_frequency_factor")
     if scaling.kind == "yarn":
         both = bool(scaling.mscale and scaling.mscale_all_dim)
-        kept += ("original_positions", "beta_fast", "beta_slow")
-        kept += (("mscale",) if both else ()) + (("mscale_all_dim",) if both or latent else ())
-    read: dict[str, Any] = {"original_positions": 1, **{name: getattr(scaling, name) for name in kept}}
+        used += ("original_positions", "beta_fast", "beta_slow")
+        used += (("mscale",) if both else ()) + (("mscale_all_dim",) if both or latent else ())
+    read: dict[str, Any] = {"original_positions": 1, **{name: getattr(scaling, name) for name in used}}
     return RopeScaling(kind=scaling.kind, **read)
 
 
-def _write(shape: ModelShape) -> dict[str, object]:
-    """What a shape alone decides of its config."""
+def _write_shape(shape: ModelShape) -> dict[str, object]:
+    """Return the entries of the config that follow from the shape alone."""
     family = FAMILIES[shape.family]
-    found: dict[str, object] = {"architectures": [family.architecture], "model_type": shape.family}
-    found |= {key: getattr(shape, field) for field, key in family.sizes.items()}
-    found |= {family.eps_key: shape.norm_eps, "tie_word_embeddings": shape.tied}
-    found |= {key: supported[0] for key, supported in family.only.items()}
+    config: dict[str, object] = {"architectures": [family.architecture], "model_type": shape.family}
+    config |= {key: getattr(shape, field) for field, key in family.sizes.items()}
+    config |= {family.eps_key: shape.norm_eps, "tie_word_embeddings": shape.tied}
+    config |= {key: supported[0] for key, supported in family.only.items()}
     for part in family.parts:
-        found |= part.write(shape)
-    return found
+        config |= part.write(shape)
+    return config
 
 
-def _lost(shape: ModelShape) -> str:
-    """The first field that its family's config does not carry through, as the head of a sentence."""
+def _first_loss(shape: ModelShape) -> str:
+    """Return the first field that its family's config does not carry through, as the head of a sentence."""
     if shape.family == "llama" and shape.hidden % shape.heads:
         return f"model.hidden={shape.hidden} must be a multiple of model.heads={shape.heads}"
     try:
-        back = canonical(shape_from_config(_write(shape)))
+        back = canonical(shape_from_config(_write_shape(shape)))
     except HubError as error:
         return f"this shape cannot be written ({error})"
     ours = canonical(shape)
@@ -154,7 +157,7 @@ def _lost(shape: ModelShape) -> str:
 
 
 def _difference(name: str, want: object, got: object) -> str:
-    """Down to the one differing number of nested parts."""
+    """Describe the one number that differs inside nested parts."""
     if type(want) is type(got) and hasattr(want, "__dataclass_fields__"):
         for inner in want.__dataclass_fields__:
             if getattr(want, inner) != getattr(got, inner):

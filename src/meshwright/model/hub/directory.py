@@ -1,4 +1,4 @@
-"""A whole Hugging Face directory: config, weights, tokenizer, generation config, chat template."""
+"""Hugging Face directory as a whole: config, weights, tokenizer, generation config, chat template."""
 
 import hashlib
 import json
@@ -31,12 +31,14 @@ from meshwright.spec.shape import ModelShape
 from meshwright.spec.units import GB
 
 ENDS_BYTES, MIDDLE_BYTES = 2**20, 2**14
-"""Read of each end of a file, and of the middle of each tensor, to tell it from another: an adapter that was merged
-changes neither end."""
+"""Bytes read for a fingerprint: from each end of a file, and from the middle of each tensor.
+
+Merging an adapter changes neither end of a file.
+"""
 
 
 class HubTokenizer(Protocol):
-    """What is needed of a tokenizer: the ids of its marks, and that it writes its files."""
+    """Tokenizer with ids of its marks that can write its files."""
 
     @property
     def bos(self) -> int | None: ...
@@ -49,15 +51,15 @@ class HubTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFiles:
-    """What prompts are made by and answers end by."""
+    """Files that determine how prompts are built and where answers end."""
 
     tokenizer: HubTokenizer | None = None
     chat_template: str | None = None
     generation: Mapping[str, object] | None = None
-    """Generation config; None = the ids of the tokenizer's marks."""
+    """Generation config. None = the ids of the tokenizer's marks."""
 
     def write(self, folder: Path, shape: ModelShape) -> dict[str, int]:
-        """Into a directory; the ids of the tokenizer's marks."""
+        """Write the files into a directory and return the ids of the tokenizer's marks."""
         if self.chat_template is not None:
             (folder / TEMPLATE).write_text(self.chat_template, encoding="utf-8")
         ids = _write_tokenizer(folder, self.tokenizer, shape, self.chat_template) if self.tokenizer else {}
@@ -67,24 +69,24 @@ class PromptFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFolder:
-    """What an imported directory says about itself; weights are read by `load`."""
+    """Imported directory without its weights, which `load` reads."""
 
     path: Path
     shape: ModelShape
     dtype: torch.dtype
-    """Of the weights, as its config states it."""
+    """Dtype of the weights according to the config."""
     tokenizer: Path | None
-    """Its tokenizer.json, where it has one."""
+    """Path of its tokenizer.json. None = it has none."""
     chat_template: str | None
     generation: Mapping[str, object]
-    """Its generation config, or bos and eos of its config."""
+    """Generation config, or bos and eos of its config."""
 
     def load(self, put: Callable[[str, Tensor], None], wanted: Callable[[str], bool] = lambda name: True) -> None:
-        """Call put(name, tensor) with every weight that is wanted, by our names; see load_weights."""
+        """Call put(name, tensor) with every wanted weight, by our names. See load_weights."""
         load_weights(self.path, self.shape, put, wanted)
 
     def prompted_by(self, folder: Path) -> "HubFolder":
-        """The same with the tokenizer, chat template and generation config of another folder, where that has them."""
+        """Return this folder with the tokenizer, template and generation config of another, where it has them."""
         tokenizer = folder / TOKENIZER
         return replace(
             self,
@@ -94,33 +96,36 @@ class HubFolder:
         )
 
     def fingerprint(self) -> str:
-        """Of its weights: names, sizes, first and last bytes of their files, and some of each tensor."""
-        found = hashlib.blake2b(digest_size=16)
+        """Return a hash of its weights: names, sizes and both ends of their files, and the middle of each tensor."""
+        digest = hashlib.blake2b(digest_size=16)
         for path in sorted(self.path.glob("*.safetensors")):
             size = path.stat().st_size
             with open(path, "rb") as file:
-                found.update(f"{path.name} {size} ".encode() + file.read(ENDS_BYTES))
+                digest.update(f"{path.name} {size} ".encode() + file.read(ENDS_BYTES))
                 file.seek(max(0, size - ENDS_BYTES))
-                found.update(file.read())
-                for one in _tensors(path):
-                    file.seek(one.start + max(0, one.num_bytes - MIDDLE_BYTES) // 2)
-                    found.update(file.read(min(one.num_bytes, MIDDLE_BYTES)))
-        return found.hexdigest()
+                digest.update(file.read())
+                for tensor in _safe_headers(path):
+                    file.seek(tensor.start + max(0, tensor.num_bytes - MIDDLE_BYTES) // 2)
+                    digest.update(file.read(min(tensor.num_bytes, MIDDLE_BYTES)))
+        return digest.hexdigest()
 
 
-def _tensors(path: Path) -> Iterable[Stored]:
-    """Of a file; none of one that is not read as weights."""
+def _safe_headers(path: Path) -> Iterable[Stored]:
+    """Return the tensors of a file. Empty for a file that is not read as weights."""
     with suppress(HubError):
         return read_header(path).values()
     return ()
 
 
 def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
-    """Read everything but the weights of a directory. HubError where it is none, or not supported. `quantized`: who
-    asks reads the config's quantization by himself."""
+    """Read everything but the weights of a directory.
+
+    With `quantized` the caller reads the config's quantization itself. Raises HubError when it is not a supported
+    directory.
+    """
     config, shape, dtype = read_config(folder, quantized=quantized)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
-    found = HubFolder(
+    hub_folder = HubFolder(
         path=folder,
         shape=shape,
         dtype=getattr(torch, dtype),
@@ -128,7 +133,7 @@ def import_folder(folder: Path, *, quantized: bool = False) -> HubFolder:
         chat_template=None,
         generation=ids,
     )
-    return found.prompted_by(folder)
+    return hub_folder.prompted_by(folder)
 
 
 def export_folder(
@@ -143,10 +148,10 @@ def export_folder(
     dropout: float = 0.0,
     max_shard_bytes: int = 5 * GB,
 ) -> None:
-    """Write a directory that transformers v4 and v5, and import_folder, read. It appears whole or not at all.
+    """Write a directory that transformers v4 and v5, and import_folder, read. It appears complete or not at all.
 
-    HubError: a folder that holds something already, a shape that its family cannot hold, a tensor missing. OSError
-    (disk full) as it comes; nothing stays behind then either.
+    Raises HubError when the folder is not empty, when its family cannot hold the shape, or when a tensor is missing.
+    OSError (disk full) passes through. Nothing remains after an error.
     """
     problem = unwritable(shape)
     if problem:
@@ -170,7 +175,7 @@ def write_beside_weights(
     dropout: float,
     quantization: Mapping[str, object] | None = None,
 ) -> None:
-    """Everything of a directory but the weights. `quantization`: what its config says of them."""
+    """Write everything of a directory but the weights. `quantization` is the config's entry about them."""
     prompts = PromptFiles(tokenizer=tokenizer, chat_template=chat_template, generation=generation)
     ids = prompts.write(folder, shape)
     config = config_from_shape(shape, dtype=str(dtype).removeprefix("torch."), ids=ids, dropout=dropout)
@@ -185,8 +190,11 @@ def write_beside_weights(
 def _write_tokenizer(
     folder: Path, tokenizer: HubTokenizer, shape: ModelShape, chat_template: str | None
 ) -> dict[str, int]:
-    """Its files, with what is missing of its config; the ids of the marks that this names. A tokenizer without a mark
-    for the beginning is given none: a template that names it would write another prompt than was trained."""
+    """Write the tokenizer's files, complete its config, and return the ids of the marks named there.
+
+    A tokenizer without a mark for the beginning gets none: a template that names it would build another prompt than in
+    training.
+    """
     tokenizer.save(folder)
     saved = read_json(folder / TOKENIZER) or {}
     spelled: dict[int | None, str] = {token["id"]: token["content"] for token in saved.get("added_tokens", [])}
@@ -194,32 +202,32 @@ def _write_tokenizer(
     config |= read_json(folder / TOKENIZER_CONFIG) or {}
     if not config.get("eos_token"):
         config |= {"bos_token": spelled.get(tokenizer.bos), "eos_token": spelled.get(tokenizer.eos)}
-    if config.get("tokenizer_class") in (None, "TokenizersBackend"):  # v5's own name, which v4 does not know
+    if config.get("tokenizer_class") in (None, "TokenizersBackend"):  # v5's name for it, which v4 does not know
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if chat_template is not None:
         config["chat_template"] = chat_template
     _write_json(folder / TOKENIZER_CONFIG, config)
     ids = {text: id for id, text in spelled.items()}
-    named = {mark: _content(config.get(f"{mark}_token")) for mark in ("bos", "eos", "pad")}
+    named = {mark: _token_text(config.get(f"{mark}_token")) for mark in ("bos", "eos", "pad")}
     known = {"bos": tokenizer.bos, "eos": tokenizer.eos}
-    found = {mark: ids.get(text, known.get(mark)) for mark, text in named.items() if text}
-    return {f"{mark}_token_id": id for mark, id in found.items() if id is not None}
+    mark_ids = {mark: ids.get(text, known.get(mark)) for mark, text in named.items() if text}
+    return {f"{mark}_token_id": id for mark, id in mark_ids.items() if id is not None}
 
 
-def _content(token: Any) -> Any:
-    """A token in a config is a string, or an object with `content`."""
+def _token_text(token: Any) -> Any:
+    """Return the text of a token in a config, which is a string or an object with `content`."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _read_template(folder: Path) -> str | None:
-    """chat_template.jinja, or the key in tokenizer_config.json: a string, or a list of named ones."""
+    """Read chat_template.jinja, or the key in tokenizer_config.json: a string, or a list of named templates."""
     if (folder / TEMPLATE).is_file():
         return (folder / TEMPLATE).read_text(encoding="utf-8")
-    found = (read_json(folder / TOKENIZER_CONFIG) or {}).get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    template = (read_json(folder / TOKENIZER_CONFIG) or {}).get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
@@ -228,7 +236,7 @@ def _write_json(path: Path, value: Mapping[str, object]) -> None:
 
 @contextmanager
 def fresh_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside the wanted one that takes its name at the end, durably; gone on any error."""
+    """Yield a folder beside `folder` that is renamed to it at the end, durably, or removed on any error."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HubError(f"{folder} is not empty: take another folder, or empty this one")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -247,16 +255,16 @@ def fresh_folder(folder: Path) -> Iterator[Path]:
 
 
 def partial_of(path: Path) -> Path:
-    """The name under which this process makes what `path` will be. What killed processes left of it is removed."""
+    """Return the temporary name under which this process builds `path`. Removes leftovers of killed processes."""
     start = f".{path.name}.partial-"
-    for left in list(path.parent.iterdir()):
-        if left.name.startswith(start) and not _runs(left.name.removeprefix(start)):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    for leftover in list(path.parent.iterdir()):
+        if leftover.name.startswith(start) and not _is_running(leftover.name.removeprefix(start)):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return path.with_name(f"{start}{os.getpid()}")
 
 
-def _runs(process: str) -> bool:
-    """Whether another process of this number is alive, or may be."""
+def _is_running(process: str) -> bool:
+    """Return True if another process of this number is alive, or may be."""
     if process == str(os.getpid()):
         return False
     try:

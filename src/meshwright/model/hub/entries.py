@@ -1,4 +1,4 @@
-"""Typed reads of a config.json: what is missing, of the wrong type or not supported is said in one line."""
+"""Typed reads of a config.json. A missing, wrong or unsupported value gives an error of one line."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ _REQUIRED = object()
 
 
 class Entries:
-    """The keys of one config. `absent` is what a reader assumes for a key that is not there."""
+    """Entries of one config. `absent` is the value that a reader assumes for a missing key."""
 
     def __init__(self, values: Mapping[str, object], where: str = "config.json") -> None:
         self.values = values
@@ -19,43 +19,43 @@ class Entries:
         return key in self.values
 
     def fail(self, what: str) -> HubError:
-        """The error to raise about this file."""
+        """Return the error to raise about this file."""
         return HubError(f"{self.where}: {what}")
 
     def raw(self, key: str, absent: object = _REQUIRED) -> object:
-        """The value as JSON gave it."""
+        """Return the value as JSON gave it."""
         value = self.values.get(key, absent)
         if value is _REQUIRED:
             raise self.fail(f"{key} is missing")
         return value
 
     def maybe_integer(self, key: str, absent: object = None) -> int | None:
-        """A whole number of 0 or more; None for null."""
-        value = self.raw(key, absent)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if value is None:
+        """Return a whole number of 0 or more, or None for null."""
+        number = self.raw(key, absent)
+        if isinstance(number, float) and number.is_integer():
+            number = int(number)
+        if number is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.fail(f"{key}={value!r} must be a whole number of 0 or more")
-        return value
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise self.fail(f"{key}={number!r} must be a whole number of 0 or more")
+        return number
 
     def integer(self, key: str, absent: object = _REQUIRED) -> int:
-        """A whole number of 0 or more."""
+        """Return a whole number of 0 or more."""
         value = self.maybe_integer(key, absent)
         if value is None:
             raise self.fail(f"{key}=null must be a whole number")
         return value
 
     def number(self, key: str, absent: object = _REQUIRED) -> float:
-        """A finite number of 0 or more."""
+        """Return a finite number of 0 or more."""
         value = self.raw(key, absent)
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
             raise self.fail(f"{key}={value!r} must be a finite number of 0 or more")
         return float(value)
 
     def flag(self, key: str, absent: object = _REQUIRED) -> bool:
-        """True or false; null counts as false."""
+        """Return true or false. null counts as false."""
         value = self.raw(key, absent)
         if value is None:
             return False
@@ -64,14 +64,14 @@ class Entries:
         return value
 
     def text(self, key: str, absent: object = _REQUIRED) -> str:
-        """A string."""
+        """Return a string."""
         value = self.raw(key, absent)
         if not isinstance(value, str):
             raise self.fail(f"{key}={value!r} must be a string")
         return value
 
     def inner(self, key: str) -> "Entries | None":
-        """A nested object; None where it is absent, null or empty."""
+        """Return a nested object, or None if it is absent, null or empty."""
         value = self.values.get(key)
         if not value:
             return None
@@ -80,7 +80,7 @@ class Entries:
         return Entries(value, f"{self.where}, {key}")
 
     def allow(self, key: str, supported: tuple[object, ...]) -> None:
-        """Refuse a key whose value is none of those supported; absent is fine."""
+        """Raise HubError if the value of a key is not supported. An absent key is allowed."""
         value = self.values.get(key, supported[0])
         if value not in supported:
             allowed = ", ".join(repr(option) for option in supported if option is not None) or "to leave it out"

@@ -1,4 +1,4 @@
-"""The families of Hugging Face directories, as data: how each spells the fields of a shape in its config.json."""
+"""Families of Hugging Face directories, as data: how each spells the fields of a shape in its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ _SILU = {"hidden_act": ("silu", "swish")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubFamily:
-    """One model_type. `eps` and `tied` are what stands for an absent key."""
+    """Spelling of one model_type. `eps` and `tied` are its defaults for absent keys."""
 
     architecture: str
     sizes: Mapping[str, str] = field(default_factory=lambda: _USUAL)
@@ -37,10 +37,10 @@ class HubFamily:
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Fields of the shape that no config of this family can change."""
     only: Mapping[str, tuple[object, ...]] = field(default_factory=lambda: _SILU)
-    """Keys that may have these values alone; the first is written."""
+    """Keys that support only these values. The first is written."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
     marks: tuple[str, ...] = ("bos_token_id", "eos_token_id")
-    """Keys whose absence transformers takes for ids of the family's own vocabulary."""
+    """Keys whose absence transformers reads as ids of the family's original vocabulary."""
     parts: tuple[ConfigPart, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""The JSON files of a Hugging Face directory, read without torch: what its config says of the model's shape."""
+"""JSON files of a Hugging Face directory, read without torch: the config and the model's shape."""
 
 import json
 from dataclasses import replace
@@ -12,19 +12,22 @@ from meshwright.spec.shape import ModelShape
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 QUANTIZATION = "quantization_config"
-"""The key of a config that says how weights are quantized."""
+"""Key of a config that describes how weights are quantized."""
 MOST_JSON_BYTES = 2**24
-"""Of a file beside the weights; the largest published config has 2**18. Small values take 20 times their text."""
+"""Largest file read beside the weights.
+
+The largest published config has 2**18 bytes; in memory it takes 20 times that.
+"""
 MOST_TOKENIZER_BYTES = 2**27
-"""A tokenizer of 262,144 words has 2**25."""
+"""Largest tokenizer read. One of 262,144 words has 2**25 bytes."""
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def read_config(folder: Path, *, quantized: bool = False) -> tuple[dict[str, Any], ModelShape, str]:
     """Return the config of a directory, the shape that it describes, and the name of its weights' dtype.
 
-    `quantized`: who asks reads the config's quantization by himself. HubError where `folder` is no such directory, or
-    its model is not supported.
+    With `quantized` the caller reads the config's quantization itself. Raises HubError when `folder` is not such a
+    directory or its model is not supported.
     """
     if not folder.is_dir():
         instead = "a Hugging Face directory with config.json and *.safetensors"
@@ -44,7 +47,7 @@ def read_config(folder: Path, *, quantized: bool = False) -> tuple[dict[str, Any
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no file."""
+    """Return the object in a file, or None if there is no file. Raises HubError for other contents."""
     if not path.is_file():
         return None
     most = MOST_TOKENIZER_BYTES if path.name in (TOKENIZER, TOKENIZER_CONFIG) else MOST_JSON_BYTES

@@ -1,4 +1,4 @@
-"""Parts of a config.json that are more than a renamed key: each a function that reads and one that writes."""
+"""Parts of a config.json that are more than a renamed key, each as a function that reads and one that writes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,19 +12,22 @@ Fields = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigPart:
-    """`read` gives fields of the shape, `write` keys of the config."""
+    """Pair of functions: `read` returns fields of the shape, `write` keys of the config."""
 
     read: Callable[[Entries], Fields]
     write: Callable[[ModelShape], Fields]
 
 
 def rope(theta: float = 10000.0) -> ConfigPart:
-    """Rotary positions; `theta` is the family's own default."""
+    """Return the part of rotary positions. `theta` is the family's default."""
     return ConfigPart(read=lambda entries: read_rope(entries, theta=theta), write=write_rope)
 
 
 def heads(kv_heads: int | None = None, head_dim: int | None = None) -> ConfigPart:
-    """Key heads and head width; an absent key stands for the family's number, null for heads and hidden / heads."""
+    """Return the part of key heads and head width.
+
+    An absent key stands for the family's number, null for heads and for hidden / heads.
+    """
     return ConfigPart(
         read=lambda entries: {
             "kv_heads": entries.maybe_integer("num_key_value_heads", kv_heads) or 0,
@@ -46,7 +49,7 @@ MLP_BIAS = ConfigPart(
 
 
 def plain_window(absent: int | None) -> ConfigPart:
-    """sliding_window in every layer, null for none (Mistral, Mixtral); `absent` is what a missing key stands for."""
+    """Return the part of sliding_window in every layer, null for none (Mistral, Mixtral). `absent` is its default."""
     return ConfigPart(
         read=lambda entries: {"window": entries.maybe_integer("sliding_window", absent) or 0},
         write=lambda shape: {"sliding_window": shape.window or None},
@@ -54,14 +57,14 @@ def plain_window(absent: int | None) -> ConfigPart:
 
 
 def _read_switched_window(entries: Entries) -> Fields:
-    entries.raw("max_window_layers", None)  # Qwen3-MoE writes it, and transformers reads it for other families alone
+    entries.raw("max_window_layers", None)  # Qwen3-MoE writes it, but transformers reads it only for other families
     on = entries.flag("use_sliding_window", False)
     return {"window": (entries.maybe_integer("sliding_window", 4096) or 0) if on else 0}
 
 
 def _read_layered_window(entries: Entries) -> Fields:
     fields, types = _read_switched_window(entries), entries.raw("layer_types", None)
-    if not fields["window"]:  # kinds of layers are then kinds of nothing
+    if not fields["window"]:  # without a window the kinds of layers mean nothing
         return fields
     layers, first = entries.integer("num_hidden_layers"), entries.integer("max_window_layers", 28)
     if types is not None:
@@ -87,7 +90,7 @@ LAYERED_WINDOW = ConfigPart(
 
 
 def _read_inner(entries: Entries) -> Fields:
-    entries.allow("n_ctx", (entries.integer("n_positions"), None))  # an older name for the same
+    entries.allow("n_ctx", (entries.integer("n_positions"), None))  # an older name of it
     return {"ffn": entries.maybe_integer("n_inner") or 4 * entries.integer("n_embd")}
 
 
@@ -109,7 +112,7 @@ INNER = ConfigPart(
 
 
 def _read_mixtral(entries: Entries) -> Fields:
-    """Softmax over the chosen experts alone equals softmax over all, normalized over the chosen."""
+    """Read the experts. Softmax over the chosen ones equals softmax over all, normalized over the chosen."""
     moe = MoEShape(
         experts=entries.integer("num_local_experts", 8),
         top_k=entries.integer("num_experts_per_tok", 2),
@@ -132,7 +135,7 @@ MIXTRAL = ConfigPart(read=_read_mixtral, write=_write_mixtral)
 
 
 def _first_dense(entries: Entries) -> int:
-    """Number of leading dense layers of a Qwen3-MoE; dense layers elsewhere are refused."""
+    """Return the number of leading dense layers of a Qwen3-MoE. Raises HubError for dense layers elsewhere."""
     layers, step = entries.integer("num_hidden_layers"), max(1, entries.integer("decoder_sparse_step", 1))
     listed = entries.raw("mlp_only_layers", None) or []
     if not isinstance(listed, list):
@@ -148,7 +151,7 @@ def _first_dense(entries: Entries) -> int:
 
 
 def _read_qwen_moe(entries: Entries) -> Fields:
-    entries.allow("use_qk_norm", (True, None))  # Qwen3-Coder says so, and the family's class always has it
+    entries.allow("use_qk_norm", (True, None))  # Qwen3-Coder states it; the family always has it
     entries.allow("shared_expert_intermediate_size", (0, None))
     first = _first_dense(entries)
     if first >= entries.integer("num_hidden_layers"):
@@ -238,7 +241,9 @@ def _read_mla(entries: Entries) -> Fields:
         rope_dim=entries.integer("qk_rope_head_dim"),
         v_dim=entries.integer("v_head_dim"),
     )
-    entries.allow("qk_head_dim", (mla.nope_dim + mla.rope_dim, None))  # which transformers writes, and computes again
+    entries.allow(
+        "qk_head_dim", (mla.nope_dim + mla.rope_dim, None)
+    )  # transformers writes it, and ignores it when reading
     return {
         "mla": mla,
         "rope_interleaved": entries.flag("rope_interleave", True),

@@ -1,7 +1,7 @@
-"""Families that are planned and not trained: how their config.json becomes a shape with unbuilt parts.
+"""Families that are planned but not trained: how their config.json becomes a shape with unbuilt parts.
 
-Each reads the keys it understands; what else a config holds is asked of `ignored_keys`. A default is that of the
-family's class in transformers, since published configs leave keys at their defaults out.
+Each reads the keys that it understands; planned_config judges the others. Defaults are those of the family's class in
+transformers, since published configs omit keys at their defaults.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,21 +18,21 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFamily:
-    """One model_type."""
+    """Reader of one model_type."""
 
     parts: Callable[[Entries], Fields]
-    """Fields of the shape beyond the usual sizes, `unbuilt` among them."""
+    """Fields of the shape beyond the usual sizes, including `unbuilt`."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What an absent key stands for."""
+    """Values of absent keys."""
     eps_key: str = "rms_norm_eps"
     activations: tuple[str, ...] = ("silu",)
-    """Names in hidden_act or hidden_activation that are understood."""
+    """Supported values of hidden_act or hidden_activation."""
     read: tuple[str, ...] = ()
-    """Keys that are understood and change no count: scales, caps and thresholds of the parts that are named."""
+    """Understood keys that change no count: scales, caps and thresholds."""
 
 
 def _full_every(entries: Entries, key: str, absent: int, other: str = "sliding_attention", kinds: object = None) -> int:
-    """Of layer_types (or `kinds`), or a pattern's length: every n-th layer sees all."""
+    """Return n: every n-th layer has full attention, by layer_types (or `kinds`) or the length of a pattern."""
     types = kinds or entries.raw("layer_types", None)
     layers, known = entries.integer("num_hidden_layers"), {"full_attention", other}
     interval = entries.maybe_integer(key, absent) or absent
@@ -111,7 +111,7 @@ def _olmo2(entries: Entries) -> Fields:
 
 
 def _phi3(entries: Entries) -> Fields:
-    """Phi-3 with LongRoPE, Phi-4-mini with rotary positions on a part of the head; else the engine has it all."""
+    """Read Phi-3 with LongRoPE or Phi-4-mini with partly rotary heads. The engine supports all others."""
     rope = entries.inner("rope_scaling") or entries.inner("rope_parameters")
     inner = rope.values if rope else {}
     share = entries.number("partial_rotary_factor", inner.get("partial_rotary_factor") or 1.0)
@@ -205,7 +205,7 @@ def _rotary_share(entries: Entries, absent: float) -> float:
 
 
 def _gated_delta(entries: Entries) -> Fields:
-    """Qwen3-Next and Qwen3.5: gated DeltaNet in all but every n-th layer, gated attention in the others."""
+    """Read Qwen3-Next and Qwen3.5: gated DeltaNet in all but every n-th layer, gated attention in the others."""
     entries.allow("attn_output_gate", (True,))
     linear = LinearAttention(
         full_every=_full_every(entries, "full_attention_interval", 4, "linear_attention"),
@@ -221,7 +221,7 @@ def _gated_delta(entries: Entries) -> Fields:
 
 
 def _gated_delta_moe(entries: Entries) -> Fields:
-    """The same with experts."""
+    """Read the same families with experts."""
     dense = _gated_delta(entries)
     moe = _experts_beside_a_gate(entries, 512, 10, ffn=512, shared=512, normalize=True)
     parts = replace(dense["unbuilt"], shared_gate=bool(moe.shared_experts))
@@ -231,7 +231,7 @@ def _gated_delta_moe(entries: Entries) -> Fields:
 def _experts_beside_a_gate(
     entries: Entries, experts: int, top_k: int, *, ffn: int, shared: int, normalize: bool
 ) -> MoEShape:
-    """In every layer, one of which all tokens visit through a gate; numbers are those of absent keys."""
+    """Read routed experts and one gated shared expert in every layer. Arguments are defaults of absent keys."""
     entries.allow("decoder_sparse_step", (1,))
     entries.allow("mlp_only_layers", ([], None))
     ffn, shared = (
@@ -247,11 +247,15 @@ def _experts_beside_a_gate(
 
 
 def _minimax_01(entries: Entries) -> Fields:
-    """Lightning attention in all but every n-th layer. The first release spells its kinds as a list of 0 and 1."""
+    """Read lightning attention in all but every n-th layer. The first release lists kinds as 0 and 1."""
     entries.allow("postnorm", (True,))
     entries.allow("shared_intermediate_size", (0, None))
     types = entries.raw("attn_type_list", None) or ()
-    kinds = ["full_attention" if one else "linear_attention" for one in types] if isinstance(types, list) else None
+    kinds = (
+        ["full_attention" if has_softmax else "linear_attention" for has_softmax in types]
+        if isinstance(types, list)
+        else None
+    )
     heads = entries.integer("num_attention_heads")
     width = entries.maybe_integer("head_dim") or entries.integer("hidden_size") // heads
     dims = entries.maybe_integer("rotary_dim", None)
@@ -296,7 +300,7 @@ PLANNED: Mapping[str, PlannedFamily] = {
         read=("query_pre_attn_scalar", "rope_local_base_freq", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma": PlannedFamily(
-        parts=_gemma1, activations=(*_GELU, "gelu"),  # whose class computes the tanh form for both
+        parts=_gemma1, activations=(*_GELU, "gelu"),  # its class computes the tanh form for both
         defaults={"tie_word_embeddings": True, "rms_norm_eps": 1e-6, "head_dim": 256},
     ),
     "smollm3": PlannedFamily(
@@ -342,7 +346,7 @@ PLANNED: Mapping[str, PlannedFamily] = {
 WRAPPERS = {
     "gemma3": "gemma3_text", "llama4": "llama4_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
 }  # fmt: skip
-"""Models of text and images: the language model is in text_config, and is what is planned."""
+"""Models of text and images. Their language model, in text_config, is planned."""
 ALIASES = {"kimi_k2": "deepseek_v3"}
 """Names under which another family's layout is published."""
 READ = (*_ROPE, "text_config", "vision_config")

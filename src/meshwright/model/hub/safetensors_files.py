@@ -1,7 +1,7 @@
-"""Safetensors files, read and written one tensor at a time: 8 bytes of length, a JSON header, the bytes of the tensors.
+"""Safetensors files, read and written one tensor at a time: 8 bytes of length, a JSON header, the tensors' bytes.
 
-Headers and bytes of checkpoints are made here too (store/checkpoint_writer.py).
-Format: https://github.com/huggingface/safetensors. Headers are checked before a byte of data is read.
+Checkpoints use these headers and bytes too (store/checkpoint_writer.py). Headers are checked before any data is read.
+Format: https://github.com/huggingface/safetensors.
 """
 
 import json
@@ -41,14 +41,14 @@ DTYPES: Mapping[str, torch.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 """Names of dtypes in a header."""
 PIECE_BYTES = 32 * 2**20
-"""What is taken from a GPU at once."""
+"""Bytes copied from a GPU at once."""
 _LARGEST_HEADER_BYTES = 100_000_000
 _LARGEST_INDEX_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """Where one tensor lies: `start` bytes into a file."""
+    """Location of one tensor, `start` bytes into a file."""
 
     file: Path
     start: int
@@ -57,11 +57,11 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Length of its data."""
+        """Length of the data."""
         return math.prod(self.size) * self.dtype.itemsize
 
     def read(self) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Read the tensor into newly allocated memory."""
         raw = torch.empty(self.num_bytes, dtype=torch.uint8)
         with open(self.file, "rb") as file:
             file.seek(self.start)
@@ -71,35 +71,35 @@ class Stored:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a directory by name, over all its shards.
+    """Return every tensor of a directory by name, over all its shards.
 
-    HubError: no safetensors, several and no index, a missing shard, a truncated or damaged file.
+    Raises HubError when there is no safetensors file, several without an index, a missing shard, or a damaged file.
     """
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
     index = folder / INDEX
     if not index.is_file():
-        index = _other_name(folder)
+        index = _find_only_file(folder)
         if index.suffix == ".safetensors":
             return read_header(index)
-    where = _weight_map(index)
-    files = sorted(set(where.values()))
+    file_of = _read_weight_map(index)
+    files = sorted(set(file_of.values()))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise HubError(
             f"{folder} lacks {len(missing)} of {len(files)} shards, first {missing[0]}: copy or download it again"
         )
     headers = {file: read_header(folder / file) for file in files}
-    for name, file in where.items():
+    for name, file in file_of.items():
         if name not in headers[file]:
             raise HubError(
                 f"{folder / file} lacks {name}, which {index.name} puts there: the files do not belong together"
             )
-    return {name: headers[file][name] for name, file in where.items()}
+    return {name: headers[file][name] for name, file in file_of.items()}
 
 
-def _other_name(folder: Path) -> Path:
-    """The one index, or else the one file, of a writer with names of its own: gptq_model-4bit-128g.safetensors."""
+def _find_only_file(folder: Path) -> Path:
+    """Return the only index, or else the only file, of a writer with other names: gptq_model-4bit-128g.safetensors."""
     for pattern in ("*.safetensors.index.json", "*.safetensors"):
         names = sorted(path for path in folder.glob(pattern) if path.is_file() and not path.name.startswith("adapter_"))
         if len(names) == 1:
@@ -109,10 +109,10 @@ def _other_name(folder: Path) -> Path:
                 f"{folder} has neither {SINGLE} nor {INDEX}, and {len(names)} other files, as {names[0].name}: "
                 "download the index, or leave one file"
             )
-    raise HubError(_nothing(folder))
+    raise HubError(_no_weights(folder))
 
 
-def _nothing(folder: Path) -> str:
+def _no_weights(folder: Path) -> str:
     pickles = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
     if pickles:
         return (
@@ -122,21 +122,21 @@ def _nothing(folder: Path) -> str:
     return f"{folder} has neither {SINGLE} nor {INDEX}: there are no weights to read"
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _read_weight_map(path: Path) -> dict[str, str]:
     if path.stat().st_size > _LARGEST_INDEX_BYTES:
         raise HubError(f"{path} has {path.stat().st_size:,} bytes, and at most {_LARGEST_INDEX_BYTES:,} are read")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        plain = all(isinstance(name, str) and Path(file).name == file for name, file in found.items())
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        plain = all(isinstance(name, str) and Path(file).name == file for name, file in weight_map.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HubError(f"{path} is not an index of shards ({error}): copy or download it again") from error
-    if not plain or not found:
+    if not plain or not weight_map:
         raise HubError(f"{path}: weight_map must pair names of tensors with names of files beside it")
-    return dict(found)
+    return dict(weight_map)
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Every tensor of one file."""
+    """Return every tensor of one file."""
     length = path.stat().st_size
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -145,28 +145,30 @@ def read_header(path: Path) -> dict[str, Stored]:
         raw = file.read(size)
     try:
         entries = json.loads(raw)
-        found = {name: _stored(path, 8 + size, entry) for name, entry in entries.items() if name != "__metadata__"}
-        _check_order(found, 8 + size)
+        tensors = {
+            name: _parse_entry(path, 8 + size, entry) for name, entry in entries.items() if name != "__metadata__"
+        }
+        _check_order(tensors, 8 + size)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HubError(f"{path} has a damaged header ({error}): copy or download it again") from error
-    end = max((stored.start + stored.num_bytes for stored in found.values()), default=8 + size)
+    end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=8 + size)
     if end != length:
         raise HubError(
             f"{path} is truncated: it has {length} bytes, and its header says {end}. Copy or download it again"
         )
-    return found
+    return tensors
 
 
-def _check_order(found: Mapping[str, Stored], base: int) -> None:
-    """ValueError where tensors overlap, or leave bytes between them: none has what is another's."""
+def _check_order(tensors: Mapping[str, Stored], base: int) -> None:
+    """Raise ValueError if tensors overlap, or leave bytes between them."""
     end = base
-    for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
-        if one.start != end:
-            raise ValueError(f"{name[:64]} begins at {one.start}, and what is before it ends at {end}")
-        end += one.num_bytes
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if tensor.start != end:
+            raise ValueError(f"{name[:64]} begins at {tensor.start}, and what is before it ends at {end}")
+        end += tensor.num_bytes
 
 
-def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> Stored:
+def _parse_entry(path: Path, base: int, entry: Mapping[str, Any]) -> Stored:
     code, size, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if code not in DTYPES:
         raise ValueError(f"dtype {code} is not supported")
@@ -181,7 +183,7 @@ def _stored(path: Path, base: int, entry: Mapping[str, Any]) -> Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A tensor that is to be written."""
+    """Tensor that is to be written."""
 
     name: str
     size: tuple[int, ...]
@@ -189,31 +191,31 @@ class Planned:
 
     @property
     def num_bytes(self) -> int:
-        """Length of its data."""
+        """Length of the data."""
         return math.prod(self.size) * self.dtype.itemsize
 
 
 def header(tensors: Sequence[Planned], **about: str) -> bytes:
-    """The length and the JSON, padded to 8 bytes, of a file that holds these in their order. `about`: more metadata."""
+    """Return length and JSON, padded to 8 bytes, of a file with these tensors in order. `about` is further metadata."""
     entries: dict[str, object] = {"__metadata__": {**about, "format": "pt"}}
     end = 0
-    for one in tensors:
-        start, end = end, end + one.num_bytes
-        entries[one.name] = {"dtype": CODES[one.dtype], "shape": one.size, "data_offsets": [start, end]}
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": tensor.size, "data_offsets": [start, end]}
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(8, "little") + raw
 
 
 def pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor; views where it is contiguous in host memory."""
+    """Yield the bytes of a tensor, as views where it is contiguous in host memory."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), PIECE_BYTES):
         yield flat[start : start + PIECE_BYTES].cpu().numpy().data
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """One file of tensors that are all in memory, cast to `dtype`."""
+    """Write one file of tensors that are all in memory, cast to `dtype`."""
     planned = [Planned(name=name, size=tuple(tensor.shape), dtype=dtype) for name, tensor in tensors.items()]
     with open(path, "wb") as file:
         file.write(header(planned))
@@ -222,7 +224,7 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) ->
 
 
 class ShardWriter:
-    """Files laid out beforehand, so tensors may come in any order and none waits in memory."""
+    """Writer of files that are laid out in advance, so tensors may come in any order and none waits in memory."""
 
     def __init__(self, folder: Path, planned: list[Planned], max_shard_bytes: int) -> None:
         shards = list(_split(planned, max_shard_bytes))
@@ -245,7 +247,7 @@ class ShardWriter:
             start += tensor.num_bytes
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor in its place, cast to the planned dtype. HubError when it was written before."""
+        """Write one tensor to its position, cast to the planned dtype. Raises HubError when it was written before."""
         if name not in self.waiting:
             raise HubError(f"{name} was given twice")
         file, start, planned = self.waiting.pop(name)
@@ -267,7 +269,7 @@ class ShardWriter:
                 file.close()
 
     def _finish(self) -> None:
-        """Flush to disk and write the index; HubError when a tensor never came."""
+        """Flush to disk and write the index. Raises HubError when a tensor is missing."""
         if self.waiting:
             raise HubError(f"{len(self.waiting)} tensors were not given, first {next(iter(self.waiting))}")
         for file in self.files.values():
@@ -283,12 +285,14 @@ class ShardWriter:
 
 
 def file_bytes(planned: list[Planned], max_shard_bytes: int) -> int:
-    """Of all files that ShardWriter makes, but for their index."""
-    return sum(len(header(shard)) + sum(one.num_bytes for one in shard) for shard in _split(planned, max_shard_bytes))
+    """Return the size of all files that ShardWriter makes, without their index."""
+    return sum(
+        len(header(shard)) + sum(tensor.num_bytes for tensor in shard) for shard in _split(planned, max_shard_bytes)
+    )
 
 
 def _split(planned: list[Planned], max_shard_bytes: int) -> Iterator[list[Planned]]:
-    """Runs of tensors of at most that many bytes together; a larger tensor stands alone."""
+    """Yield runs of tensors of at most that many bytes together. A larger tensor is alone."""
     shard: list[Planned] = []
     filled = 0
     for tensor in planned:

@@ -1,7 +1,7 @@
-"""How tensors of ours and tensors of a Hugging Face file hold the same numbers: pairs of inverse functions.
+"""Inverse pairs of functions between our tensors and those of a Hugging Face file that hold the same numbers.
 
-`export` takes ours and gives theirs, `restore` the other way. Both work on meta tensors too, so the sizes of a file's
-tensors follow from those of the model.
+`export` maps ours to theirs, `restore` the other way. Both work on meta tensors, so the sizes of a file's tensors
+follow from those of the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transform:
-    """`export(ours, shape)` and `restore(theirs, rows, shape)`, where rows are the sizes of dim 0 of our tensors."""
+    """Pair `export(ours, shape)` and `restore(theirs, rows, shape)`, with rows the sizes of dim 0 of our tensors."""
 
     export: Callable[[Sequence[Tensor], ModelShape], Sequence[Tensor]]
     restore: Callable[[Sequence[Tensor], Sequence[int], ModelShape], Sequence[Tensor]]
@@ -26,40 +26,40 @@ SAME = Transform(export=lambda ours, shape: ours, restore=lambda theirs, rows, s
 STACKED = Transform(
     export=lambda ours, shape: ours[0].unbind(0), restore=lambda theirs, rows, shape: [torch.stack(list(theirs))]
 )
-"""One tensor with a leading dim of experts (X, out, in) is X tensors of theirs."""
+"""One tensor of ours with a leading dim of experts (X, out, in) <-> X tensors of theirs."""
 
 
-def _turn(tensor: Tensor) -> Tensor:
+def _transpose(tensor: Tensor) -> Tensor:
     return tensor.t() if tensor.dim() == 2 else tensor
 
 
 CONV1D = Transform(
-    export=lambda ours, shape: [_turn(torch.cat(list(ours)))],
-    restore=lambda theirs, rows, shape: torch.split(_turn(theirs[0]), list(rows)),
+    export=lambda ours, shape: [_transpose(torch.cat(list(ours)))],
+    restore=lambda theirs, rows, shape: torch.split(_transpose(theirs[0]), list(rows)),
 )
-"""GPT-2 stores weights as (in, out), several projections beside each other; biases likewise."""
+"""GPT-2 stores weights as (in, out), and several projections side by side. Biases likewise."""
 
 
 def _fuse(ours: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    turned = [ROTARY.export([one], shape)[0] for one in ours[:2]] if len(ours) == 3 else list(ours[:2])
+    turned = [ROTARY.export([rows], shape)[0] for rows in ours[:2]] if len(ours) == 3 else list(ours[:2])
     return [torch.cat([*turned, *ours[2:]])]
 
 
-def _part(theirs: Sequence[Tensor], rows: Sequence[int], shape: ModelShape) -> Sequence[Tensor]:
-    found = list(theirs[0].split(list(rows)))
-    return [ROTARY.restore([one], (), shape)[0] for one in found[:2]] + found[2:] if len(rows) == 3 else found
+def _unfuse(theirs: Sequence[Tensor], rows: Sequence[int], shape: ModelShape) -> Sequence[Tensor]:
+    parts = list(theirs[0].split(list(rows)))
+    return [ROTARY.restore([part], (), shape)[0] for part in parts[:2]] + parts[2:] if len(rows) == 3 else parts
 
 
-FUSED = Transform(export=_fuse, restore=_part)
+FUSED = Transform(export=_fuse, restore=_unfuse)
 """Rows of several matrices below each other: queries, keys and values, or gate and up (Phi-3)."""
 JOINED = (CONV1D, FUSED)
-"""Those that make one matrix of several."""
+"""Transforms that make one matrix of several."""
 TURNED = "are stored transposed or fused"
-"""Said of both, by formats that cannot hold them."""
+"""Description of both, in messages of formats that cannot hold them."""
 
 
 def _regroup(tensor: Tensor, shape: ModelShape, sizes: tuple[int, int]) -> Tensor:
-    """Rows of every head, seen as a table of `sizes`, in the order of the transposed table."""
+    """Reorder the rows of every head, seen as a table of `sizes`, to the order of the transposed table."""
     if not shape.rope_interleaved:
         return tensor
     return tensor.reshape(-1, *sizes, *tensor.shape[1:]).transpose(1, 2).flatten(0, 2)
@@ -69,7 +69,7 @@ ROTARY = Transform(
     export=lambda ours, shape: [_regroup(ours[0], shape, (shape.head_dim // 2, 2))],
     restore=lambda theirs, rows, shape: [_regroup(theirs[0], shape, (2, shape.head_dim // 2))],
 )
-"""Rows of queries and keys: where our rotary pairs are neighbours, theirs are halves of the head.
+"""Rows of queries and keys. Where our rotary pairs are neighbours, theirs are halves of the head.
 
-Attention scores are the same under one permutation of the query and key dims, so nothing else changes.
+One permutation of the query and key dims leaves attention scores unchanged, so nothing else differs.
 """

@@ -1,6 +1,6 @@
-"""Names of weights, family by family, as data; read in both directions.
+"""Names of weights by family, as data, used in both directions.
 
-A row pairs a module of ours with one of theirs; `*` is the layer, `@` the expert, and .weight or .bias follow along.
+A row pairs a module of ours with one of theirs. `*` is the layer, `@` the expert, and .weight or .bias follow along.
 """
 
 import re
@@ -18,7 +18,7 @@ from meshwright.spec.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """Our modules (one, or several that they fuse), their pattern, and the transform between."""
+    """Our modules (one, or several that they fuse), their pattern, and the transform between them."""
 
     ours: tuple[str, ...]
     theirs: str
@@ -26,7 +26,7 @@ class WeightRow:
 
 
 def weight_rows(pairs: Mapping[str, str], transform: Transform = SAME) -> tuple[WeightRow, ...]:
-    """Of modules of ours, several with + between, and theirs, all under one transform."""
+    """Build rows from our modules (several joined by +) and theirs, all under one transform."""
     return tuple(WeightRow(tuple(ours.split(" + ")), theirs, transform) for ours, theirs in pairs.items())
 
 
@@ -140,15 +140,15 @@ ROWS: Mapping[str, tuple[WeightRow, ...]] = {
 }
 
 PREFIX = {"gpt2": "transformer."}
-"""What the names of the body begin with (default `model.`); directories of a bare body lack it."""
+"""Prefix of the names of a model's body (default `model.`). Directories of a bare body lack it."""
 
 IGNORED = re.compile(r".*\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)")
-"""Tables that older directories hold and that follow from the config."""
+"""Tables in older directories that follow from the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Binding:
-    """Tensors of ours and tensors of theirs that hold the same numbers, with the sizes of both."""
+    """Tensors of ours and of theirs that hold the same numbers, with the sizes of both."""
 
     ours: dict[str, tuple[int, ...]]
     theirs: dict[str, tuple[int, ...]]
@@ -158,37 +158,36 @@ class Binding:
 def bindings(
     shape: ModelShape, named: Sequence[WeightRow] | None = None, where: str = "a Hugging Face directory"
 ) -> list[Binding]:
-    """Every tensor of a shape bound to those of its family's files, in the order of the forward pass. `named`: the
-    names of files of another kind, and `where` what they are called.
+    """Bind every tensor of a shape to those of its family's files, in the order of the forward pass.
 
-    HubError where the family has no name for one.
+    `named` has the names in another kind of file, which `where` describes. Raises HubError when a tensor has no name.
     """
     sizes = tensor_sizes(shape)
     rows = {row.ours[0]: row for row in (ROWS[shape.family] if named is None else named)}
     followers = {module for row in rows.values() for module in row.ours[1:]}
-    found = []
+    bound = []
     for name in sizes:
-        module, layer, leaf = _parts(name)
+        module, layer, leaf = _split_name(name)
         if module in followers:
             continue
         if module not in rows:
             raise HubError(f"{where} of family {shape.family} has no place for {name}")
-        found.append(_bind(rows[module], layer, leaf, sizes, shape))
-    return found
+        bound.append(_bind(rows[module], layer, leaf, sizes, shape))
+    return bound
 
 
 def tensor_sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name and size of every parameter, but those of adapters, and of the routers' correction biases."""
-    found = {}
+    """Return name and size of every parameter except adapters, and of the routers' correction biases."""
+    sizes = {}
     for parameter in parameters(shape.base):
-        found[parameter.name] = parameter.shape
+        sizes[parameter.name] = parameter.shape
         if parameter.group == "router" and shape.moe is not None and shape.moe.correction_bias:
-            found[parameter.name.removesuffix("weight") + "correction_bias"] = (shape.moe.experts,)
-    return found
+            sizes[parameter.name.removesuffix("weight") + "correction_bias"] = (shape.moe.experts,)
+    return sizes
 
 
-def _parts(name: str) -> tuple[str, str, str]:
-    """layers.3.mlp.up.weight -> (layers.*.mlp.up, 3, .weight)."""
+def _split_name(name: str) -> tuple[str, str, str]:
+    """Split a name: layers.3.mlp.up.weight -> (layers.*.mlp.up, 3, .weight)."""
     leaf = next((leaf for leaf in (".weight", ".bias") if name.endswith(leaf)), "")
     match = re.match(r"layers\.(\d+)\.", name)
     layer = match.group(1) if match else ""

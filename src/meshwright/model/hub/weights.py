@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face directory in and out, streaming: one tensor in memory, never the model twice."""
+"""Weights of a Hugging Face directory, read and written one tensor at a time: the model is never in memory twice."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def load_weights(
     put: Callable[[str, Tensor], None],
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Call put(name, tensor) with what `stored_weights` finds."""
+    """Call put(name, tensor) with each tensor of `stored_weights`."""
     for name, tensor in stored_weights(folder, shape, wanted):
         put(name, tensor)
 
@@ -34,21 +34,22 @@ def load_weights(
 def stored_weights(
     folder: Path, shape: ModelShape, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and router correction bias of the shape, by our names, layer after layer.
+    """Yield every parameter and router correction bias of the shape, by our names, layer after layer.
 
-    Of what is stored together and not `wanted` at all nothing is read: a pipeline stage reads its own layers.
-    Tensors come in the dtype of the file (fp8 by blocks as fp32). Everything is checked before the first one.
-    HubError: missing shard, truncated file, missing, unexpected or misshapen tensor, an untied head where the config
-    ties it.
+    Tensors that are stored together are skipped when none of them is `wanted`, so a pipeline stage reads only its
+    layers. Tensors have the dtype of the file (fp8 by blocks becomes fp32). Everything is checked before the first one.
+
+    Raises HubError for a missing shard, a truncated file, a missing, unexpected or misshapen tensor, or an untied head
+    where the config ties it.
     """
     bound, stored, scales = check_weights(folder, shape)
-    block = _block(folder) if scales else (0, 0)
+    block_size = _block_size(folder) if scales else (0, 0)
 
     def read(name: str) -> Tensor:
         tensor, scale = stored[name].read(), scales.get(name + _SCALE)
         if scale is None and tensor.dtype.itemsize == 1:
             raise HubError(f"{folder}: {name} is fp8 without {name}{_SCALE}: its scale is not known")
-        return tensor if scale is None else dequantize(tensor, scale.read(), block, name)
+        return tensor if scale is None else dequantize(tensor, scale.read(), block_size, name)
 
     if shape.tied and HEAD in stored:
         check_tied(folder, bound, read)
@@ -63,20 +64,24 @@ def stored_weights(
 def check_weights(
     folder: Path, shape: ModelShape
 ) -> tuple[list[Binding], dict[str, Stored], dict[str, Stored]]:  # fmt: skip
-    """What a directory holds, by the headers of its files: tensors that the shape has, each in its size, and scales of
-    fp8 ones. HubError as stored_weights. For who makes room for a model, before he does."""
+    """Check a directory by the headers of its files, before memory for a model is allocated.
+
+    Returns the bindings, the stored tensors, and the scales of fp8 ones. Raises HubError as `stored_weights` does.
+    """
     every = stored_tensors(folder)
-    check_numbers(folder, shape, sum(math.prod(one.size) for one in every.values()))
+    check_numbers(folder, shape, sum(math.prod(tensor.size) for tensor in every.values()))
     bound = bindings(shape)
-    stored = _named_as_ours(every, shape)
+    stored = _with_prefix(every, shape)
     scales = {name: stored.pop(name) for name in list(stored) if name.endswith(_SCALE)}
-    _check(folder, shape, bound, stored)
+    _check_tensors(folder, shape, bound, stored)
     return bound, stored, scales
 
 
 def check_numbers(folder: Path, shape: ModelShape, held: int) -> None:
-    """HubError where a config describes many times as much as files hold: nothing of that size is then made, not even
-    a list of names."""
+    """Raise HubError if a config describes many times as many numbers as files hold.
+
+    Then nothing of that size is built, not even a list of names.
+    """
     described = num_parameters(shape.base)
     if described > TOO_MANY * held:
         raise HubError(
@@ -86,7 +91,7 @@ def check_numbers(folder: Path, shape: ModelShape, held: int) -> None:
 
 
 TOO_MANY = 8
-"""Times what is there: less is said by names of tensors that are missing."""
+"""Ratio of described to stored numbers that is refused. Smaller gaps are reported by names of missing tensors."""
 
 
 def save_weights(
@@ -99,8 +104,8 @@ def save_weights(
 ) -> None:
     """Write model.safetensors, or shards of at most max_shard_bytes and their index, into an existing folder.
 
-    `tensors` are ours by name, in any order; each is cast to `dtype` (router correction biases stay fp32). A tied head
-    is left out. HubError: a tensor that is unknown, misshapen or missing.
+    `tensors` have our names, in any order. Each is cast to `dtype`, except router correction biases, which stay fp32. A
+    tied head is left out. Raises HubError for an unknown, misshapen or missing tensor.
     """
     bound = bindings(shape)
     planned = [
@@ -134,8 +139,8 @@ def _check_ours(name: str, tensor: Tensor, binding_of: dict[str, Binding]) -> No
         raise HubError(f"{name} is {list(tensor.shape)} where this shape has {list(size)}")
 
 
-def _named_as_ours(stored: dict[str, Stored], shape: ModelShape) -> dict[str, Stored]:
-    """Names with the prefix of the body, without tables and without layers for multi-token prediction."""
+def _with_prefix(stored: dict[str, Stored], shape: ModelShape) -> dict[str, Stored]:
+    """Add the prefix of the body to the names. Drop known tables and layers for multi-token prediction."""
     prefix = PREFIX.get(shape.family, "model.")
     if not any(name.startswith(prefix) for name in stored):
         stored = {name if name == HEAD else prefix + name: tensor for name, tensor in stored.items()}
@@ -153,7 +158,7 @@ def _layer(name: str) -> int:
     return int(match.group(1)) if match else -1
 
 
-def _check(folder: Path, shape: ModelShape, bound: list[Binding], stored: dict[str, Stored]) -> None:
+def _check_tensors(folder: Path, shape: ModelShape, bound: list[Binding], stored: dict[str, Stored]) -> None:
     expected = {name: size for binding in bound for name, size in binding.theirs.items()}
     missing = [name for name in expected if name not in stored]
     unexpected = [name for name in stored if name not in expected and not (shape.tied and name == HEAD)]
@@ -170,14 +175,14 @@ def _check(folder: Path, shape: ModelShape, bound: list[Binding], stored: dict[s
 
 
 def check_tied(folder: Path, bound: list[Binding], read: Callable[[str], Tensor]) -> None:
-    """HubError where the head that a folder holds is not the embedding that its config ties it to."""
+    """Raise HubError if the head in a folder differs from the embedding to which the config ties it."""
     embedding = next(name for binding in bound if "embed.weight" in binding.ours for name in binding.theirs)
     if not torch.equal(read(HEAD), read(embedding)):
         raise HubError(f"{folder}: {HEAD} differs from {embedding}, but config.json has tie_word_embeddings=true")
 
 
-def _block(folder: Path) -> tuple[int, int]:
-    """Rows and columns that share one scale."""
+def _block_size(folder: Path) -> tuple[int, int]:
+    """Return the rows and columns that share one scale."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         rows, columns = config["quantization_config"]["weight_block_size"]
@@ -190,15 +195,18 @@ def _block(folder: Path) -> tuple[int, int]:
     return rows, columns
 
 
-def dequantize(weight: Tensor, scale: Tensor, block: tuple[int, int], name: str) -> Tensor:
-    """fp8 weight (out, in) times the scale of its block (out / rows, in / columns, rounded up), in fp32. HubError for
-    scales that do not fit, and for products that are no numbers: short sequences would hide them."""
-    rows, columns = block
+def dequantize(weight: Tensor, scale: Tensor, block_size: tuple[int, int], name: str) -> Tensor:
+    """Return the fp8 weight (out, in) times the scale of its block, in fp32.
+
+    Scales are (out / rows, in / columns), rounded up. Raises HubError when they do not fit, or when products are not
+    finite: short sequences would hide that.
+    """
+    rows, columns = block_size
     if weight.dim() != 2 or tuple(scale.shape) != (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)):
         raise HubError(
-            f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)} in blocks of {block}"
+            f"{name}: scales {list(scale.shape)} do not fit weights {list(weight.shape)} in blocks of {block_size}"
         )
-    rows, columns = map(min, block, weight.shape)  # a block may be larger than the matrix, by any number
+    rows, columns = map(min, block_size, weight.shape)  # a block may be far larger than the matrix
     spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
     numbers = weight.float().mul_(spread[: weight.shape[0], : weight.shape[1]])
     if not bool(numbers.isfinite().all()):
