@@ -19,10 +19,9 @@ from meshwright.compress.original import OriginalModel
 from meshwright.data import Tokenizer
 from meshwright.kernels.block_decoding import decode
 from meshwright.kernels.block_encoding import encode
-from meshwright.model.gguf.gguf_header import read_gguf_header
+from meshwright.model.gguf.gguf_header import COUNT_KEY, NUMBER_KEY, TENSORS_KEY, read_gguf_header, read_gguf_parts
 from meshwright.model.gguf.gguf_metadata import OURS
 from meshwright.model.gguf.gguf_model import open_gguf
-from meshwright.model.gguf.gguf_parts import COUNT, NUMBER, TENSORS, read_gguf_parts
 from meshwright.model.gguf.gguf_vocabulary import WHOLE
 from meshwright.model.gguf.gguf_words import RULES, split_by
 from meshwright.model.gguf.gguf_writer import GGUFWriter, PlannedBlocks
@@ -421,7 +420,7 @@ def in_parts(path: Path, count: int, folder: Path) -> list[Path]:
     for number in range(count):
         own = names[number * each : (number + 1) * each]
         keys: dict[str, Any] = dict(header.keys) if number == 0 else {}
-        keys |= {NUMBER: number, COUNT: count, TENSORS: len(names)}
+        keys |= {NUMBER_KEY: number, COUNT_KEY: count, TENSORS_KEY: len(names)}
         found.append(folder / f"m-{number + 1:05}-of-{count:05}.gguf")
         planned = [
             PlannedBlocks(name=name, size=header.tensors[name].size, kind=header.tensors[name].kind) for name in own
@@ -435,7 +434,7 @@ def in_parts(path: Path, count: int, folder: Path) -> list[Path]:
 def test_a_file_in_parts_is_read_by_its_first(tmp_path: Path) -> None:
     path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"]), "q8_0")
     parts = in_parts(path, 3, tmp_path)
-    assert read_gguf_header(parts[1]).keys.keys() == {NUMBER, COUNT, TENSORS}
+    assert read_gguf_header(parts[1]).keys.keys() == {NUMBER_KEY, COUNT_KEY, TENSORS_KEY}
     whole, joined = open_gguf(path), open_gguf(parts[0])
     assert {one.file for one in joined.header.tensors.values()} == set(parts)
     for (name, right), (also, tensor) in zip(whole.weights(torch.float32), joined.weights(torch.float32), strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.model.hub.entries import Entries
-from meshwright.model.quantized_formats.compressed_groups import group_schemes
+from meshwright.model.quantized_formats.compressed_tensors import group_schemes
 from meshwright.spec.errors import HubError
 
 DENSE = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, "dynamic": False}

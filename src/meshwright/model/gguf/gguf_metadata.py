@@ -1,4 +1,4 @@
-"""A shape as the keys of a GGUF file, and back."""
+"""Conversion between a shape and the keys of a GGUF file."""
 
 import math
 import struct
@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model.gguf.gguf_header import GGUFHeader, StoredBlocks, Value, int_of, typed
+from meshwright.model.gguf.gguf_header import GGUFHeader, StoredBlocks, Value, int_or, required_value
 from meshwright.model.gguf.gguf_names import ARCHITECTURES, FREQUENCIES, Architecture, architecture_of
 from meshwright.model.rope import frequencies
 from meshwright.spec.errors import HubError, PlanError
 from meshwright.spec.shape import LARGEST, MOST_LAYERS, ModelShape, MoEShape, RopeScaling
 
 OURS = "meshwright."
-"""Keys of ours begin with it, and llama.cpp reads none of them: what its own keys do not say."""
+"""Prefix of our keys, which llama.cpp does not read. They hold what its keys do not."""
 LLAMA3 = ("factor", "original_positions", "low_frequency_factor", "high_frequency_factor")
 USUAL_LLAMA3 = {"original_positions": 8192, "low_frequency_factor": 1.0, "high_frequency_factor": 4.0}
-"""Of every published model with that scaling; files have the factors that follow, and not these numbers."""
+"""Numbers of every published model with that scaling. Files have the resulting factors, not these numbers."""
 CHANGE_THE_MODEL = (
     "attention.scale", "attention.sliding_window", "attention.logit_softcapping", "final_logit_softcapping",
     "logit_scale", "residual_scale", "embedding_scale", "expert_shared_count", "expert_group_count",
@@ -27,22 +27,24 @@ CHANGE_THE_MODEL = (
     "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "attention.clamp_kqv", "nextn_predict_layers",
     "rope.scale_linear",
 )  # fmt: skip
-"""Keys that would make another model of it, where they are neither 0 nor 1."""
+"""Keys that would change the model if they are neither 0 nor 1."""
 GREATEST_ERROR = 1e-5
-"""Relative, of factors of frequencies that follow from the usual numbers."""
+"""Largest relative error of frequency factors that follow from the usual numbers."""
 
 
 def context_of(shape: ModelShape) -> int:
-    """The longest sequence that llama.cpp computes as we do: it has no sliding window in these architectures, and up to
-    the window's length there is no difference."""
+    """Return the longest sequence that llama.cpp computes as we do.
+
+    It has no sliding window in these architectures. Up to the length of the window there is no difference.
+    """
     windowed = shape.window and shape.window_from_layer < shape.layers
     return min(shape.max_positions, shape.window) if windowed else shape.max_positions
 
 
 def shape_keys(shape: ModelShape) -> dict[str, Value]:
-    """Everything but general.* and the tokenizer, of a shape that llama.cpp knows."""
+    """Return all keys but general.* and the tokenizer, for a shape that llama.cpp supports."""
     architecture = architecture_of(shape)
-    found: dict[str, Value] = {
+    keys_of_shape: dict[str, Value] = {
         "vocab_size": shape.vocab,
         "context_length": context_of(shape),
         "embedding_length": shape.hidden,
@@ -52,25 +54,25 @@ def shape_keys(shape: ModelShape) -> dict[str, Value]:
         "attention.head_count_kv": shape.kv_heads,
         "attention.key_length": shape.head_dim,
         "attention.value_length": shape.head_dim,
-        _eps(architecture): float(shape.norm_eps),
+        _eps_key(architecture): float(shape.norm_eps),
     }
     if shape.positions == "rope":
-        found |= {
+        keys_of_shape |= {
             "rope.dimension_count": shape.head_dim,
             "rope.freq_base": float(shape.rope_theta),
             **_scaling_keys(shape),
         }
     if shape.moe is not None:
-        found |= {"expert_count": shape.moe.experts, "expert_used_count": shape.moe.top_k}
-        found |= {} if shape.family == "mixtral" else {"expert_feed_forward_length": shape.moe.ffn}
-    keys: dict[str, Value] = {f"{architecture.name}.{name}": value for name, value in found.items()}
+        keys_of_shape |= {"expert_count": shape.moe.experts, "expert_used_count": shape.moe.top_k}
+        keys_of_shape |= {} if shape.family == "mixtral" else {"expert_feed_forward_length": shape.moe.ffn}
+    keys: dict[str, Value] = {f"{architecture.name}.{name}": value for name, value in keys_of_shape.items()}
     keys[OURS + "family"] = shape.family
     if shape.rope_scaling is not None and shape.rope_scaling.kind == "llama3":
         keys |= {f"{OURS}rope.{name}": float(getattr(shape.rope_scaling, name)) for name in LLAMA3}
     return keys
 
 
-def _eps(architecture: Architecture) -> str:
+def _eps_key(architecture: Architecture) -> str:
     return "attention.layer_norm_epsilon" if architecture.name == "gpt2" else "attention.layer_norm_rms_epsilon"
 
 
@@ -78,18 +80,18 @@ def _scaling_keys(shape: ModelShape) -> dict[str, Value]:
     scaling = shape.rope_scaling
     if scaling is None or scaling.kind == "llama3":
         return {}
-    found: dict[str, Value] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
+    keys: dict[str, Value] = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": float(scaling.factor)}
     if scaling.kind == "yarn":
-        found |= {
+        keys |= {
             "rope.scaling.original_context_length": scaling.original_positions,
             "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
             "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
         }
-    return found
+    return keys
 
 
 def frequency_factors(shape: ModelShape) -> Tensor | None:
-    """By what each angle is divided (E/2,), fp32; None where no tensor says it."""
+    """Return the divisor of each angle (E/2,) fp32. None = no tensor of the file holds it."""
     scaling = shape.rope_scaling
     if scaling is None or scaling.kind != "llama3":
         return None
@@ -97,16 +99,19 @@ def frequency_factors(shape: ModelShape) -> Tensor | None:
 
 
 def shape_of(header: GGUFHeader) -> ModelShape:
-    """HubError: an architecture that is not read, a key that is missing, wrong, or would make it another model."""
+    """Read the shape of a file.
+
+    Raises HubError for an unsupported architecture, and for a key that is missing, wrong, or changes the model.
+    """
     known = ", ".join(ARCHITECTURES)
-    name = typed(header, "general.architecture", lambda value: isinstance(value, str), f"one of {known}")
+    name = required_value(header, "general.architecture", lambda value: isinstance(value, str), f"one of {known}")
     if name not in ARCHITECTURES:
         raise HubError(f"{header.file}: architecture {name} is not read: {known} are")
     keys = _Keys(header, ARCHITECTURES[name])
-    keys.check_the_rest()
+    keys.check_other_keys()
     try:
-        found = _shape(keys)
-        return replace(found, rope_scaling=_scaling(keys, found)) if found.positions == "rope" else found
+        shape = _read_shape(keys)
+        return replace(shape, rope_scaling=_read_scaling(keys, shape)) if shape.positions == "rope" else shape
     except PlanError as error:
         raise HubError(f"{header.file}: {error}") from error
 
@@ -117,34 +122,37 @@ class _Keys:
     def __init__(self, header: GGUFHeader, architecture: Architecture) -> None:
         self.header, self.architecture = header, architecture
 
-    def of(self, key: str) -> str:
+    def full_name(self, key: str) -> str:
         return f"{self.architecture.name}.{key}"
 
     def __contains__(self, key: str) -> bool:
-        return self.of(key) in self.header.keys
+        return self.full_name(key) in self.header.keys
 
     def integer(self, key: str, absent: int | None = None) -> int:
         if absent is not None and key not in self:
             return absent
         most = MOST_LAYERS if key == "block_count" else LARGEST
-        found = typed(
-            self.header, self.of(key), lambda value: 0 < int_of(value, 0) < most, f"a whole number from 1 to {most - 1}"
+        number = required_value(
+            self.header,
+            self.full_name(key),
+            lambda value: 0 < int_or(value, 0) < most,
+            f"a whole number from 1 to {most - 1}",
         )
-        return int(found)
+        return int(number)
 
     def number(self, key: str, absent: float | None = None) -> float:
         if absent is not None and key not in self:
             return absent
-        return _shortest(float(typed(self.header, self.of(key), _is_positive, "a number above 0")))
+        return _shortest(float(required_value(self.header, self.full_name(key), _is_positive, "a number above 0")))
 
-    def check_the_rest(self) -> None:
+    def check_other_keys(self) -> None:
         for key in CHANGE_THE_MODEL:
-            value = self.header.keys.get(self.of(key), 0)
-            if value not in (0, 1):
-                raise HubError(f"{self.header.file}: {self.of(key)}={str(value)[:40]} is not supported")
-        if self.header.keys.get(self.of("attention.causal"), True) is not True:
+            setting = self.header.keys.get(self.full_name(key), 0)
+            if setting not in (0, 1):
+                raise HubError(f"{self.header.file}: {self.full_name(key)}={str(setting)[:40]} is not supported")
+        if self.header.keys.get(self.full_name("attention.causal"), True) is not True:
             raise HubError(
-                f"{self.header.file}: {self.of('attention.causal')} is false: it is no causal language model"
+                f"{self.header.file}: {self.full_name('attention.causal')} is false: it is no causal language model"
             )
 
     def stored(self, name: str) -> StoredBlocks | None:
@@ -156,12 +164,12 @@ def _is_positive(value: object) -> bool:
 
 
 def _shortest(value: float) -> float:
-    """The decimal with the fewest digits that is the same number in 32 bits: 1e-05, and not 9.99999974e-06."""
+    """Return the shortest decimal that is the same number in 32 bits: 1e-05, not 9.99999974e-06."""
     raw = struct.pack("<f", value)
     return next((x for digits in range(1, 9) if struct.pack("<f", x := float(f"{value:.{digits}g}")) == raw), value)
 
 
-def _shape(keys: _Keys) -> ModelShape:
+def _read_shape(keys: _Keys) -> ModelShape:
     architecture, embedding = keys.architecture, keys.stored("token_embd.weight")
     if embedding is None:
         raise HubError(f"{keys.header.file} has no tensor token_embd.weight: it is no whole model")
@@ -169,12 +177,15 @@ def _shape(keys: _Keys) -> ModelShape:
     head_dim = keys.integer("attention.key_length", max(1, hidden // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         if keys.integer(key, head_dim) != head_dim:
-            raise HubError(f"{keys.header.file}: {keys.of(key)}={keys.integer(key)} differs from a head's {head_dim}")
+            raise HubError(
+                f"{keys.header.file}: {keys.full_name(key)}={keys.integer(key)} differs from a head's {head_dim}"
+            )
     fields: dict[str, Any] = {
-        "family": _family(keys), "vocab": embedding.size[0], "layers": keys.integer("block_count"), "hidden": hidden,
-        "heads": heads, "kv_heads": keys.integer("attention.head_count_kv", heads), "head_dim": head_dim,
+        "family": _read_family(keys), "vocab": embedding.size[0], "layers": keys.integer("block_count"),
+        "hidden": hidden, "heads": heads, "head_dim": head_dim,
+        "kv_heads": keys.integer("attention.head_count_kv", heads),
         "ffn": keys.integer("feed_forward_length"), "max_positions": keys.integer("context_length"),
-        "norm_eps": keys.number(_eps(architecture)), "tied": keys.stored("output.weight") is None,
+        "norm_eps": keys.number(_eps_key(architecture)), "tied": keys.stored("output.weight") is None,
         "qkv_bias": any(keys.stored(f"blk.0.{name}.bias") for name in ("attn_q", "attn_qkv")),
         "out_bias": keys.stored("blk.0.attn_output.bias") is not None,
         "mlp_bias": keys.stored("blk.0.ffn_up.bias") is not None,
@@ -184,19 +195,19 @@ def _shape(keys: _Keys) -> ModelShape:
     fields["name"] = name if isinstance(name, str) and name else keys.header.file.stem
     if architecture.name == "gpt2":
         return ModelShape(**fields, norm="layernorm", positions="learned", mlp="gelu_tanh")
-    return ModelShape(**fields, rope_theta=keys.number("rope.freq_base", 10000.0), moe=_experts(keys))
+    return ModelShape(**fields, rope_theta=keys.number("rope.freq_base", 10000.0), moe=_read_experts(keys))
 
 
-def _family(keys: _Keys) -> str:
-    """As we have written it, or the usual one."""
-    families, said = keys.architecture.families, keys.header.keys.get(OURS + "family")
-    if isinstance(said, str) and said in families:
-        return said
+def _read_family(keys: _Keys) -> str:
+    """Return the family that we have written, or the usual one."""
+    families, written_family = keys.architecture.families, keys.header.keys.get(OURS + "family")
+    if isinstance(written_family, str) and written_family in families:
+        return written_family
     return "mixtral" if keys.architecture.name == "llama" and "expert_count" in keys else families[0]
 
 
-def _experts(keys: _Keys) -> MoEShape | None:
-    if not int_of(keys.header.keys.get(keys.of("expert_count")), 0):
+def _read_experts(keys: _Keys) -> MoEShape | None:
+    if not int_or(keys.header.keys.get(keys.full_name("expert_count")), 0):
         return None
     return MoEShape(
         experts=keys.integer("expert_count"),
@@ -205,14 +216,14 @@ def _experts(keys: _Keys) -> MoEShape | None:
     )
 
 
-def _scaling(keys: _Keys, shape: ModelShape) -> RopeScaling | None:
+def _read_scaling(keys: _Keys, shape: ModelShape) -> RopeScaling | None:
     if keys.stored(FREQUENCIES) is not None:
-        return _llama3(keys, shape)
-    kind = keys.header.keys.get(keys.of("rope.scaling.type"), "none")
+        return _read_llama3(keys, shape)
+    kind = keys.header.keys.get(keys.full_name("rope.scaling.type"), "none")
     if kind == "none" or (kind == "linear" and "rope.scaling.factor" not in keys):
         return None
     if kind not in ("linear", "yarn"):
-        raise HubError(f"{keys.header.file}: {keys.of('rope.scaling.type')}={kind!r} is not supported")
+        raise HubError(f"{keys.header.file}: {keys.full_name('rope.scaling.type')}={kind!r} is not supported")
     factor, positions = keys.number("rope.scaling.factor"), shape.max_positions
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor, original_positions=max(1, round(positions / max(1.0, factor))))
@@ -225,17 +236,19 @@ def _scaling(keys: _Keys, shape: ModelShape) -> RopeScaling | None:
     )
 
 
-def _llama3(keys: _Keys, shape: ModelShape) -> RopeScaling:
-    """The numbers that factors of frequencies follow from: our own keys, or those of all published models."""
-    found = keys.stored(FREQUENCIES)
-    assert found is not None
-    if found.size != (shape.head_dim // 2,) or found.kind.name != "F32":
-        raise HubError(f"{keys.header.file}: {FREQUENCIES} is {list(found.size)} {found.kind.name}, not F32 of pairs")
-    factors = found.read().view(torch.float32)
-    own: Mapping[str, Any] = {name: keys.header.keys.get(f"{OURS}rope.{name}") for name in LLAMA3}
-    given = own if all(map(_is_positive, own.values())) else {"factor": float(factors.max()), **USUAL_LLAMA3}
-    numbers: dict[str, Any] = {name: _shortest(float(value)) for name, value in given.items()}
-    scaling = RopeScaling(kind="llama3", **numbers | {"original_positions": int(given["original_positions"])})
+def _read_llama3(keys: _Keys, shape: ModelShape) -> RopeScaling:
+    """Return the numbers behind the frequency factors: our own keys, or those of all published models."""
+    tensor = keys.stored(FREQUENCIES)
+    assert tensor is not None
+    if tensor.size != (shape.head_dim // 2,) or tensor.kind.name != "F32":
+        raise HubError(f"{keys.header.file}: {FREQUENCIES} is {list(tensor.size)} {tensor.kind.name}, not F32 of pairs")
+    factors = tensor.read().view(torch.float32)
+    written: Mapping[str, Any] = {name: keys.header.keys.get(f"{OURS}rope.{name}") for name in LLAMA3}
+    parameters = (
+        written if all(map(_is_positive, written.values())) else {"factor": float(factors.max()), **USUAL_LLAMA3}
+    )
+    numbers: dict[str, Any] = {name: _shortest(float(value)) for name, value in parameters.items()}
+    scaling = RopeScaling(kind="llama3", **numbers | {"original_positions": int(parameters["original_positions"])})
     expected = frequency_factors(replace(shape, rope_scaling=scaling))
     assert expected is not None
     if not torch.allclose(factors, expected, rtol=GREATEST_ERROR, atol=0):

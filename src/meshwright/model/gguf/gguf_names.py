@@ -1,4 +1,4 @@
-"""Architectures of llama.cpp: their names of tensors, and the order of rows of queries and keys."""
+"""llama.cpp's architectures: their names of tensors, and the order of rows of queries and keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from meshwright.model.hub.weight_names import Binding, WeightRow, bindings, weig
 from meshwright.spec.shape import ModelShape
 
 FREQUENCIES = "rope_freqs.weight"
-"""By what the angle of each pair is divided; written for Llama-3's scaling."""
+"""Divisors of the angle of each pair, written for Llama-3's scaling."""
 ROUTERS = "ffn_gate_inp.weight"
 
 
@@ -26,7 +26,7 @@ NEIGHBOURS = Transform(
     export=lambda ours, shape: [_regrouped(ours[0], shape, (2, shape.head_dim // 2))],
     restore=lambda theirs, rows, shape: [_regrouped(theirs[0], shape, (shape.head_dim // 2, 2))],
 )
-"""Rows of queries and keys of `llama`, whose rotary pairs are neighbours; ours are halves of a head."""
+"""Rows of queries and keys of `llama`, whose rotary pairs are neighbours. Ours are halves of a head."""
 FUSED = Transform(
     export=lambda ours, shape: [torch.cat(list(ours))],
     restore=lambda theirs, rows, shape: torch.split(theirs[0], list(rows)),
@@ -65,20 +65,20 @@ _GPT2 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One that is written and read."""
+    """Architecture that is written and read."""
 
     name: str
-    """In the key general.architecture."""
+    """Value of the key general.architecture."""
     families: tuple[str, ...]
-    """Of ours, which it holds; the first is what a file without more is read as."""
+    """Our families that it holds. A file that names none is read as the first."""
     rows: tuple[WeightRow, ...]
     scalings: tuple[str, ...] = ("linear", "yarn")
-    """Of rotary frequencies, which llama.cpp applies in it."""
+    """Scalings of rotary frequencies that llama.cpp applies in it."""
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    one.name: one
-    for one in (
+    architecture.name: architecture
+    for architecture in (
         Architecture(
             name="llama", families=("llama", "mistral", "mixtral"), rows=_LLAMA, scalings=("linear", "yarn", "llama3")
         ),
@@ -91,22 +91,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def architecture_of(shape: ModelShape) -> Architecture:
-    """Of a shape that `ungguffable` lets through."""
-    return next(one for one in ARCHITECTURES.values() if shape.family in one.families)
+    """Return the architecture of a shape that `ungguffable` accepts."""
+    return next(architecture for architecture in ARCHITECTURES.values() if shape.family in architecture.families)
 
 
 def ungguffable(shape: ModelShape) -> str:
-    """Why llama.cpp would compute something else of the shape, or nothing: a sentence, empty where it would not."""
-    known = [family for one in ARCHITECTURES.values() for family in one.families]
+    """Return why llama.cpp cannot compute the shape as we do, as a sentence. Empty = it can."""
+    known = [family for architecture in ARCHITECTURES.values() for family in architecture.families]
     if shape.family not in known:
         return f"a GGUF file of family {shape.family} is not written: {', '.join(known)} are"
-    wrong = unwritable(shape)
-    unlike = "" if wrong else _unlike(shape)
-    return f"{unlike}: take a Hugging Face directory" if unlike else wrong
+    unwritable_reason = unwritable(shape)
+    unsupported_part = "" if unwritable_reason else _unsupported_part(shape)
+    return f"{unsupported_part}: take a Hugging Face directory" if unsupported_part else unwritable_reason
 
 
-def _unlike(shape: ModelShape) -> str:
-    """What llama.cpp's code of the architecture has no place for."""
+def _unsupported_part(shape: ModelShape) -> str:
+    """Return the first part of the shape that llama.cpp's code of the architecture lacks. Empty = none."""
     architecture, scaling, moe = architecture_of(shape), shape.rope_scaling, shape.moe
     start = f"llama.cpp's {architecture.name} has no"
     if scaling is not None and shape.positions == "rope":
@@ -128,5 +128,5 @@ def _unlike(shape: ModelShape) -> str:
 
 
 def gguf_bindings(shape: ModelShape, architecture: Architecture) -> list[Binding]:
-    """Every tensor of the shape bound to those of a file."""
+    """Bind every tensor of the shape to those of a file."""
     return bindings(shape, architecture.rows, "a GGUF file")

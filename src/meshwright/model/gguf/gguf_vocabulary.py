@@ -1,8 +1,8 @@
-"""A tokenizer as the keys of a GGUF file, and back.
+"""Conversion between a tokenizer and the keys of a GGUF file.
 
 A byte-level BPE is the model `gpt2` there: tokens, merges, and the name of a rule for words. A BPE that spells spaces
 as a mark and falls back to bytes is the model `llama`: tokens, and scores that order the merges. The tokenizer.json
-itself goes beside, under the key that the format has for it, so that reading gives back the same one.
+itself is added under the key that the format has for it, so reading returns the same one.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.model.gguf.gguf_header import GGUFHeader, Value, int_of
+from meshwright.model.gguf.gguf_header import GGUFHeader, Value, int_or
 from meshwright.model.gguf.gguf_words import ALSO, RULES, choose_rule, split_by
 from meshwright.spec.errors import HubError, PlanError
 
@@ -22,25 +22,25 @@ NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 EQUAL_THERE = (
     "Give llama.cpp token ids, or train with data.tokenizer=bytes or the tokenizer.json of GPT-2, Llama 3 or Qwen2"
 )
-"""Tokenizers whose ids are llama.cpp's for every text."""
+"""Remedy that names tokenizers whose ids are llama.cpp's for every text."""
 WITHOUT_END = "the tokenizer names no end of a text, and llama.cpp takes token 11 for it"
 MANY_BEGIN = "llama.cpp puts no token before a text but its bos, and this tokenizer puts others there"
 SPACE = "\u2581"
 LONGEST_TOKEN = 512
-"""Characters of a token that is made of others."""
+"""Longest token, in characters, whose merges are searched."""
 ENDS = ("eos", "eot", "eom")
 BEGUN = ("llama-bpe", "llama3", "llama-v3", "pixtral", "tekken")
-"""Rules with which a text has its first mark, where no key says whether."""
+"""Rules with which a text starts with its first mark, where no key states it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFVocabulary:
-    """What a file says of a tokenizer."""
+    """Tokenizer of a file."""
 
     text: str
-    """Of a tokenizer.json."""
+    """Contents of a tokenizer.json."""
     bos: str | None
-    """The name of what may begin a text; whether it does, the post-processor of `text` says."""
+    """Token that may begin a text. Whether it does is decided by the post-processor of `text`."""
     eos: str | None
     stop_ids: tuple[int, ...]
 
@@ -56,26 +56,34 @@ def vocabulary_keys(
     tool_template: str | None = None,
     begins: tuple[int, ...] = (),
 ) -> tuple[dict[str, Value], str]:
-    """Keys of the tokenizer.json `text` for a model with so many rows, and what its user must know; None = there is
-    none. `ends`: more ids that end a text; `begins`: those that stand before each. PlanError where
-    llama.cpp has no such tokenizer."""
+    """Return the keys of a tokenizer for a model with `vocab` rows, and a note for its user.
+
+    Raises PlanError when llama.cpp has no such tokenizer.
+
+    Args:
+        text: Contents of the tokenizer.json. None = there is none.
+        ends: Further ids that end a text.
+        begins: Ids that begin every text.
+    """
     if text is None:
         return {"tokenizer.ggml.model": "none"}, "no tokenizer is in it: llama.cpp takes token ids alone"
     tokenizer = json.loads(text)
-    model, added = tokenizer["model"], {one["id"]: one for one in tokenizer.get("added_tokens", [])}
+    model, added = tokenizer["model"], {token["id"]: token for token in tokenizer.get("added_tokens", [])}
     if model.get("type", "BPE") != "BPE":
         raise PlanError(f"a GGUF file has no place for a {model['type']} tokenizer: take a Hugging Face directory")
-    words = {int(id): token for token, id in model["vocab"].items()} | {id: one["content"] for id, one in added.items()}
+    words = {int(id): token for token, id in model["vocab"].items()} | {
+        id: entry["content"] for id, entry in added.items()
+    }
     if max(words) >= vocab:
         raise PlanError(f"the tokenizer has {max(words) + 1} tokens, and the model {vocab} rows for them")
     byte_level = "ByteLevel" in json.dumps(tokenizer.get("pre_tokenizer"))
-    kinds = [_kind(id, words, added, model) for id in range(vocab)]
-    found: dict[str, Value] = {"tokenizer.ggml.model": "gpt2" if byte_level else "llama"}
+    kinds = [_token_type(id, words, added, model) for id in range(vocab)]
+    keys: dict[str, Value] = {"tokenizer.ggml.model": "gpt2" if byte_level else "llama"}
     note = ""
-    merges = [one if isinstance(one, str) else " ".join(one) for one in model["merges"]]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     if byte_level:
         rule = choose_rule(tokenizer)
-        found["tokenizer.ggml.pre"] = rule.name
+        keys["tokenizer.ggml.pre"] = rule.name
         if rule.agreement < 1:
             note = (
                 f"llama.cpp has no rule for words like this tokenizer's; the nearest, {rule.name}, sets "
@@ -84,31 +92,31 @@ def vocabulary_keys(
         note = note or ("" if eos is not None else WITHOUT_END)
         note = note or (MANY_BEGIN if begins not in ((), (bos,)) else "")
     else:
-        found |= {"tokenizer.ggml.pre": "default", **_spaces(tokenizer)}
-        found["tokenizer.ggml.scores"] = _scores(words, kinds, merges, vocab)
+        keys |= {"tokenizer.ggml.pre": "default", **_space_keys(tokenizer)}
+        keys["tokenizer.ggml.scores"] = _merge_scores(words, kinds, merges, vocab)
     tokens = [words.get(id, f"[PAD{id}]") for id in range(vocab)]
     if len(set(tokens)) < vocab:
         raise PlanError("two tokens of the tokenizer are spelled alike, which llama.cpp refuses")
-    found["tokenizer.ggml.tokens"] = list(tokens)
-    found["tokenizer.ggml.token_type"] = list(kinds)
+    keys["tokenizer.ggml.tokens"] = list(tokens)
+    keys["tokenizer.ggml.token_type"] = list(kinds)
     if byte_level:
-        found["tokenizer.ggml.merges"] = list(merges)
-    ids = {"bos": bos, "eos": eos, "unknown": _id(words, model.get("unk_token"))}
-    found |= {f"tokenizer.ggml.{mark}_token_id": id for mark, id in ids.items() if id is not None}
+        keys["tokenizer.ggml.merges"] = list(merges)
+    ids = {"bos": bos, "eos": eos, "unknown": _find_id(words, model.get("unk_token"))}
+    keys |= {f"tokenizer.ggml.{mark}_token_id": id for mark, id in ids.items() if id is not None}
     other = next((id for id in ends if id != eos), None)
-    found |= {} if other is None else {"tokenizer.ggml.eot_token_id": other}
-    found |= {"tokenizer.ggml.add_bos_token": bool(begins) and begins == (bos,), "tokenizer.ggml.add_eos_token": False}
-    found |= {} if template is None else {TEMPLATE_KEY: template}
+    keys |= {} if other is None else {"tokenizer.ggml.eot_token_id": other}
+    keys |= {"tokenizer.ggml.add_bos_token": bool(begins) and begins == (bos,), "tokenizer.ggml.add_eos_token": False}
+    keys |= {} if template is None else {TEMPLATE_KEY: template}
     if tool_template is not None:
-        found |= {TOOL_TEMPLATE_KEY: tool_template, "tokenizer.chat_templates": ["tool_use"]}
-    return found | {WHOLE: text}, note
+        keys |= {TOOL_TEMPLATE_KEY: tool_template, "tokenizer.chat_templates": ["tool_use"]}
+    return keys | {WHOLE: text}, note
 
 
-def _id(words: Mapping[int, str], token: str | None) -> int | None:
+def _find_id(words: Mapping[int, str], token: str | None) -> int | None:
     return next((id for id, word in words.items() if word == token), None) if token else None
 
 
-def _kind(id: int, words: Mapping[int, str], added: Mapping[int, Any], model: Mapping[str, Any]) -> int:
+def _token_type(id: int, words: Mapping[int, str], added: Mapping[int, Any], model: Mapping[str, Any]) -> int:
     if id not in words:
         return UNUSED
     if words[id] == model.get("unk_token"):
@@ -119,8 +127,8 @@ def _kind(id: int, words: Mapping[int, str], added: Mapping[int, Any], model: Ma
     return BYTE if model.get("byte_fallback") and len(word) == 6 and word.startswith("<0x") else NORMAL
 
 
-def _spaces(tokenizer: Mapping[str, Any]) -> dict[str, Value]:
-    """Whether a text begins with a space. PlanError where spaces are no mark at all."""
+def _space_keys(tokenizer: Mapping[str, Any]) -> dict[str, Value]:
+    """Return whether a text begins with a space. Raises PlanError when spaces are not spelled as a mark."""
     before, normalizer = (json.dumps(tokenizer.get(key), ensure_ascii=False) for key in ("pre_tokenizer", "normalizer"))
     if SPACE not in before + normalizer or not tokenizer["model"].get("byte_fallback"):
         raise PlanError(
@@ -131,8 +139,8 @@ def _spaces(tokenizer: Mapping[str, Any]) -> dict[str, Value]:
     return {"tokenizer.ggml.add_space_prefix": prefixed}
 
 
-def _scores(words: Mapping[int, str], kinds: list[int], merges: list[str], vocab: int) -> list[Any]:
-    """Of each token the higher the earlier it is merged, which is the order that llama.cpp merges in."""
+def _merge_scores(words: Mapping[int, str], kinds: list[int], merges: list[str], vocab: int) -> list[Any]:
+    """Return a score per token. Earlier merges score higher, since llama.cpp merges in order of scores."""
     order: dict[str, int] = {}
     for merge in merges:
         order.setdefault(merge.replace(" ", ""), len(order))
@@ -143,30 +151,32 @@ def _scores(words: Mapping[int, str], kinds: list[int], merges: list[str], vocab
 
 
 def read_vocabulary(header: GGUFHeader) -> GGUFVocabulary | None:
-    """The tokenizer of a file; None where it has none, or one whose rules are not known here. HubError where its parts
-    do not fit."""
+    """Return the tokenizer of a file. None = it has none, or its rules are not known here.
+
+    Raises HubError when its parts do not fit.
+    """
     keys = header.keys
     tokens = keys.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not all(isinstance(one, str) for one in tokens):
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         return None
-    marks = {mark: int_of(keys.get(f"tokenizer.ggml.{mark}_token_id"), -1) for mark in ("bos", *ENDS)}
+    marks = {mark: int_or(keys.get(f"tokenizer.ggml.{mark}_token_id"), -1) for mark in ("bos", *ENDS)}
     for mark, id in marks.items():
         if id >= len(tokens):
             raise HubError(f"{header.file}: its {mark} token is {id}, and it has {len(tokens)} tokens")
     whole = keys.get(WHOLE)
-    text = whole if isinstance(whole, str) else _rebuilt(header, tokens)
+    text = whole if isinstance(whole, str) else _rebuild(header, tokens)
     if text is None:
         return None
     spelled = {mark: tokens[id] if id >= 0 else None for mark, id in marks.items()}
     ends = tuple(dict.fromkeys(id for mark in ENDS if (id := marks[mark]) >= 0))
     usual = keys.get("tokenizer.ggml.model") == "llama" or keys.get("tokenizer.ggml.pre") in BEGUN
     if not isinstance(whole, str) and spelled["bos"] and keys.get("tokenizer.ggml.add_bos_token", usual):
-        text = json.dumps({**json.loads(text), "post_processor": _put_before(spelled["bos"], marks["bos"])})
+        text = json.dumps({**json.loads(text), "post_processor": _begin_with(spelled["bos"], marks["bos"])})
     return GGUFVocabulary(text=text, bos=spelled["bos"], eos=spelled["eos"], stop_ids=ends)
 
 
-def _put_before(token: str, id: int) -> dict[str, Any]:
-    """The post-processor that begins a text with a token."""
+def _begin_with(token: str, id: int) -> dict[str, Any]:
+    """Return the post-processor that begins a text with a token."""
     mark = {"SpecialToken": {"id": token, "type_id": 0}}
     sides = [{"Sequence": {"id": side, "type_id": 0}} for side in "AB"]
     return {
@@ -175,17 +185,17 @@ def _put_before(token: str, id: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rebuilt(header: GGUFHeader, tokens: list[str]) -> str | None:
-    """A tokenizer.json of what other software has written."""
+def _rebuild(header: GGUFHeader, tokens: list[str]) -> str | None:
+    """Build a tokenizer.json from keys that other software has written."""
     kinds = header.keys.get("tokenizer.ggml.token_type", [])
     if not isinstance(kinds, list) or len(kinds) not in (0, len(tokens)):
         raise HubError(f"{header.file}: tokenizer.ggml.token_type must have one number per token")
     kinds = kinds or [NORMAL] * len(tokens)
     vocab = {token: id for id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
-    which = header.keys.get("tokenizer.ggml.model")
-    found = _bytes_rebuilt(header, vocab) if which == "gpt2" else None
-    found = _marked_rebuilt(header, vocab, kinds) if which == "llama" else found
-    if found is None:
+    kind = header.keys.get("tokenizer.ggml.model")
+    rebuilt = _rebuild_byte_level(header, vocab) if kind == "gpt2" else None
+    rebuilt = _rebuild_marked(header, vocab, kinds) if kind == "llama" else rebuilt
+    if rebuilt is None:
         return None
     added = [
         {"id": id, "content": tokens[id], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
@@ -193,7 +203,7 @@ def _rebuilt(header: GGUFHeader, tokens: list[str]) -> str | None:
         for id, kind in enumerate(kinds) if kind in (CONTROL, USER, UNKNOWN)
     ]  # fmt: skip
     rest = {"version": "1.0", "truncation": None, "padding": None, "post_processor": None, "added_tokens": added}
-    return json.dumps(rest | found)
+    return json.dumps(rest | rebuilt)
 
 
 def _bpe(vocab: Mapping[str, int], merges: list[list[str]], **more: Any) -> dict[str, Any]:
@@ -204,8 +214,8 @@ def _bpe(vocab: Mapping[str, int], merges: list[list[str]], **more: Any) -> dict
     }  # fmt: skip
 
 
-def _bytes_rebuilt(header: GGUFHeader, vocab: Mapping[str, int]) -> dict[str, Any] | None:
-    """Of the model `gpt2`; None where its rule for words is not known here."""
+def _rebuild_byte_level(header: GGUFHeader, vocab: Mapping[str, int]) -> dict[str, Any] | None:
+    """Rebuild the model `gpt2`. None = its rule for words is not known here."""
     merges, name = header.keys.get("tokenizer.ggml.merges"), str(header.keys.get("tokenizer.ggml.pre", ""))
     rule = RULES.get(ALSO.get(name, name))
     if rule is None or not isinstance(merges, list):
@@ -221,19 +231,28 @@ def _bytes_rebuilt(header: GGUFHeader, vocab: Mapping[str, int]) -> dict[str, An
     }
 
 
-def _marked_rebuilt(header: GGUFHeader, vocab: Mapping[str, int], kinds: list[Any]) -> dict[str, Any]:
-    """Of the model `llama`: every way to make a token of two is a merge, in the order of the tokens' scores."""
+def _rebuild_marked(header: GGUFHeader, vocab: Mapping[str, int], kinds: list[Any]) -> dict[str, Any]:
+    """Rebuild the model `llama`.
+
+    Every split of a token into two tokens is a merge, in the order of the tokens' scores.
+    """
     scores = header.keys.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(kinds) or not all(isinstance(one, float) for one in scores):
+    if (
+        not isinstance(scores, list)
+        or len(scores) != len(kinds)
+        or not all(isinstance(score, float) for score in scores)
+    ):
         raise HubError(f"{header.file}: tokenizer.ggml.scores must have one number per token")
     merges: list[tuple[float, int, int, str, str]] = []
     for token, id in vocab.items():
         if kinds[id] == NORMAL and len(token) <= LONGEST_TOKEN:
-            pairs = ((token[:place], token[place:]) for place in range(1, len(token)))
+            pairs = ((token[:split], token[split:]) for split in range(1, len(token)))
             merges += [(scores[id], len(a), len(b), a, b) for a, b in pairs if a in vocab and b in vocab]
-    merges.sort(key=lambda one: one[:3], reverse=True)
-    said = int_of(header.keys.get("tokenizer.ggml.unknown_token_id"), -1)
-    unknown = next((token for token, id in vocab.items() if id == said or (said < 0 and kinds[id] == UNKNOWN)), None)
+    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    unknown_id = int_or(header.keys.get("tokenizer.ggml.unknown_token_id"), -1)
+    unknown = next(
+        (token for token, id in vocab.items() if id == unknown_id or (unknown_id < 0 and kinds[id] == UNKNOWN)), None
+    )
     prefixed = header.keys.get("tokenizer.ggml.add_space_prefix", True)
     mark = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}

@@ -1,7 +1,7 @@
-"""How llama.cpp cuts text into words before it merges bytes: a list that is built into it, which a file names from.
+"""llama.cpp's rules that cut text into words before it merges bytes. They are built in, and a file names one.
 
-A tokenizer whose rule is none of them gets the name of the nearest one, and the share of borders that agree on a sample
-is said: ids are then exact only where they are given as ids.
+A tokenizer with another rule gets the name of the nearest one, and a note with the share of equal borders on a sample:
+ids are then exact only where ids are given.
 """
 
 import json
@@ -17,10 +17,10 @@ _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
 _QWEN2 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASES = tuple(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{one}{_LOWER}{other}" for one, other in (("*", "+"), ("+", "*")))
+_CASES = tuple(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{upper}{_LOWER}{lower}" for upper, lower in (("*", "+"), ("+", "*")))
 _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = "|".join(_CASES) + r"|\p{N}" + _SLASHED
-_GPT4O = "|".join(f"{one}{_CONTRACTED}?" for one in _CASES) + r"|\p{N}{1,3}" + _SLASHED
+_GPT4O = "|".join(f"{case}{_CONTRACTED}?" for case in _CASES) + r"|\p{N}{1,3}" + _SLASHED
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -31,19 +31,19 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WordRule:
-    """One of llama.cpp's."""
+    """Built-in rule of llama.cpp."""
 
     name: str
-    """In the key tokenizer.ggml.pre."""
+    """Value of the key tokenizer.ggml.pre."""
     patterns: tuple[str, ...]
-    """Of words, one after the other, as a tokenizer.json spells them."""
+    """Patterns of words, one after the other, as a tokenizer.json spells them."""
     whole_words: bool = False
-    """Whether a word that is a token is never merged from parts (`ignore_merges`)."""
+    """True if a word that is a token is never merged from parts (`ignore_merges`)."""
 
 
 RULES: Mapping[str, WordRule] = {
-    one.name: one
-    for one in (
+    rule.name: rule
+    for rule in (
         WordRule(name="gpt-2", patterns=(_GPT2,)),
         WordRule(name="llama-bpe", patterns=(_LLAMA3,), whole_words=True),
         WordRule(name="dbrx", patterns=(_LLAMA3,)),
@@ -66,38 +66,37 @@ SAMPLE = (
     "\n        if not path.exists():\n\t\traise ValueError(f\"{path!r} is'nt there\")\n        return {'a': [1, 22]}\n"
     'x += 1;\tfor(int i=0; i<10; i++) { camelCaseName(i); }\r\n<p class="a">caf\u00e9 na\u00efve \u4f60\u597d</p>\n'
 )
-"""Prose and code, which the share of equal borders is measured on."""
+"""Prose and code on which the share of equal borders is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenRule:
-    """What a file names, and how near that is."""
+    """Rule that a file names, and its agreement with the tokenizer."""
 
     name: str
     agreement: float
-    """1 = the rule itself; else the share of borders between tokens that both have, on the sample."""
+    """Share of borders between tokens that both have on the sample. 1 = the rule itself."""
 
 
 def patterns_of(tokenizer: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """The patterns of a tokenizer.json, one after the other; None where it cuts in another way, or is no byte-level
-    one."""
-    found, steps = [], _steps(tokenizer.get("pre_tokenizer"))
+    """Return the patterns of a tokenizer.json in order. None = it is not byte-level, or cuts in another way."""
+    patterns, steps = [], _list_steps(tokenizer.get("pre_tokenizer"))
     if not any(step.get("type") == "ByteLevel" for step in steps):
         return None
     for step in steps:
         kind = step.get("type")
         if kind == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
-            found.append(str(step.get("pattern", {}).get("Regex", "")))
+            patterns.append(str(step.get("pattern", {}).get("Regex", "")))
         elif kind == "Digits" and step.get("individual_digits"):
-            found.append(r"\p{N}")
+            patterns.append(r"\p{N}")
         elif kind == "ByteLevel" and not step.get("add_prefix_space"):
-            found += [_GPT2] if step.get("use_regex", True) else []
+            patterns += [_GPT2] if step.get("use_regex", True) else []
         else:
             return None
-    return tuple(found)
+    return tuple(patterns)
 
 
-def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
+def _list_steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
     if not isinstance(pre_tokenizer, dict):
         return []
     parts = pre_tokenizer.get("pretokenizers")
@@ -105,7 +104,7 @@ def _steps(pre_tokenizer: Any) -> list[dict[str, Any]]:
 
 
 def split_by(rule: WordRule) -> dict[str, Any]:
-    """The pre-tokenizer of a tokenizer.json that cuts by a rule."""
+    """Return the pre-tokenizer of a tokenizer.json that cuts by a rule."""
     splits: list[dict[str, Any]] = [
         {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
         for pattern in rule.patterns
@@ -115,17 +114,17 @@ def split_by(rule: WordRule) -> dict[str, Any]:
 
 
 def choose_rule(tokenizer: Mapping[str, Any]) -> ChosenRule:
-    """The rule of a byte-level tokenizer.json, or the nearest one."""
+    """Return the rule of a byte-level tokenizer.json, or the nearest one."""
     model = tokenizer["model"]
     patterns, whole = patterns_of(tokenizer), bool(model.get("ignore_merges"))
     if not model["merges"]:
-        return ChosenRule(name="gpt-2", agreement=1.0)  # bytes are never merged, whatever the words are
+        return ChosenRule(name="gpt-2", agreement=1.0)  # without merges, words do not matter
     for rule in RULES.values():
         if (rule.patterns, rule.whole_words) == (patterns, whole):
             return ChosenRule(name=rule.name, agreement=1.0)
-    own = _borders(tokenizer)
+    borders = _token_borders(tokenizer)
     shares = {
-        rule.name: _share(own, _borders({**tokenizer, "pre_tokenizer": split_by(rule)}))
+        rule.name: _overlap(borders, _token_borders({**tokenizer, "pre_tokenizer": split_by(rule)}))
         for rule in RULES.values()
         if rule.whole_words == whole
     }
@@ -133,11 +132,11 @@ def choose_rule(tokenizer: Mapping[str, Any]) -> ChosenRule:
     return ChosenRule(name=best, agreement=min(shares[best], 1 - 1e-6))
 
 
-def _borders(tokenizer: Mapping[str, Any]) -> set[int]:
-    """Where tokens of the sample end."""
-    found = tokenizers.Tokenizer.from_str(json.dumps(tokenizer)).encode(SAMPLE, add_special_tokens=False)
-    return {end for _, end in found.offsets}
+def _token_borders(tokenizer: Mapping[str, Any]) -> set[int]:
+    """Return the positions where tokens of the sample end."""
+    encoding = tokenizers.Tokenizer.from_str(json.dumps(tokenizer)).encode(SAMPLE, add_special_tokens=False)
+    return {end for _, end in encoding.offsets}
 
 
-def _share(one: set[int], other: set[int]) -> float:
-    return len(one & other) / max(1, len(one | other))
+def _overlap(left: set[int], right: set[int]) -> float:
+    return len(left & right) / max(1, len(left | right))

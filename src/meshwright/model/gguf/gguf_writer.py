@@ -1,4 +1,4 @@
-"""A GGUF file: laid out before a byte is written, so that its size is known, and whole or not there."""
+"""Writer of a GGUF file. It is laid out before a byte is written, so its size is known, and appears complete or not."""
 
 import math
 import os
@@ -34,7 +34,7 @@ LARGEST = 2**32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBlocks:
-    """A tensor that is to be written."""
+    """Tensor that is to be written."""
 
     name: str
     size: tuple[int, ...]
@@ -42,26 +42,26 @@ class PlannedBlocks:
 
     @property
     def num_bytes(self) -> int:
-        """Of its data."""
+        """Length of the data."""
         return self.kind.num_bytes(self.size)
 
 
 def gguf_bytes(keys: Mapping[str, Value], tensors: Sequence[PlannedBlocks]) -> int:
-    """Of the whole file."""
-    return len(header_bytes(keys, tensors)) + sum(padded(one.num_bytes) for one in tensors)
+    """Return the size of the whole file."""
+    return len(header_bytes(keys, tensors)) + sum(padded(tensor.num_bytes) for tensor in tensors)
 
 
 def header_bytes(keys: Mapping[str, Value], tensors: Sequence[PlannedBlocks]) -> bytes:
-    """Everything before the data, which lies in the order of the tensors, each padded."""
-    found = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(keys))]
-    found += [_text(name) + _value(value) for name, value in keys.items()]
+    """Return everything before the data, which follows in the order of the tensors, each padded."""
+    chunks = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(keys))]
+    chunks += [_text(name) + _tagged(value) for name, value in keys.items()]
     offset = 0
-    for one in tensors:
-        assert len(one.name.encode()) < LONGEST_NAME and one.kind.holds(one.size[-1])
-        dims = struct.pack(f"<I{len(one.size)}Q", len(one.size), *reversed(one.size))
-        found.append(_text(one.name) + dims + struct.pack("<IQ", one.kind.number, offset))
-        offset += padded(one.num_bytes)
-    raw = b"".join(found)
+    for tensor in tensors:
+        assert len(tensor.name.encode()) < LONGEST_NAME and tensor.kind.holds(tensor.size[-1])
+        dims = struct.pack(f"<I{len(tensor.size)}Q", len(tensor.size), *reversed(tensor.size))
+        chunks.append(_text(tensor.name) + dims + struct.pack("<IQ", tensor.kind.number, offset))
+        offset += padded(tensor.num_bytes)
+    raw = b"".join(chunks)
     return raw + bytes(padded(len(raw)) - len(raw))
 
 
@@ -70,56 +70,59 @@ def _text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _kind(value: Value) -> int:
-    """The type of a value in a file: whole numbers are unsigned with 32 bits where that is enough."""
-    if isinstance(value, bool):
+def _value_type(key_value: Value) -> int:
+    """Return the type of a value. Whole numbers are unsigned with 32 bits where that is enough."""
+    if isinstance(key_value, bool):
         return BOOL
-    if isinstance(value, str):
+    if isinstance(key_value, str):
         return STRING
-    if isinstance(value, float):
+    if isinstance(key_value, float):
         return FLOAT32
-    if isinstance(value, list):
+    if isinstance(key_value, list):
         return ARRAY
-    return UINT32 if 0 <= value < LARGEST else UINT64
+    return UINT32 if 0 <= key_value < LARGEST else UINT64
 
 
-def _value(value: Value) -> bytes:
-    kind = _kind(value)
-    return struct.pack("<I", kind) + (_items(value) if isinstance(value, list) else _plain(value, kind))
+def _tagged(value: Value) -> bytes:
+    kind = _value_type(value)
+    return struct.pack("<I", kind) + (_array(value) if isinstance(value, list) else _scalar(value, kind))
 
 
-def _plain(value: bool | int | float | str, kind: int) -> bytes:
+def _scalar(value: bool | int | float | str, kind: int) -> bytes:
     return _text(value) if isinstance(value, str) else struct.pack("<" + NUMBERS[kind], value)
 
 
-def _items(values: list[bool | int | float | str]) -> bytes:
-    """Of one type; whole numbers are signed with 32 bits, as readers of token types expect. None: an array of texts."""
-    kind = _kind(values[0]) if values else STRING
+def _array(values: list[bool | int | float | str]) -> bytes:
+    """Return an array of one type.
+
+    Whole numbers are signed with 32 bits, as readers expect; an empty array has texts.
+    """
+    kind = _value_type(values[0]) if values else STRING
     kind = INT32 if kind in (UINT32, UINT64) else kind
-    return struct.pack("<IQ", kind, len(values)) + b"".join(_plain(one, kind) for one in values)
+    return struct.pack("<IQ", kind, len(values)) + b"".join(_scalar(value, kind) for value in values)
 
 
 class GGUFWriter:
-    """Tensors may come in any order, and none waits in memory. `with fresh_file(path) as partial` around it."""
+    """Writer for tensors in any order, none of which waits in memory. Use inside `with fresh_file(path) as partial`."""
 
     def __init__(self, path: Path, keys: Mapping[str, Value], tensors: Sequence[PlannedBlocks]) -> None:
         raw = header_bytes(keys, tensors)
         self.file: BinaryIO = open(path, "wb")  # noqa: SIM115  (closed in __exit__)
         self.file.write(raw)
         self.waiting: dict[str, tuple[int, PlannedBlocks]] = {}
-        place = len(raw)
-        for one in tensors:
-            self.waiting[one.name] = (place, one)
-            place += padded(one.num_bytes)
-        self.file.truncate(place)
+        offset = len(raw)
+        for tensor in tensors:
+            self.waiting[tensor.name] = (offset, tensor)
+            offset += padded(tensor.num_bytes)
+        self.file.truncate(offset)
 
     def write(self, name: str, raw: Tensor) -> None:
-        """The bytes (..., bytes of a row) uint8 of one tensor. HubError where it was written before."""
+        """Write the bytes (..., bytes of a row) uint8 of one tensor. Raises HubError when it was written before."""
         if name not in self.waiting:
             raise HubError(f"{name} was given twice")
-        place, planned = self.waiting.pop(name)
+        offset, planned = self.waiting.pop(name)
         assert raw.numel() == planned.num_bytes and math.prod(raw.shape[:-1]) == math.prod(planned.size[:-1])
-        self.file.seek(place)
+        self.file.seek(offset)
         self.file.writelines(pieces(raw))
 
     def __enter__(self) -> Self:
@@ -140,8 +143,10 @@ class GGUFWriter:
 
 @contextmanager
 def fresh_file(path: Path) -> Iterator[Path]:
-    """A file beside the wanted one that takes its name at the end, durably; gone on any error. HubError where one is
-    there already."""
+    """Yield a path beside `path` that is renamed to it at the end, durably, or removed on any error.
+
+    Raises HubError when `path` exists.
+    """
     if path.exists():
         raise HubError(f"{path} is there already: take another name, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Folders whose matrices are codes and scales: how each format holds them. The table is format_table.py."""
+"""Formats of folders whose matrices are codes and scales. format_table.py lists them."""

@@ -6,9 +6,9 @@
     fp4    the same with another map, read alone
     int8   X.weight int8 (N, K); X.SCB fp32 (N,), 127 times our scales; X.weight_format, 0 for rows
 
-Their blocks run through the rows of a matrix one after the other. Ours begin anew with each row, which is the same
-where a block divides the inputs. The JSON is filled up with spaces, so that its size does not depend on what is in it.
-Bytes of codes may stand in a file under another dtype (`bnb_4bit_quant_storage`), which says nothing of what they are.
+Their blocks run through all rows of a matrix. Ours restart with each row, which is the same where a block divides the
+inputs. The JSON is padded with spaces, so its size does not depend on its content. Bytes of codes may be stored under
+another dtype (`bnb_4bit_quant_storage`), which does not describe them.
 """
 
 import json
@@ -24,41 +24,41 @@ from meshwright.kernels.doubled_scales import DYNAMIC, dynamic_table, undoubled
 from meshwright.kernels.quantized_matrix import QuantizedMatrix
 from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
-from meshwright.model.hub.transforms import CONV1D, FUSED, JOINED, ROTARY, STACKED
+from meshwright.model.hub.transforms import CONV1D, FUSED, JOINED, ROTARY
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_formats.hub_tensors import (
+    decoded_tensors,
     encoded_tensors,
     planned_tensors,
-    restored_parts,
     tensors_of_model,
 )
-from meshwright.model.quantized_formats.native import check
+from meshwright.model.quantized_formats.native import check_tensors
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import DOUBLED, SCHEMES, TABLES, Codes, Scheme
 from meshwright.spec.shape import ModelShape
 
 BLOCKS = (32, 64, 128, 256)
-"""Of 4-bit weights, as bitsandbytes and we have them."""
+"""Block sizes of 4-bit weights that bitsandbytes and we have."""
 STATE = "quant_state.bitsandbytes__"
-"""Before the word for the codes: nf4 or fp4."""
+"""Prefix of the word for the codes: nf4 or fp4."""
 LONGEST_STATE = 4096
-"""Bytes of a JSON that is read."""
+"""Largest JSON that is read, in bytes."""
 OFFSET_LENGTH = 25
-"""Characters that no number of fp64 exceeds."""
+"""Characters that no fp64 number exceeds."""
 LARGEST_CODE = 127.0
 
 
 class BitsAndBytes:
-    """See above."""
+    """Layout described above."""
 
     name = "bitsandbytes"
 
     def refusal(self, model: QuantizedModel) -> str:
-        """It holds NF4 and 8-bit weights, in linear layers that are stored as (out, in)."""
+        """Return why the model does not fit: it takes NF4 and 8-bit weights, in linear layers stored as (out, in)."""
         for scheme in model.schemes.values():
-            why = _unwritable(scheme)
+            why = _unsupported(scheme)
             if why:
                 return f"bitsandbytes cannot hold {why}"
         if any(binding.transform in JOINED for binding in bindings(model.shape)):
@@ -69,15 +69,15 @@ class BitsAndBytes:
         return _unreadable(model)
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
-        """As QuantizedFormat."""
-        return planned_tensors(model, lambda name, size, scheme: _planned(name, size, scheme, model.dtype))
+        """List every tensor of the files, in order."""
+        return planned_tensors(model, lambda name, size, scheme: _plan_matrix(name, size, scheme, model.dtype))
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """As QuantizedFormat."""
-        return encoded_tensors(model, weights, lambda _, binding, matrix: _encoded(binding, matrix, model))
+        """Yield the tensors of the files as weights arrive."""
+        return encoded_tensors(model, weights, lambda _, binding, matrix: _encode_matrix(binding, matrix, model))
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
-        """As transformers' BitsAndBytesConfig; layers that are not quantized are named."""
+        """Return the entries of transformers' BitsAndBytesConfig, with the layers that are not quantized."""
         scheme = next(iter(model.schemes.values()))
         four, dtype = scheme.codes == "nf4", str(model.dtype).removeprefix("torch.")
         return {
@@ -86,34 +86,34 @@ class BitsAndBytes:
             "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": scheme.scales == "double",
             "bnb_4bit_compute_dtype": dtype, "bnb_4bit_quant_storage": "uint8",
             "llm_int8_threshold": scheme.threshold if four or scheme.outliers == "threshold" else 0.0,
-            "llm_int8_skip_modules": _skipped(model),
+            "llm_int8_skip_modules": _skipped_modules(model),
             "llm_int8_has_fp16_weight": False, "llm_int8_enable_fp32_cpu_offload": False,
         }  # fmt: skip
 
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
     ) -> QuantizedModel:
-        """As QuantizedFormat."""
+        """Read from the config and the headers of a folder which matrix has which scheme."""
         entries = Entries(config, f"{folder}/config.json, quantization_config")
         stored, schemes = stored_tensors(folder), dict[str, Scheme]()
         for binding in bindings(shape):
             coded = [their for their in binding.theirs if their in stored and _holds_codes(stored, their)]
             if next(iter(binding.ours)) not in quantizable(shape) or not coded:
                 continue
-            each = {_scheme(entries, stored, their, binding.theirs[their]) for their in coded}
-            if len(each) > 1 or len(coded) < len(binding.theirs):
+            found_schemes = {_read_scheme(entries, stored, their, binding.theirs[their]) for their in coded}
+            if len(found_schemes) > 1 or len(coded) < len(binding.theirs):
                 raise HubError(
                     f"{folder}: {coded[0]} and its like have codes of several layouts, and are one stack here"
                 )
-            schemes |= dict.fromkeys(binding.ours, each.pop())
+            schemes |= dict.fromkeys(binding.ours, found_schemes.pop())
         model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: all weights are floating-point numbers")
         why = _unreadable(model)
         if why:
             raise HubError(f"{folder}: {why}")
-        planned = _as_stored(self.planned(model), stored)
-        check(folder, planned, tensors_of_model(folder, shape, planned, stored))
+        planned = _adapt_to_files(self.planned(model), stored)
+        check_tensors(folder, planned, tensors_of_model(folder, shape, planned, stored))
         fused = [name for binding in bindings(shape) if binding.transform is FUSED for name in binding.ours]
         plain = {name: replace(schemes[name], scales="float32") for name in fused if name in schemes}
         return replace(model, schemes=schemes | plain)
@@ -121,42 +121,27 @@ class BitsAndBytes:
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every
     ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-        """As QuantizedFormat."""
-        stored = stored_tensors(folder)
-        for binding in bindings(model.shape):
-            if not any(map(wanted, binding.ours)):
-                continue
-            name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
-            if name not in model.schemes:
-                theirs = [stored[one].read() for one in binding.theirs]
-                yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
-                continue
-            each = [_decoded(stored, their, size, model.schemes[name]) for their, size in binding.theirs.items()]
-            nested = [{part: one.pop(part) for part in ("outer", "offset") if part in one} for one in each]
-            stacked = binding.transform is STACKED
-            whole = {
-                part: torch.stack([one[part] for one in nested]) if stacked else nested[0][part] for part in nested[0]
-            }
-            for own, parts in restored_parts(binding, each, model.shape):
-                yield own, parts | whole
+        """Yield parameters by our names, layer after layer."""
+        # The parts of doubled scales have no rows: no transform of a matrix that has them reorders rows (_unreadable).
+        return decoded_tensors(folder, model, wanted, _decode_matrix)
 
 
 def _unreadable(model: QuantizedModel) -> str:
-    """Why its codes are not read either; empty where they are."""
+    """Return why the codes cannot even be read. Empty = they can."""
     for name, scheme in model.schemes.items():
-        why = _odd(scheme, name, quantizable(model.shape)[name][-1])
+        why = _unfit_blocks(scheme, name, quantizable(model.shape)[name][-1])
         if why:
             return f"bitsandbytes cannot hold {why}"
-    quantized = [one for one in bindings(model.shape) if next(iter(one.ours)) in model.schemes]
+    quantized = [binding for binding in bindings(model.shape) if next(iter(binding.ours)) in model.schemes]
     if any(binding.transform is CONV1D for binding in quantized):
         return f"bitsandbytes holds {model.shape.family}'s matrices transposed, whose blocks are not read"
     doubled = any(scheme.scales == "double" for scheme in model.schemes.values())
-    if doubled and model.shape.rope_interleaved and any(one.transform is ROTARY for one in quantized):
+    if doubled and model.shape.rope_interleaved and any(binding.transform is ROTARY for binding in quantized):
         return "bitsandbytes has rotary pairs in another order, which doubled scales cannot follow: take scheme=nf4"
     return ""
 
 
-def _unwritable(scheme: Scheme) -> str:
+def _unsupported(scheme: Scheme) -> str:
     if scheme.codes == "nf4" or (scheme.codes == "integer" and scheme.bits == 8 and scheme.outliers != "calibrated"):
         return ""
     if scheme.outliers == "calibrated":
@@ -164,7 +149,7 @@ def _unwritable(scheme: Scheme) -> str:
     return f"{scheme.name}: it has normal floats and 8-bit weights alone; take scheme=nf4 or format=meshwright"
 
 
-def _odd(scheme: Scheme, name: str, columns: int) -> str:
+def _unfit_blocks(scheme: Scheme, name: str, columns: int) -> str:
     if scheme.codes not in TABLES:
         return ""
     if scheme.group not in BLOCKS:
@@ -174,104 +159,104 @@ def _odd(scheme: Scheme, name: str, columns: int) -> str:
     return ""
 
 
-def _planned(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
+def _plan_matrix(name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype) -> list[Planned]:
     rows, columns = size
     if scheme.codes not in TABLES:
         return [
             Planned(name=name, size=size, dtype=torch.int8),
-            Planned(name=_beside(name, "SCB"), size=(rows,), dtype=torch.float32),
-            Planned(name=_beside(name, "weight_format"), size=(), dtype=torch.uint8),
+            Planned(name=_sibling(name, "SCB"), size=(rows,), dtype=torch.float32),
+            Planned(name=_sibling(name, "weight_format"), size=(), dtype=torch.uint8),
         ]
     blocks, doubled = rows * scheme.groups(columns), scheme.scales == "double"
-    state = _state(scheme, size, dtype, 0.0 if doubled else None)
-    found = [
+    state = _encode_state(scheme, size, dtype, 0.0 if doubled else None)
+    tensors = [
         Planned(name=name, size=(rows * columns // 2, 1), dtype=torch.uint8),
         Planned(name=f"{name}.absmax", size=(blocks,), dtype=torch.uint8 if doubled else torch.float32),
         Planned(name=f"{name}.quant_map", size=(16,), dtype=torch.float32),
         Planned(name=f"{name}.{STATE}{scheme.codes}", size=(len(state),), dtype=torch.uint8),
     ]
     if doubled:
-        found.append(Planned(name=f"{name}.nested_absmax", size=(-(-blocks // DOUBLED),), dtype=torch.float32))
-        found.append(Planned(name=f"{name}.nested_quant_map", size=(len(DYNAMIC),), dtype=torch.float32))
-    return found
+        tensors.append(Planned(name=f"{name}.nested_absmax", size=(-(-blocks // DOUBLED),), dtype=torch.float32))
+        tensors.append(Planned(name=f"{name}.nested_quant_map", size=(len(DYNAMIC),), dtype=torch.float32))
+    return tensors
 
 
-def _beside(name: str, leaf: str) -> str:
-    """X.weight -> X.SCB."""
+def _sibling(name: str, leaf: str) -> str:
+    """Return the name of a tensor beside a weight: X.weight -> X.SCB."""
     return f"{name.removesuffix('weight')}{leaf}"
 
 
-def _state(scheme: Scheme, size: Sequence[int], dtype: torch.dtype, offset: float | None) -> bytes:
-    """JSON, of one length for each matrix whatever the offset is."""
-    found: dict[str, Any] = {
+def _encode_state(scheme: Scheme, size: Sequence[int], dtype: torch.dtype, offset: float | None) -> bytes:
+    """Return the JSON of a matrix, whose length does not depend on the offset."""
+    state: dict[str, Any] = {
         "quant_type": scheme.codes, "blocksize": scheme.group, "dtype": str(dtype).removeprefix("torch."),
         "shape": list(size),
     }  # fmt: skip
     if offset is None:
-        return json.dumps(found).encode()
-    found |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"}
-    length = len(json.dumps(found | {"nested_offset": 0.0})) - len("0.0") + OFFSET_LENGTH
-    return json.dumps(found | {"nested_offset": offset}).ljust(length).encode()
+        return json.dumps(state).encode()
+    state |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"}
+    length = len(json.dumps(state | {"nested_offset": 0.0})) - len("0.0") + OFFSET_LENGTH
+    return json.dumps(state | {"nested_offset": offset}).ljust(length).encode()
 
 
-def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
-    """With the length that each JSON has, which `_scheme` has read, and bytes of codes in the dtype that they have."""
+def _adapt_to_files(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
+    """Set the length of each JSON to that in the file, and the dtype of bytes of codes."""
     adjusted = []
     for tensor in planned:
-        there = stored.get(tensor.name)
-        if there is None and tensor.name.endswith(".weight_format"):  # older writers have none
+        actual = stored.get(tensor.name)
+        if actual is None and tensor.name.endswith(".weight_format"):  # older writers omit it
             continue
-        if there is not None and STATE in tensor.name:
-            tensor = replace(tensor, size=there.size)
-        elif there is not None and tensor.name.endswith(".weight") and tensor.dtype == torch.uint8:
-            tensor = replace(tensor, size=(tensor.num_bytes // there.dtype.itemsize, 1), dtype=there.dtype)
+        if actual is not None and STATE in tensor.name:
+            tensor = replace(tensor, size=actual.size)
+        elif actual is not None and tensor.name.endswith(".weight") and tensor.dtype == torch.uint8:
+            tensor = replace(tensor, size=(tensor.num_bytes // actual.dtype.itemsize, 1), dtype=actual.dtype)
         adjusted.append(tensor)
     return adjusted
 
 
 def _holds_codes(stored: Mapping[str, Stored], name: str) -> bool:
-    """Whether a matrix is codes, of 8 bits or with a state of its own; uint8 without one is refused later."""
+    """Return True if a matrix has 8-bit codes or a state of 4-bit codes. uint8 without one is refused later."""
     states = (f"{name}.{STATE}{codes}" for codes in TABLES)
     return not stored[name].dtype.is_floating_point or any(state in stored for state in states)
 
 
-def _turned(packed: Tensor) -> Tensor:
-    """Bytes of two codes, with the halves of each in the other order."""
+def _swap_halves(packed: Tensor) -> Tensor:
+    """Swap the halves of bytes of two codes."""
     return packed << 4 | packed >> 4
 
 
-def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -> Iterator[tuple[str, Tensor]]:
+def _encode_matrix(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -> Iterator[tuple[str, Tensor]]:
     scheme, shape = matrix.scheme, model.shape
     ((name, size),) = binding.theirs.items()
     (codes,) = binding.transform.export([matrix.codes], shape)
     (scales,) = binding.transform.export([matrix.scales], shape)
     if scheme.codes not in TABLES:
         yield name, codes
-        yield _beside(name, "SCB"), scales.float().flatten() * LARGEST_CODE
-        yield _beside(name, "weight_format"), torch.zeros((), dtype=torch.uint8)
+        yield _sibling(name, "SCB"), scales.float().flatten() * LARGEST_CODE
+        yield _sibling(name, "weight_format"), torch.zeros((), dtype=torch.uint8)
         return
     offset = None if matrix.offset is None else float(matrix.offset)
-    yield name, _turned(codes).reshape(-1, 1)
+    yield name, _swap_halves(codes).reshape(-1, 1)
     yield f"{name}.absmax", (scales if scheme.scales == "double" else scales.float()).flatten()
     yield f"{name}.quant_map", torch.tensor(TABLES[scheme.codes], dtype=torch.float32)
-    state = list(_state(scheme, size, model.dtype, offset))
+    state = list(_encode_state(scheme, size, model.dtype, offset))
     yield f"{name}.{STATE}{scheme.codes}", torch.tensor(state, dtype=torch.uint8)
     if matrix.outer is not None:
         yield f"{name}.nested_absmax", matrix.outer
         yield f"{name}.nested_quant_map", torch.tensor(DYNAMIC, dtype=torch.float32)
 
 
-def _skipped(model: QuantizedModel) -> list[str]:
-    """Linear layers that are not quantized: the head, and what was left out."""
-    found = ["lm_head"]
+def _skipped_modules(model: QuantizedModel) -> list[str]:
+    """Return linear layers that are not quantized: the head, and skipped matrices."""
+    modules = ["lm_head"]
     for binding in bindings(model.shape):
         if next(iter(binding.ours)) in model.skipped:
-            found += [name.removesuffix(".weight") for name in binding.theirs]
-    return found
+            modules += [name.removesuffix(".weight") for name in binding.theirs]
+    return modules
 
 
-def _scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size: tuple[int, ...]) -> Scheme:
-    """Of one matrix; HubError where it is none of ours."""
+def _read_scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size: tuple[int, ...]) -> Scheme:
+    """Return the scheme of one matrix. Raises HubError when it is none of ours."""
     if stored[name].dtype == torch.int8:
         threshold = entries.number("llm_int8_threshold") if "llm_int8_threshold" in entries else 6.0
         if not threshold:
@@ -281,9 +266,9 @@ def _scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size: tup
     known: dict[str, Any] = {"quant_type": codes, "shape": list(size)}
     nested = "nested_blocksize" in state
     known |= {"nested_blocksize": DOUBLED, "nested_dtype": "float32"} if nested else {}
-    for key, value in known.items():
-        if state.get(key) != value:
-            raise HubError(f"{stored[name].file}: {name} has {key}={state.get(key)!r} where {value!r} is read")
+    for key, expected in known.items():
+        if state.get(key) != expected:
+            raise HubError(f"{stored[name].file}: {name} has {key}={state.get(key)!r} where {expected!r} is read")
     if state.get("blocksize") not in BLOCKS:
         raise HubError(f"{stored[name].file}: {name} has blocks of {state.get('blocksize')}, and {BLOCKS} are read")
     scheme = replace(SCHEMES["nf4-double" if nested else "nf4"], group=int(state["blocksize"]))
@@ -291,7 +276,7 @@ def _scheme(entries: Entries, stored: Mapping[str, Stored], name: str, size: tup
 
 
 def _read_state(stored: Mapping[str, Stored], name: str) -> tuple[Codes, dict[str, Any]]:
-    """What the codes of one matrix are, and its JSON."""
+    """Return the kind of codes of one matrix, and its JSON."""
     codes = next((codes for codes in TABLES if f"{name}.{STATE}{codes}" in stored), None)
     if codes is None:
         raise HubError(f"{stored[name].file}: {name} has codes and no {STATE}nf4 or fp4 beside it: it is damaged")
@@ -299,40 +284,40 @@ def _read_state(stored: Mapping[str, Stored], name: str) -> tuple[Codes, dict[st
     if state.dtype != torch.uint8 or len(state.size) != 1 or state.size[0] > LONGEST_STATE:
         raise HubError(f"{state.file}: {name}.{STATE}{codes} is {list(state.size)} {state.dtype}, which is no JSON")
     try:
-        found = json.loads(bytes(state.read().tolist()))
-        return codes, {str(key): value for key, value in found.items()}
+        content = json.loads(bytes(state.read().tolist()))
+        return codes, {str(key): value for key, value in content.items()}
     except (ValueError, AttributeError, RecursionError) as error:
         raise HubError(f"{state.file}: {name}.{STATE}{codes} is damaged ({error})") from error
 
 
-def _table(stored: Mapping[str, Stored], name: str, known: Sequence[float]) -> None:
-    """HubError where codes name other numbers than ours."""
+def _check_table(stored: Mapping[str, Stored], name: str, known: Sequence[float]) -> None:
+    """Raise HubError if codes stand for other numbers than ours."""
     if not torch.equal(stored[name].read(), torch.tensor(known, dtype=torch.float32)):
         raise HubError(f"{stored[name].file}: {name} holds other numbers than bitsandbytes' own: it is not read")
 
 
-def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """Parts of one matrix, rows in their order."""
+def _decode_matrix(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
+    """Return the parts of one matrix, with rows in their order."""
     rows, columns = size
     if scheme.codes not in TABLES:
-        order = stored.get(_beside(name, "weight_format"))
+        order = stored.get(_sibling(name, "weight_format"))
         if order is not None and int(order.read()):
             raise HubError(f"{order.file}: {name} has codes in tiles of a GPU: save the model again with bitsandbytes")
-        scales = stored[_beside(name, "SCB")].read() / LARGEST_CODE
+        scales = stored[_sibling(name, "SCB")].read() / LARGEST_CODE
         return {"codes": stored[name].read(), "scales": scales.unsqueeze(1)}
-    _table(stored, f"{name}.quant_map", TABLES[scheme.codes])
-    found = {
-        "codes": _turned(stored[name].read().view(torch.uint8)).view(rows, columns // 2),
+    _check_table(stored, f"{name}.quant_map", TABLES[scheme.codes])
+    parts = {
+        "codes": _swap_halves(stored[name].read().view(torch.uint8)).view(rows, columns // 2),
         "scales": stored[f"{name}.absmax"].read().view(rows, -1),
     }
     if f"{name}.nested_absmax" not in stored:
-        return found
-    _table(stored, f"{name}.nested_quant_map", DYNAMIC)
+        return parts
+    _check_table(stored, f"{name}.nested_quant_map", DYNAMIC)
     offset = _read_state(stored, name)[1].get("nested_offset")
     if not isinstance(offset, float):
         raise HubError(f"{stored[name].file}: {name} has nested_offset={offset!r}, which is no number")
     nested = {"outer": stored[f"{name}.nested_absmax"].read(), "offset": torch.tensor([offset])}
     if scheme.scales == "double":
-        return found | nested
-    table = dynamic_table(found["scales"].device)
-    return found | {"scales": undoubled(found["scales"], nested["outer"], nested["offset"], table)}
+        return parts | nested
+    table = dynamic_table(parts["scales"].device)
+    return parts | {"scales": undoubled(parts["scales"], nested["outer"], nested["offset"], table)}

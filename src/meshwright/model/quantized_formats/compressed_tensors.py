@@ -6,14 +6,14 @@
                       with fewer bits, groups and X.weight_zero_point int8 (N, groups), as W4A8 is written
     float-quantized   the same with e4m3; read also with one scale (1,) for all, or one for each square block
 
-Codes are written without a sign, 2^(b-1) more than they stand for, as ours are. Scales have the dtype of the other
-weights, which is that of what their reader restores.
+Codes are written without a sign, 2^(b-1) more than their value, like ours. Scales have the dtype of the other weights,
+in which their reader restores matrices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,48 +24,53 @@ from meshwright.model.hub.entries import Entries
 from meshwright.model.hub.safetensors_files import Planned, Stored, stored_tensors
 from meshwright.model.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.model.hub.weight_names import Binding, bindings
-from meshwright.model.quantized_formats.compressed_groups import (
-    FLOAT,
-    PACKED,
-    REMEDY,
-    WHOLE,
-    group_schemes,
-    scale_dtype,
-)
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_formats.hub_tensors import (
+    decoded_tensors,
     encoded_tensors,
     planned_tensors,
-    restored_parts,
     tensors_of_model,
 )
-from meshwright.model.quantized_formats.native import check
+from meshwright.model.quantized_formats.native import check_tensors
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
-from meshwright.spec.quantization_schemes import GROUPS, Scheme
+from meshwright.spec.quantization_schemes import BITS, GROUPS, SCHEMES, Activations, Codes, Scheme, Zeros
 from meshwright.spec.shape import ModelShape
 
+PACKED, WHOLE, FLOAT = "pack-quantized", "int-quantized", "float-quantized"
+LAYOUTS: Mapping[str, Codes] = {PACKED: "integer", WHOLE: "integer", FLOAT: "e4m3"}
+"""Supported layouts of files -> kind of codes."""
+UNREAD = {
+    "nvfp4-pack-quantized": "4-bit floats with scales of 8 bits (NVFP4)",
+    "mxfp4-pack-quantized": "4-bit floats with scales that are powers of two (MXFP4)",
+    "mxfp6-pack-quantized": "6-bit floats with scales that are powers of two (MXFP6)",
+    "mxfp8-quantized": "8-bit floats with scales that are powers of two (MXFP8)",
+    "marlin-24": "matrices with half their numbers left out",
+    "sparse-24-bitmask": "matrices with half left out",
+}
+"""Layouts that no product here multiplies -> contents (compressed_tensors/config/base.py, CompressionFormat)."""
+REMEDY = "quantize the original with meshwright quantize, or take a folder of W4A16, INT8 or FP8_DYNAMIC"
 BESIDE = (".input_scale", ".k_scale", ".v_scale")
-"""Ends of names of scales found on text: inputs have one for each token here, and the cache stays as it is."""
+"""Ends of names of scales that are not read: inputs have a scale per token here, and the cache is not rounded."""
 
 
 class CompressedTensors:
-    """See above."""
+    """Layout described above."""
 
     name = "compressed-tensors"
 
     def refusal(self, model: QuantizedModel) -> str:
-        """It holds whole numbers and e4m3, in matrices that are stored as (out, in), all of one scheme."""
+        """Return why the model does not fit: it takes integers and e4m3, in matrices (out, in), all of one scheme."""
         if len(set(model.schemes.values())) > 1:
             return "compressed-tensors is written with one scheme, and budget= chooses several; take format=meshwright"
         for name, scheme in model.schemes.items():
-            why = _unwritable(scheme)
+            why = _unsupported(scheme)
             if why:
                 return f"compressed-tensors cannot hold {scheme.name}: {why}; take format=meshwright"
             columns = quantizable(model.shape)[name][-1]
             if scheme.group and columns % scheme.group:
-                every = [quantizable(model.shape)[one][-1] for one in model.schemes]
-                fitting = [group for group in GROUPS if not any(size % group for size in every)]
+                all_columns = [quantizable(model.shape)[other_name][-1] for other_name in model.schemes]
+                fitting = [group for group in GROUPS if not any(size % group for size in all_columns)]
                 other = f"group={max(fitting)} or " if fitting else ""
                 return (
                     f"compressed-tensors cannot hold {name}: its {columns} inputs are no multiple of group="
@@ -77,15 +82,15 @@ class CompressedTensors:
         return ""
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
-        """As QuantizedFormat."""
-        return planned_tensors(model, lambda name, size, scheme: _planned(name, size, scheme, model.dtype))
+        """List every tensor of the files, in order."""
+        return planned_tensors(model, lambda name, size, scheme: _plan_matrix(name, size, scheme, model.dtype))
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """As QuantizedFormat."""
-        return encoded_tensors(model, weights, lambda _, binding, matrix: _encoded(binding, matrix, model))
+        """Yield the tensors of the files as weights arrive."""
+        return encoded_tensors(model, weights, lambda _, binding, matrix: _encode_matrix(binding, matrix, model))
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
-        """One group of all quantized layers; what is not quantized is named."""
+        """Return one group of all quantized layers, and the names of layers that are not quantized."""
         scheme = next(iter(model.schemes.values()))
         kind = "float" if scheme.codes == "e4m3" else "int"
         weights = {
@@ -102,16 +107,16 @@ class CompressedTensors:
             "format": _layout(scheme),
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": _ignored(model),
+            "ignore": _ignored_modules(model),
         }
 
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
     ) -> QuantizedModel:
-        """As QuantizedFormat."""
+        """Read from the config and the headers of a folder which matrix has which scheme."""
         entries = Entries(config, f"{folder}/config.json, quantization_config")
         groups, stored = group_schemes(entries), stored_tensors(folder)
-        stored = {name: one for name, one in stored.items() if not name.endswith(BESIDE)}
+        stored = {name: tensor for name, tensor in stored.items() if not name.endswith(BESIDE)}
         schemes = dict[str, Scheme]()
         for binding in bindings(shape):
             coded = [their for their in binding.theirs if f"{their}_scale" in stored]
@@ -119,41 +124,32 @@ class CompressedTensors:
                 continue
             if binding.transform is CONV1D:
                 raise HubError(f"{folder}: codes of {shape.family}, whose matrices are stored transposed, are not read")
-            each = {_fitting(entries, groups, stored, their, binding.theirs[their]) for their in coded}
-            if len(each) > 1:
+            found_schemes = {_matching_scheme(entries, groups, stored, their, binding.theirs[their]) for their in coded}
+            if len(found_schemes) > 1:
                 raise HubError(
                     f"{folder}: {coded[0]} has codes of another layout than those that are one stack with it"
                 )
-            schemes |= dict.fromkeys(binding.ours, each.pop())
+            schemes |= dict.fromkeys(binding.ours, found_schemes.pop())
         model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no weight_scale")
-        planned = _as_stored(
-            planned_tensors(model, lambda name, size, one: _planned(name, size, one, dtype, whole=name in stored)),
+        planned = _adapt_to_files(
+            planned_tensors(
+                model, lambda name, size, scheme: _plan_matrix(name, size, scheme, dtype, whole=name in stored)
+            ),
             stored,
         )
-        check(folder, planned, tensors_of_model(folder, shape, planned, stored))
+        check_tensors(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
 
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every
     ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-        """As QuantizedFormat."""
-        stored = stored_tensors(folder)
-        for binding in bindings(model.shape):
-            if not any(map(wanted, binding.ours)):
-                continue
-            name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
-            if name not in model.schemes:
-                theirs = [stored[one].read() for one in binding.theirs]
-                yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
-                continue
-            scheme, size = model.schemes[name], next(iter(binding.theirs.values()))
-            each = [_decoded(stored, one, size, scheme) for one in binding.theirs]
-            yield from restored_parts(binding, each, model.shape)
+        """Yield parameters by our names, layer after layer."""
+        return decoded_tensors(folder, model, wanted, _decode_matrix)
 
 
-def _unwritable(scheme: Scheme) -> str:
+def _unsupported(scheme: Scheme) -> str:
     if scheme.outliers != "none":
         return "it has no place for columns in 16 bit"
     if scheme.codes == "nf4":
@@ -167,10 +163,10 @@ def _layout(scheme: Scheme) -> str:
     return FLOAT if scheme.codes == "e4m3" else PACKED if scheme.packed or scheme.activations == "same" else WHOLE
 
 
-def _planned(
+def _plan_matrix(
     name: str, size: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, *, whole: bool = False
 ) -> list[Planned]:
-    """`whole`: a byte for each code, though it has fewer bits."""
+    """Plan the tensors of one matrix. With `whole`, each code has a byte though it has fewer bits."""
     rows, columns = size
     groups, bits = scheme.groups(columns), scheme.bits
     scale = Planned(name=f"{name}_scale", size=(rows, groups), dtype=torch.float32 if dtype == torch.float16 else dtype)
@@ -185,30 +181,32 @@ def _planned(
     return [*parts, Planned(name=f"{name}_shape", size=(2,), dtype=torch.int64)]
 
 
-def _as_stored(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
-    """With the dtype of scales that a file has, which writers choose, and the size of those of all or of blocks."""
+def _adapt_to_files(planned: Sequence[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
+    """Set the dtype of scales to that of the file, and their size where one scale is for all or for a block."""
     adjusted = []
     for tensor in planned:
-        there = stored.get(tensor.name)
-        if there is not None and tensor.name.endswith("_scale") and there.dtype.is_floating_point:
-            of_all = there.size in ((), (1,), (1, 1))
-            of_blocks = len(there.size) == 2 and there.size[1:] == tensor.size[1:]
-            tensor = replace(tensor, size=there.size if of_all or of_blocks else tensor.size, dtype=there.dtype)
+        actual = stored.get(tensor.name)
+        if actual is not None and tensor.name.endswith("_scale") and actual.dtype.is_floating_point:
+            is_per_matrix = actual.size in ((), (1,), (1, 1))
+            is_per_block = len(actual.size) == 2 and actual.size[1:] == tensor.size[1:]
+            tensor = replace(
+                tensor, size=actual.size if is_per_matrix or is_per_block else tensor.size, dtype=actual.dtype
+            )
         adjusted.append(tensor)
     return adjusted
 
 
-def _words(codes: Tensor, bits: int) -> Tensor:
-    """Codes (R, C) uint8 -> one stream of bits for each row, as int32 (R, ceil(C bits / 32))."""
+def _pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes (R, C) uint8 into one stream of bits per row, int32 (R, ceil(C bits / 32))."""
     packed = pack(codes, bits)
     return torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4)).contiguous().view(torch.int32)
 
 
-def _codes(words: Tensor, bits: int, columns: int) -> Tensor:
+def _unpack_words(words: Tensor, bits: int, columns: int) -> Tensor:
     return unpack(words.contiguous().view(torch.uint8)[..., : -(-columns * bits // 8)], bits, columns)
 
 
-def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -> Iterator[tuple[str, Tensor]]:
+def _encode_matrix(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -> Iterator[tuple[str, Tensor]]:
     scheme, shape = matrix.scheme, model.shape
     codes = binding.transform.export([matrix.whole_codes()], shape)
     scales = binding.transform.export([matrix.scales], shape)
@@ -219,42 +217,45 @@ def _encoded(binding: Binding, matrix: QuantizedMatrix, model: QuantizedModel) -
             yield name, code
             continue
         whole = code if scheme.packed else (code.int() + 128).to(torch.uint8)
-        yield f"{name}_packed", _words(whole, scheme.bits)
+        yield f"{name}_packed", _pack_words(whole, scheme.bits)
         yield f"{name}_shape", torch.tensor(code.shape)
         if zero is not None:
-            yield f"{name}_zero_point", _words(zero.to(torch.uint8).t().contiguous(), scheme.bits).t().contiguous()
+            yield f"{name}_zero_point", _pack_words(zero.to(torch.uint8).t().contiguous(), scheme.bits).t().contiguous()
 
 
-def _decoded(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
-    """Parts of one matrix of theirs, with codes and zeros as ours are packed."""
+def _decode_matrix(stored: Mapping[str, Stored], name: str, size: tuple[int, ...], scheme: Scheme) -> dict[str, Tensor]:
+    """Return the parts of one matrix of theirs, with codes and zeros packed as ours are."""
     rows, columns = size
-    parts = {"scales": _spread(stored, f"{name}_scale", rows, scheme.groups(columns), scheme)}
+    parts = {"scales": _expand_scales(stored, f"{name}_scale", rows, scheme.groups(columns), scheme)}
     if _layout(scheme) != PACKED:
         return {"codes": stored[name].read(), **parts}
     if name in stored:
-        return parts | _whole(stored, name, scheme)
+        return parts | _read_bytes(stored, name, scheme)
     shape = stored[f"{name}_shape"].read().tolist()
     if shape != list(size):
         raise HubError(f"{stored[name + '_shape'].file}: {name}_shape says {shape} where config.json says {list(size)}")
-    codes = _codes(stored[f"{name}_packed"].read(), scheme.bits, columns)
+    codes = _unpack_words(stored[f"{name}_packed"].read(), scheme.bits, columns)
     parts["codes"] = pack(codes, scheme.bits) if scheme.packed else (codes.int() - 128).to(torch.int8)
     if scheme.zeros == "whole":
         words = stored[f"{name}_zero_point"].read().t().contiguous()
-        parts["zeros"] = pack(_codes(words, scheme.bits, rows).t().contiguous(), scheme.bits)
+        parts["zeros"] = pack(_unpack_words(words, scheme.bits, rows).t().contiguous(), scheme.bits)
     return parts
 
 
-def _whole(stored: Mapping[str, Stored], name: str, scheme: Scheme) -> dict[str, Tensor]:
-    """Codes of fewer than 8 bits that have a byte each, and their zeros, as ours are packed."""
+def _read_bytes(stored: Mapping[str, Stored], name: str, scheme: Scheme) -> dict[str, Tensor]:
+    """Read codes of fewer than 8 bits with a byte each, and their zeros, and pack them as ours are."""
     if not scheme.packed:
         return {"codes": stored[name].read()}
     names = {"codes": name} | ({"zeros": f"{name}_zero_point"} if scheme.zeros == "whole" else {})
     middle = 2 ** (scheme.bits - 1)
-    return {part: pack((stored[one].read().int() + middle).to(torch.uint8), scheme.bits) for part, one in names.items()}
+    return {
+        part: pack((stored[their_name].read().int() + middle).to(torch.uint8), scheme.bits)
+        for part, their_name in names.items()
+    }
 
 
-def _spread(stored: Mapping[str, Stored], name: str, rows: int, groups: int, scheme: Scheme) -> Tensor:
-    """Scales (rows, groups), also of a whole matrix (1,), or of blocks (ceil(rows / group), groups)."""
+def _expand_scales(stored: Mapping[str, Stored], name: str, rows: int, groups: int, scheme: Scheme) -> Tensor:
+    """Return scales (rows, groups), also from one for the matrix (1,), or from blocks (ceil(rows / group), groups)."""
     scales = stored[name].read().to(getattr(torch, scheme.scales))
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(rows, groups).contiguous()
@@ -266,34 +267,103 @@ def _spread(stored: Mapping[str, Stored], name: str, rows: int, groups: int, sch
     return scales.repeat_interleave(scheme.group, 0)[:rows].contiguous()
 
 
-def _ignored(model: QuantizedModel) -> list[str]:
-    """Layers that are not quantized though they are linear: head, routers, and what was left out."""
-    parts = ["lm_head"]  # a tied one too: readers make a layer of it
+def _ignored_modules(model: QuantizedModel) -> list[str]:
+    """Return linear layers that are not quantized: head, routers, and skipped matrices."""
+    parts = ["lm_head"]  # even a tied one, since readers make a layer of it
     for binding in bindings(model.shape):
-        own = next(iter(binding.ours))
-        if own in model.skipped or own.endswith("router.weight"):
+        ours = next(iter(binding.ours))
+        if ours in model.skipped or ours.endswith("router.weight"):
             parts += [name.removesuffix(".weight") for name in binding.theirs]
     return parts
 
 
-def _fitting(
+def _matching_scheme(
     entries: Entries, schemes: Sequence[Scheme], stored: Mapping[str, Stored], name: str, size: tuple[int, ...]
 ) -> Scheme:
-    """The scheme of a matrix: that of the group whose tensors are those of the file. Regular expressions in a file
-    from elsewhere are never run: their time can grow exponentially."""
-    scales = scale_dtype(entries, stored[f"{name}_scale"])
-    each = list(dict.fromkeys(replace(scheme, scales=scales) for scheme in schemes))
-    if len(each) == 1:
-        return each[0]
-    there = {key for key in stored if key.startswith(name)}
+    """Return the scheme of a matrix: that of the group whose tensors match those in the file.
+
+    Regular expressions of an untrusted file are never run: their time can grow exponentially.
+    """
+    scales = _scale_dtype(entries, stored[f"{name}_scale"])
+    options = list(dict.fromkeys(replace(scheme, scales=scales) for scheme in schemes))
+    if len(options) == 1:
+        return options[0]
+    actual = {key for key in stored if key.startswith(name)}
     fitting = []
-    for scheme in each:
-        planned = _as_stored(_planned(name, size, scheme, torch.bfloat16), stored)
+    for scheme in options:
+        planned = _adapt_to_files(_plan_matrix(name, size, scheme, torch.bfloat16), stored)
         wanted = {tensor.name: (tensor.size, tensor.dtype) for tensor in planned}
-        fitting += [scheme] if wanted == {key: (stored[key].size, stored[key].dtype) for key in there} else []
+        fitting += [scheme] if wanted == {key: (stored[key].size, stored[key].dtype) for key in actual} else []
     if len(fitting) != 1:
         raise entries.fail(
-            f"{name} has the tensors of {len(fitting) or 'none'} of {len(each)} config_groups, which must be one: "
+            f"{name} has the tensors of {len(fitting) or 'none'} of {len(options)} config_groups, which must be one: "
             f"{REMEDY}"
         )
     return fitting[0]
+
+
+def group_schemes(entries: Entries) -> list[Scheme]:
+    """Return the schemes of a config's groups. Raises HubError for unsupported ones."""
+    groups = entries.raw("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise entries.fail("config_groups must hold a group of matrices")
+    schemes = []
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            raise entries.fail(f"config_groups: {name} must hold a JSON object")
+        # The group's layout comes first, since that of the whole may be mixed-precision.
+        layout = group.get("format") or entries.text("format")
+        schemes.append(_group_scheme(Entries(group, f"{entries.where}, config_groups"), str(layout)))
+    return schemes
+
+
+def _group_scheme(group: Entries, layout: str) -> Scheme:
+    """Return the scheme of one group. Raises HubError for unsupported entries."""
+    if layout not in LAYOUTS:
+        held = f" holds {UNREAD[layout]}, which" if layout in UNREAD else ""
+        raise group.fail(f"format={layout!r}{held} is not read; {REMEDY}")
+    weights, inputs = group.inner("weights"), group.inner("input_activations")
+    if weights is None:
+        raise group.fail("weights is missing")
+    weights.allow("dynamic", (False,))
+    strategy = weights.text("strategy", "channel")
+    weights.allow("strategy", ("group", "channel", "tensor", "block"))
+    # "weight" and "static" are orders in which columns were rounded, with the same file. "group" reordered columns.
+    weights.allow("actorder", (None, False, "weight", "static"))
+    bits, kind, size = weights.integer("num_bits"), LAYOUTS[layout], 0
+    if strategy == "group":
+        size = weights.integer("group_size")
+    if strategy == "block":  # their inputs are rounded by groups; ours are not rounded
+        inputs, sides = None, weights.raw("block_structure")
+        size = sides[0] if isinstance(sides, list) and sides and isinstance(sides[0], int) else 0
+        if sides != [size, size] or size not in GROUPS:
+            raise weights.fail(
+                f"block_structure={sides} is not read: square blocks of {', '.join(map(str, GROUPS))} are"
+            )
+    if inputs is not None:
+        inputs.allow("num_bits", (8,))
+    if bits != 8 or strategy == "group":  # inputs of W4A8 are not rounded here either
+        inputs = None
+    if inputs is not None:
+        inputs.allow("strategy", ("token", "tensor"))
+        inputs.allow("symmetric", (True,))
+    activations: Activations = "same" if inputs is None else "fp8" if kind == "e4m3" else "int8"
+    like = SCHEMES["fp8" if kind == "e4m3" else "int8" if bits == 8 else "int4-rtn"]
+    if bits not in BITS:
+        raise weights.fail(f"num_bits={bits} is not read: {', '.join(map(str, BITS))} are; {REMEDY}")
+    zeros: Zeros = "fixed" if weights.flag("symmetric", True) else "whole"
+    return Scheme(
+        name=f"{kind}{bits}", about="as read", bits=bits, codes=kind, zeros=zeros,
+        group=size, method="absmax", activations=activations, expected_kl=like.expected_kl, max_kl=like.max_kl,
+    )  # fmt: skip
+
+
+def _scale_dtype(entries: Entries, stored: Stored) -> Literal["bfloat16", "float16", "float32"]:
+    """Return the dtype of a file's scales as schemes name it. Raises HubError for any other."""
+    if stored.dtype == torch.bfloat16:
+        return "bfloat16"
+    if stored.dtype == torch.float16:
+        return "float16"
+    if stored.dtype == torch.float32:
+        return "float32"
+    raise entries.fail(f"scales of {stored.dtype} are not supported")

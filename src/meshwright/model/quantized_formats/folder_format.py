@@ -1,4 +1,4 @@
-"""What a format of quantized folders says about itself."""
+"""Interface of a format of quantized folders."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ Wanted = Callable[[str], bool]
 
 
 def every(name: str) -> bool:
-    """As Wanted: all of them."""
+    """Return True: all weights are wanted."""
     return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedModel:
-    """Which matrices of a model have which scheme; what a file of it needs to be planned."""
+    """Schemes of the matrices of a model, from which its files can be planned."""
 
     shape: ModelShape
     schemes: Mapping[str, Scheme]
-    """Of each matrix that is quantized."""
+    """Scheme of each quantized matrix."""
     outlier_columns: Mapping[str, int]
-    """Columns that are not, of matrices that have any."""
+    """Number of columns that are not quantized, of matrices with any."""
     dtype: torch.dtype
-    """Of everything else."""
+    """Dtype of everything else."""
 
     @property
     def skipped(self) -> list[str]:
@@ -44,42 +44,47 @@ class QuantizedModel:
 
 
 class QuantizedFormat(Protocol):
-    """How a folder holds codes. `name` is the word for it on the command line, and the config's quant_method."""
+    """Format of a folder with codes. `name` is its word on the command line and the config's quant_method."""
 
     name: str
 
     def refusal(self, model: QuantizedModel) -> str:
-        """Why it cannot hold the model; empty where it can."""
+        """Return why the format cannot hold the model. Empty = it can."""
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
-        """Every tensor of its files, in order."""
+        """List every tensor of the files, in order."""
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of its files, as weights come."""
+        """Yield the tensors of the files as weights arrive."""
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
-        """The config's entry about quantization."""
+        """Return the config's entry about quantization."""
 
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
     ) -> QuantizedModel:
-        """What a folder holds, from its config and the headers of its files. HubError where they do not fit."""
+        """Read from the config and the headers of a folder which matrix has which scheme.
+
+        Raises HubError when they do not fit.
+        """
 
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every
     ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-        """Parameters by our names, layer after layer: a tensor, or those of a QuantizedMatrix by name. Of what is
-        stored together and not `wanted` at all nothing is read."""
+        """Yield parameters by our names, layer after layer: a tensor, or the parts of a QuantizedMatrix by name.
+
+        Tensors that are stored together are skipped when none of them is `wanted`.
+        """
 
 
 def fill(model: Transformer, weights: Iterable[tuple[str, Tensor | dict[str, Tensor]]]) -> None:
-    """Put what a format has decoded into a model with room for it."""
-    places = model.state_dict()
-    for name, found in weights:
+    """Copy the decoded weights into a model with room for them."""
+    slots = model.state_dict()
+    for name, weight in weights:
         parts = (
-            {f"{quantized_name(name)}.{part}": one for part, one in found.items()}
-            if isinstance(found, dict)
-            else {name: found}
+            {f"{quantized_name(name)}.{part}": tensor for part, tensor in weight.items()}
+            if isinstance(weight, dict)
+            else {name: weight}
         )
-        for where, tensor in parts.items():
-            places[where].copy_(tensor)
+        for key, tensor in parts.items():
+            slots[key].copy_(tensor)

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory says about its codes, in whichever file its writer put that; read without torch."""
+"""Quantization that a Hugging Face directory describes, in whichever of its files. Read without torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,48 +8,54 @@ from meshwright.model.hub.folder_config import CONFIG, QUANTIZATION, read_json
 from meshwright.spec.quantization_schemes import FOLDER_FORMATS
 
 BESIDE: Mapping[str, str] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files by which AutoGPTQ and GPTQModel, and AutoAWQ, say what their own config.json may not -> quant_method."""
+"""Files of AutoGPTQ, GPTQModel and AutoAWQ that describe what config.json may not -> quant_method."""
 OLDER_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
-"""AutoAWQ's own names."""
+"""AutoAWQ's names of entries -> the usual ones."""
 AUTO_ROUND: Mapping[str, dict[str, str]] = {
     "auto_round": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:gptqmodel": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"},
     "auto_round:auto_gptq": {"quant_method": "gptq", "checkpoint_format": "gptq"},
     "auto_round:auto_awq": {"quant_method": "awq", "version": "gemm"},
 }
-"""AutoRound's packing_format -> the layout that it is, in that layout's words
-(https://github.com/intel/auto-round, auto_round_extension/humming/qlinear_humming.py)."""
+"""AutoRound's packing_format -> the layout that it is, in that layout's words.
+
+Source: https://github.com/intel/auto-round, auto_round_extension/humming/qlinear_humming.py.
+"""
 MODELOPT = "hf_quant_config.json"
-"""NVIDIA ModelOpt's file beside a config.json that says nothing."""
+"""NVIDIA ModelOpt's file beside a config.json without an entry."""
 NUMBERS = "fp8"
-"""The quant_method of blocks of 8-bit numbers, which are read as numbers (hub/weights.py)."""
+"""quant_method of 8-bit numbers in blocks, which are read as numbers (hub/weights.py)."""
 
 
 def quantization(path: Path) -> dict[str, Any]:
-    """What a folder says about its codes: an entry of config.json, or a file that its writer put beside that. Empty
-    where it says nothing."""
+    """Return a folder's entry about quantization, from config.json or the file that its writer put beside it.
+
+    Empty = it has none.
+    """
     config = (read_json(path / CONFIG) or {}).get(QUANTIZATION)
     if isinstance(config, dict) and config:
-        same = AUTO_ROUND.get(str(config.get("packing_format")))
-        if same is not None:
-            return {**config, **same, "dynamic": config.get("extra_config")}
-        strategy = _scales_of_8_bits(config)
+        layout = AUTO_ROUND.get(str(config.get("packing_format")))
+        if layout is not None:
+            return {**config, **layout, "dynamic": config.get("extra_config")}
+        strategy = _fp8_strategy(config)
         return _as_compressed_tensors(strategy) if strategy else config
     if config:
         return {}
     modelopt = (read_json(path / MODELOPT) or {}).get("quantization")
     if isinstance(modelopt, dict):
         named = {**modelopt, "quant_method": "modelopt"}
-        return _as_compressed_tensors("tensor") if _scales_of_8_bits(named) else named
+        return _as_compressed_tensors("tensor") if _fp8_strategy(named) else named
     for name, method in BESIDE.items():
         if alone := read_json(path / name):
             return {"quant_method": method} | {OLDER_NAMES.get(key, key): entry for key, entry in alone.items()}
     return {}
 
 
-def _scales_of_8_bits(config: Mapping[str, Any]) -> str:
-    """Which weights share a scale in layouts that are compressed-tensors' float-quantized under another name: AutoFP8's
-    and ModelOpt's FP8, and FBGEMM's. Empty where it is none of them."""
+def _fp8_strategy(config: Mapping[str, Any]) -> str:
+    """Return which weights share a scale, in layouts that equal compressed-tensors' float-quantized.
+
+    They are the FP8 layouts of AutoFP8, ModelOpt and FBGEMM. Empty = it is none of them.
+    """
     method = config.get("quant_method")
     if method == "fbgemm_fp8":
         return "channel"
@@ -58,17 +64,17 @@ def _scales_of_8_bits(config: Mapping[str, Any]) -> str:
 
 
 def _as_compressed_tensors(strategy: str) -> dict[str, Any]:
-    """The config of 8-bit numbers with inputs that are rounded too."""
+    """Return a config of 8-bit numbers whose inputs are rounded too."""
     facts = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     group = {"weights": facts | {"strategy": strategy}, "input_activations": facts | {"strategy": "tensor"}}
     return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
 
 
 def quant_method(path: Path) -> str:
-    """The word of a folder for its format; empty where it has none."""
+    """Return a folder's word for its format. Empty = it has none."""
     return str(quantization(path).get("quant_method", ""))
 
 
 def is_quantized(path: Path) -> bool:
-    """Whether a folder is in one of our formats."""
+    """Return True if a folder is in one of our formats."""
     return quant_method(path) in FOLDER_FORMATS

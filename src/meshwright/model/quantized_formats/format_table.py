@@ -1,4 +1,4 @@
-"""Formats of quantized folders, by name. One more is a module with a QuantizedFormat, and a row here."""
+"""Formats of quantized folders, by name. To add one, write a module with a QuantizedFormat and list it here."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ from meshwright.model.quantized_formats.gptq_files import GPTQFiles
 from meshwright.model.quantized_formats.native import NativeFormat
 
 FORMATS: Mapping[str, QuantizedFormat] = {
-    one.name: one for one in (NativeFormat(), CompressedTensors(), GPTQFiles(), AWQFiles(), BitsAndBytes())
+    format_.name: format_ for format_ in (NativeFormat(), CompressedTensors(), GPTQFiles(), AWQFiles(), BitsAndBytes())
 }
-"""By the word for each, which is also the config's quant_method."""
+"""Format by name, which is also the config's quant_method."""
 DEFAULT = NativeFormat.name
 FP16_SCALES = (GPTQFiles.name, AWQFiles.name)
-"""Formats whose scales are fp16: codes are made for scales that were rounded so."""
+"""Formats with fp16 scales. Codes are made for scales rounded to fp16."""

@@ -5,9 +5,9 @@
     X.scales   fp16 (groups, N)
     X.g_idx    int32 (K,)            the group of each input: k // group, or any (desc_act); absent = k // group
 
-A zero of 0 has no place there, for it is kept less 1: codes and zero of such a group are both raised by 1. Version 2
-(`checkpoint_format: gptq_v2`), which keeps zeros as they are, is read too. Matrices may have several widths, groups and
-orders (GPTQModel's `dynamic`): sizes of tensors say which, so no pattern of a stranger's file is run.
+Zeros are stored less 1, so a zero of 0 cannot be stored: codes and zero of such a group are both raised by 1. Version 2
+(`checkpoint_format: gptq_v2`), which stores zeros as they are, is read too. Matrices may have several widths, groups
+and orders (GPTQModel's `dynamic`). Sizes of tensors tell which, so no pattern from an untrusted file is run.
 """
 
 import re
@@ -27,26 +27,26 @@ from meshwright.model.quantized_formats.packed_linears import (
     PackedLinears,
     Parts,
     codes_of,
-    names_kept,
-    whole_scheme,
+    read_scheme,
+    unquantized_modules,
     words,
 )
 from meshwright.spec.errors import PlanError
 from meshwright.spec.quantization_schemes import GROUPS, Scheme
 
 V2 = "-v2"
-"""At the end of the name of a scheme whose zeros are kept as they are."""
+"""Ending of the name of a scheme whose zeros are stored as they are."""
 
 
 class GPTQFiles(PackedLinears):
-    """See above."""
+    """Layout described above."""
 
     name = "gptq"
     bits = (2, 3, 4, 8)
     outputs = 32
 
     def sizes(self, rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """As PackedLinears."""
+        """Return size and dtype of each tensor of one matrix."""
         groups, bits = scheme.groups(columns), scheme.bits
         return {
             "qweight": ((columns * bits // 32, rows), torch.int32),
@@ -55,20 +55,20 @@ class GPTQFiles(PackedLinears):
             "g_idx": ((columns,), torch.int32),
         }
 
-    def packed(self, name: str, found: Codes, scheme: Scheme) -> Parts:
-        """As PackedLinears."""
-        columns = found.codes.shape[1]
+    def packed(self, name: str, matrix: Codes, scheme: Scheme) -> Parts:
+        """Pack one matrix into its tensors."""
+        columns = matrix.codes.shape[1]
         index = torch.arange(columns) // (scheme.group or columns)
-        codes, zeros = _raised(name, found, index, scheme.bits)
+        codes, zeros = _raise_zeros(name, matrix, index, scheme.bits)
         return {
             "qweight": words(codes, scheme.bits).t().contiguous(),
             "qzeros": words(zeros.t() - 1, scheme.bits),
-            "scales": found.scales.t().contiguous(),
+            "scales": matrix.scales.t().contiguous(),
             "g_idx": index.int(),
         }
 
     def unpacked(self, parts: Mapping[str, Stored], size: tuple[int, int], scheme: Scheme, entries: Entries) -> Codes:
-        """As PackedLinears. HubError for groups of other sizes than the config's."""
+        """Unpack one matrix from its tensors. Raises HubError when group sizes differ from those in the config."""
         rows, columns = size
         order = None
         if scheme.ordered:
@@ -84,22 +84,22 @@ class GPTQFiles(PackedLinears):
         return Codes(codes, zeros.t().contiguous(), scales, None if order is None else order.int())
 
     def _as_stored(self, planned: list[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
-        """As PackedLinears."""
-        return [one for one in planned if one.name in stored or not one.name.endswith(".g_idx")]
+        """Drop planned tensors that a writer may leave out."""
+        return [tensor for tensor in planned if tensor.name in stored or not tensor.name.endswith(".g_idx")]
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
-        """As QuantizedFormat."""
+        """Return the config's entry about quantization."""
         scheme = next(iter(model.schemes.values()))
-        found: dict[str, Any] = {
+        config: dict[str, Any] = {
             "quant_method": self.name, "bits": scheme.bits, "group_size": scheme.group or -1, "desc_act": False,
             "static_groups": True, "sym": scheme.zeros == "fixed", "true_sequential": True,
             "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
         }  # fmt: skip
-        kept: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in names_kept(model)}
-        return found | ({"dynamic": kept} if kept else {})
+        left_out: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in unquantized_modules(model)}
+        return config | ({"dynamic": left_out} if left_out else {})
 
     def scheme_of(self, entries: Entries) -> Scheme:
-        """As PackedLinears."""
+        """Return the scheme that a config describes."""
         key = "checkpoint_format" if "checkpoint_format" in entries else "format"  # GPTQModel writes both
         layout = entries.text(key, "gptq")
         if layout not in ("gptq", "gptq_v2"):
@@ -110,50 +110,53 @@ class GPTQFiles(PackedLinears):
         if entries.raw("pack_dtype", "int32") not in ("int32", "torch.int32"):
             raise entries.fail(f"pack_dtype={entries.raw('pack_dtype')!r} is not read: int32 is; {ORIGINAL}")
         bits, group = self.widths(entries)
-        others = any(isinstance(rule, dict) and rule.get("sym") is False for rule in _rules(entries))
-        symmetric = entries.flag("sym", True) and not others  # zeros of all are read where some have their own
+        others = any(isinstance(rule, dict) and rule.get("sym") is False for rule in _matrix_rules(entries))
+        symmetric = entries.flag("sym", True) and not others  # if some matrices have zeros, those of all are read
         if bits == 8 and not symmetric:
             raise entries.fail(f"bits=8 with sym=false is not read: {ORIGINAL}")
-        return whole_scheme(_name(bits, layout == "gptq_v2"), bits, group, symmetric)
+        return read_scheme(_scheme_name(bits, layout == "gptq_v2"), bits, group, symmetric)
 
     def scheme_of_matrix(
         self, parts: Mapping[str, Stored], size: tuple[int, ...], scheme: Scheme, entries: Entries
     ) -> Scheme:
-        """As PackedLinears; sizes that the config does not say are those of rules of `dynamic`, or refused later."""
+        """Return the scheme of one matrix, by the sizes of its tensors.
+
+        Sizes that differ from the config follow from rules of `dynamic`, or are refused later.
+        """
         if any(part not in parts or len(parts[part].size) != 2 for part in ("qweight", "scales")):
             return scheme
         columns, words, groups = size[1], parts["qweight"].size[0], parts["scales"].size[0]
         bits, left = divmod(words * 32, columns)
         fitting = [group for group in (scheme.group, 0, *GROUPS) if groups == (-(-columns // group) if group else 1)]
-        if _rules(entries) and not left and bits in self.bits and fitting:
+        if _matrix_rules(entries) and not left and bits in self.bits and fitting:
             symmetric = bits == 8 or scheme.zeros == "fixed"
-            scheme = whole_scheme(_name(bits, scheme.name.endswith(V2)), bits, fitting[0], symmetric)
+            scheme = read_scheme(_scheme_name(bits, scheme.name.endswith(V2)), bits, fitting[0], symmetric)
         if "g_idx" not in parts:
             return scheme
         neighbours = torch.arange(columns) // (scheme.group or columns)
         return replace(scheme, ordered=not torch.equal(parts["g_idx"].read().long(), neighbours))
 
 
-def _name(bits: int, second: bool) -> str:
-    """Of a scheme; `second`: of version 2."""
+def _scheme_name(bits: int, second: bool) -> str:
+    """Return the name of a scheme. `second`: of version 2."""
     return f"int{bits}-gptq{V2 if second else ''}"
 
 
-def _rules(entries: Entries) -> list[object]:
-    """What GPTQModel's `dynamic` says of some matrices, but for those that it leaves out."""
+def _matrix_rules(entries: Entries) -> list[object]:
+    """Return GPTQModel's `dynamic` rules for matrices, without those that it leaves out."""
     rules = entries.inner("dynamic")
     return [] if rules is None else [rule for name, rule in rules.values.items() if not name.startswith("-:")]
 
 
-def _raised(name: str, found: Codes, index: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes and zeros, both 1 more in groups whose zero is 0."""
-    none = found.zeros == 0
-    if not bool(none.any()):
-        return found.codes, found.zeros
-    codes = found.codes + none[:, index].to(torch.uint8)
+def _raise_zeros(name: str, matrix: Codes, index: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return codes and zeros, both 1 more in groups whose zero is 0."""
+    is_zero = matrix.zeros == 0
+    if not bool(is_zero.any()):
+        return matrix.codes, matrix.zeros
+    codes = matrix.codes + is_zero[:, index].to(torch.uint8)
     if bool((codes > 2**bits - 1).any()):
         raise PlanError(
             f"{name} has a group whose weights are all positive, which GPTQ files cannot store: take --format "
             "meshwright or awq, or keep the matrix"
         )
-    return codes, found.zeros + none.to(torch.uint8)
+    return codes, matrix.zeros + is_zero.to(torch.uint8)

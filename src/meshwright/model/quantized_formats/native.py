@@ -1,7 +1,7 @@
-"""Our own layout: every scheme, every family, tensors under the names of the model.
+"""Our own layout: every scheme and family, with tensors under the names of the model.
 
 layers.0.mlp.up.weight.codes, .scales, .zeros, .columns, .kept     as kernels/quantized_matrix.py has them
-embed.weight                                                        everything else, as it was
+embed.weight                                                        everything else, unchanged
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,40 +25,40 @@ VERSION = 1
 
 
 class NativeFormat:
-    """See above."""
+    """Layout described above."""
 
     name = "meshwright"
 
     def refusal(self, model: QuantizedModel) -> str:
-        """It holds everything."""
+        """Return an empty string: the format holds every model."""
         return ""
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
-        """As QuantizedFormat."""
-        found = []
+        """List every tensor of the files, in order."""
+        tensors = []
         for name, size in tensor_sizes(model.shape).items():
             if name not in model.schemes:
                 dtype = torch.float32 if name.endswith("correction_bias") else model.dtype
-                found.append(Planned(name=name, size=size, dtype=dtype))
+                tensors.append(Planned(name=name, size=size, dtype=dtype))
                 continue
             *stack, rows, columns = size
             num_outliers = model.outlier_columns.get(name, 0)
             for part, (dims, kind) in model.schemes[name].sizes(rows, columns, stack, kept=num_outliers).items():
-                found.append(Planned(name=f"{name}.{part}", size=dims, dtype=getattr(torch, kind)))
+                tensors.append(Planned(name=f"{name}.{part}", size=dims, dtype=getattr(torch, kind)))
             if num_outliers:
-                found.append(Planned(name=f"{name}.kept", size=(*stack, rows, num_outliers), dtype=model.dtype))
-        return found
+                tensors.append(Planned(name=f"{name}.kept", size=(*stack, rows, num_outliers), dtype=model.dtype))
+        return tensors
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """As QuantizedFormat."""
-        for name, found in weights:
-            if isinstance(found, QuantizedMatrix):
-                yield from ((f"{name}.{part}", tensor) for part, tensor in found.tensors.items())
+        """Yield the tensors of the files as weights arrive."""
+        for name, weight in weights:
+            if isinstance(weight, QuantizedMatrix):
+                yield from ((f"{name}.{part}", tensor) for part, tensor in weight.tensors.items())
             else:
-                yield name, found
+                yield name, weight
 
     def config(self, model: QuantizedModel) -> dict[str, Any]:
-        """Schemes by name, and which matrices have which; those without are not quantized."""
+        """Return the schemes by name, and the scheme of each quantized matrix."""
         schemes = {scheme.name: asdict(scheme) for scheme in model.schemes.values()}
         return {
             "quant_method": self.name,
@@ -72,79 +72,82 @@ class NativeFormat:
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
     ) -> QuantizedModel:
-        """As QuantizedFormat."""
+        """Read from the config and the headers of a folder which matrix has which scheme."""
         if config.get("version") != VERSION:
             raise HubError(
                 f"{folder} is quantized in version {config.get('version')} of the layout; this reads {VERSION}"
             )
-        schemes = _schemes(folder, config)
+        schemes = _read_schemes(folder, config)
         sizes, stored = quantizable(shape), stored_tensors(folder)
         unknown = [name for name in schemes if name not in sizes]
         if unknown:
             raise HubError(f"{folder}/config.json quantizes {unknown[0]}, which is no matrix of this shape")
         outlier_columns = {}
         for name in schemes:
-            found = stored.get(f"{name}.columns")
-            if found is not None and (len(found.size) != 1 or not 0 < found.size[0] <= sizes[name][-1]):
-                raise HubError(f"{folder}: {name}.columns is {list(found.size)}: damaged; quantize the model again")
-            if found is not None:
-                outlier_columns[name] = found.size[0]
+            columns = stored.get(f"{name}.columns")
+            if columns is not None and (len(columns.size) != 1 or not 0 < columns.size[0] <= sizes[name][-1]):
+                raise HubError(f"{folder}: {name}.columns is {list(columns.size)}: damaged; quantize the model again")
+            if columns is not None:
+                outlier_columns[name] = columns.size[0]
         model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns=outlier_columns, dtype=dtype)
-        check(folder, self.planned(model), stored)
+        check_tensors(folder, self.planned(model), stored)
         return model
 
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every
     ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:
-        """As QuantizedFormat."""
+        """Yield parameters by our names, layer after layer."""
         stored = stored_tensors(folder)
         for name in filter(wanted, tensor_sizes(model.shape)):
             if name not in model.schemes:
                 yield name, stored[name].read()
                 continue
             parts = {part: stored[f"{name}.{part}"] for part in PARTS if f"{name}.{part}" in stored}
-            read = {part: one.read() for part, one in parts.items()}
+            read = {part: tensor.read() for part, tensor in parts.items()}
             _check_columns(folder, name, read, quantizable(model.shape)[name][-1])
             yield name, read
 
 
-def check(folder: Path, planned: list[Planned], stored: Mapping[str, Stored]) -> None:
-    """HubError where the files of a folder hold other tensors than they should."""
-    missing = [one.name for one in planned if one.name not in stored]
-    extra = stored.keys() - {one.name for one in planned}
+def check_tensors(folder: Path, planned: list[Planned], stored: Mapping[str, Stored]) -> None:
+    """Raise HubError if the files of a folder hold other tensors than planned."""
+    missing = [tensor.name for tensor in planned if tensor.name not in stored]
+    extra = stored.keys() - {tensor.name for tensor in planned}
     if missing or extra:
         what = f"lacks {missing[0]}" if missing else f"holds {min(extra)}, which its config does not name"
         raise HubError(f"{folder} {what}: it is damaged or not whole; quantize the model again")
-    for one in planned:
-        found = stored[one.name]
-        alike = found.dtype == one.dtype or (_is_wide(found.dtype) and _is_wide(one.dtype))
-        if found.size != one.size or not alike:
+    for tensor in planned:
+        actual = stored[tensor.name]
+        alike = actual.dtype == tensor.dtype or (_is_wide(actual.dtype) and _is_wide(tensor.dtype))
+        if actual.size != tensor.size or not alike:
             raise HubError(
-                f"{folder}: {one.name} is {list(found.size)} {found.dtype} where {list(one.size)} {one.dtype} belongs"
+                f"{folder}: {tensor.name} is {list(actual.size)} {actual.dtype} where "
+                f"{list(tensor.size)} {tensor.dtype} belongs"
             )
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
-    """Whether numbers mean the same in another such dtype. Those of 8 bits do not: they want a scale beside them."""
+    """Return True if numbers need no scale, so they mean the same in another such dtype."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def _schemes(folder: Path, config: Mapping[str, Any]) -> dict[str, Scheme]:
+def _read_schemes(folder: Path, config: Mapping[str, Any]) -> dict[str, Scheme]:
     try:
-        named = {name: _scheme(values) for name, values in config["schemes"].items()}
+        named = {name: _read_scheme(values) for name, values in config["schemes"].items()}
         return {name: named[scheme] for name, scheme in config["matrices"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{folder}/config.json has a damaged quantization_config ({error!r})") from error
 
 
-def _scheme(values: Mapping[str, Any]) -> Scheme:
-    kinds = {one.name: type(getattr(SCHEMES["int8"], one.name)) for one in fields(Scheme)}
-    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+def _read_scheme(values: Mapping[str, Any]) -> Scheme:
+    kinds = {field.name: type(getattr(SCHEMES["int8"], field.name)) for field in fields(Scheme)}
+    arguments: dict[str, Any] = {
+        key: tuple(setting) if isinstance(setting, list) else setting for key, setting in values.items()
+    }
     words = {key: get_args(hint) for key, hint in get_type_hints(Scheme).items() if get_origin(hint) is Literal}
-    for key, value in given.items():
-        if not isinstance(value, kinds[key]) or value not in words.get(key, (value,)):
-            raise TypeError(f"{key}={value!r}")
-    return Scheme(**given)
+    for key, setting in arguments.items():
+        if not isinstance(setting, kinds[key]) or setting not in words.get(key, (setting,)):
+            raise TypeError(f"{key}={setting!r}")
+    return Scheme(**arguments)
 
 
 def _check_columns(folder: Path, name: str, parts: Mapping[str, Tensor], inputs: int) -> None:

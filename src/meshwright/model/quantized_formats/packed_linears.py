@@ -1,7 +1,7 @@
-"""What folders in GPTQ's and in AWQ's layout have in common: 32-bit words of codes, inputs as rows, and fp16 scales.
+"""Common code of GPTQ's and AWQ's layouts: 32-bit words of codes, inputs as rows, and fp16 scales.
 
-A matrix W (N, K) of ours is X.qweight, X.qzeros and X.scales of theirs, where X.weight was. How codes lie in a word is
-each format's own (gptq_files.py, awq_files.py).
+A matrix W (N, K) of ours is X.qweight, X.qzeros and X.scales of theirs, in place of X.weight. Each format packs words
+in its own order (gptq_files.py, awq_files.py).
 """
 
 from abc import ABC, abstractmethod
@@ -21,12 +21,12 @@ from meshwright.model.hub.transforms import CONV1D, JOINED, TURNED
 from meshwright.model.hub.weight_names import Binding, bindings
 from meshwright.model.quantized_formats.folder_format import QuantizedModel, Wanted, Weights, every
 from meshwright.model.quantized_formats.hub_tensors import (
+    decoded_tensors,
     encoded_tensors,
     planned_tensors,
-    restored_parts,
     tensors_of_model,
 )
-from meshwright.model.quantized_formats.native import check
+from meshwright.model.quantized_formats.native import check_tensors
 from meshwright.model.quantized_weights import quantizable
 from meshwright.spec.errors import HubError
 from meshwright.spec.quantization_schemes import GROUPS, SCHEMES, Scheme
@@ -34,63 +34,63 @@ from meshwright.spec.shape import ModelShape
 
 ORIGINAL = "take the original folder, which it was made from"
 Parts = dict[str, Tensor]
-"""Tensors of one matrix by what their names end with."""
+"""Tensors of one matrix by the ends of their names."""
 
 
 class Codes(NamedTuple):
-    """One matrix of theirs: codes (N, K) and zeros (N, groups), one an element, uint8; scales (N, groups) fp16."""
+    """Matrix of theirs: codes (N, K) and zeros (N, groups), one per element, uint8; scales (N, groups) fp16."""
 
     codes: Tensor
     zeros: Tensor
     scales: Tensor
     order: Tensor | None = None
-    """(K,) int32: the input of each column, where they do not stand as they are numbered."""
+    """Input of each column (K,) int32. None = they are in order."""
 
 
 class PackedLinears(ABC):
-    """A QuantizedFormat, but for how a matrix is packed and what the config says."""
+    """QuantizedFormat without the packing of a matrix and the entries of the config."""
 
     name: str
     bits: tuple[int, ...]
-    """That it holds."""
+    """Supported bits per code."""
     outputs: int
-    """Whose multiple a matrix must have."""
+    """Number of which the outputs of a matrix must be a multiple."""
 
     @abstractmethod
     def sizes(self, rows: int, columns: int, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of the tensors of one matrix."""
+        """Return size and dtype of each tensor of one matrix."""
 
     @abstractmethod
-    def packed(self, name: str, found: Codes, scheme: Scheme) -> Parts:
-        """Tensors of one matrix. PlanError names one that the format cannot hold."""
+    def packed(self, name: str, matrix: Codes, scheme: Scheme) -> Parts:
+        """Pack one matrix into its tensors. Raises PlanError for a matrix that the format cannot hold."""
 
     @abstractmethod
     def unpacked(self, parts: Mapping[str, Stored], size: tuple[int, int], scheme: Scheme, entries: Entries) -> Codes:
-        """The matrix of these tensors, whose sizes were checked."""
+        """Unpack one matrix from its tensors, whose sizes were checked."""
 
     @abstractmethod
     def config(self, model: QuantizedModel) -> dict[str, Any]:
-        """As QuantizedFormat."""
+        """Return the config's entry about quantization."""
 
     @abstractmethod
     def scheme_of(self, entries: Entries) -> Scheme:
-        """Of a config; HubError where it holds what is not read."""
+        """Return the scheme of a config. Raises HubError for unsupported entries."""
 
     def scheme_of_matrix(
         self, parts: Mapping[str, Stored], size: tuple[int, ...], scheme: Scheme, entries: Entries
     ) -> Scheme:
-        """Of one matrix, by its tensors; `scheme`: of the config, whose entries may say that there are others."""
+        """Return the scheme of one matrix, by its tensors. `scheme` is that of the config."""
         return scheme
 
     def widths(self, entries: Entries) -> tuple[int, int]:
-        """Bits and group (0 = a row) of a config; HubError where they are not read."""
+        """Return bits and group (0 = a row) of a config. Raises HubError when they are not supported."""
         bits, group = entries.integer("bits"), entries.raw("group_size")
         if bits not in self.bits or group not in (-1, *GROUPS) or not isinstance(group, int):
             raise entries.fail(f"bits={bits} with group_size={group!r} is not read: {ORIGINAL}")
         return bits, max(group, 0)
 
     def refusal(self, model: QuantizedModel) -> str:
-        """Why it cannot hold the model; empty where it can."""
+        """Return why the format cannot hold the model. Empty = it can."""
         if len(set(model.schemes.values())) > 1:
             return f"{self.name} is written with one scheme, and budget= chooses several; take format=meshwright"
         scheme = next(iter(model.schemes.values()))
@@ -117,109 +117,97 @@ class PackedLinears(ABC):
         return "its zeros must be whole numbers" if scheme.zeros == "real" else ""
 
     def planned(self, model: QuantizedModel) -> list[Planned]:
-        """As QuantizedFormat."""
+        """List every tensor of the files, in order."""
 
         def plan(name: str, size: tuple[int, ...], scheme: Scheme) -> list[Planned]:
             packed = self.sizes(size[0], size[1], scheme)
-            return [Planned(name=_start(name) + part, size=dims, dtype=kind) for part, (dims, kind) in packed.items()]
+            return [Planned(name=_prefix(name) + part, size=dims, dtype=kind) for part, (dims, kind) in packed.items()]
 
         return planned_tensors(model, plan)
 
     def encoded(self, model: QuantizedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
-        """As QuantizedFormat."""
+        """Yield the tensors of the files as weights arrive."""
 
         def encode(name: str, binding: Binding, matrix: QuantizedMatrix) -> Iterator[tuple[str, Tensor]]:
-            for their, one in _each(binding, matrix, model.shape):
-                parts = self.packed(name, one, matrix.scheme).items()
-                yield from ((_start(their) + part, tensor) for part, tensor in parts)
+            for their, codes in _export_codes(binding, matrix, model.shape):
+                parts = self.packed(name, codes, matrix.scheme).items()
+                yield from ((_prefix(their) + part, tensor) for part, tensor in parts)
 
         return encoded_tensors(model, weights, encode)
 
     def described(
         self, folder: Path, shape: ModelShape, dtype: torch.dtype, config: Mapping[str, Any]
     ) -> QuantizedModel:
-        """As QuantizedFormat."""
+        """Read from the config and the headers of a folder which matrix has which scheme."""
         entries = Entries(config, f"{folder}/config.json, quantization_config")
-        whole, stored = self.scheme_of(entries), stored_tensors(folder)
+        config_scheme, stored = self.scheme_of(entries), stored_tensors(folder)
         names, schemes = quantizable(shape), dict[str, Scheme]()
         for binding in bindings(shape):
-            if next(iter(binding.ours)) not in names or _start(next(iter(binding.theirs))) + "qweight" not in stored:
+            if next(iter(binding.ours)) not in names or _prefix(next(iter(binding.theirs))) + "qweight" not in stored:
                 continue
             if binding.transform is CONV1D:
                 raise HubError(f"{folder}: codes of {shape.family}, whose matrices are stored transposed, are not read")
-            each = {
-                self.scheme_of_matrix(_parts(stored, their), self._checked(folder, their, size), whole, entries)
+            found_schemes = {
+                self.scheme_of_matrix(
+                    _stored_parts(stored, their), self._checked(folder, their, size), config_scheme, entries
+                )
                 for their, size in binding.theirs.items()
             }
-            if len(each) > 1:
+            if len(found_schemes) > 1:
                 first, *_, last = binding.theirs
                 raise HubError(f"{folder}: {first} to {last} have codes of several layouts, and are one stack here")
-            schemes |= dict.fromkeys(binding.ours, each.pop())
+            schemes |= dict.fromkeys(binding.ours, found_schemes.pop())
         if not schemes:
             raise entries.fail("no tensor of the folder is quantized: there is no qweight")
         model = QuantizedModel(shape=shape, schemes=schemes, outlier_columns={}, dtype=dtype)
         planned = self._as_stored(self.planned(model), stored)
-        check(folder, planned, tensors_of_model(folder, shape, planned, stored))
+        check_tensors(folder, planned, tensors_of_model(folder, shape, planned, stored))
         return model
 
     def _checked(self, folder: Path, name: str, size: tuple[int, ...]) -> tuple[int, ...]:
-        """HubError for a matrix whose codes are no whole words."""
+        """Raise HubError for a matrix whose codes do not fill whole words."""
         if size[1] % 32 or size[0] % self.outputs:
             raise HubError(f"{folder}: {name} is {list(size)}, of which {self.name} makes no whole words of 32 bits")
         return size
 
     def _as_stored(self, planned: list[Planned], stored: Mapping[str, Stored]) -> list[Planned]:
-        """Without what a writer may leave out."""
+        """Drop planned tensors that a writer may leave out."""
         return planned
 
     def decoded(
         self, folder: Path, model: QuantizedModel, wanted: Wanted = every
     ) -> Iterator[tuple[str, Tensor | Parts]]:
-        """As QuantizedFormat."""
-        stored = stored_tensors(folder)
-        for binding in bindings(model.shape):
-            if not any(map(wanted, binding.ours)):
-                continue
-            name, rows = next(iter(binding.ours)), [size[0] for size in binding.ours.values()]
-            if name not in model.schemes:
-                theirs = [stored[one].read() for one in binding.theirs]
-                yield from zip(binding.ours, binding.transform.restore(theirs, rows, model.shape), strict=True)
-                continue
-            each = [
-                self._matrix(folder, stored, their, size, model.schemes[name]) for their, size in binding.theirs.items()
-            ]
-            yield from restored_parts(binding, each, model.shape)
+        """Yield parameters by our names, layer after layer."""
+        return decoded_tensors(folder, model, wanted, self._decode_matrix)
 
-    def _matrix(
-        self, folder: Path, stored: Mapping[str, Stored], their: str, size: tuple[int, ...], scheme: Scheme
-    ) -> Parts:
-        """One matrix of theirs, packed as ours are."""
-        parts = _parts(stored, their)
-        where = Entries({}, f"{folder}: {_start(their)}qweight")
-        found = self.unpacked(parts, (size[0], size[1]), scheme, where)
-        packed = {"scales": found.scales.contiguous()} | ({} if found.order is None else {"order": found.order})
+    def _decode_matrix(self, stored: Mapping[str, Stored], their: str, size: tuple[int, ...], scheme: Scheme) -> Parts:
+        """Return one matrix of theirs, packed as ours are."""
+        parts = _stored_parts(stored, their)
+        where = Entries({}, f"{parts['qweight'].file.parent}: {_prefix(their)}qweight")
+        codes = self.unpacked(parts, (size[0], size[1]), scheme, where)
+        packed = {"scales": codes.scales.contiguous()} | ({} if codes.order is None else {"order": codes.order})
         middle = fixed_zero(scheme) if scheme.packed else 128
         if scheme.zeros == "whole":
-            packed["zeros"] = pack(found.zeros, scheme.bits)
-        elif bool((found.zeros != middle).any()):
+            packed["zeros"] = pack(codes.zeros, scheme.bits)
+        elif bool((codes.zeros != middle).any()):
             raise where.fail("some zeros are not the middle code, where config.json says sym=true or codes have 8 bits")
-        packed["codes"] = pack(found.codes, scheme.bits) if scheme.packed else (found.codes.int() - 128).to(torch.int8)
+        packed["codes"] = pack(codes.codes, scheme.bits) if scheme.packed else (codes.codes.int() - 128).to(torch.int8)
         return packed
 
 
-def _each(binding: Binding, matrix: QuantizedMatrix, shape: ModelShape) -> Iterator[tuple[str, Codes]]:
-    """The matrices of theirs that one of ours is."""
+def _export_codes(binding: Binding, matrix: QuantizedMatrix, shape: ModelShape) -> Iterator[tuple[str, Codes]]:
+    """Yield their matrices that one of ours is."""
     whole = matrix.whole_codes()
     codes = whole if matrix.scheme.packed else (whole.int() + 128).to(torch.uint8)
     middle = float(fixed_zero(matrix.scheme) if matrix.scheme.packed else 128)
     zeros = torch.full_like(matrix.scales.float(), middle) if matrix.zeros is None else matrix.every_zero()
-    parts = (binding.transform.export([one], shape) for one in (codes, zeros.to(torch.uint8), matrix.scales))
+    parts = (binding.transform.export([tensor], shape) for tensor in (codes, zeros.to(torch.uint8), matrix.scales))
     for name, *packed in zip(binding.theirs, *parts, strict=True):
         yield name, Codes(*packed)
 
 
-def whole_scheme(name: str, bits: int, group: int, symmetric: bool) -> Scheme:
-    """What a folder's codes and scales are."""
+def read_scheme(name: str, bits: int, group: int, symmetric: bool) -> Scheme:
+    """Return the scheme of a folder's codes and scales."""
     like = SCHEMES["int8" if bits == 8 else "int4-rtn"]
     return replace(
         SCHEMES["int4-rtn"], name=name, about="as read", bits=bits, group=group, scales="float16",
@@ -229,17 +217,17 @@ def whole_scheme(name: str, bits: int, group: int, symmetric: bool) -> Scheme:
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
-    """Codes (R, C) uint8, C bits a multiple of 32 -> one stream of bits for each row, int32 (R, C bits / 32)."""
+    """Pack codes (R, C) uint8, C bits a multiple of 32, into one stream of bits per row, int32 (R, C bits / 32)."""
     return pack(codes.contiguous(), bits).contiguous().view(torch.int32)
 
 
-def codes_of(found: Tensor, bits: int, columns: int) -> Tensor:
-    """The codes (R, columns) of `words`."""
-    return unpack(found.contiguous().view(torch.uint8), bits, columns)
+def codes_of(stream: Tensor, bits: int, columns: int) -> Tensor:
+    """Unpack the codes (R, columns) of `words`."""
+    return unpack(stream.contiguous().view(torch.uint8), bits, columns)
 
 
-def names_kept(model: QuantizedModel) -> Sequence[str]:
-    """Layers of theirs, by name, that could be quantized and are not."""
+def unquantized_modules(model: QuantizedModel) -> Sequence[str]:
+    """Return the names of their layers that could be quantized and are not."""
     return [
         their.removesuffix(".weight")
         for binding in bindings(model.shape)
@@ -248,11 +236,11 @@ def names_kept(model: QuantizedModel) -> Sequence[str]:
     ]
 
 
-def _parts(stored: Mapping[str, Stored], their: str) -> dict[str, Stored]:
-    """The tensors that stand where a matrix of theirs was, by what their names end with."""
-    names = {part: _start(their) + part for part in ("qweight", "qzeros", "scales", "g_idx")}
+def _stored_parts(stored: Mapping[str, Stored], their: str) -> dict[str, Stored]:
+    """Return the tensors in place of a matrix of theirs, by the ends of their names."""
+    names = {part: _prefix(their) + part for part in ("qweight", "qzeros", "scales", "g_idx")}
     return {part: stored[name] for part, name in names.items() if name in stored}
 
 
-def _start(name: str) -> str:
+def _prefix(name: str) -> str:
     return name.removesuffix("weight")

@@ -1,4 +1,4 @@
-"""Folders of quantized models, as they were written by us or by other software."""
+"""Folders of quantized models, written by us or by other software."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,19 +18,19 @@ from meshwright.spec.quantization_schemes import Scheme
 from meshwright.spec.scheme_names import base_name, layout
 
 CODES_OF_A_BYTE = 4
-"""At most: none has fewer than 2 bits."""
+"""Most codes in a byte: none has fewer than 2 bits."""
 WHOLE = "take the folder that it was quantized from, with model.lora.base=nf4"
 
 
 def _formats() -> Mapping[str, QuantizedFormat]:
-    """Their readers, loaded for a folder that is quantized."""
+    """Return the formats. Their readers are loaded only for a folder that is quantized."""
     from meshwright.model.quantized_formats.format_table import FORMATS
 
     return FORMATS
 
 
 def open_folder(path: Path) -> HubFolder:
-    """A Hugging Face directory, quantized or not. HubError."""
+    """Open a Hugging Face directory, quantized or not. Raises HubError."""
     method = quant_method(path)
     if method not in ("", NUMBERS, *_formats()):
         raise HubError(
@@ -41,7 +41,7 @@ def open_folder(path: Path) -> HubFolder:
 
 
 def open_numbers(path: Path) -> HubFolder:
-    """A Hugging Face directory of numbers. HubError also where it holds codes, whichever of its files says so."""
+    """Open a Hugging Face directory of numbers. Raises HubError when any of its files says that it holds codes."""
     if is_quantized(path):
         raise HubError(
             f"{path} holds codes, by {quant_method(path)!r}, and numbers are needed: take the folder that it "
@@ -51,52 +51,59 @@ def open_numbers(path: Path) -> HubFolder:
 
 
 def open_quantized(folder: HubFolder) -> QuantizedModel:
-    """What it holds; HubError where config and files do not fit."""
+    """Read which matrix has which scheme. Raises HubError when config and files do not fit."""
     config = quantization(folder.path)
-    form = _formats().get(str(config.get("quant_method")))
-    if form is None:
+    reader = _formats().get(str(config.get("quant_method")))
+    if reader is None:
         raise HubError(f"{folder.path} is quantized in a format that is not read (read: {', '.join(_formats())})")
-    files = filter(Path.is_file, folder.path.glob("*.safetensors"))  # a link may lead nowhere
+    files = filter(Path.is_file, folder.path.glob("*.safetensors"))  # a symbolic link may be dangling
     check_numbers(folder.path, folder.shape, CODES_OF_A_BYTE * sum(file.stat().st_size for file in files))
-    return form.described(folder.path, folder.shape, folder.dtype, config)
+    return reader.described(folder.path, folder.shape, folder.dtype, config)
 
 
 def decoded_weights(
     folder: Path, model: QuantizedModel, wanted: Wanted = every
 ) -> Iterator[tuple[str, Tensor | QuantizedMatrix]]:
-    """Parameters by our names, layer after layer; matrices as the codes that files hold. Of what is stored together and
-    not `wanted` at all nothing is read. HubError where a file is damaged."""
+    """Yield parameters by our names, layer after layer, with matrices as the codes in the files.
+
+    Tensors that are stored together are skipped when none of them is `wanted`. Raises HubError for a damaged file.
+    """
     sizes = quantizable(model.shape)
-    for name, found in decoded_parts(folder, model, wanted):
-        if isinstance(found, Tensor):
-            yield name, found
+    for name, weight in decoded_parts(folder, model, wanted):
+        if isinstance(weight, Tensor):
+            yield name, weight
             continue
-        parts: dict[str, Any] = dict(found)
+        parts: dict[str, Any] = dict(weight)
         yield name, QuantizedMatrix(scheme=model.schemes[name], size_in=sizes[name][-1], keeps_copies=False, **parts)
 
 
 def decoded_parts(
     folder: Path, model: QuantizedModel, wanted: Wanted = every
 ) -> Iterator[tuple[str, Tensor | dict[str, Tensor]]]:  # fmt: skip
-    """As decoded_weights, with the tensors of a matrix by name. HubError also where one is infinite or NaN: short
-    sequences hide that, since torch's attention makes numbers of queries that are none."""
-    for name, found in _formats()[quant_method(folder)].decoded(folder, model, wanted):
-        for part, tensor in found.items() if isinstance(found, dict) else ():
-            if tensor.is_floating_point() and not _finite(tensor):
+    """Yield parameters like decoded_weights, with the tensors of a matrix by name.
+
+    Raises HubError also for infinite numbers and NaN. Short sequences hide these, since torch's attention turns NaN
+    queries into numbers.
+    """
+    for name, weight in _formats()[quant_method(folder)].decoded(folder, model, wanted):
+        for part, tensor in weight.items() if isinstance(weight, dict) else ():
+            if tensor.is_floating_point() and not _is_finite(tensor):
                 raise HubError(
                     f"{folder}: {name}.{part} has numbers that are infinite or NaN: damaged; quantize the model again"
                 )
-        yield name, found
+        yield name, weight
 
 
-def _finite(tensor: Tensor) -> bool:
-    wide = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch asks no 8-bit number
+def _is_finite(tensor: Tensor) -> bool:
+    wide = tensor.half() if tensor.dtype.itemsize == 1 else tensor  # torch has no isfinite for 8-bit numbers
     return bool(wide.isfinite().all())
 
 
 def base_of(folder: HubFolder, model: QuantizedModel) -> str:
-    """As which `model.lora.base` its codes are held beside adapters. HubError where nothing can be trained beside them,
-    or not all matrices have codes of one layout."""
+    """Return the `model.lora.base` under which the codes are held beside adapters.
+
+    Raises HubError when nothing can be trained beside them, or when matrices have codes of several layouts.
+    """
     held: dict[Scheme, str] = {}
     for name, scheme in model.schemes.items():
         held.setdefault(layout(scheme), name)
@@ -116,6 +123,6 @@ def base_of(folder: HubFolder, model: QuantizedModel) -> str:
             f"one kind throughout: {WHOLE}"
         )
     if len(held) > 1:
-        names = " and ".join(f"{name} as {base_name(one)}" for one, name in list(held.items())[:2])
+        names = " and ".join(f"{name} as {base_name(scheme)}" for scheme, name in list(held.items())[:2])
         raise HubError(f"{folder.path} holds {names}, and the base of adapters is of one kind: {WHOLE}")
     return base_name(replace(next(iter(held)), name=next(iter(model.schemes.values())).name))
