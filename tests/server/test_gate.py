@@ -10,8 +10,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from meshwright.server.access import Keyring, read_keys
-from meshwright.server.application import application
-from meshwright.server.gate import OPEN
+from meshwright.server.application import OPEN, application
 from meshwright.server.server_metrics import ServerMetrics
 from meshwright.server.server_options import ServerLimits, ServerOptions
 from meshwright.spec.errors import ArgumentError

@@ -26,7 +26,7 @@ from meshwright.server.engine_link import EngineLink
 from meshwright.server.engine_messages import AddedPrompt, StepNews
 from meshwright.server.engine_task import EngineTask
 from meshwright.server.engine_thread import EngineThread
-from meshwright.server.event_stream import written
+from meshwright.server.event_stream import stream_answers
 from meshwright.server.guarded_connection import StreamedConnection
 from meshwright.server.model_card import ModelCard
 from meshwright.server.server_metrics import ServerMetrics
@@ -159,8 +159,8 @@ def _stream(streams: ExitStack, link: EngineLink, tokenizer: Tokenizer, chat: bo
     shape = ChatShape(tokenizer, None) if chat else CompletionShape(tokenizer, None, (), 1)
     document = AnswerDocument(shape, "small", best=1, include_usage=False, ids=False, logprobs=False)
     answering = Answering(link, [task], 60)
-    streams.enter_context(answering.begun())
-    streams.enter_context(written(answering, document, connection))
+    streams.enter_context(answering.running())
+    streams.enter_context(stream_answers(answering, document, connection))
     return pieces
 
 
@@ -211,7 +211,7 @@ def test_messages_keep_what_they_are_told() -> None:
     assert AddedPrompt.decode(bound.encode()) == bound
     news = StepNews(
         at=1.5, answers=[1, 1, 2], tokens=[7, 8, 9], scored=[0, 2], logprobs=[-0.5, float("-inf")],
-        top=[[(1, -0.25), (2, -1.75)], []], begun=[1], cached=[(1, 16)], ended=[(2, "stop")],
+        top=[[(1, -0.25), (2, -1.75)], []], started=[1], cached=[(1, 16)], ended=[(2, "stop")],
         refused=[(5, "request", "no")],
     )  # fmt: skip
     told = StepNews.decode(news.encode())

@@ -1,24 +1,23 @@
-"""One model behind an HTTP address, with the interface of OpenAI: requests in, answers out while they grow.
+"""Model behind an HTTP address with OpenAI's interface: requests come in, answers leave while they grow.
 
 In the process that has the model:
 
     http_server      the address, signals, and the start and end of the other process
     hosted_model     the model, and its engine
-    engine_thread    the engine's own thread: commands in, a message a step out
+    engine_thread    the engine's thread: commands in, one message per step out
     adapter_folder   adapters that come and go
 
-Between the two: `channel` (frames), `engine_messages` and `model_card` (what they hold).
+Between the two: `channel` (frames), `engine_messages` and `model_card` (their contents).
 
 In the HTTP process, which has no torch:
 
     front            the loop: start, draining, end
-    gate             keys, hosts, headers: what every request passes
-    routes, adapter_routes, application                   -> the ASGI application
-    request_body     bytes of a connection                -> JSON
-    request_fields, chat_fields                           what a body may ask for
+    application      keys, hosts, headers, which every request passes; then the routes
+    routes           bodies of requests                   -> documents of answers
+    request_fields, chat_fields                           fields of a body
     checked_fields   JSON                                 -> fields
     prompts          fields                               -> tasks for the engine
-    prompt_reader    text and conversations               -> token ids, in processes of their own
+    prompt_reader    text and conversations               -> token ids, in separate processes
     engine_link      tasks to the engine's process, and news from there
     engine_task      one prompt; its answers become text token by token
     answering        the answers to one HTTP request, as they grow

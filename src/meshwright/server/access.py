@@ -1,4 +1,4 @@
-"""API keys: read from a file, compared in constant time, and what each of them shares in the cache."""
+"""API keys: read from a file, compared in constant time, and separate in the cache."""
 
 import hmac
 import secrets
@@ -14,16 +14,16 @@ MOST_FILE_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whoever has one key."""
+    """Holder of one key."""
 
     name: str
-    """For the log: the number of the key, never the key."""
+    """Number of the key for the log, never the key itself."""
     salt: str
-    """Begins the prefixes of its requests in the cache."""
+    """Prefix of the cache keys of its requests."""
 
 
 class Keyring:
-    """The keys of a server. Without one everybody is the same tenant."""
+    """Keys of a server. Without keys everybody is the same tenant."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         secret = secrets.token_bytes(32)
@@ -34,21 +34,23 @@ class Keyring:
         self._nobody = Tenant("-", secret.hex())
 
     @property
-    def asks(self) -> bool:
-        """Whether a key is needed."""
+    def needs_key(self) -> bool:
+        """True if requests need a key."""
         return bool(self._known)
 
     def tenant(self, header: bytes | None) -> Tenant | None:
-        """Of an Authorization header; None = it holds no key that is known. All keys are compared, each in a time that
-        does not depend on where it differs."""
+        """Return the tenant of an Authorization header, or None for an unknown key.
+
+        All keys are compared, each in a time that does not depend on where it differs.
+        """
         if not self._known:
             return self._nobody
         scheme, _, key = (header or b"").partition(b" ")
-        given, found = _digest(key.strip()), None
+        sent_digest, match = _digest(key.strip()), None
         for digest, tenant in self._known:
-            if hmac.compare_digest(digest, given):
-                found = tenant
-        return found if scheme.lower() == b"bearer" else None
+            if hmac.compare_digest(digest, sent_digest):
+                match = tenant
+        return match if scheme.lower() == b"bearer" else None
 
 
 def _digest(key: str | bytes) -> bytes:
@@ -56,22 +58,22 @@ def _digest(key: str | bytes) -> bytes:
 
 
 def read_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line; empty lines and those that begin with # are not. ArgumentError."""
+    """Read the keys of a file, one per line, skipping empty lines and those that begin with #. Raises ArgumentError."""
     try:
         with path.open("rb") as file:
             text = file.read(MOST_FILE_BYTES + 1)
     except OSError as error:
         raise ArgumentError(f"api_key_file={path} cannot be read: {error.strerror}") from None
     lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines()]
-    found = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    if not found or len(text) > MOST_FILE_BYTES:
+    keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
+    if not keys or len(text) > MOST_FILE_BYTES:
         raise ArgumentError(f"api_key_file={path} holds no key: write one a line")
-    for key in found:
+    for key in keys:
         check_key(key, f"api_key_file={path}")
-    return found
+    return keys
 
 
 def check_key(key: str, source: str) -> None:
-    """ArgumentError where no client could send it in a header."""
+    """Raise ArgumentError if no client could send the key in a header."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ArgumentError(f"{source} holds a key with characters that a header cannot carry: take letters and digits")

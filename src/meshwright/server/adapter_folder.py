@@ -1,7 +1,7 @@
 """Adapters that are loaded while a server runs, in the engine's process.
 
-A path leads into the folder that the server was given for adapters, and nowhere else. A file is read in a thread of its
-own, so that answers go on; then the engine takes it between two steps.
+A path must lead into the server's folder of adapters. A file is read in a separate thread, so answers continue; then
+the engine takes the adapter between two steps.
 """
 
 import threading
@@ -11,7 +11,7 @@ from pathlib import Path
 from meshwright.model.hub.adapter_config import CONFIG, WEIGHTS
 from meshwright.serve.request_adapters import ServedAdapter
 from meshwright.serve.serving_engine import ServingEngine
-from meshwright.server.api_error import ApiError, mistake, refused
+from meshwright.server.api_error import ApiError, bad_request, internal_error
 from meshwright.server.channel import Channel, FrameKind
 from meshwright.server.engine_messages import AdapterCall, AdapterReply
 from meshwright.server.engine_thread import EngineThread
@@ -22,19 +22,19 @@ MOST_CONFIG_BYTES = 2**20
 
 
 def answer_adapter_call(call: AdapterCall, thread: EngineThread, options: ServerOptions, channel: Channel) -> None:
-    """Read the adapter in a thread, let the engine take it, and reply. The HTTP process makes one call at a time."""
-    threading.Thread(target=_answer, args=(call, thread, options, channel), daemon=True).start()
+    """Read the adapter in a thread, pass it to the engine, and reply. The HTTP process makes one call at a time."""
+    threading.Thread(target=_answer_call, args=(call, thread, options, channel), daemon=True).start()
 
 
-def _answer(call: AdapterCall, thread: EngineThread, options: ServerOptions, channel: Channel) -> None:
+def _answer_call(call: AdapterCall, thread: EngineThread, options: ServerOptions, channel: Channel) -> None:
     adapter: ServedAdapter | None = None
     try:
         if call.path is not None:
-            adapter = _opened(call.name, call.path, thread, options)
+            adapter = _open_adapter(call.name, call.path, thread, options)
     except Exception as error:
         if not isinstance(error, ApiError):
             traceback.print_exc()
-            error = mistake()
+            error = internal_error()
         channel.send(FrameKind.CHANGED, AdapterReply(call.call, _names(thread.engine), error).encode())
         return
 
@@ -52,10 +52,10 @@ def _answer(call: AdapterCall, thread: EngineThread, options: ServerOptions, cha
             if engine is not None:
                 raise
         except MeshwrightError as failure:
-            error = refused(str(failure), "lora_name")
+            error = bad_request(str(failure), "lora_name")
         except Exception:
             traceback.print_exc()
-            error = mistake()
+            error = internal_error()
         finally:
             channel.send(FrameKind.CHANGED, AdapterReply(call.call, _names(engine), error).encode())
 
@@ -66,10 +66,10 @@ def _names(engine: ServingEngine | None) -> tuple[str, ...]:
     return () if engine is None else engine.adapters.names
 
 
-def _opened(name: str, path: str, thread: EngineThread, options: ServerOptions) -> ServedAdapter:
-    """ApiError where it is damaged, for another model, cannot be served, or has no room beside the others."""
+def _open_adapter(name: str, path: str, thread: EngineThread, options: ServerOptions) -> ServedAdapter:
+    """Open an adapter. Raises ApiError if it is damaged, of another model, unservable, or one too many."""
     hosted, engine, limits, root = thread.hosted, thread.engine, options.limits, options.adapter_folder
-    assert hosted is not None and engine is not None and root is not None, "the HTTP process refuses it before"
+    assert hosted is not None and engine is not None and root is not None, "the HTTP process has refused this"
     if engine.adapters.held >= limits.max_adapters:
         raise ApiError(
             409,
@@ -77,24 +77,27 @@ def _opened(name: str, path: str, thread: EngineThread, options: ServerOptions) 
             code="too_many_adapters",
         )
     if hosted.open_adapter is None:
-        raise refused("this model was opened without its folder, and takes no more adapters")
+        raise bad_request("this model was opened without its folder, and takes no more adapters")
     try:
-        folder = _inside(root, path, limits.max_adapter_bytes)
-    except (OSError, RuntimeError, ValueError):  # too long, a circle of links, a character that no path has
-        raise refused("lora_path is no path of this machine", "lora_path", "no_adapter") from None
+        folder = _resolve_folder(root, path, limits.max_adapter_bytes)
+    except (OSError, RuntimeError, ValueError):  # too long, a cycle of links, or an impossible character
+        raise bad_request("lora_path is no path of this machine", "lora_path", "no_adapter") from None
     try:
         adapter = hosted.open_adapter(folder, int(limits.max_adapter_rank))
         adapter.check(name, hosted.model)
     except MeshwrightError as error:
-        raise refused(str(error).replace(str(folder), path), "lora_path", "no_adapter") from None
-    except OSError:  # of another owner, or gone meanwhile
-        raise refused("lora_path cannot be read", "lora_path", "no_adapter") from None
+        raise bad_request(str(error).replace(str(folder), path), "lora_path", "no_adapter") from None
+    except OSError:  # another owner's file, or removed meanwhile
+        raise bad_request("lora_path cannot be read", "lora_path", "no_adapter") from None
     return adapter
 
 
-def _inside(root: Path, path: str, most_bytes: int) -> Path:
-    """The adapter's own folder. ApiError where the path, or a link, leads out of the server's folder of adapters, or to
-    no adapter, or to one that is too large."""
+def _resolve_folder(root: Path, path: str, most_bytes: int) -> Path:
+    """Return the folder of an adapter.
+
+    Raises ApiError when the path, or a link, leads out of the server's folder of adapters, to no adapter, or to one
+    that is too large.
+    """
     root = root.resolve()
     folder = (root / path).resolve()
     files = {folder / CONFIG: MOST_CONFIG_BYTES, folder / WEIGHTS: most_bytes}
@@ -103,8 +106,8 @@ def _inside(root: Path, path: str, most_bytes: int) -> Path:
             403, "lora_path leads out of the folder of adapters", code="outside_adapter_dir", param="lora_path"
         )
     if not all(file.is_file() for file in files):
-        raise refused(f"lora_path is no folder with {CONFIG} and {WEIGHTS}", "lora_path", "no_adapter")
+        raise bad_request(f"lora_path is no folder with {CONFIG} and {WEIGHTS}", "lora_path", "no_adapter")
     for file, most in files.items():
         if file.stat().st_size > most:
-            raise refused(f"{file.name} is larger than {most:,} bytes", "lora_path", "adapter_too_large")
+            raise bad_request(f"{file.name} is larger than {most:,} bytes", "lora_path", "adapter_too_large")
     return folder

@@ -1,4 +1,4 @@
-"""Answers as the documents of OpenAI's interface: one whole, or a stream of events."""
+"""Answers as documents of OpenAI's interface: one complete document, or a stream of events."""
 
 import json
 import secrets
@@ -17,51 +17,61 @@ DONE = b"data: [DONE]\n\n"
 
 
 class AnswerDocument:
-    """The documents of one HTTP request. All events of a stream have one id."""
+    """Documents of one HTTP request. All events of a stream have one id."""
 
     def __init__(
         self, shape: CompletionShape | ChatShape, model: str, *, best: int, include_usage: bool, ids: bool,
         logprobs: bool,
     ) -> None:  # fmt: skip
-        """`best`: answers to each prompt that are given; `include_usage`: of a stream; `ids`: with the token ids of
-        prompts and answers."""
+        """Set the form of the documents.
+
+        Args:
+            best: Number of answers per prompt that are returned.
+            include_usage: End a stream with token counts.
+            ids: Add the token ids of prompts and answers.
+        """
         self._best = best
         self.id = f"{shape.prefix_of_id}-{secrets.token_hex(12)}"
         self._shape, self._include_usage, self._ids, self._logprobs = shape, include_usage, ids, logprobs
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._opened = set[int]()
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+        self._envelopes: dict[int, tuple[bytes, bytes]] = {}
 
     def whole(self, answering: Answering) -> dict[str, Any]:
-        """All answers, which have ended."""
+        """Return all answers, which have ended, as one document."""
         choices = [
-            self._shape.whole(part, part.ending) | self._tokens(answering, part) | {"index": place}
-            for place, part in enumerate(self._kept(answering))
+            self._shape.whole(part, part.ending) | self._tokens(answering, part) | {"index": index}
+            for index, part in enumerate(self._best_parts(answering))
         ]
         return {**self._head, "object": self._shape.whole_object, "choices": choices, "usage": usage(answering.tasks)}
 
-    def _kept(self, answering: Answering) -> Iterator[AnswerPart]:
-        """Of each prompt's answers the best, by the mean of their tokens' log-probabilities; best first where some are
-        left out."""
+    def _best_parts(self, answering: Answering) -> Iterator[AnswerPart]:
+        """Yield the best answers of each prompt, by the mean log-probability of their tokens.
+
+        They are sorted only if some are left out.
+        """
         parts = list(answering.parts())
         for task in answering.tasks:
-            some, parts = parts[: task.options.n], parts[task.options.n :]
-            yield from some if self._best >= len(some) else sorted(some, key=_worse)[: self._best]
+            task_parts, parts = parts[: task.options.n], parts[task.options.n :]
+            yield from task_parts if self._best >= len(task_parts) else sorted(task_parts, key=_mean_loss)[: self._best]
 
     def events(self, answering: Answering) -> bytes:
-        """What is new. Where a piece is an answer's text alone, all around it is as it was the last time."""
+        """Return the events of everything new.
+
+        An event that differs from the last one only in its text reuses the bytes around the text.
+        """
         events = list[bytes]()
         for choice, answer in list(answering.unread.items()):
-            around = self._around.get(choice)
-            if around is None or answer.ending:
+            envelope = self._envelopes.get(choice)
+            if envelope is None or answer.ending:
                 if answer.pieces or answer.ids or answer.ending:
-                    events += self._events_of(answering.part(choice, answer), answering)
+                    events += self._answer_events(answering.part(choice, answer), answering)
             elif answer.pieces:
-                events.append(around[0] + encode_basestring("".join(answer.pieces)).encode() + around[1])
+                events.append(envelope[0] + encode_basestring("".join(answer.pieces)).encode() + envelope[1])
                 answer.pieces.clear()
         return b"".join(events)
 
-    def _events_of(self, part: AnswerPart, answering: Answering) -> Iterator[bytes]:
+    def _answer_events(self, part: AnswerPart, answering: Answering) -> Iterator[bytes]:
         if part.choice not in self._opened:
             self._opened.add(part.choice)
             opening = self._shape.opening(part.choice)
@@ -72,17 +82,17 @@ class AnswerDocument:
             if choice is not None:
                 yield self._event([choice | self._tokens(answering, part)])
         if self._shape.is_plain and not self._ids:
-            self._around[part.choice] = self._around_text(part.choice)
+            self._envelopes[part.choice] = self._envelope(part.choice)
 
-    def _around_text(self, choice: int) -> tuple[bytes, bytes]:
-        """What stands before and behind the text of each piece of an answer that grows."""
-        text = secrets.token_hex(16)  # which nothing else of the event has
+    def _envelope(self, choice: int) -> tuple[bytes, bytes]:
+        """Return the bytes before and after the text in each event of a growing answer."""
+        text = secrets.token_hex(16)  # occurs nowhere else in the event
         piece = self._shape.piece(AnswerPart(choice, text, [], [], [], ""), None, always=False)
-        before, _, behind = self._event([piece or {}]).partition(f'"{text}"'.encode())
-        return before, behind
+        before, _, after = self._event([piece or {}]).partition(f'"{text}"'.encode())
+        return before, after
 
     def last_events(self, answering: Answering) -> Iterator[bytes]:
-        """Behind the last answer's end."""
+        """Yield the events after the end of the last answer."""
         if self._include_usage:
             yield self._event([], usage(answering.tasks))
         yield DONE
@@ -99,12 +109,12 @@ class AnswerDocument:
         return {"token_ids": part.ids, "prompt_token_ids": prompt}
 
 
-def _worse(part: AnswerPart) -> float:
+def _mean_loss(part: AnswerPart) -> float:
     return -sum(part.logprobs) / max(1, len(part.logprobs))
 
 
 def usage(tasks: Iterable[EngineTask]) -> dict[str, Any]:
-    """Tokens of prompts, each counted once however many answers it has, and of answers."""
+    """Return the token counts of prompts, each counted once however many answers it has, and of answers."""
     tasks = list(tasks)
     prompt = sum(len(task.prompt) for task in tasks)
     made = sum(task.tokens for task in tasks)
@@ -116,10 +126,10 @@ def usage(tasks: Iterable[EngineTask]) -> dict[str, Any]:
 
 
 def event(document: dict[str, Any]) -> bytes:
-    """A server-sent event."""
+    """Encode a server-sent event."""
     return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that cannot go on."""
+    """Encode the last event of a stream that fails."""
     return event(error.document)

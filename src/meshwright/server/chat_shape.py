@@ -1,4 +1,4 @@
-"""The JSON of chat completions, whole and in pieces."""
+"""JSON of chat completions, complete and in pieces."""
 
 import secrets
 from collections import defaultdict
@@ -13,67 +13,74 @@ from meshwright.server.completion_shape import spell
 from meshwright.server.tool_use import ReadSoFar, ToolUse
 
 _LETTERS: Final = ascii_letters + digits
-"""Of the ids of calls, which have nine: Mistral's chat templates refuse a conversation with any others."""
+"""Characters of the nine-letter ids of calls. Mistral's chat templates refuse any others."""
 
 
 class ChatShape:
-    """What each part of an answer becomes."""
+    """Form of each part of an answer."""
 
     whole_object = "chat.completion"
     piece_object = "chat.completion.chunk"
     prefix_of_id = "chatcmpl"
 
     def __init__(self, tokenizer: Tokenizer | None, likeliest: int | None, tools: ToolUse | None = None) -> None:
-        """`likeliest`: tokens whose log-probabilities stand at each place; None = none, not even the token's own.
-        `tools`: that the model was offered."""
+        """Set the form.
+
+        Args:
+            likeliest: Number of likeliest tokens with log-probabilities per position. None = no log-probabilities at
+            all.
+            tools: Tools that the model was offered.
+        """
         self._tokenizer, self._likeliest, self._tools = tokenizer, likeliest, tools
         self._read: defaultdict[int, ReadSoFar] = defaultdict(ReadSoFar)
 
     @property
     def is_plain(self) -> bool:
-        """Whether a piece of an answer that grows is its text and nothing else."""
+        """True if a piece of a growing answer differs from the last only in its text."""
         return self._likeliest is None and self._tools is None
 
     def opening(self, choice: int) -> dict[str, Any] | None:
-        """What comes before the first part of an answer in a stream: who speaks."""
+        """Return what precedes the first part of an answer in a stream: the role."""
         return self._choice(choice, "delta", {"role": "assistant", "content": ""}, None, None)
 
     def piece(self, part: AnswerPart, reason: str | None, *, always: bool) -> dict[str, Any] | None:
-        """A part in a stream; None where nothing is certain yet, unless it is wanted `always`."""
+        """Return a part of a stream. None = nothing is certain yet, and `always` is not set."""
         logprobs, read = self._logprobs(part), self._read[part.choice]
         first = read.calls
-        text, found = self._certain(part)
-        calls = [{"index": first + place} | _call(one) for place, one in enumerate(found)]
+        text, new_calls = self._read_part(part)
+        calls = [{"index": first + index} | _call(call) for index, call in enumerate(new_calls)]
         if not (text or calls or reason or always) and logprobs is None:
             return None
         delta: dict[str, Any] = {"content": text} if text or not (reason or calls) else {}
         delta |= {"tool_calls": calls} if calls else {}
-        return self._choice(part.choice, "delta", delta, logprobs, _reason(reason, read.calls))
+        return self._choice(part.choice, "delta", delta, logprobs, _finish_reason(reason, read.calls))
 
     def whole(self, part: AnswerPart, reason: str | None) -> dict[str, Any]:
-        """An answer that came whole."""
-        text, found = self._certain(part)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if found else ""), "refusal": None}
-        message |= {"tool_calls": [_call(one) for one in found]} if found else {}
-        return self._choice(part.choice, "message", message, self._logprobs(part), _reason(reason, len(found)))
+        """Return a complete answer."""
+        text, new_calls = self._read_part(part)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if new_calls else ""), "refusal": None}
+        message |= {"tool_calls": [_call(call) for call in new_calls]} if new_calls else {}
+        return self._choice(
+            part.choice, "message", message, self._logprobs(part), _finish_reason(reason, len(new_calls))
+        )
 
-    def _certain(self, part: AnswerPart) -> tuple[str, Sequence[ToolCall]]:
-        """What a part says, and calls that became whole with it."""
+    def _read_part(self, part: AnswerPart) -> tuple[str, Sequence[ToolCall]]:
+        """Return the text of a part, and the calls that it completes."""
         if self._tools is None:
             return part.text, ()
-        return self._read[part.choice].more(self._tools, part.text, ended=bool(part.ending))
+        return self._read[part.choice].advance(self._tools, part.text, ended=bool(part.ending))
 
     def _choice(
-        self, choice: int, kind: str, said: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+        self, choice: int, kind: str, content: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
     ) -> dict[str, Any]:
-        return {"index": choice, kind: said, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": choice, kind: content, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, part: AnswerPart) -> dict[str, Any] | None:
         if self._likeliest is None:
             return None
         rows = zip(part.ids, part.logprobs, part.top, strict=True)
         content = [
-            {**self._token(token, logprob), "top_logprobs": [self._token(*one) for one in top]}
+            {**self._token(token, logprob), "top_logprobs": [self._token(*pair) for pair in top]}
             for token, logprob, top in rows
         ]
         return {"content": content, "refusal": None}
@@ -88,5 +95,5 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": "".join(secrets.choice(_LETTERS) for _ in range(9)), "type": "function", "function": function}
 
 
-def _reason(reason: str | None, calls: int) -> str | None:
+def _finish_reason(reason: str | None, calls: int) -> str | None:
     return "tool_calls" if reason == "stop" and calls else reason

@@ -1,4 +1,4 @@
-"""One prompt that the engine answers, as the HTTP process sees it: its answers become text here, token by token."""
+"""Prompt that the engine answers, as the HTTP process sees it. Its answers become text here, token by token."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,46 +12,46 @@ from meshwright.server.engine_messages import Top
 
 
 class TokenScores(NamedTuple):
-    """Of a prompt's tokens but the first."""
+    """Scores of a prompt's tokens except the first."""
 
     logprobs: list[float]
     top: list[Top]
 
 
 class TaskListener(Protocol):
-    """Who waits for a task."""
+    """Listener to news of a task."""
 
-    def changed(self, *, ended: bool) -> None:
-        """There is news of it; `ended`: it or one of its answers has ended."""
+    def notify(self, *, ended: bool) -> None:
+        """Take notice of news. `ended`: the task or one of its answers has ended."""
 
     def fail(self, error: Exception) -> None:
-        """End what waits for it with an error."""
+        """End what waits for the task with an error."""
 
 
 @final
 class GrowingAnswer:
-    """One answer: how much of it came, and what of that nobody has read yet."""
+    """Answer that grows, with the part of it that is still unread."""
 
     __slots__ = ("at", "end_ids", "ending", "ids", "logprobs", "number", "pieces", "task", "text", "tokens", "top")
 
     def __init__(self, task: "EngineTask", number: int, text: AnswerText | None) -> None:
-        """`number`: by which the engine's process calls it; `text`: None = there is no tokenizer."""
+        """Start empty. `number` identifies it to the engine's process. `text` is None without a tokenizer."""
         self.task, self.number, self.text, self.end_ids = task, number, text, task.end_ids
         self.ending = ""
-        """As `served_request.Ending`; empty while it grows."""
+        """Reason as in `served_request.Ending`. Empty while it grows."""
         self.tokens = 0
-        """How many came."""
+        """Number of tokens so far."""
         self.at = 0.0
-        """When the last one came, by the engine's clock."""
+        """Time of the last token, by the engine's clock."""
         self.pieces: list[str] = []
-        """Of text, unread."""
+        """Unread text."""
         self.ids: list[int] = []
-        """Unread ones, if the task keeps ids; likewise what follows, if it keeps log-probabilities."""
+        """Unread ids, if the task keeps ids. Likewise the log-probabilities below."""
         self.logprobs: list[float] = []
         self.top: list[Top] = []
 
     def take(self, token: int) -> None:
-        """One more token. It ends where a stop string came."""
+        """Add one token. A stop string ends the answer."""
         self.tokens += 1
         if self.task.keeps_ids:
             self.ids.append(token)
@@ -64,7 +64,7 @@ class GrowingAnswer:
                 self.ending = "stop"
 
     def end(self, ending: str) -> None:
-        """No token follows: what was held back is text, too, unless it was given up."""
+        """End it: no token follows. Text that was held back is released, unless the answer was cancelled."""
         if self.text is not None and ending in ("stop", "length"):
             self.pieces.append(self.text.finish())
             ending = "stop" if self.text.stopped else ending
@@ -73,39 +73,39 @@ class GrowingAnswer:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EngineTask:
-    """One prompt for the engine."""
+    """Prompt for the engine, with its answers."""
 
     prompt: list[int]
     options: RequestOptions
     tokenizer: Tokenizer | None
     end_ids: frozenset[int]
-    """Tokens that end an answer, and are no text."""
+    """Tokens that end an answer and are not part of its text."""
     scored: int | None = None
-    """Likeliest tokens at each place of the prompt; None = the prompt is not scored."""
+    """Likeliest tokens per position of the prompt. None = the prompt is not scored."""
     with_logprobs: bool = False
-    """Whether log-probabilities of new tokens are wanted."""
+    """True if log-probabilities of new tokens are needed."""
     keeps_ids: bool = False
-    """Whether the ids of new tokens are wanted."""
+    """True if the ids of new tokens are needed."""
     with_special: bool = False
-    """Whether special tokens are spelled in the text."""
+    """True if special tokens appear in the text."""
     arrived: float = field(default_factory=monotonic)
     listener: TaskListener | None = None
     number: int = -1
-    """By which the engine's process calls it."""
+    """Number that identifies it to the engine's process."""
     answers: tuple[GrowingAnswer, ...] = ()
-    begun: bool = False
-    """Whether the engine has begun with it."""
+    started: bool = False
+    """True once the engine works on it."""
     cached: int = 0
-    """Tokens of the prompt whose keys and values were in the cache."""
+    """Tokens of the prompt whose keys and values were cached."""
     scores: TokenScores | None = None
     failure: Exception | None = None
-    began: float | None = None
-    """When the first news came."""
+    first_token_at: float | None = None
+    """Time of its first new token."""
 
     def open(self, number: int, answers: Iterable[int]) -> None:
-        """Begin its answers, under these numbers."""
+        """Create its answers under these numbers."""
         self.number = number
-        self.answers = tuple(GrowingAnswer(self, one, self._text()) for one in answers)
+        self.answers = tuple(GrowingAnswer(self, answer_number, self._text()) for answer_number in answers)
 
     def _text(self) -> AnswerText | None:
         tokenizer = self.tokenizer
@@ -116,17 +116,17 @@ class EngineTask:
 
     @property
     def tokens(self) -> int:
-        """New ones of all answers."""
+        """New tokens of all answers."""
         return sum(answer.tokens for answer in self.answers)
 
     @property
     def waits(self) -> bool:
-        """Whether the engine has not begun with it."""
-        return not self.begun and not self.ended
+        """True while the engine has not started it."""
+        return not self.started and not self.ended
 
     @property
     def ended(self) -> bool:
-        """Whether no more news come."""
+        """True if no more news come."""
         if self.failure is not None:
             return True
         return bool(self.answers) and all(answer.ending for answer in self.answers)

@@ -1,7 +1,7 @@
-"""The engine's own thread: commands in by a queue, and one message out after each step.
+"""Engine's thread: commands arrive in a queue, and one message leaves after each step.
 
-A message has the new tokens of all answers that grew. Text, stop strings, JSON and metrics are made of it in the HTTP
-process (engine_link.py), so nothing of them delays a step.
+A message has the new tokens of all answers that grew. The HTTP process makes text, stop strings, JSON and metrics of it
+(engine_link.py), so none of these delays a step.
 """
 
 import threading
@@ -21,14 +21,17 @@ from meshwright.server.hosted_model import HostedModel, OpenModel
 from meshwright.spec.errors import MeshwrightError, RunError
 
 EngineChange = Callable[[ServingEngine | None], None]
-"""Is called between two steps; the engine is None when it has failed. What it raises ends the engine."""
+"""Function called between two steps.
+
+Its argument is None when the engine has failed. An exception in it ends the engine.
+"""
 Command = AddedPrompt | CancelledAnswers | EngineChange
-"""What other threads ask for."""
+"""Request of another thread."""
 
 
 @dataclass(slots=True)
-class _Told:
-    """An answer that grows, and what the HTTP process knows of it."""
+class _SentAnswer:
+    """Growing answer, with the number of tokens already sent to the HTTP process."""
 
     number: int
     request: "_FollowedRequest"
@@ -37,48 +40,50 @@ class _Told:
 
 @dataclass(slots=True)
 class _FollowedRequest:
-    """A request that grows."""
+    """Request that grows."""
 
     added: AddedPrompt
     request: ServedRequest
-    cached_told: bool = False
+    cached_sent: bool = False
 
 
 @final
 class EngineThread:
-    """Opens a model and answers prompts with it, until it is stopped."""
+    """Thread that opens a model and answers prompts with it until stopped."""
 
     def __init__(self, open_model: OpenModel, options: EngineOptions, channel: Channel) -> None:
         self.hosted: HostedModel | None = None
         self.engine: ServingEngine | None = None
-        """To be looked at; only its own thread may call it."""
+        """Engine for inspection. Only its own thread may call it."""
         self.failure: BaseException | None = None
-        """Why the model cannot be opened, or the engine has failed."""
+        """Reason why the model cannot be opened, or the engine has failed."""
         self._open, self._options, self._channel = open_model, options, channel
         self._commands: SimpleQueue[Command | None] = SimpleQueue()
-        self._told: dict[ServedAnswer, _Told] = {}
+        self._sent: dict[ServedAnswer, _SentAnswer] = {}
         self._requests: dict[int, _FollowedRequest] = {}
         self._waiting: list[_FollowedRequest] = []
         self._figures, self._adapter_bytes, self._changed = EngineFigures(), 0, False
         self._thread = threading.Thread(target=self._main, name="meshwright-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to open the model."""
+        """Start to open the model."""
         self._thread.start()
 
     def put(self, command: Command) -> None:
-        """Let it be done before the next step."""
+        """Queue a command for the time before the next step."""
         self._commands.put(command)
 
     def stop(self, wait_s: float) -> None:
-        """End the thread behind its step. Ranks whose step takes longer are given up: a word beside it would not reach
-        them, and be waited for without end."""
+        """End the thread after its step.
+
+        Ranks whose step takes longer are abandoned: a message would not reach them, and waiting for it would never end.
+        """
         self._commands.put(None)
         self._thread.join(wait_s)
         if self._thread.is_alive() and self.hosted is not None and self.hosted.ranks is not None:
             self.hosted.ranks.broken = True
 
-    # In the thread.
+    # Methods that run in the thread.
 
     def _main(self) -> None:
         try:
@@ -91,12 +96,12 @@ class EngineThread:
                 traceback.print_exc()
             self.failure = error
             self._channel.send(FrameKind.FAILED)
-            self._refuse_changes()
+            self._fail_changes()
 
     def _run(self, engine: ServingEngine) -> None:
         while True:
             news = StepNews()
-            for command in self._taken(wait=engine.idle):
+            for command in self._pending_commands(wait=engine.idle):
                 if command is None:
                     return
                 if isinstance(command, AddedPrompt):
@@ -117,8 +122,8 @@ class EngineThread:
             self._figures = figures
             self._channel.send(FrameKind.STEP, news.encode())
 
-    def _taken(self, *, wait: bool) -> Iterator[Command | None]:
-        """Commands that came; waits for one where there is nothing else to do."""
+    def _pending_commands(self, *, wait: bool) -> Iterator[Command | None]:
+        """Yield the queued commands. With `wait`, block for the first one."""
         if wait:
             yield self._commands.get()
         while True:
@@ -135,16 +140,16 @@ class EngineThread:
                 self._channel.send(FrameKind.SCORES, parts)
             request = engine.add(added.prompt, added.options)
         except MeshwrightError as error:
-            why = "engine" if isinstance(error, RunError) else "request"
-            news.refused.append((added.task, why, str(error)))
+            reason = "engine" if isinstance(error, RunError) else "request"
+            news.refused.append((added.task, reason, str(error)))
             return
-        except Exception as error:  # a library that fails with one request must not end all
+        except Exception as error:  # a library that fails with one request must not end the others
             traceback.print_exc()
             news.refused.append((added.task, "defect", str(error)))
             return
         followed = self._requests[added.task] = _FollowedRequest(added, request)
         for number, answer in enumerate(request.answers, added.first_answer):
-            self._told[answer] = _Told(number, followed)
+            self._sent[answer] = _SentAnswer(number, followed)
         self._waiting.append(followed)
         for answer in request.answers:
             if answer.ending:
@@ -164,10 +169,10 @@ class EngineThread:
     def _step(self, engine: ServingEngine, news: StepNews) -> None:
         grown = engine.step()
         if self._waiting:
-            self._note_begun(news)
-        told, answers, tokens = self._told, news.answers, news.tokens
+            self._note_started(news)
+        sent, answers, tokens = self._sent, news.answers, news.tokens
         for answer in grown:
-            known, ids = told[answer], answer.ids
+            known, ids = sent[answer], answer.ids
             new = len(ids) - known.tokens
             if new == 1:
                 answers.append(known.number)
@@ -176,7 +181,7 @@ class EngineThread:
                 answers += [known.number] * new
                 tokens += ids[known.tokens :]
             known.tokens += new
-            if not known.request.cached_told and new:
+            if not known.request.cached_sent and new:
                 self._note_cached(known.request, news)
             if known.request.added.with_logprobs:
                 news.scored += range(len(tokens) - new, len(tokens))
@@ -185,26 +190,26 @@ class EngineThread:
             if answer.ending:
                 self._end(answer, news)
 
-    def _note_begun(self, news: StepNews) -> None:
-        begun = [followed for followed in self._waiting if followed.request.begun]
-        news.begun += [followed.added.task for followed in begun]
+    def _note_started(self, news: StepNews) -> None:
+        started = [followed for followed in self._waiting if followed.request.begun]
+        news.started += [followed.added.task for followed in started]
         self._waiting = [followed for followed in self._waiting if not followed.request.begun]
 
     def _note_cached(self, followed: _FollowedRequest, news: StepNews) -> None:
-        followed.cached_told = True
+        followed.cached_sent = True
         news.cached.append((followed.added.task, followed.request.cached))
 
     def _end(self, answer: ServedAnswer, news: StepNews) -> None:
-        known = self._told.pop(answer)
+        known = self._sent.pop(answer)
         news.ended.append((known.number, answer.ending))
         followed = known.request
         if followed.request.ended:
-            self._requests.pop(followed.added.task, None)  # several of its answers may end in one step
+            self._requests.pop(followed.added.task, None)  # several of its answers may end in the same step
             if followed in self._waiting:
                 self._waiting.remove(followed)
 
-    def _refuse_changes(self) -> None:
-        """Answer who asks for a change, after the engine has failed. Prompts are refused by the HTTP process."""
+    def _fail_changes(self) -> None:
+        """Answer callers of changes after the engine has failed. The HTTP process refuses prompts."""
         while (command := self._commands.get()) is not None:
             if not isinstance(command, AddedPrompt | CancelledAnswers):
                 command(None)
@@ -212,7 +217,7 @@ class EngineThread:
     def _engine_figures(self, engine: ServingEngine) -> EngineFigures:
         tables, scheduler, guesses, adapters = engine.tables, engine.scheduler, engine.guesses, engine.adapters
         pool, host = tables.pool, tables.pool.host
-        if adapters.held != self._figures.adapters or self._changed:  # their bytes are a sum over all layers
+        if adapters.held != self._figures.adapters or self._changed:  # counting their bytes sums over all layers
             self._adapter_bytes, self._changed = adapters.bytes, False
         return EngineFigures(
             len(scheduler.running), len(self._waiting), pool.size, pool.free, adapters.held, self._adapter_bytes,

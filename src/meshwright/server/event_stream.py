@@ -1,4 +1,4 @@
-"""Answers over a connection: as events while they grow, or whole; and what happens when the client leaves."""
+"""Answers over a connection, as events while they grow or complete, and the handling of clients that leave."""
 
 import asyncio
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ HEADERS = [
 
 
 @contextmanager
-def watched(answering: Answering, receive: Receive) -> Iterator[None]:
-    """Inside, a client that leaves ends its answers at once, whatever is being waited for."""
+def watch_client(answering: Answering, receive: Receive) -> Iterator[None]:
+    """End the answers at once when the client leaves, whatever is being waited for inside."""
     watch = asyncio.ensure_future(_disconnected(receive))
     watch.add_done_callback(lambda done: None if done.cancelled() else answering.fail(ClientGone()))
     try:
@@ -29,28 +29,30 @@ def watched(answering: Answering, receive: Receive) -> Iterator[None]:
         watch.cancel()
 
 
-async def whole(answering: Answering) -> None:
-    """Until all answers have ended. ApiError, ClientGone."""
-    answering.on_growth = _nothing
-    while True:  # what has ended before it was asked for may have failed
-        await answering.grown()
+async def wait_for_all(answering: Answering) -> None:
+    """Wait until all answers have ended. Raises ApiError, ClientGone."""
+    answering.on_growth = _ignore_growth
+    while True:  # an answer that ended before this call may have failed
+        await answering.wait_for_news()
         if answering.ended:
             return
 
 
-def _nothing() -> None:
-    """Answers that are given whole are read when they have ended."""
+def _ignore_growth() -> None:
+    """Do nothing: complete answers are read when they have ended."""
 
 
 async def send_events(answering: Answering, document: AnswerDocument, scope: Scope, send: Send) -> ApiError | None:
-    """Answer with a stream, and give what ended it early. ApiError where that comes before its first event; ClientGone.
+    """Answer with a stream, and return the error that ended it early.
 
-    Between the first event and the last ones the connection is written to whenever answers grow, without a task that
-    wakes for it. A peer that takes less than comes gets nothing until it has taken what it has: then fewer and longer
-    events."""
+    Raises ApiError when the error comes before the first event, and ClientGone.
+
+    Between the first event and the last ones, answers are written whenever they grow, without a task that wakes for it.
+    A slow peer gets nothing until it has read what it has: then fewer and longer events.
+    """
     piece = b""
     while not piece:
-        await answering.grown()
+        await answering.wait_for_news()
         if answering.ended:
             break
         piece = document.events(answering)
@@ -60,9 +62,9 @@ async def send_events(answering: Answering, document: AnswerDocument, scope: Sco
         if piece:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         if not answering.ended:
-            with written(answering, document, scope["state"][CONNECTION]):
+            with stream_answers(answering, document, scope["state"][CONNECTION]):
                 while not answering.ended:
-                    await answering.grown()
+                    await answering.wait_for_news()
         answering.check()
         last = [document.events(answering), *document.last_events(answering)]
     except ApiError as error:
@@ -72,8 +74,8 @@ async def send_events(answering: Answering, document: AnswerDocument, scope: Sco
 
 
 @contextmanager
-def written(answering: Answering, document: AnswerDocument, connection: StreamedConnection) -> Iterator[None]:
-    """Inside, answers are written as they grow."""
+def stream_answers(answering: Answering, document: AnswerDocument, connection: StreamedConnection) -> Iterator[None]:
+    """Write answers as they grow, inside."""
 
     def write() -> None:
         if not connection.paused:
@@ -95,7 +97,7 @@ async def _disconnected(receive: Receive) -> None:
             continue
 
 
-def header_of(scope: Scope, name: bytes) -> bytes | None:
-    """The one header of a name; None = there is none, or several that differ."""
-    found = {value for key, value in scope["headers"] if key == name}
-    return found.pop() if len(found) == 1 else None
+def single_header(scope: Scope, name: bytes) -> bytes | None:
+    """Return the one header of a name. None = there is none, or several that differ."""
+    headers = {content for key, content in scope["headers"] if key == name}
+    return headers.pop() if len(headers) == 1 else None

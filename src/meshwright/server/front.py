@@ -1,7 +1,7 @@
-"""The HTTP process: sockets, requests, text and JSON. It loads neither torch nor the model (engine_link.py).
+"""HTTP process: sockets, requests, text and JSON. It loads neither torch nor the model (engine_link.py).
 
-`http_server` starts it with one end of a channel and the socket that listens. It ends when it is asked to and all
-requests have ended, or when the engine's process is gone.
+`http_server` starts it with one end of a channel and the listening socket. It ends when it is told to and all requests
+have ended, or when the engine's process is gone.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from meshwright.server.application import application
 from meshwright.server.channel import receive_frame
 from meshwright.server.engine_link import EngineLink
 from meshwright.server.engine_messages import decode_setup
-from meshwright.server.guarded_connection import guarded
+from meshwright.server.guarded_connection import guarded_connection_class
 from meshwright.server.prompt_reader import PromptReader
 from meshwright.server.request_log import to_stderr
 from meshwright.server.routes import Service
@@ -25,15 +25,15 @@ from meshwright.server.server_metrics import ServerMetrics
 from meshwright.server.server_options import ServerOptions
 
 LAST_SECONDS = 3.0
-"""For error events to be sent."""
+"""Time to send the last error events."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own way with signals, which are the other process's to handle."""
+    """uvicorn without its signal handling, which belongs to the other process."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Nothing."""
+        """Capture no signals."""
         yield
 
 
@@ -48,15 +48,15 @@ def main(channel_descriptor: int, listener_descriptor: int) -> None:
 
 
 class HttpFront:
-    """One address, and the engine behind it."""
+    """Address with the engine behind it."""
 
     def __init__(self, name: str, options: ServerOptions) -> None:
         self._options, self._metrics = options, ServerMetrics(name)
 
     async def run(self, channel: socket.socket, listener: socket.socket) -> None:
-        """Until it is asked to end."""
+        """Serve until told to end."""
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
-        engine = EngineLink(self._metrics, self._stopped)
+        engine = EngineLink(self._metrics, self._on_stop)
         await asyncio.get_running_loop().create_connection(lambda: engine, sock=channel)
         service = Service(engine, Admission(self._options.limits), self._metrics, self._options, to_stderr)
         server = _Uvicorn(self._config(service))
@@ -68,39 +68,39 @@ class HttpFront:
             await serving
             if service.reader is not None:
                 service.reader.close()
-            engine.ended()
+            engine.report_ended()
         if engine.defect is not None:
             raise engine.defect
 
     async def _serve(self, service: Service, engine: EngineLink, serving: "asyncio.Task[None]") -> None:
-        """Until the model cannot be opened, the engine's process is gone, or the server has drained."""
-        await _first(engine.settled.wait(), self._stop.wait(), engine.lost.wait(), serving)
+        """Serve until the model cannot be opened, the engine's process is gone, or the server has drained."""
+        await _wait_for_any(engine.opening_done.wait(), self._stop.wait(), engine.gone.wait(), serving)
         if engine.card is not None:
             if engine.card.tokenizer is not None:
                 service.reader = PromptReader(engine.card.tokenizer, self._options.limits.prompt_seconds)
                 await service.reader.start()
-            gc.freeze()  # what lives as long as the process need not be looked at again
-            engine.ready()
-            await _first(self._stop.wait(), engine.lost.wait(), serving)
-        if self._stop.is_set() or engine.lost.is_set():
+            gc.freeze()  # objects that live as long as the process need no more collection
+            engine.report_ready()
+            await _wait_for_any(self._stop.wait(), engine.gone.wait(), serving)
+        if self._stop.is_set() or engine.gone.is_set():
             await self._drain(service, engine)
 
     async def _drain(self, service: Service, engine: EngineLink) -> None:
         admission = service.admission
         admission.closed = True
-        waits = self._stop_now.wait(), engine.lost.wait(), _idle(admission)
-        await _first(*waits, asyncio.sleep(self._options.limits.drain_seconds))
+        waits = self._stop_now.wait(), engine.gone.wait(), _wait_until_idle(admission)
+        await _wait_for_any(*waits, asyncio.sleep(self._options.limits.drain_seconds))
         admission.abort()
-        await _first(_idle(admission), asyncio.sleep(LAST_SECONDS))
+        await _wait_for_any(_wait_until_idle(admission), asyncio.sleep(LAST_SECONDS))
 
-    def _stopped(self) -> None:
+    def _on_stop(self) -> None:
         (self._stop_now if self._stop.is_set() else self._stop).set()
 
     def _config(self, service: Service) -> uvicorn.Config:
         limits = self._options.limits
         return uvicorn.Config(
             application(service, self._options),
-            http=guarded(limits.read_seconds, limits.stall_seconds),
+            http=guarded_connection_class(limits.read_seconds, limits.stall_seconds),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -115,13 +115,13 @@ class HttpFront:
         )
 
 
-async def _idle(admission: Admission) -> None:
+async def _wait_until_idle(admission: Admission) -> None:
     while not admission.idle:
         await asyncio.sleep(0.02)
 
 
-async def _first(*waits: Awaitable[object]) -> None:
-    """Until one of them is done; the others are given up, but tasks that were given go on."""
+async def _wait_for_any(*waits: Awaitable[object]) -> None:
+    """Wait until one of them is done and cancel the others, except tasks of the caller."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
-"""A connection that ends when its peer does nothing: uvicorn's HTTP/1.1 protocol with a look at it now and then.
+"""Connection that ends when its peer does nothing: uvicorn's HTTP/1.1 protocol with periodic checks.
 
-uvicorn waits without limit for headers, for what is left of a body that nobody reads, and for a peer that takes nothing
-of what was written. Here a connection is cut off if twice in a row it is seen without a request, or with its writing
-held up all the time between.
+uvicorn waits without limit for headers, for the rest of a body that nobody reads, and for a peer that reads nothing of
+the answer. Here a connection is cut if two checks in a row find no request, or blocked writing all the time between.
 
 A stream is written past ASGI, without a task that wakes for each token: an application finds the connection in the
 scope's state, under CONNECTION.
@@ -15,70 +14,70 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 WRITE_BUFFER = 32_768
-"""Bytes that wait in this process for a peer before its answer waits, too."""
+"""Bytes that wait in this process for a peer before its answer waits too."""
 CONNECTION = "connection"
 
 
 class StreamedConnection(H11Protocol):
-    """One connection, to which an application may write a response's body piece by piece."""
+    """Connection to which an application may write a response's body piece by piece."""
 
     on_writable: Callable[[], None] | None = None
-    """Is called when a peer that was slow takes more."""
+    """Called when a slow peer reads again."""
     paused = False
-    """Whether the peer takes less than is written, or is gone."""
+    """True if the peer reads less than is written, or is gone."""
 
     def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, {**app_state, CONNECTION: self}, _loop)
 
     def write_piece(self, piece: bytes) -> None:
-        """Write a part of the body of a response that has begun and says no length (RFC 9112, section 7.1)."""
+        """Write a part of the body of a started response without a length (RFC 9112, section 7.1)."""
         if self.scope["http_version"] < "1.1":
             self.transport.write(piece)
         else:
             self.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer is gone."""
+        """Pause: the peer is gone."""
         self.paused = True
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The peer takes less than is written."""
+        """Pause: the peer reads less than is written."""
         self.paused = True
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It has taken most of it."""
+        """Resume: the peer has read most of it."""
         self.paused = False
         super().resume_writing()
         if self.on_writable is not None:
             self.on_writable()
 
 
-def guarded(idle_s: float, stall_s: float) -> type[H11Protocol]:
-    """The class of connections. `idle_s`: without a request; `stall_s`: with writing held up."""
+def guarded_connection_class(idle_s: float, stall_s: float) -> type[H11Protocol]:
+    """Return the class of connections. Limits are `idle_s` without a request and `stall_s` with blocked writing."""
 
     class GuardedConnection(StreamedConnection):
-        """One connection."""
+        """Connection with checks."""
 
         _idle_seen = _stall_seen = False
         _cycle_seen: RequestResponseCycle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as its base
-            """The peer is there."""
+            """Start the checks."""
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=WRITE_BUFFER)
             looks = (idle_s, self._look_idle), (stall_s, self._look_stalled)
             self._watches = [self.loop.call_later(seconds, look) for seconds, look in looks]
 
         def connection_lost(self, exc: Exception | None) -> None:
-            """The peer is gone."""
+            """End the checks."""
             for watch in self._watches:
                 watch.cancel()
             super().connection_lost(exc)
 
         def resume_writing(self) -> None:
-            """It has taken most of it."""
+            """Resume: the peer has read most of it."""
             self._stall_seen = False
             super().resume_writing()
 

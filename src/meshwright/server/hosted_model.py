@@ -1,4 +1,4 @@
-"""The model that a server answers with."""
+"""Model that a server answers with."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,36 +17,41 @@ from meshwright.spec.errors import ArgumentError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedModel:
-    """An opened model and its name."""
+    """Opened model and its name."""
 
     name: str
-    """As requests and `/v1/models` say it."""
+    """Name in requests and `/v1/models`."""
     model: Transformer
     tokenizer: Tokenizer | None
-    """None = prompts are token ids, and answers too."""
+    """Tokenizer. None = prompts and answers are token ids."""
     end_ids: tuple[int, ...]
     """Tokens that end a text."""
     created: int
     """Seconds since 1970."""
     adapters: Mapping[str, ServedAdapter] = field(default_factory=dict)
-    """By the names that requests say in the model's place, when the server begins."""
+    """Adapters at the start of the server, by the names that requests give in the model's place."""
     open_adapter: Callable[[Path, int], ServedAdapter] | None = None
-    """Reads one from a folder in PEFT's format, of at most a rank, while the server runs; None = none can be had."""
+    """Function (folder, largest rank) that reads an adapter in PEFT's format while the server runs.
+
+    None = impossible.
+    """
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """What an answer has where its request says nothing: `sampling_defaults`."""
+    """Defaults of requests: `sampling_defaults`."""
     draft: Transformer | None = None
-    """A small model that guesses, where the engine's options have guesses and no such model."""
+    """Small draft model, for engine options with speculation but without one."""
     ranks: ServingRanks | None = None
-    """Those that have the other parts of the model; None = it is whole."""
+    """Ranks with the other parts of the model. None = it is whole."""
 
     def __post_init__(self) -> None:
-        """ArgumentError: an adapter has the model's name."""
+        """Raise ArgumentError if an adapter has the model's name."""
         if self.name in self.adapters:
             raise ArgumentError(f"adapter={self.name} is the model's own name: give one of them another")
 
     def engine(self, options: EngineOptions) -> ServingEngine:
-        """An engine of it that has answered once, so that the first request does not wait for what is done once. It
-        makes no text: the HTTP process does."""
+        """Start an engine. It has answered once, so the first request does not wait for one-time work.
+
+        It generates no text: the HTTP process does.
+        """
         if options.speculation is not None and options.speculation.draft is None:
             options = replace(options, speculation=replace(options.speculation, draft=self.draft))
         engine = ServingEngine(
@@ -57,7 +62,7 @@ class HostedModel:
         return engine
 
     def card(self, engine: ServingEngine) -> ModelCard:
-        """What the HTTP process needs to know of it."""
+        """Return the facts that the HTTP process needs."""
         return ModelCard(
             name=self.name, tokenizer=self.tokenizer, end_ids=self.end_ids, created=self.created,
             sampling=self.sampling,
@@ -66,4 +71,4 @@ class HostedModel:
 
 
 OpenModel = Callable[[], HostedModel]
-"""Reads it; called in the engine's thread."""
+"""Function that opens the model, called in the engine's thread."""

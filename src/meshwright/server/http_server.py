@@ -1,6 +1,6 @@
-"""The server as its user sees it: an address, signals, and the order in which things end.
+"""Server as its user sees it: an address, signals, and the order in which things end.
 
-This process has the engine, in a thread; another one has HTTP (front.py). If one of the two ends, so does the other.
+This process runs the engine in a thread; another one runs HTTP (front.py). If one of the two ends, so does the other.
 """
 
 import json
@@ -28,11 +28,11 @@ from meshwright.spec.errors import RunError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LAST_SECONDS = 3.0
-"""For the engine to end its step, and for the HTTP process to end behind its last word."""
+"""Time for the engine to end its step, and for the HTTP process to end after its last frame."""
 LOOK_SECONDS = 0.25
-"""Between looks whether a rank of the model is gone."""
+"""Time between checks for a lost rank of the model."""
 BUFFER_BYTES = 2**22
-"""Of the channel, as far as the system allows: messages of steps that the HTTP process has not read."""
+"""Buffer of the channel, where the system allows it: steps that the HTTP process has not read yet."""
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from meshwright.server.front import main; main(int(sys.argv[2]), int(sys.argv[3]))"
@@ -42,7 +42,7 @@ Event = Literal["ready", "stop", "ended", "lost"]
 
 @final
 class HttpServer:
-    """One model behind one address. `run` it; `stop` may be called from any thread."""
+    """Model behind one address. `run` it; any thread may call `stop`."""
 
     def __init__(
         self,
@@ -54,98 +54,111 @@ class HttpServer:
         on_ready: Callable[["HttpServer"], None] | None = None,
         log: IO[bytes] | None = None,
     ) -> None:
-        """`name`: of the model, for metrics; `on_ready` is called when the first request may come; `log` takes a line
-        for each request in place of stderr. ArgumentError where the address cannot be had."""
+        """Open the address. Raises ArgumentError when it is not available.
+
+        Args:
+            name: Name of the model in metrics.
+            on_ready: Called when the first request may come.
+            log: Receives a line per request. None = stderr.
+        """
         self.options = options
         self.interrupted = False
-        """It was ended by Ctrl-C."""
+        """True if Ctrl-C ended it."""
         self.name = name
         self.front: subprocess.Popen[bytes] | None = None
-        """The process that has HTTP."""
+        """HTTP process."""
         self.channel: Channel | None = None
         self._open, self._engine_options = open_model, engine
         self._on_ready, self._log = on_ready, log
         self._listener = options.listener()
         host, port = self._listener.getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        """As a browser takes it."""
+        """Address for a browser."""
         self._thread: EngineThread | None = None
         self._events: SimpleQueue[Event] = SimpleQueue()
 
     @property
     def engine(self) -> ServingEngine | None:
-        """To be looked at, when it is there; only its own thread may call it."""
+        """Engine, once it exists, for inspection. Only its own thread may call it."""
         return None if self._thread is None else self._thread.engine
 
     def run(self) -> None:
-        """Answer until it is stopped. What opening the model, or its engine, raises; RunError: the HTTP process has
-        ended."""
+        """Answer until stopped.
+
+        Raises what opening the model or its engine raises, and RunError when the HTTP process has ended.
+        """
         with self._signals():
-            front, channel = self._start()
+            front, channel = self._start_front()
             thread = self._thread = EngineThread(self._open, self._engine_options, channel)
-            threading.Thread(target=self._hear, args=(channel, thread), name="meshwright-http", daemon=True).start()
+            threading.Thread(
+                target=self._receive_frames, args=(channel, thread), name="meshwright-http", daemon=True
+            ).start()
             thread.start()
             try:
-                lost = self._wait(channel, thread)
+                lost = self._wait_for_end(channel, thread)
             finally:
-                self._end(front, channel, thread)
+                self._shut_down(front, channel, thread)
         if thread.failure is not None and thread.engine is None:
             raise thread.failure
         if lost:
-            raise RunError(f"the HTTP process has ended with {_ending(front.returncode)}: start the server again")
+            raise RunError(
+                f"the HTTP process has ended with {_describe_status(front.returncode)}: start the server again"
+            )
 
     def stop(self) -> None:
-        """Take no more requests and end with the last one; asked again, end at once."""
+        """Stop: take no more requests and end after the last one. A second call ends at once."""
         self._events.put("stop")
 
-    def _start(self) -> tuple["subprocess.Popen[bytes]", Channel]:
-        """Start the HTTP process. It is deaf to signals, which come to a whole group of processes: it ends when this
-        process says so, or is gone."""
-        here, there = socket.socketpair()
-        for end in (here, there):
+    def _start_front(self) -> tuple["subprocess.Popen[bytes]", Channel]:
+        """Start the HTTP process, with signals blocked.
+
+        A signal goes to a whole group of processes. The HTTP process ends when this one tells it to, or is gone.
+        """
+        own_end, front_end = socket.socketpair()
+        for end in (own_end, front_end):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        descriptors = there.fileno(), self._listener.fileno()
+        descriptors = front_end.fileno(), self._listener.fileno()
         command = [sys.executable, "-P", "-c", _START, json.dumps([*map(str, sys.path)]), *map(str, descriptors)]
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             front = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, stderr=self._log)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        there.close()
+        front_end.close()
         self._listener.close()
-        channel = self.channel = Channel(here)
+        channel = self.channel = Channel(own_end)
         self.front = front
         channel.send(FrameKind.SETUP, encode_setup(self.name, self.options))
         return front, channel
 
-    def _wait(self, channel: Channel, thread: EngineThread) -> bool:
-        """Until the HTTP process has ended; whether nobody asked it to."""
-        broken_told = False
+    def _wait_for_end(self, channel: Channel, thread: EngineThread) -> bool:
+        """Wait until the HTTP process has ended. Returns True if nobody asked it to."""
+        has_reported_broken = False
         until = float("inf")
         while monotonic() < until:
             ranks = None if thread.hosted is None else thread.hosted.ranks
-            if ranks is not None and ranks.broken and not broken_told:
-                broken_told = True
+            if ranks is not None and ranks.broken and not has_reported_broken:
+                has_reported_broken = True
                 channel.send(FrameKind.BROKEN)
             try:
-                looks = thread.engine is None or ranks or until < float("inf")
-                event = self._events.get(timeout=LOOK_SECONDS if looks else None)
+                polls = thread.engine is None or ranks or until < float("inf")
+                event = self._events.get(timeout=LOOK_SECONDS if polls else None)
             except Empty:
                 continue
             if event == "stop":
                 if not channel.send(FrameKind.STOP, wait_s=LAST_SECONDS):
-                    return True  # it reads nothing any more, and is ended by force
-                # A process that stands still keeps no promise: after its time, or asked again, it is ended by force.
-                again = until < float("inf")
-                until = monotonic() + (0 if again else self.options.limits.drain_seconds) + 2 * LAST_SECONDS
+                    return True  # it no longer reads, so it is killed
+                # A hanging process is killed when its time is over, or at the second request to stop.
+                is_draining = until < float("inf")
+                until = monotonic() + (0 if is_draining else self.options.limits.drain_seconds) + 2 * LAST_SECONDS
             elif event == "ready" and self._on_ready is not None:
                 self._on_ready(self)
             elif event in ("ended", "lost"):
                 return event == "lost"
         return True
 
-    def _hear(self, channel: Channel, thread: EngineThread) -> None:
-        """Take what the HTTP process says, until it is gone."""
+    def _receive_frames(self, channel: Channel, thread: EngineThread) -> None:
+        """Handle the frames of the HTTP process until it is gone."""
         last: Event = "lost"
         try:
             for kind, parts in channel.frames():
@@ -162,7 +175,7 @@ class HttpServer:
         finally:
             self._events.put(last)
 
-    def _end(self, front: "subprocess.Popen[bytes]", channel: Channel, thread: EngineThread) -> None:
+    def _shut_down(self, front: "subprocess.Popen[bytes]", channel: Channel, thread: EngineThread) -> None:
         channel.close()
         try:
             front.wait(LAST_SECONDS)
@@ -173,23 +186,23 @@ class HttpServer:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Inside, SIGTERM and Ctrl-C stop the server. Only in the main thread, where Python has signals."""
+        """Let SIGTERM and Ctrl-C stop the server inside. Only in the main thread, which handles signals in Python."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._signalled) for number in SIGNALS}
+        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _signalled(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         self.interrupted = self.interrupted or number == signal.SIGINT
         self.stop()
 
 
-def _ending(status: int) -> str:
+def _describe_status(status: int) -> str:
     if status >= 0:
         return f"status {status}"
     with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Text and conversations to token ids, by processes that are ended when they take too long."""
+"""Conversion of text and conversations to token ids, in processes that are killed when they take too long."""
 
 import asyncio
 import contextlib
@@ -13,45 +13,56 @@ from typing import Any
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.data.worker import read_frame, write_frame
-from meshwright.server.api_error import ApiError, refused
+from meshwright.server.api_error import ApiError, bad_request
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.stdin.buffer.readline()); "
     "from meshwright.server.prompt_worker import serve; serve()"
 )
 PROCESSES = 2
-"""One conversation that takes long leaves the other process to the rest."""
+"""Number of processes. A slow conversation leaves the other one free."""
 
 
 class PromptReader:
-    """Processes for one tokenizer, each with a thread that asks it. `close` ends them."""
+    """Processes for one tokenizer, each with a thread that talks to it. `close` ends them."""
 
     def __init__(self, tokenizer: Tokenizer, limit_s: float) -> None:
-        """`limit_s`: for one prompt."""
+        """Prepare the processes. `limit_s` is the time limit of one prompt."""
         self._setup, self._limit_s = json.dumps(tokenizer.parts).encode(), limit_s
         self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="meshwright-prompt")
-        self._mine = threading.local()
+        self._local = threading.local()
         self._children = set[subprocess.Popen[bytes]]()
 
     async def start(self) -> None:
-        """Start the first process, so that no prompt waits for it; another follows when two come at once. ApiError."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._own_child)
+        """Start the first process, so no prompt waits for it.
+
+        Another starts when two prompts come at once. Raises ApiError.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._thread_child)
 
     async def text(self, text: str) -> list[int]:
-        """Ids of a text that is to be gone on with. ApiError."""
+        """Return the ids of a text to continue. Raises ApiError."""
         return await self._ask(text)
 
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        begun: str = "",
+        answer_start: str = "",
         settings: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of a conversation, up to where the model answers. `begun`: what the answer begins with; `settings`: as
-        `chat_prompt`. ApiError where the template fails."""
+        """Return the ids of a conversation, up to where the model answers.
+
+        `answer_start` is the beginning of the answer, `settings` are those of `chat_prompt`. Raises ApiError when the
+        template fails.
+        """
         return await self._ask(
-            {"messages": list(messages), "tools": tools and list(tools), "begun": begun, "settings": settings or {}}
+            {
+                "messages": list(messages),
+                "tools": tools and list(tools),
+                "answer_start": answer_start,
+                "settings": settings or {},
+            }
         )
 
     def close(self) -> None:
@@ -60,13 +71,13 @@ class PromptReader:
         for child in list(self._children):
             self._end(child)
 
-    async def _ask(self, asked: Any) -> list[int]:
-        request = json.dumps(asked).encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, request)
+    async def _ask(self, request: Any) -> list[int]:
+        encoded = json.dumps(request).encode()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._answer, encoded)
 
     def _answer(self, request: bytes) -> list[int]:
-        """Runs in a thread that owns one child."""
-        child = self._own_child()
+        """Ask the child of this thread."""
+        child = self._thread_child()
         assert child.stdin is not None and child.stdout is not None
         timer = threading.Timer(self._limit_s, child.kill)
         answer = None
@@ -79,18 +90,18 @@ class PromptReader:
             timer.cancel()
         if answer is None:
             self._end(child)
-            raise refused(
+            raise bad_request(
                 f"the prompt took more than {self._limit_s:g} s or too much memory to become tokens: shorten it",
                 code="prompt_too_slow",
             )
         error, *ids = answer
         if error:
-            raise refused(error.decode("utf-8", "replace")[:500], code="prompt_refused")
+            raise bad_request(error.decode("utf-8", "replace")[:500], code="prompt_refused")
         return array("I", ids[0]).tolist()
 
-    def _own_child(self) -> "subprocess.Popen[bytes]":
-        """Of this thread; started where there is none that lives."""
-        child: subprocess.Popen[bytes] | None = getattr(self._mine, "child", None)
+    def _thread_child(self) -> "subprocess.Popen[bytes]":
+        """Return the child of this thread, started if none is alive."""
+        child: subprocess.Popen[bytes] | None = getattr(self._local, "child", None)
         if child is not None and child.poll() is not None:
             self._end(child)
             child = None
@@ -104,7 +115,7 @@ class PromptReader:
         except OSError as error:
             raise ApiError(503, f"no process for prompts: {error.strerror}", code="busy", retry_seconds=1) from None
         self._children.add(child)
-        self._mine.child = child
+        self._local.child = child
         assert child.stdin is not None
         child.stdin.write(json.dumps(sys.path).encode() + b"\n")
         write_frame(child.stdin, [self._setup])

@@ -1,7 +1,7 @@
-"""The process that makes prompts: reads frames of text or conversations, answers with token ids.
+"""Process that builds prompts: reads frames of text or conversations, answers with token ids.
 
-A chat template is a program that came with a model, and a tokenizer's pattern may take long on text made for it. Both
-run here, with bounded memory, and the parent ends this process when it takes too long. It needs no torch.
+A chat template is a program that came with a model, and a tokenizer's pattern may be slow on hostile text. Both run
+here, with bounded memory, and the parent kills this process when it takes too long. It needs no torch.
 """
 
 import contextlib
@@ -18,9 +18,7 @@ from meshwright.data.worker import read_frame, write_frame
 from meshwright.spec.errors import DataError
 
 MOST_BYTES = 2**32
-"""Of memory."""
-
-
+"""Limit on memory."""
 READY = b"ready"
 
 
@@ -28,8 +26,9 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
     """Answer until the source ends.
 
     The first frame is a tokenizer's parts as JSON, and READY answers it. A request is JSON: a text, or {messages,
-    tools, begun, settings}; its answer is (error, ids as unsigned ints), where an empty error means success."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # are the parent's to handle
+    tools, answer_start, settings}. Its answer is (error, ids as unsigned ints), where an empty error means success.
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the parent handles them
         signal.signal(ignored, signal.SIG_IGN)
     source, sink = source or sys.stdin.buffer, sink or sys.stdout.buffer
     setup = read_frame(source)
@@ -53,12 +52,12 @@ def serve(source: IO[bytes] | None = None, sink: IO[bytes] | None = None) -> Non
 
 
 def prompt_ids(tokenizer: Tokenizer, request: bytes) -> list[int]:
-    """Of a request as JSON. DataError where the chat template fails."""
-    asked = json.loads(request)
-    if isinstance(asked, str):
-        return tokenizer.begin(asked)
-    template, names = template_of(tokenizer), ("messages", "tools", "begun", "settings")
-    return chat_prompt(tokenizer, template, *(asked[name] for name in names))
+    """Return the ids of a request in JSON. Raises DataError when the chat template fails."""
+    prompt = json.loads(request)
+    if isinstance(prompt, str):
+        return tokenizer.begin(prompt)
+    template, names = template_of(tokenizer), ("messages", "tools", "answer_start", "settings")
+    return chat_prompt(tokenizer, template, *(prompt[name] for name in names))
 
 
 def _bound_memory() -> None:

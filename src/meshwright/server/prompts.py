@@ -1,4 +1,4 @@
-"""From the fields of a request to tasks for the engine, within its limits."""
+"""Conversion of the fields of a request to tasks for the engine, within its limits."""
 
 import secrets
 from collections.abc import Collection, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.serve.request_options import RequestOptions
 from meshwright.server.access import Tenant
-from meshwright.server.api_error import refused
+from meshwright.server.api_error import bad_request
 from meshwright.server.engine_task import EngineTask
 from meshwright.server.model_card import ModelCard
 from meshwright.server.request_fields import AnswerFields, CompletionFields
@@ -15,7 +15,7 @@ from meshwright.server.server_options import ServerLimits
 from meshwright.spec.errors import MeshwrightError
 
 
-def tasks_of(
+def build_tasks(
     fields: AnswerFields,
     prompts: Sequence[list[int]],
     card: ModelCard,
@@ -24,22 +24,26 @@ def tasks_of(
     schema: Mapping[str, Any] | None = None,
     adapter: str | None = None,
 ) -> list[EngineTask]:
-    """A task for each prompt. `schema`: that answers keep to, where fields say none; `adapter`: that the model's name
-    means. ApiError: beyond a limit, or no sense."""
-    name, made = "n" if fields.made == fields.n else "best_of", fields.made
-    if made > limits.max_n:
-        raise refused(f"{name}={made} is more than the {limits.max_n} answers of a request", name)
-    if made > card.most_sequences:
-        raise refused(f"{name}={made} is more than the {card.most_sequences} answers at once", name)
-    most = [_answer_tokens(fields, len(ids), card, limits, len(prompts)) for ids in prompts]
-    if sum(most) * made > limits.max_answer_tokens:
-        raise refused(
-            f"{sum(most) * made:,} new tokens (prompts x n x max_tokens) exceed the limit of a request, "
+    """Build a task for each prompt. Raises ApiError beyond a limit, or for an invalid request.
+
+    Args:
+        schema: Schema of the answers where the fields have none.
+        adapter: Adapter that the model's name in the request means.
+    """
+    name, candidates = "n" if fields.candidates == fields.n else "best_of", fields.candidates
+    if candidates > limits.max_n:
+        raise bad_request(f"{name}={candidates} is more than the {limits.max_n} answers of a request", name)
+    if candidates > card.most_sequences:
+        raise bad_request(f"{name}={candidates} is more than the {card.most_sequences} answers at once", name)
+    most = [_max_answer_tokens(fields, len(ids), card, limits, len(prompts)) for ids in prompts]
+    if sum(most) * candidates > limits.max_answer_tokens:
+        raise bad_request(
+            f"{sum(most) * candidates:,} new tokens (prompts x n x max_tokens) exceed the limit of a request, "
             f"{limits.max_answer_tokens:,}: ask for fewer",
             "max_tokens",
         )
     scored = fields.likeliest if isinstance(fields, CompletionFields) and fields.echo else None
-    with_logprobs = fields.likeliest is not None or made > fields.n
+    with_logprobs = fields.likeliest is not None or candidates > fields.n
     model_ends = frozenset() if fields.ignore_eos else frozenset(card.end_ids)
     # A stop string that is a special token ends the answer by its id: its text is left out of answers by default.
     spelled = [card.tokenizer.special_id(stop) for stop in fields.stops] if card.tokenizer else []
@@ -47,7 +51,7 @@ def tasks_of(
     return [
         EngineTask(
             prompt=list(ids),
-            options=_options(fields, tokens, tenant, schema, adapter, stop_ids),
+            options=_request_options(fields, tokens, tenant, schema, adapter, stop_ids),
             tokenizer=card.tokenizer,
             end_ids=model_ends | stop_ids,
             scored=scored,
@@ -59,37 +63,36 @@ def tasks_of(
     ]
 
 
-def _answer_tokens(
+def _max_answer_tokens(
     fields: AnswerFields, prompt: int, card: ModelCard, limits: ServerLimits, prompts: int
 ) -> int:  # fmt: skip
-    """Most tokens of an answer: those that are asked for, or what there is room for. ApiError where that is too
-    little."""
+    """Return the most tokens of an answer: as requested, or as many as fit. Raises ApiError if too few fit."""
     longest = card.longest
     if not prompt:
-        raise refused("the prompt is empty: give at least one token", "prompt")
+        raise bad_request("the prompt is empty: give at least one token", "prompt")
     if prompt > min(longest, limits.max_prompt_tokens or longest):
         most = min(longest, limits.max_prompt_tokens or longest)
-        raise refused(
+        raise bad_request(
             f"the prompt has {prompt:,} tokens and may have {most:,}: shorten it", code="context_length_exceeded"
         )
     room = longest - prompt + 1
-    if fields.wanted is None:
+    if fields.max_new_tokens is None:
         room = min(room, int(card.sampling.get(LENGTH, room)))
-        return min(room, limits.max_answer_tokens // (fields.made * prompts))
-    if fields.wanted > room:
-        raise refused(
-            f"max_tokens={fields.wanted:,} and the prompt's {prompt:,} tokens exceed the context of {longest:,}: ask "
-            "for fewer",
+        return min(room, limits.max_answer_tokens // (fields.candidates * prompts))
+    if fields.max_new_tokens > room:
+        raise bad_request(
+            f"max_tokens={fields.max_new_tokens:,} and the prompt's {prompt:,} tokens exceed the context of "
+            f"{longest:,}: ask for fewer",
             "max_tokens", "context_length_exceeded",
         )  # fmt: skip
-    return fields.wanted
+    return fields.max_new_tokens
 
 
-def _options(
+def _request_options(
     fields: AnswerFields, tokens: int, tenant: Tenant, schema: Mapping[str, Any] | None, adapter: str | None,
     stop_ids: Collection[int],
 ) -> RequestOptions:  # fmt: skip
-    """As the engine takes them. A request without a seed gets one of its own."""
+    """Return the options for the engine. A request without a seed gets a random one."""
     try:
         return RequestOptions(
             max_new_tokens=tokens,
@@ -109,12 +112,12 @@ def _options(
             stop=fields.stops,
             stop_ids=tuple(stop_ids),
             ignore_end=fields.ignore_eos,
-            json_schema=fields.schema_wanted if schema is None else schema,
-            regex=fields.regex_wanted,
+            json_schema=fields.answer_schema if schema is None else schema,
+            regex=fields.answer_regex,
             logprobs=fields.likeliest or 0,
             priority=fields.priority,
             adapter=adapter,
             salt=f"{tenant.salt}\0{fields.cache_salt}",
         )
     except MeshwrightError as error:
-        raise refused(str(error)) from None
+        raise bad_request(str(error)) from None

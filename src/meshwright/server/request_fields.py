@@ -1,51 +1,51 @@
-"""What a completion may ask for, and what it has in common with a chat. Each field is honoured."""
+"""Fields of a completion request, and those that it shares with a chat. Every field is honoured."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from meshwright.serve.request_options import LONGEST_STOP, MOST_LOGPROBS, MOST_STOPS
-from meshwright.server.api_error import refused
+from meshwright.server.api_error import bad_request
 from meshwright.server.checked_fields import CheckedFields
 
 Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 MOST_IDS = 64
-"""Token ids that end an answer."""
+"""Most token ids that may end an answer."""
 MOST_BIASES = 1024
 MOST_CHOICES = 256
 Choice = Annotated[str, Field(min_length=1, max_length=1024)]
 DRAWN: dict[str, tuple[Any, ...]] = {"temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
-"""Fields of tokens that are drawn -> values that ask for nothing."""
+"""Fields of sampling -> values that ask for nothing."""
 
 
 class StreamFields(CheckedFields):
-    """How an answer is streamed."""
+    """Options of a stream."""
 
     include_usage: bool = False
-    """One more event before the last, with the tokens of all answers."""
+    """Send one more event before the last, with the token counts of all answers."""
 
 
 class SchemaFields(CheckedFields):
-    """A JSON schema and its name."""
+    """JSON schema and its name."""
 
     name: str = Field(max_length=64)
     schema_: dict[str, Any] = Field(alias="schema")
     description: str = ""
     strict: bool | None = True
-    """It is kept to in any case."""
+    """Accepted and ignored: the schema is always enforced."""
 
 
 class FormatFields(CheckedFields):
-    """What an answer is: any text, any JSON object, or JSON of a schema."""
+    """Form of an answer: any text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFields | None = None
 
 
 class StructureFields(CheckedFields):
-    """The same as vLLM says it: a schema, a regular expression, or one of several texts."""
+    """Form of an answer in vLLM's words: a schema, a regular expression, or one of several texts."""
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
@@ -53,13 +53,13 @@ class StructureFields(CheckedFields):
 
 
 class AnswerFields(CheckedFields):
-    """What a completion and a chat may both ask for."""
+    """Fields that completions and chats share."""
 
     model: str | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)
-    """0 and -1 = all."""
+    """0 and -1 = all tokens."""
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1)
     best_of: int | None = Field(None, ge=1)
@@ -81,14 +81,14 @@ class AnswerFields(CheckedFields):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     return_token_ids: bool = False
     user: str = Field("", max_length=256)
-    """For the log."""
+    """User for the log."""
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     response_format: FormatFields | None = None
     structured_outputs: StructureFields | None = None
 
     @property
-    def schema_wanted(self) -> dict[str, Any] | None:
-        """JSON schema of the answer; of the empty one any object."""
+    def answer_schema(self) -> dict[str, Any] | None:
+        """JSON schema of the answer. The empty schema allows any object."""
         form, structure = self.response_format, self.structured_outputs
         if form is not None and form.type == "json_object":
             return {}
@@ -97,38 +97,38 @@ class AnswerFields(CheckedFields):
         return structure.json_ if structure else None
 
     @property
-    def regex_wanted(self) -> str | None:
-        """What the answer must match."""
+    def answer_regex(self) -> str | None:
+        """Regular expression that the answer must match."""
         structure = self.structured_outputs
         if structure is not None and structure.choice is not None:
             return f"({'|'.join(map(_literal, structure.choice))})"
         return structure.regex if structure else None
 
     @property
-    def made(self) -> int:
-        """Answers that are begun, of which the best `n` are given: of beams all that are followed."""
+    def candidates(self) -> int:
+        """Number of answers that are generated, of which the best `n` are returned. For beams, the beams followed."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def beams(self) -> int:
-        """1 = none."""
-        return self.made if self.use_beam_search else 1
+        """Number of beams. 1 = no beam search."""
+        return self.candidates if self.use_beam_search else 1
 
     @property
     def answers(self) -> int:
-        """That the engine gives: of beams the best, else all that are begun."""
-        return self.n if self.use_beam_search else self.made
+        """Number of answers from the engine: the best beams, or all candidates."""
+        return self.n if self.use_beam_search else self.candidates
 
     def check_together(self) -> None:
-        """ApiError."""
+        """Raise ApiError if fields contradict each other."""
         _check_structure(self)
         _check_best(self)
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options needs stream=true", "stream_options")
+            raise bad_request("stream_options needs stream=true", "stream_options")
 
     @property
     def with_special(self) -> bool:
-        """Whether special tokens are spelled in the text of an answer."""
+        """True if special tokens appear in the text of an answer."""
         return not self.skip_special_tokens
 
     @property
@@ -138,25 +138,25 @@ class AnswerFields(CheckedFields):
 
     @property
     def biases(self) -> dict[int, float]:
-        """By token."""
+        """Bias by token."""
         try:
             return {int(token): amount for token, amount in self.logit_bias.items()}
         except ValueError:
-            raise refused('logit_bias names its tokens by id, as {"50256": -100}', "logit_bias") from None
+            raise bad_request('logit_bias names its tokens by id, as {"50256": -100}', "logit_bias") from None
 
     @property
-    def wanted(self) -> int | None:
-        """Most tokens of an answer; None = nothing is said."""
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of an answer. None = not stated."""
         return self.max_tokens
 
     @property
     def likeliest(self) -> int | None:
-        """Likeliest tokens whose log-probabilities are wanted at each place; None = not even the token's own."""
+        """Number of likeliest tokens with log-probabilities per position. None = no log-probabilities at all."""
         raise NotImplementedError
 
 
 class CompletionFields(AnswerFields):
-    """The body of `/v1/completions`."""
+    """Body of `/v1/completions`."""
 
     prompt: str | list[str] | list[Token] | list[list[Token]]
     max_tokens: int | None = Field(16, ge=0, lt=2**31)
@@ -165,22 +165,22 @@ class CompletionFields(AnswerFields):
 
     @property
     def likeliest(self) -> int | None:
-        """As `logprobs` says."""
+        """Number from `logprobs`."""
         return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several, as they were given. ApiError: there is none."""
+        """Prompts as they were given, one or several. Raises ApiError without any."""
         prompt = self.prompt
-        one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-        found: list[Any] = [prompt] if one else list(prompt)
-        if not found:
-            raise refused("prompt is empty: give a text, or token ids", "prompt")
-        return found
+        is_single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+        prompts: list[Any] = [prompt] if is_single else list(prompt)
+        if not prompts:
+            raise bad_request("prompt is empty: give a text, or token ids", "prompt")
+        return prompts
 
 
 class DetokenizeFields(CheckedFields):
-    """The body of `/detokenize`."""
+    """Body of `/detokenize`."""
 
     model: str | None = None
     tokens: list[Token]
@@ -189,33 +189,41 @@ class DetokenizeFields(CheckedFields):
 def _check_structure(fields: AnswerFields) -> None:
     form, structure = fields.response_format, fields.structured_outputs
     if form is not None and (form.type == "json_schema") != (form.json_schema is not None):
-        raise refused("response_format has a json_schema exactly where its type is json_schema", "response_format")
-    asked = [form] if form is not None and form.type != "text" else []
-    given = (
-        [one for one in (structure.json_, structure.regex, structure.choice) if one is not None] if structure else []
+        raise bad_request("response_format has a json_schema exactly where its type is json_schema", "response_format")
+    formats = [form] if form is not None and form.type != "text" else []
+    structures = (
+        [
+            structure_field
+            for structure_field in (structure.json_, structure.regex, structure.choice)
+            if structure_field is not None
+        ]
+        if structure
+        else []
     )
-    if len([*asked, *given]) > 1 or (structure and not given):
-        raise refused(
+    if len([*formats, *structures]) > 1 or (structure and not structures):
+        raise bad_request(
             "give one of response_format and structured_outputs' json, regex and choice", "structured_outputs"
         )
-    if fields.ignore_eos and (asked or given):
-        raise refused("ignore_eos contradicts an answer that ends with its form", "ignore_eos")
+    if fields.ignore_eos and (formats or structures):
+        raise bad_request("ignore_eos contradicts an answer that ends with its form", "ignore_eos")
 
 
 def _check_best(fields: AnswerFields) -> None:
-    if fields.made < fields.n:
-        raise refused(f"best_of={fields.best_of} must be at least n={fields.n}: the best n are given", "best_of")
+    if fields.candidates < fields.n:
+        raise bad_request(f"best_of={fields.best_of} must be at least n={fields.n}: the best n are given", "best_of")
     if fields.use_beam_search:
         for name, plain in DRAWN.items():
             if getattr(fields, name) not in plain:
-                raise refused(f"{name} is for tokens that are drawn, and beams draw none: leave it out", name)
-    elif fields.stream and fields.made > fields.n:
-        raise refused(f"best_of={fields.made} answers are ranked when all have ended: leave out stream", "best_of")
+                raise bad_request(f"{name} is for tokens that are drawn, and beams draw none: leave it out", name)
+    elif fields.stream and fields.candidates > fields.n:
+        raise bad_request(
+            f"best_of={fields.candidates} answers are ranked when all have ended: leave out stream", "best_of"
+        )
     elif fields.length_penalty != 1 or fields.early_stopping is not False:
         name = "length_penalty" if fields.length_penalty != 1 else "early_stopping"
-        raise refused(f"{name} is for beams: add use_beam_search=true, or leave it out", name)
+        raise bad_request(f"{name} is for beams: add use_beam_search=true, or leave it out", name)
 
 
 def _literal(text: str) -> str:
-    """A regular expression of this very text."""
-    return "".join(f"\\{one}" if one in r"\.+*?()|[]{}^$" else one for one in text)
+    """Return a regular expression that matches exactly this text."""
+    return "".join(f"\\{character}" if character in r"\.+*?()|[]{}^$" else character for character in text)

@@ -1,4 +1,4 @@
-"""Sampling values of a generation_config.json, for what a request does not say, as vLLM takes them."""
+"""Sampling values of a generation_config.json for requests that do not state them, as vLLM uses them."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,13 +12,13 @@ _NAMES: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
-    """Those that a request could say; others are passed over. vLLM, `ModelConfig.get_diff_sampling_param`."""
-    kept = {name: generation[name] for name in _NAMES if _may_be_asked(name, generation.get(name))}
+    """Return the values that a request could state (vLLM, `ModelConfig.get_diff_sampling_param`)."""
+    defaults = {name: generation[name] for name in _NAMES if _is_valid(name, generation.get(name))}
     length = generation.get(LENGTH)
-    return kept | ({LENGTH: length} if type(length) is int and length > 0 else {})
+    return defaults | ({LENGTH: length} if type(length) is int and length > 0 else {})
 
 
-def _may_be_asked(name: str, value: Any) -> bool:
+def _is_valid(name: str, value: Any) -> bool:
     try:
         return value is not None and bool(AnswerFields.model_validate({name: value}))
     except ValidationError:
@@ -26,8 +26,8 @@ def _may_be_asked(name: str, value: Any) -> bool:
 
 
 def with_defaults(body: Mapping[str, Any], sampling: Mapping[str, float]) -> dict[str, Any]:
-    """A body with what it does not say, but for beams, which draw no token."""
-    given = {name: one for name, one in body.items() if one is not None}
-    if given.get("use_beam_search"):
-        return given
-    return {name: default for name, default in sampling.items() if name != LENGTH} | given
+    """Fill the defaults into a body, except for beams, which draw no tokens."""
+    stated = {name: content for name, content in body.items() if content is not None}
+    if stated.get("use_beam_search"):
+        return stated
+    return {name: default for name, default in sampling.items() if name != LENGTH} | stated

@@ -1,4 +1,4 @@
-"""Counters and histograms for Prometheus, named as vLLM names them, behind another prefix."""
+"""Counters and histograms for Prometheus, with vLLM's names behind another prefix."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,19 @@ PREFIX = "meshwright:"
 
 @final
 class CountedHistogram:
-    """A histogram that takes many equal observations at once, as tokens of one step are."""
+    """Histogram that takes many equal observations at once, such as the tokens of one step."""
 
     def __init__(self, name: str, help: str, buckets: Sequence[float], model: str) -> None:
         self._name, self._help, self._model = name, help, model
         self._buckets, self._counts, self._sum = tuple(buckets), [0] * (len(buckets) + 1), 0.0
 
     def observe(self, amount: float, times: int) -> None:
-        """Count an amount so often."""
+        """Count an amount `times` times."""
         self._counts[bisect_left(self._buckets, amount)] += times
         self._sum += amount * times
 
     def collect(self) -> Iterator[Metric]:
-        """As the registry asks."""
+        """Yield the metric, as the registry expects."""
         family = HistogramMetricFamily(self._name, self._help, labels=["model_name"])
         bounds = [*map(floatToGoString, self._buckets), "+Inf"]
         family.add_metric([self._model], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
@@ -38,7 +38,7 @@ class CountedHistogram:
 
 
 class ServerMetrics:
-    """What one server counts, in the HTTP process."""
+    """Metrics of one server, in the HTTP process."""
 
     def __init__(self, model: str) -> None:
         self._registry, self._model = CollectorRegistry(), model
@@ -67,38 +67,40 @@ class ServerMetrics:
         self.queued = self._histogram("request_queue_time_seconds", "From arrival to the first step", SECONDS)
         self._gauge("num_requests_running", "Answers that grow", lambda: self._figures.running)
         self._gauge("num_requests_waiting", "Prompts that wait", lambda: self._figures.waiting)
-        self._gauge("kv_cache_usage_perc", "Share of blocks that are held", self._held)
+        self._gauge("kv_cache_usage_perc", "Share of blocks that are held", self._block_usage)
         self._gauge("num_adapters", "Adapters that take memory", lambda: self._figures.adapters)
         self._gauge("adapter_bytes", "Their bytes, on the first rank", lambda: self._figures.adapter_bytes)
         self._figures = EngineFigures()
-        self._of_adapters = set[tuple[str, str]]()
+        self._adapter_labels = set[tuple[str, str]]()
 
     def watch_open(self, count: Callable[[], int]) -> None:
-        """Read the number of HTTP requests whenever somebody asks."""
+        """Read the number of HTTP requests at each scrape."""
         self._gauge("num_requests_open", "HTTP requests that are being answered", count)
 
     def ended(self, reason: str, adapter: str | None = None) -> None:
-        """An answer of the model, or of one of its adapters, has ended."""
+        """Count an ended answer of the model, or of one of its adapters."""
         self._reasons.labels(adapter or self._model, reason).inc()
         if adapter is not None:
-            self._of_adapters.add((adapter, reason))
+            self._adapter_labels.add((adapter, reason))
 
     def count(self, figures: EngineFigures, adapters: Sequence[str]) -> None:
-        """Take what the engine has counted. Counters of unloaded adapters are removed, so that names that come and go
-        do not fill memory."""
+        """Add the figures of the engine.
+
+        Counters of unloaded adapters are removed, so names that come and go do not fill memory.
+        """
         before, self._figures = self._figures, figures
         if figures[-len(self._counted) :] != before[-len(self._counted) :]:  # counters are the last fields
             for name, counter in self._counted.items():
                 counter.inc(getattr(figures, name) - getattr(before, name))
-        for gone in [label for label in self._of_adapters if label[0] not in adapters]:
+        for gone in [label for label in self._adapter_labels if label[0] not in adapters]:
             self._reasons.remove(*gone)
-            self._of_adapters.remove(gone)
+            self._adapter_labels.remove(gone)
 
     def text(self) -> bytes:
-        """In Prometheus' format."""
+        """Return all metrics in Prometheus' format."""
         return generate_latest(self._registry)
 
-    def _held(self) -> float:
+    def _block_usage(self) -> float:
         return 1 - self._figures.free_blocks / self._figures.blocks
 
     def _counter(self, name: str, help: str) -> Counter:

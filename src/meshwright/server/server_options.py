@@ -1,4 +1,4 @@
-"""How a server runs, and what it refuses. All of it is decided before a socket is opened."""
+"""Settings and limits of a server, checked before a socket is opened."""
 
 import errno
 import math
@@ -14,72 +14,75 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What one request, one key and all of them may take. What is beyond is refused, never cut."""
+    """Limits on one request, on one key, and on all together. What exceeds them is refused, never cut."""
 
     max_body_bytes: int = 2**20
-    """Of a request's body: 413."""
+    """Bytes of a request's body. Beyond: 413."""
     max_prompts: int = 128
-    """Of one request: 400."""
+    """Prompts of one request. Beyond: 400."""
     max_prompt_tokens: int = 0
-    """Of one prompt: 400; 0 = what the model takes."""
+    """Tokens of one prompt. Beyond: 400. 0 = the model's limit."""
     max_n: int = 16
-    """Answers to a prompt: 400."""
+    """Answers to a prompt. Beyond: 400."""
     max_answer_tokens: int = 32_768
-    """Prompts x n x max_tokens of a request: 400."""
+    """Prompts x n x max_tokens of a request. Beyond: 400."""
     max_queue: int = 256
-    """Prompts that wait for the engine: 429."""
+    """Prompts that wait for the engine. Beyond: 429."""
     max_requests_per_key: int = 512
-    """Requests of one key at once: 429."""
+    """Requests of one key at once. Beyond: 429."""
     max_connections: int = 1024
-    """Open connections: 503."""
+    """Open connections. Beyond: 503."""
     max_headers: int = 64
-    """Of a request: 431."""
+    """Headers of a request. Beyond: 431."""
     max_header_bytes: int = 16_384
-    """Of all of them: 400."""
+    """Bytes of all headers of a request. Beyond: 400."""
     max_request_seconds: float = 600.0
-    """From a request's arrival to its last token; then it is ended with an error."""
+    """Time from a request's arrival to its last token. Beyond: an error ends it."""
     read_seconds: float = 20.0
-    """To receive headers, and to receive a body: 408."""
+    """Time to receive headers, and to receive a body. Beyond: 408."""
     prompt_seconds: float = 10.0
-    """For the chat template and the tokenizer: 400."""
+    """Time of the chat template and the tokenizer. Beyond: 400."""
     stall_seconds: float = 30.0
-    """A reader that takes nothing for so long is cut off."""
+    """Time after which a client that reads nothing is disconnected."""
     max_adapters: int = 16
-    """That take memory at once, where adapters are loaded over HTTP: 409."""
+    """Adapters in memory at once, where adapters are loaded over HTTP. Beyond: 409."""
     max_adapter_bytes: int = 2**30
-    """Of the file of one that is loaded over HTTP: 400."""
+    """Bytes of the file of an adapter that is loaded over HTTP. Beyond: 400."""
     max_adapter_rank: int = 256
-    """Of one that is loaded over HTTP: 400."""
+    """Rank of an adapter that is loaded over HTTP. Beyond: 400."""
     step_seconds: float = 120.0
-    """A step of the engine that takes longer makes /health say 503."""
+    """Time of a step of the engine after which /health answers 503."""
     drain_seconds: float = 30.0
-    """From SIGTERM on, for the answers that grow."""
+    """Time from SIGTERM for growing answers to end."""
 
     def __post_init__(self) -> None:
-        """ArgumentError, which names the field."""
-        for one in fields(self):
-            value, least = getattr(self, one.name), 0 if one.name in ("max_prompt_tokens", "drain_seconds") else 1e-3
-            if not least <= value < math.inf:
-                raise ArgumentError(f"{one.name}={value} must be {'0 or more' if not least else 'above 0'}")
+        """Raise ArgumentError for the first field out of range."""
+        for limit in fields(self):
+            amount, least = (
+                getattr(self, limit.name),
+                0 if limit.name in ("max_prompt_tokens", "drain_seconds") else 1e-3,
+            )
+            if not least <= amount < math.inf:
+                raise ArgumentError(f"{limit.name}={amount} must be {'0 or more' if not least else 'above 0'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where a server listens, and whom it answers."""
+    """Address of a server, and who may use it."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    """0 = any that is free."""
+    """Port. 0 = any free one."""
     keys: tuple[str, ...] = ()
-    """Any of them opens every route; none = no key is asked for."""
+    """API keys, each valid for every route. Empty = no key is needed."""
     without_key: bool = False
     """Listen beyond this machine although there is no key."""
     adapter_folder: Path | None = None
-    """In which adapters lie that may be loaded over HTTP; None = none may."""
+    """Folder of adapters that may be loaded over HTTP. None = none may."""
     limits: ServerLimits = field(default_factory=ServerLimits)
 
     def __post_init__(self) -> None:
-        """ArgumentError: an address that others reach, and no key."""
+        """Raise ArgumentError for an invalid setting, or an address that others reach without a key."""
         if self.adapter_folder is not None and not self.adapter_folder.is_dir():
             raise ArgumentError(f"adapter_dir={self.adapter_folder}: there is no such folder")
         if not 0 <= self.port < 2**16:
@@ -91,7 +94,7 @@ class ServerOptions:
             )
 
     def listener(self) -> socket.socket:
-        """Open the socket that listens. ArgumentError: the address is taken, or is not this machine's."""
+        """Open the listening socket. Raises ArgumentError when the address is taken, or is not this machine's."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         opened = socket.socket(family, socket.SOCK_STREAM)
         try:

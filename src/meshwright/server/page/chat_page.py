@@ -1,4 +1,4 @@
-"""The page at `/`: a conversation with the model, in one file, with nothing loaded from anywhere.
+"""Chat page at `/`: a conversation with the model, in one file, which loads nothing from elsewhere.
 
 Its policy allows exactly this style and this script, by their hashes, and connections to this server alone.
 """
@@ -9,7 +9,7 @@ from hashlib import sha256
 from importlib.resources import files
 
 
-def _own(name: str) -> str:
+def _resource(name: str) -> str:
     return (files("meshwright.server.page") / name).read_text(encoding="utf-8")
 
 
@@ -19,12 +19,12 @@ def _hash(text: str) -> str:
 
 @cache
 def chat_page() -> str:
-    """The HTML."""
-    page = _own("chat.html")
-    return page.replace("/*STYLE*/", _own("chat.css")).replace("/*SCRIPT*/", _own("chat.js"))
+    """Return the HTML."""
+    page = _resource("chat.html")
+    return page.replace("/*STYLE*/", _resource("chat.css")).replace("/*SCRIPT*/", _resource("chat.js"))
 
 
 CONTENT_SECURITY_POLICY = (
-    f"default-src 'none'; style-src {_hash(_own('chat.css'))}; script-src {_hash(_own('chat.js'))}; "
+    f"default-src 'none'; style-src {_hash(_resource('chat.css'))}; script-src {_hash(_resource('chat.js'))}; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
