@@ -112,8 +112,8 @@ def strict_collectives(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
     start = ranks.start
 
-    def start_strictly(serve: Any, function: Any, arguments: Any, rank: int, place: Any) -> Any:
-        return start(serve, under, (seed, function, arguments), rank, place)
+    def start_strictly(serve: Any, function: Any, arguments: Any, rank: int, folder: Any) -> Any:
+        return start(serve, under, (seed, function, arguments), rank, folder)
 
     monkeypatch.setattr(ranks, "start", start_strictly)
 

@@ -33,23 +33,23 @@ class Operations(TorchDispatchMode):
 
     def largest_numel(self, *, columns: int, but: tuple[int, ...] = ()) -> int:
         """Elements of the largest tensor made whose last dim is `columns`."""
-        found = [shape for shape in self.shapes if shape and shape[-1] == columns and shape != but]
-        return max(torch.Size(shape).numel() for shape in found)
+        actual = [shape for shape in self.shapes if shape and shape[-1] == columns and shape != but]
+        return max(torch.Size(shape).numel() for shape in actual)
 
 
 def saved_bytes(function: Callable[[], Any], *, without: list[Tensor]) -> tuple[Any, int]:
     """The result of a forward pass, and the bytes it keeps for the backward pass beside the storages of `without`."""
     known = {tensor.untyped_storage().data_ptr() for tensor in without}
-    kept: dict[int, Tensor] = {}
+    stored: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in known:
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            stored[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         result = function()
-    return result, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return result, sum(tensor.untyped_storage().nbytes() for tensor in stored.values())
 
 
 class Alive(TorchDispatchMode):

@@ -22,9 +22,9 @@ class Recorder:
 
     bytes = 0
 
-    def __init__(self, own: Callable[[], list[Tensor]] = list) -> None:
-        """`own`: what the work adds to, and a capture leaves as it was."""
-        self.own, self.launches = own, 0
+    def __init__(self, tensors_of: Callable[[], list[Tensor]] = list) -> None:
+        """`tensors_of` returns what the work adds to; a capture leaves it unchanged."""
+        self.tensors, self.launches = tensors_of, 0
 
     def beside(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -33,12 +33,12 @@ class Recorder:
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        before = [one.clone() for one in self.own()]
+        before = [entry.clone() for entry in self.tensors()]
         with Recording() as recording:
             work()
         with torch.no_grad():  # a capture does nothing of it
-            for one, value in zip(self.own(), before, strict=True):
-                one.copy_(value)
+            for entry, value in zip(self.tensors(), before, strict=True):
+                entry.copy_(value)
 
         def launch() -> None:
             self.launches += 1
@@ -73,20 +73,22 @@ class Recording(TorchDispatchMode):
     @torch.no_grad()
     def repeat(self) -> None:
         for function, args, kwargs, out in self.calls:
-            if any(one.alias_info is not None and not one.alias_info.is_write for one in function._schema.returns):
+            if any(
+                entry.alias_info is not None and not entry.alias_info.is_write for entry in function._schema.returns
+            ):
                 continue  # a view, which sees what its base holds
             again = function(*args, **kwargs)
-            if not any(one.alias_info is not None for one in function._schema.returns):
+            if not any(entry.alias_info is not None for entry in function._schema.returns):
                 for old, new in zip(tensors(out), tensors(again), strict=True):
                     old.copy_(new)
 
 
-def tensors(found: Any) -> Iterator[Tensor]:
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, tuple | list):
-        for one in found:
-            yield from tensors(one)
+def tensors(actual: Any) -> Iterator[Tensor]:
+    if isinstance(actual, Tensor):
+        yield actual
+    elif isinstance(actual, tuple | list):
+        for entry in actual:
+            yield from tensors(entry)
 
 
 class OnDeviceOnly(TorchDispatchMode):

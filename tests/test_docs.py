@@ -70,7 +70,7 @@ def test_files_named_in_a_page_exist(page: Path) -> None:
     named = {name.partition("::")[0].rstrip("/") for name in CODE.findall(text)}
     here = {name for name in named if PATH.match(name)}
     places = (ROOT, page.parent, ROOT / "src" / "meshwright")
-    missing = sorted(name for name in here if not any(list(place.glob(name)) for place in places))
+    missing = sorted(name for name in here if not any(list(position.glob(name)) for position in places))
     assert not missing, f"{shown(page)} names {missing}"
 
 
@@ -101,13 +101,13 @@ def code_lines(page: Path) -> Iterator[str]:
 
 def commands(program: str) -> list[tuple[str, list[str]]]:
     """(page, words after the program) of every command line of that program in the pages."""
-    found = []
+    actual = []
     for page in PAGES:
         for line in code_lines(page):
             line = re.sub(r"\s(#|>|\||&&).*$", "", line.strip().removeprefix("$ "))
             if line.startswith(program + " "):
-                found.append((shown(page), shlex.split(line)[1:]))
-    return found
+                actual.append((shown(page), shlex.split(line)[1:]))
+    return actual
 
 
 def test_verbs_and_options_in_the_pages_exist() -> None:
@@ -147,10 +147,10 @@ def test_commands_in_the_pages_are_parsed_by_the_command_line() -> None:
         if len(words) < 2 or words[0] not in parser.commands or not words_that_parse(words):  # type: ignore[attr-defined]
             continue
         verb = parser.commands[words[0]]  # type: ignore[attr-defined]
-        given = [word for word in words[1:] if word not in ("--debug", "--help")]
+        inputs = [word for word in words[1:] if word not in ("--debug", "--help")]
         try:
-            if given:
-                verb.make_context(words[0], given)
+            if inputs:
+                verb.make_context(words[0], inputs)
                 parsed += 1
         except (USAGE_ERROR, UsageError) as error:  # type: ignore[misc]
             named_only = "requires an argument" in str(error) and words[-1].startswith("--")
@@ -180,7 +180,7 @@ def test_generated_parts_are_what_the_program_says(page: Path) -> None:
     assert generate.filled(text) == text, f"{shown(page)}: run `make pages`"
 
 
-@pytest.mark.parametrize("program", [generate, site, stack_errors, draw], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("program", [generate, site, stack_errors, draw], ids=lambda program: program.__name__)
 @pytest.mark.parametrize(("words", "status"), [(["--help"], 0), (["--chek"], 2)], ids=["help", "a misspelt option"])
 def test_a_program_of_the_pages_writes_nothing_when_it_is_asked_for_help(
     program: Any, words: list[str], status: int, monkeypatch: pytest.MonkeyPatch
@@ -198,19 +198,19 @@ def test_a_program_of_the_pages_writes_nothing_when_it_is_asked_for_help(
 
 def test_the_site_has_every_page_once_and_links_within_itself() -> None:
     def listed(entry: object) -> Iterator[str]:
-        for one in entry if isinstance(entry, list) else entry.values() if isinstance(entry, dict) else [entry]:
-            yield from [one] if isinstance(one, str) else listed(one)
+        for child in entry if isinstance(entry, list) else entry.values() if isinstance(entry, dict) else [entry]:
+            yield from [child] if isinstance(child, str) else listed(child)
 
     names = list(listed(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
     places = site.places()
-    pages = [place.as_posix() for place in places.values() if place.suffix == ".md"]
+    pages = [position.as_posix() for position in places.values() if position.suffix == ".md"]
     results = [page for page in pages if page.startswith("benchmarks/gpu_")]  # of users: docs/benchmarks/README.md
     assert sorted(names) == sorted(set(pages) - set(results))
-    for source, place in places.items():
+    for source, page in places.items():
         for match in LINK.finditer(without_blocks(site.gathered(source, places)) if source.suffix == ".md" else ""):
             target = (match[1] or match[2]).partition("#")[0]
             if target and not re.match(r"[a-z]+:", target):
-                there = Path(*(place.parent / target).parts)
+                there = Path(*(page.parent / target).parts)
                 assert (site.GATHERED / there).resolve().relative_to(site.GATHERED.resolve()) in places.values(), target
 
 
@@ -234,9 +234,9 @@ def test_make_targets_in_the_pages_exist() -> None:
 def test_a_claim_runs_something_that_exists(claim: table.Claim) -> None:
     words = shlex.split(claim.command)
     if words[1:2] == ["-m"] and words[2] != "pytest":
-        place = words[2].replace(".", "/")
-        found = (ROOT / f"{place}.py").exists() or (ROOT / "src" / place / "__main__.py").exists()
-        assert found, f"{claim.command}: there is no {words[2]}"
+        module_path = words[2].replace(".", "/")
+        exists = (ROOT / f"{module_path}.py").exists() or (ROOT / "src" / module_path / "__main__.py").exists()
+        assert exists, f"{claim.command}: there is no {words[2]}"
     for word in words[1:]:
         file, _, test = word.partition("::")
         if not re.search(r"\.py$|^(tests|benchmarks)/", file):
@@ -257,6 +257,8 @@ def test_presets_named_in_the_readme_exist() -> None:
 
 def test_the_claims_page_is_that_of_its_table() -> None:
     """Whoever changes a row writes the page again: `python -m claims.run --page` runs nothing."""
-    kept = record.load(ROOT / "docs" / "claims.json")
-    current = {claim.id: kept[claim.id] for claim in CLAIMS if claim.id in kept and kept[claim.id].belongs_to(claim)}
+    records = record.load(ROOT / "docs" / "claims.json")
+    current = {
+        claim.id: records[claim.id] for claim in CLAIMS if claim.id in records and records[claim.id].belongs_to(claim)
+    }
     assert (ROOT / "docs" / "claims.md").read_text(encoding="utf-8") == record.page(CLAIMS, current)

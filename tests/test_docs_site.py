@@ -47,8 +47,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with Browser() as one:
-        yield one
+    with Browser() as entry:
+        yield entry
 
 
 def opened(browser: Browser, url: str) -> None:

@@ -57,21 +57,21 @@ def prose(text: str) -> str:
 
 def sentences(text: str) -> list[str]:
     """Sentences of prose. A full stop ends one where white space and no small letter follow."""
-    found = []
+    actual = []
     for paragraph in re.split(r"\n\s*\n", prose(text)):
         words = " ".join(paragraph.split())
-        found += re.split(r"(?<=[.?!])[*_)\"]*\s+(?=[^a-z\s])", re.sub(r"\b(et al|e\.g|i\.e|vs|cf)\.", r"\1", words))
-    return [sentence for sentence in found if sentence]
+        actual += re.split(r"(?<=[.?!])[*_)\"]*\s+(?=[^a-z\s])", re.sub(r"\b(et al|e\.g|i\.e|vs|cf)\.", r"\1", words))
+    return [sentence for sentence in actual if sentence]
 
 
 def long_sentences(text: str) -> list[str]:
-    return [one for one in sentences(text) if len(re.findall(r"[\w'-]+", one)) > MOST_WORDS]
+    return [sentence for sentence in sentences(text) if len(re.findall(r"[\w'-]+", sentence)) > MOST_WORDS]
 
 
 def banned_words(text: str) -> list[str]:
     """Every word that the guide replaces, with what to write."""
-    found = " ".join(prose(text).split())
-    return [f"{match[0]!r}: {better}" for word, better in BANNED.items() for match in re.finditer(word, found)]
+    actual = " ".join(prose(text).split())
+    return [f"{match[0]!r}: {better}" for word, better in BANNED.items() for match in re.finditer(word, actual)]
 
 
 def wide_lines(text: str) -> list[str]:
@@ -82,13 +82,15 @@ def wide_lines(text: str) -> list[str]:
 
 def faults(page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
-    return [f"more than {MOST_WORDS} words: {one}" for one in long_sentences(text)] + banned_words(text)
+    return [f"more than {MOST_WORDS} words: {long_sentence}" for long_sentence in long_sentences(text)] + banned_words(
+        text
+    )
 
 
 @pytest.mark.parametrize("page", written(), ids=shown)
 def test_a_page_keeps_the_guide(page: Path) -> None:
-    found = faults(page)
-    assert not found, "\n".join([shown(page), *found])
+    actual = faults(page)
+    assert not actual, "\n".join([shown(page), *actual])
 
 
 def close_percents(text: str) -> list[str]:

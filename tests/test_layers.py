@@ -84,18 +84,18 @@ def nodes(path: Path) -> tuple[ast.AST, ...]:
 def imports(path: Path) -> frozenset[str]:
     """Dotted names of everything a module imports, at any depth of the code; relative ones resolved."""
     package = ("meshwright", *path.relative_to(PACKAGE).parts[:-1])
-    found: set[str] = set()
+    names: set[str] = set()
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             name = ".".join([*base, *([node.module] if node.module else [])])
-            found |= {f"{name}.{alias.name}" for alias in node.names}
-    return frozenset(found)
+            names |= {f"{name}.{alias.name}" for alias in node.names}
+    return frozenset(names)
 
 
-def of(*parts: str) -> Iterator[Path]:
+def modules_below(*parts: str) -> Iterator[Path]:
     return (path for path in MODULES if part(path) in parts)
 
 
@@ -117,7 +117,7 @@ def test_the_table_has_no_circle() -> None:
 
 def test_imports_point_down() -> None:
     up = []
-    for path in of(*BELOW):
+    for path in modules_below(*BELOW):
         inside = {name.split(".")[1] for name in imports(path) if name.startswith("meshwright.")}
         up += [f"{shown(path)} imports {name}" for name in inside - BELOW[part(path)] - {part(path), "__version__"}]
     assert not up
@@ -132,24 +132,24 @@ def folder(module: str) -> str:
 def arrows() -> frozenset[tuple[str, str]]:
     """Which module imports which, as planner.cost.block."""
     known = {".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for path in MODULES}
-    found = set()
+    names = set()
     for path in MODULES:
-        own = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+        ours = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
         for name in imports(path):
             target = name.removeprefix("meshwright.") if name.startswith("meshwright.") else ""
             while target and target not in known:
                 target = target.rpartition(".")[0]
-            if target and target != own:
-                found.add((own, target))
-    return frozenset(found)
+            if target and target != ours:
+                names.add((ours, target))
+    return frozenset(names)
 
 
 def circle(edges: set[tuple[str, str]]) -> list[str]:
     """The nodes that lie on a circle or between two: what is left when those without an arrow are taken away."""
     left = {node for edge in edges for node in edge}
     while True:
-        among = {(one, other) for one, other in edges if {one, other} <= left}
-        ends = left - ({one for one, _ in among} & {other for _, other in among})
+        among = {(entry, other) for entry, other in edges if {entry, other} <= left}
+        ends = left - ({entry for entry, _ in among} & {other for _, other in among})
         if not ends:
             return sorted(left)
         left -= ends
@@ -161,16 +161,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_no_folders_import_each_other_in_a_circle() -> None:
     """Also between the folders of one package: planner.cost knows nothing of planner.search."""
-    between = {(folder(one), folder(other)) for one, other in arrows()}
-    assert not circle({(one, other) for one, other in between if one != other})
+    between = {(folder(left), folder(right)) for left, right in arrows()}
+    assert not circle({(left, right) for left, right in between if left != right})
 
 
 def test_folders_of_the_planner_keep_their_order() -> None:
-    place = {f"planner.{name}": number for number, names in enumerate(PLANNER) for name in names}
-    assert set(place) == {f"planner.{path.parent.name}" for path in PACKAGE.glob("planner/*/__init__.py")}
-    between = {(folder(one), folder(other)) for one, other in arrows()}
-    inside = {(one, other) for one, other in between if {one, other} <= set(place) and one != other}
-    assert not [f"{one} imports {other}" for one, other in inside if place[other] >= place[one]]
+    location = {f"planner.{name}": number for number, names in enumerate(PLANNER) for name in names}
+    assert set(location) == {f"planner.{path.parent.name}" for path in PACKAGE.glob("planner/*/__init__.py")}
+    between = {(folder(left), folder(right)) for left, right in arrows()}
+    inside = {(left, right) for left, right in between if {left, right} <= set(location) and left != right}
+    assert not [f"{left} imports {right}" for left, right in inside if location[right] >= location[left]]
 
 
 def test_circles_are_found() -> None:
@@ -181,7 +181,7 @@ def test_circles_are_found() -> None:
 def test_lower_layers_use_only_their_libraries() -> None:
     free = set(sys.stdlib_module_names) | {"meshwright"}
     outside = []
-    for path in of(*LIBRARIES):
+    for path in modules_below(*LIBRARIES):
         names = {name.split(".")[0] for name in imports(path)} - free - LIBRARIES[part(path)]
         outside += [f"{shown(path)} imports {name}" for name in names]
     assert not outside
@@ -189,7 +189,7 @@ def test_lower_layers_use_only_their_libraries() -> None:
 
 def test_private_torch_names_live_in_compat() -> None:
     private = []
-    for path in of(*BELOW.keys() - {"compat"}):
+    for path in modules_below(*BELOW.keys() - {"compat"}):
         private += [f"{shown(path)} imports {name}" for name in imports(path) if re.match(r"torch\b.*\._[^_]", name)]
         private += [
             f"{shown(path)}:{node.lineno} uses {ast.unparse(node)}"
@@ -240,7 +240,7 @@ def test_nothing_is_unpickled_or_loaded_unsafely() -> None:
 
 def test_the_environment_is_read_by_the_cli_alone() -> None:
     readers = {}
-    for path in of(*BELOW.keys() - {"cli"}):
+    for path in modules_below(*BELOW.keys() - {"cli"}):
         named = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
         if (named | {name.split(".")[-1] for name in imports(path)}) & {"environ", "getenv"}:
             readers[shown(path)] = READS_ENVIRONMENT.get(shown(path), "take an argument instead")
@@ -249,13 +249,13 @@ def test_the_environment_is_read_by_the_cli_alone() -> None:
 
 def test_the_model_is_arithmetic() -> None:
     """No name in the model or its kernels speaks of processes, meshes or the environment."""
-    found = []
-    for path in of("model", "kernels"):
+    actual = []
+    for path in modules_below("model", "kernels"):
         tokens = tokenize.generate_tokens(io.StringIO(source(path)).readline)
         names = {token.string for token in tokens if token.type == tokenize.NAME} - LOW_RANK
         names -= {"rank", "ranks", "most_rank"} if shown(path).endswith(ADAPTERS) else set()
-        found += [f"{shown(path)} speaks of {name}" for name in sorted(names) if MANY_DEVICES.match(name)]
-    assert not found
+        actual += [f"{shown(path)} speaks of {name}" for name in sorted(names) if MANY_DEVICES.match(name)]
+    assert not actual
 
 
 def loaded_by(code: str) -> set[str]:
@@ -270,7 +270,8 @@ def loaded_by(code: str) -> set[str]:
 
 def test_reading_text_and_plans_loads_no_torch() -> None:
     steps = (
-        ("meshwright", *path.relative_to(PACKAGE).with_suffix("").parts) for path in of("spec", "planfile", "data")
+        ("meshwright", *path.relative_to(PACKAGE).with_suffix("").parts)
+        for path in modules_below("spec", "planfile", "data")
     )
     lines = ["import " + ".".join(names).removesuffix(".__init__") for names in steps]
     assert not loaded_by("\n".join(lines)) & HEAVY

@@ -17,8 +17,8 @@ def table(text: str, name: str) -> Cell:
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines() if line[:1] == "|"]
 
     def cell(row: str, column: str) -> float:
-        found = next(line for line in lines[2:] if re.match(rf"`?{re.escape(row)}\b", line[0]))
-        return float(found[lines[0].index(column)].replace(",", "").removesuffix(" %"))
+        first = next(line for line in lines[2:] if re.match(rf"`?{re.escape(row)}\b", line[0]))
+        return float(first[lines[0].index(column)].replace(",", "").removesuffix(" %"))
 
     return cell
 
@@ -35,20 +35,22 @@ def part(share: float) -> str:
 
 
 SENTENCES: dict[tuple[str, str], Callable[[Cell], str]] = {
-    ("memory", "recompute"): lambda of: f"Here `full` makes a step {more(of, 'full', 'none')} longer.",
-    ("memory", "sequence"): lambda of: (
-        f"that is {of('8,192', 'activations, GiB')} GiB, or {of('8,192', 'activations, GiB') / 32:.2f} GiB per layer"
+    ("memory", "recompute"): lambda cell: f"Here `full` makes a step {more(cell, 'full', 'none')} longer.",
+    ("memory", "sequence"): lambda cell: (
+        f"that is {cell('8,192', 'activations, GiB')} GiB, "
+        f"or {cell('8,192', 'activations, GiB') / 32:.2f} GiB per layer"
     ),
-    ("data-and-zero", "zero"): lambda of: (
-        f"So ZeRO-2 takes the peak from {of('0', 'peak, GiB'):.0f} GiB to {of('2', 'peak, GiB')} GiB, for "
-        f"{more(of, '2', '0')} more time. ZeRO-3 takes it to {of('3', 'peak, GiB')} GiB, for {more(of, '3', '0')}."
+    ("data-and-zero", "zero"): lambda cell: (
+        f"So ZeRO-2 takes the peak from {cell('0', 'peak, GiB'):.0f} GiB to {cell('2', 'peak, GiB')} GiB, for "
+        f"{more(cell, '2', '0')} more time. "
+        f"ZeRO-3 takes it to {cell('3', 'peak, GiB')} GiB, for {more(cell, '3', '0')}."
     ),
-    ("tensor-and-sequence", "tensor"): lambda of: (
+    ("tensor-and-sequence", "tensor"): lambda cell: (
         "At `tp=16` the group spans two nodes, and MFU falls by "
-        f"{part(1 - of('tp=16 sp=true', 'MFU (full)') / of('tp=8 sp=true', 'MFU (full)'))}."
+        f"{part(1 - cell('tp=16 sp=true', 'MFU (full)') / cell('tp=8 sp=true', 'MFU (full)'))}."
     ),
-    ("experts", "experts"): lambda of: (
-        f"With `ep=8` a rank gathers its own only, and {part(of('8', 'sent, GB') / of('1', 'sent, GB'))} is sent."
+    ("experts", "experts"): lambda cell: (
+        f"With `ep=8` a rank gathers its own only, and {part(cell('8', 'sent, GB') / cell('1', 'sent, GB'))} is sent."
     ),
 }
 """(page, table) -> what the page says of it."""

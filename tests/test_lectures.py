@@ -75,9 +75,9 @@ def test_states_take_sixteen_bytes_a_parameter(
         "moments": [t for name, t in states.items() if name.startswith("moment")],
     }
     count = num_parameters(TINY)
-    found = {kind: sum(t.numel() * t.element_size() for t in tensors) / count for kind, tensors in held.items()}
-    assert found == {"weights": weights, "gradients": gradients, "masters": masters, "moments": moments}
-    assert sum(found.values()) == 16
+    actual = {kind: sum(t.numel() * t.element_size() for t in tensors) / count for kind, tensors in held.items()}
+    assert actual == {"weights": weights, "gradients": gradients, "masters": masters, "moments": moments}
+    assert sum(actual.values()) == 16
 
 
 def test_global_batch_is_micro_batch_times_accumulation_times_data_parallel() -> None:
@@ -131,8 +131,8 @@ def test_flop_of_a_token_are_what_torch_counts(parts: dict[str, object]) -> None
 def test_selective_recomputation_without_flash_attention() -> None:
     """Korthikanti et al. 2022 (arXiv:2205.05198), section 5, GPT-3: 70 % of the activations for 2.7 % of FLOP."""
     gpt3 = presets.model("gpt3-175b")
-    of = local(gpt3, MEGATRON_2022, Layout(tp=8, sp=True), 2048, 1, 2)
-    block = layer(of)
+    lookup = local(gpt3, MEGATRON_2022, Layout(tp=8, sp=True), 2048, 1, 2)
+    block = layer(lookup)
     assert block.kept_bytes("selective") == 34 * 2048 * gpt3.hidden / 8
     assert 1 - block.kept_bytes("selective") / block.kept_bytes("none") == pytest.approx(0.70, abs=0.005)
     training, hardware = (flop(gpt3, 2048) for flop in (KORTHIKANTI.training, KORTHIKANTI.hardware))

@@ -39,9 +39,9 @@ def listed(page: str) -> list[str]:
 
 
 def test_each_reason_to_skip_is_listed_once() -> None:
-    found = {reason for path in TESTS.rglob("*.py") for reason in reasons(path.read_text())}
+    actual = {reason for path in TESTS.rglob("*.py") for reason in reasons(path.read_text())}
     rows = listed(PAGE.read_text())
-    assert sorted(rows) == sorted(found)
+    assert sorted(rows) == sorted(actual)
 
 
 def test_reasons_are_found_however_they_are_given() -> None:

@@ -9,12 +9,12 @@ IGNORED = re.compile(r"#\s*type:\s*ignore(?P<codes>\[[a-z, -]+\])?(?P<why>.*)")
 
 def unexplained(text: str) -> list[int]:
     """Numbers of the lines whose `type: ignore` names no code, or has no reason after it."""
-    found = []
+    actual = []
     for number, line in enumerate(text.splitlines(), start=1):
         ignored = IGNORED.search(line)
         if ignored and not (ignored["codes"] and ignored["why"].strip().startswith("# ")):
-            found.append(number)
-    return found
+            actual.append(number)
+    return actual
 
 
 def test_what_is_not_checked_has_a_code_and_a_reason() -> None:

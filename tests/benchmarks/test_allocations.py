@@ -61,8 +61,8 @@ def test_blocks_of_known_sizes(tmp_path: Path) -> None:
     environment = {**os.environ, **preloaded(build(tmp_path)), "PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    document = json.loads(run.stdout)
     expected = {name: (3, 3, 0) for name in ("malloc", "calloc", "grown", "aligned", "another thread", "mapping")}
     expected |= {"posix": (5, 5, 0), "small": (0, 0, 0), "reused": (0, 0, 0)}
     for name, sizes in expected.items():
-        assert found[name] == pytest.approx([size * 2**20 for size in sizes], abs=200_000), name
+        assert document[name] == pytest.approx([size * 2**20 for size in sizes], abs=200_000), name

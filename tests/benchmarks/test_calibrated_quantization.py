@@ -25,11 +25,11 @@ def test_the_benchmark_runs_at_toy_size(
     words = ["bench", "--json", "--run", str(tmp_path / "run"), "--sequences", "8", "--calibration", "8"]
     monkeypatch.setattr(sys, "argv", words)
     bench.main()
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["rows"]["as trained"]) == [*bench.PLAIN, bench.MIXED]
-    assert list(found["rows"]["with outliers"]) == list(bench.STRONG)
-    assert found["gptq_off_textbook"] < 0.05 and 0 < found["int3_top1"] <= 1
-    assert all(found[name] > 0 for name in ("gptq_over_rtn", "gptq_over_hqq", "awq_over_rtn", "smooth_over_int8"))
+    document = json.loads(capsys.readouterr().out)
+    assert list(document["rows"]["as trained"]) == [*bench.PLAIN, bench.MIXED]
+    assert list(document["rows"]["with outliers"]) == list(bench.STRONG)
+    assert document["gptq_off_textbook"] < 0.05 and 0 < document["int3_top1"] <= 1
+    assert all(document[name] > 0 for name in ("gptq_over_rtn", "gptq_over_hqq", "awq_over_rtn", "smooth_over_int8"))
 
 
 def test_its_textbook_is_ours_in_fp64() -> None:
@@ -37,5 +37,5 @@ def test_its_textbook_is_ours_in_fp64() -> None:
     x = torch.randn(300, 64, generator=torch.Generator().manual_seed(1)).double().cumsum(1)
     scheme = SCHEMES["int4-gptq"]
     scales, zeros = scales_of(weight.float(), scheme)
-    given = weight, x.t() @ x / 300, scheme, scales.float(), zeros
-    assert torch.equal(bench.textbook(*given), gptq.quantize_columns(*given))
+    inputs = weight, x.t() @ x / 300, scheme, scales.float(), zeros
+    assert torch.equal(bench.textbook(*inputs), gptq.quantize_columns(*inputs))

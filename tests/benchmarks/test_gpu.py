@@ -39,32 +39,32 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **_: function)
         assert program.main([*HERE, "--out", str(out), "--skip", "transformers"]) == 0
-    place = next(out.glob("gpu_cpu_*.json"))
-    return json.loads(place.read_text()), place.with_suffix(".md").read_text()
+    first = next(out.glob("gpu_cpu_*.json"))
+    return json.loads(first.read_text()), first.with_suffix(".md").read_text()
 
 
 def test_every_operation_is_measured_in_every_pass(run: Any) -> None:
-    found, _ = run
-    assert len(found["kernels"]) == len(TINY) and not found["left_out"] and not found["broken"]
-    for row in found["kernels"]:
-        for name, one in row["contestants"].items():
-            assert "failed" not in one, (row["operation"], name, one)
-            assert set(one["seconds"]) == set(row["floor_seconds"]) == set(one["roofline"])
-            for spread in one["seconds"].values():
+    actual, _ = run
+    assert len(actual["kernels"]) == len(TINY) and not actual["left_out"] and not actual["broken"]
+    for row in actual["kernels"]:
+        for name, entry in row["contestants"].items():
+            assert "failed" not in entry, (row["operation"], name, entry)
+            assert set(entry["seconds"]) == set(row["floor_seconds"]) == set(entry["roofline"])
+            for spread in entry["seconds"].values():
                 assert 0 < spread["low"] <= spread["median"] <= spread["high"]
-            assert one["rounds"] >= timing.LEAST_ROUNDS
-        ours = {name: one for name, one in row["contestants"].items() if name.startswith("ours")}
-        assert all(one["judged"]["holds"] for one in ours.values()), row["operation"]
-    names = {name for row in found["kernels"] for name in row["contestants"]}
+            assert entry["rounds"] >= timing.LEAST_ROUNDS
+        ours = {name: contestant for name, contestant in row["contestants"].items() if name.startswith("ours")}
+        assert all(our_part["judged"]["holds"] for our_part in ours.values()), row["operation"]
+    names = {name for row in actual["kernels"] for name in row["contestants"]}
     assert {"ours, torch", "eager", "compiled", "torch"} <= names
 
 
 def test_a_step_is_a_row_with_its_rates(run: Any) -> None:
-    found, text = run
-    (row,) = found["steps"]
-    one = row["contestants"]["ours"]
-    assert one["tokens_per_s"] == pytest.approx(64 / one["seconds"]["median"])
-    assert 0 < one["mfu"]["measured"]["half"] < one["mfu"]["measured"]["full"]
+    actual, text = run
+    (row,) = actual["steps"]
+    entry = row["contestants"]["ours"]
+    assert entry["tokens_per_s"] == pytest.approx(64 / entry["seconds"]["median"])
+    assert 0 < entry["mfu"]["measured"]["half"] < entry["mfu"]["measured"]["full"]
     assert (row["layers"], row["of_layers"]) == (2, 2) or row["layers"] == row["of_layers"]
     assert "| ours, compiled |" in text
 
@@ -83,19 +83,19 @@ def test_parts_of_a_day_make_one_page(tmp_path: Path) -> None:
     """Serving and steps of the engine: each run leaves what the other wrote, and takes the place of its own rows."""
     for part in ("steps", "serve", "quantized", "serve"):
         assert program.main([*HERE, "--part", part, "--out", str(tmp_path), "--only", "engine,serving"]) == 0
-    (place,) = tmp_path.glob("*.json")
-    found = json.loads(place.read_text())
-    assert [row["words"] for row in found["engine_steps"]] == ["compile=off, precision=fp32, 2 documents a row"]
-    assert sorted(row["scheme"] for row in found["serving"]) == ["", "int4-rtn"] and not found["broken"]
-    loads = {title: one for row in found["serving"] for title, one in row["loads"].items()}
+    (location,) = tmp_path.glob("*.json")
+    document = json.loads(location.read_text())
+    assert [row["words"] for row in document["engine_steps"]] == ["compile=off, precision=fp32, 2 documents a row"]
+    assert sorted(row["scheme"] for row in document["serving"]) == ["", "int4-rtn"] and not document["broken"]
+    loads = {title: load for row in document["serving"] for title, load in row["loads"].items()}
     assert {"2 x 8 + 4", "3 x 4 to 8, in and out", "1 x 8 + 4"} == loads.keys()
-    assert loads["2 x 8 + 4"]["tokens"] == 8 and all(one["tokens_per_s"] > 0 for one in loads.values())
-    text = place.with_suffix(".md").read_text()
+    assert loads["2 x 8 + 4"]["tokens"] == 8 and all(load["tokens_per_s"] > 0 for load in loads.values())
+    text = location.with_suffix(".md").read_text()
     for title in ("## Steps of the engine", "### llama-tiny, int4-rtn (graphs", "| 2 x 8 + 4 |"):
         assert title in text
-    assert found["minutes"] == 4 * program.PART_MINUTES
-    other = {**found, "machine": {**found["machine"], "commit": "another"}}
-    assert program.merged(other, found) == found, "of another commit nothing is taken over"
+    assert document["minutes"] == 4 * program.PART_MINUTES
+    other = {**document, "machine": {**document["machine"], "commit": "another"}}
+    assert program.merged(other, document) == document, "of another commit nothing is taken over"
 
 
 def test_a_bare_machine_needs_few_packages() -> None:
@@ -107,21 +107,21 @@ def test_a_bare_machine_needs_few_packages() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     known = {"numpy", "safetensors", "tokenizers", "yaml", "jinja2", "markupsafe", "torch", "triton", "meshwright"}
     brought = {"benchmarks", "mpmath", "sympy", "tqdm", "typing_extensions", "torchgen", "huggingface_hub"}
-    found = {name for name in done.stdout.split() if not name.startswith(("_", "cython"))}
-    assert found <= known | brought, found - known - brought
+    actual = {name for name in done.stdout.split() if not name.startswith(("_", "cython"))}
+    assert actual <= known | brought, actual - known - brought
 
 
 def test_a_load_over_http_beside_the_engine(tmp_path: Path) -> None:
     """The real server, in two processes, with streaming clients in a third: each stream states all of its tokens."""
     assert program.main([*HERE, "--part", "http", "--out", str(tmp_path)]) == 0
-    (place,) = tmp_path.glob("*.json")
-    found = json.loads(place.read_text())
-    (row,) = found["http"]
-    assert not found["broken"] and row["load"] == "4 x 8 + 24"
+    (location,) = tmp_path.glob("*.json")
+    document = json.loads(location.read_text())
+    (row,) = document["http"]
+    assert not document["broken"] and row["load"] == "4 x 8 + 24"
     assert row["http"]["tokens"] == row["engine"]["tokens"] == 4 * 24
     assert row["http"]["whole_tokens_per_second"] == pytest.approx(96 / row["http"]["seconds"])
     assert row["share_of_engine"] == row["http"]["whole_tokens_per_second"] / row["engine"]["tokens_per_s"] > 0
-    assert "| llama-tiny | 4 x 8 + 24 |" in place.with_suffix(".md").read_text()
+    assert "| llama-tiny | 4 x 8 + 24 |" in location.with_suffix(".md").read_text()
 
 
 def test_the_measured_steps_of_a_gpu_are_rows() -> None:
@@ -137,19 +137,19 @@ def test_the_measured_steps_of_a_gpu_are_rows() -> None:
 
 
 def test_the_page_follows_from_the_document_alone(run: Any) -> None:
-    found, text = run
-    assert page(json.loads(json.dumps(found))) == text
-    for row in found["kernels"]:
+    actual, text = run
+    assert page(json.loads(json.dumps(actual))) == text
+    for row in actual["kernels"]:
         assert f"### {row['operation']}, {row['size']}" in text
     assert "Triton's kernels: a CPU" in text and "by --skip: transformers" in text
-    assert found["command"] in text and found["machine"]["versions"]["torch"] in text
+    assert actual["command"] in text and actual["machine"]["versions"]["torch"] in text
 
 
 def test_a_page_can_be_written_again(tmp_path: Path, run: Any) -> None:
-    place = tmp_path / "gpu_x_2026-01-01.json"
-    place.write_text(json.dumps(run[0]))
-    assert program.main(["--page", str(place)]) == 0
-    assert place.with_suffix(".md").read_text() == run[1]
+    location = tmp_path / "gpu_x_2026-01-01.json"
+    location.write_text(json.dumps(run[0]))
+    assert program.main(["--page", str(location)]) == 0
+    assert location.with_suffix(".md").read_text() == run[1]
 
 
 def test_without_a_gpu_one_sentence_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,8 +190,8 @@ def test_contestants_that_come_late_are_named() -> None:
     case, timer = entry.case(torch.float32, CPU), timing.HostTimer()
     asked = iter((False, True))
     sets = timing.input_sets(case, CPU, 0)
-    found = timing.measured(case, {"one": case.eager, "two": case.eager}, sets, timer, 0.0, lambda: next(asked))
-    assert "seconds" in found["one"] and found["two"] == {"left_out": "no time left"}
+    figures = timing.measured(case, {"one": case.eager, "two": case.eager}, sets, timer, 0.0, lambda: next(asked))
+    assert "seconds" in figures["one"] and figures["two"] == {"left_out": "no time left"}
 
 
 def broken(*_: torch.Tensor) -> torch.Tensor:
@@ -202,8 +202,8 @@ def test_a_contestant_that_fails_says_why_and_the_others_run_on() -> None:
     entry = TINY[1]
     case = entry.case(torch.bfloat16, CPU)
     sets, runs = timing.input_sets(case, CPU, 0), {"bad": broken, "good": case.eager}
-    found = timing.measured(case, runs, sets, timing.HostTimer(), 0.0, lambda: False)
-    assert found["bad"] == {"failed": "RuntimeError: no such kernel"} and found["good"]["seconds"]
+    figures = timing.measured(case, runs, sets, timing.HostTimer(), 0.0, lambda: False)
+    assert figures["bad"] == {"failed": "RuntimeError: no such kernel"} and figures["good"]["seconds"]
     assert judged(case, {"bad": broken}, CPU)["contestants"]["bad"] == {"failed": "RuntimeError: no such kernel"}
 
 
@@ -213,9 +213,9 @@ def test_a_kernel_that_is_less_exact_is_seen() -> None:
     def rough(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.silu(gate * 1.01) * up
 
-    found = judged(case, {"rough": rough, "right": case.eager}, CPU)["contestants"]
-    assert not found["rough"]["holds"] and found["rough"]["ratios"]["rows"] > 2
-    assert found["right"]["holds"] and found["right"]["ratios"]["rows"] == 1.0
+    actual = judged(case, {"rough": rough, "right": case.eager}, CPU)["contestants"]
+    assert not actual["rough"]["holds"] and actual["rough"]["ratios"]["rows"] > 2
+    assert actual["right"]["holds"] and actual["right"]["ratios"]["rows"] == 1.0
 
 
 def test_inputs_are_more_than_a_cache_holds() -> None:
@@ -248,8 +248,8 @@ def test_every_kernel_of_ours_has_an_entry() -> None:
     }  # fmt: skip
     assert set(builders) == set(RULES)
     others = "bf16 update", "weight gradient fp8", "grouped fp8", "nf4 linear", "fp8 linear"
-    for some in (ENTRIES, TINY, MODEST):
-        assert all(any(entry.name.startswith(name) for entry in some) for name in (*builders.values(), *others))
+    for part in (ENTRIES, TINY, MODEST):
+        assert all(any(entry.name.startswith(name) for entry in part) for name in (*builders.values(), *others))
 
 
 def test_counts_of_bytes_and_flop() -> None:
@@ -270,8 +270,10 @@ def test_names_of_hardware() -> None:
 
 
 def test_what_nvidia_smi_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "580.65, 700.00, 700.00, 1755, 1980, 2619, 54\n"
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=said, stderr=""))
+    message = "580.65, 700.00, 700.00, 1755, 1980, 2619, 54\n"
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout=message, stderr="")
+    )
     assert hardware.smi("0")["driver"] == "580.65" and hardware.smi("0")["sm_clock_mhz"] == "1755"
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, stdout="", stderr=""))
     assert hardware.smi("0") == {}
@@ -324,8 +326,8 @@ class FakeLiger:
     @staticmethod
     def liger_rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         def turned(x: torch.Tensor) -> torch.Tensor:
-            one, two = x.chunk(2, -1)
-            return (x * cos[:, None] + torch.cat((-two, one), -1) * sin[:, None]).to(x.dtype)
+            left, right = x.chunk(2, -1)
+            return (x * cos[:, None] + torch.cat((-right, left), -1) * sin[:, None]).to(x.dtype)
 
         return turned(q), turned(k)
 
@@ -341,8 +343,8 @@ def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(liger, "functional", lambda: FakeLiger)
     for name in ("rms norm", "rotary", "head and loss"):
         case = next(entry for entry in TINY if entry.name.startswith(name)).case(torch.float32, CPU)
-        found = judged(case, case.rivals, CPU)["contestants"]["Liger"]
-        assert max(found["errors"]) < 1e-5, name
+        actual = judged(case, case.rivals, CPU)["contestants"]["Liger"]
+        assert max(actual["errors"]) < 1e-5, name
     assert liger.offered("add_rms_norm", eps=1e-5) == {}, "this version has none"
 
 
@@ -369,9 +371,9 @@ def test_liger_stays_out_of_the_next_model(monkeypatch: pytest.MonkeyPatch) -> N
         module = importlib.import_module(name)
         plain = module.LlamaForCausalLM.forward
 
-        def forward(*given: Any, **named: Any) -> Any:
+        def forward(*arguments: Any, **named: Any) -> Any:
             calls.append("Liger")
-            return plain(*given, **named)
+            return plain(*arguments, **named)
 
         module.LlamaForCausalLM.forward = forward
         module.apply_rotary_pos_emb = partial(module.apply_rotary_pos_emb)
@@ -393,10 +395,10 @@ def test_a_model_is_cut_to_the_memory_that_is_there(monkeypatch: pytest.MonkeyPa
         torch.cuda, "get_device_properties", lambda device: type("P", (), {"name": "X", "total_memory": room})()
     )
     monkeypatch.setattr(whole_steps.machine, "title", lambda device: "X")
-    one, small, eight = (whole_steps.fitting(entry, gpu, "bf16") for entry in whole_steps.STEPS)
+    one_billion, small, eight = (whole_steps.fitting(entry, gpu, "bf16") for entry in whole_steps.STEPS)
     assert small.layers == 12
-    assert one.layers == 16 and 4 <= eight.layers < 32
-    plan = whole_steps.plan_of(one, whole_steps.STEPS[0], gpu, how="ours", precision="bf16")
+    assert one_billion.layers == 16 and 4 <= eight.layers < 32
+    plan = whole_steps.plan_of(one_billion, whole_steps.STEPS[0], gpu, how="ours", precision="bf16")
     assert 16 * 1.2e9 < whole_steps.predicted_bytes(plan) < whole_steps.predict(plan).peak_bytes
 
 
@@ -426,10 +428,10 @@ def _interpreter() -> None:
 @pytest.mark.long
 def test_triton_contestants_in_the_interpreter_hold_their_bars() -> None:
     _interpreter()
-    found = kernel_errors.interpreted()
+    actual = kernel_errors.interpreted()
     every = {entry.case(torch.float16, CPU).operation for entry in TINY if "fp8" not in entry.name}
-    assert {row["operation"] for row in found} == every, "products of 8 bits are torch's"
-    assert all(row["holds"] for row in found), [row for row in found if not row["holds"]]
+    assert {row["operation"] for row in actual} == every, "products of 8 bits are torch's"
+    assert all(row["holds"] for row in actual), [row for row in actual if not row["holds"]]
 
 
 @pytest.mark.long
@@ -451,8 +453,8 @@ def test_triton_contestants_are_timed_in_the_interpreter(tmp_path: Path) -> None
         env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}"}, capture_output=True, text=True,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-2000:]
-    found = json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert len(found["kernels"]) == 3
-    for row in found["kernels"]:
-        one = row["contestants"]["ours, Triton"]
-        assert one["seconds"]["forward"]["median"] > 0 and one["judged"]["holds"], row["operation"]
+    document = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert len(document["kernels"]) == 3
+    for row in document["kernels"]:
+        entry = row["contestants"]["ours, Triton"]
+        assert entry["seconds"]["forward"]["median"] > 0 and entry["judged"]["holds"], row["operation"]

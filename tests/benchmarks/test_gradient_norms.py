@@ -51,8 +51,8 @@ def test_a_wrong_gradient_of_one_step_is_named(
     """Three gradients a step: of both ways, and of the run's once more."""
     texts, real, calls = running.write_texts(tmp_path / "text"), gradient_norms.gradients, iter(range(99))
 
-    def wrong(*given: Any) -> dict[str, Tensor]:
-        made = real(*given)
+    def wrong(*inputs: Any) -> dict[str, Tensor]:
+        made = real(*inputs)
         number = next(calls)
         if number == call or (call == 3 and number == 5):
             made[WRONG] = change(made[WRONG])
@@ -75,8 +75,8 @@ def test_a_batch_that_changed_on_its_way_is_named(
 ) -> None:
     texts, real, calls = running.write_texts(tmp_path / "text"), gradient_norms.PackedRows.take, iter(range(99))
 
-    def changed(*given: Any) -> Any:
-        batch = real(*given)
+    def changed(*inputs: Any) -> Any:
+        batch = real(*inputs)
         if next(calls) == 2:  # two readings a step
             batch.targets[0, 0] += 1
         return batch

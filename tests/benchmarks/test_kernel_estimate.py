@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def table() -> Path:
     name = "kernel_times_liger.csv"
-    for place in (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published"):
-        if place and (Path(place) / name).exists():
-            return Path(place) / name
+    for location in (os.environ.get("MESHWRIGHT_PUBLISHED"), ROOT.parent / "shared" / "published"):
+        if location and (Path(location) / name).exists():
+            return Path(location) / name
     pytest.skip(f"{name} is not here: set MESHWRIGHT_PUBLISHED to the folder of published tables")
 
 
@@ -33,7 +33,7 @@ def test_chunks() -> None:
 
 def test_published_times_bear_the_count_out() -> None:
     judged = verdicts(list(held_against(table())))
-    assert {kind for kind, one in judged.items() if one["used"]} == {
+    assert {kind for kind, entry in judged.items() if entry["used"]} == {
         "loss", "linear and loss", "norm forward", "rotary",
     }  # fmt: skip
-    assert sum(one["within"] for one in judged.values() if one["used"]) >= 45
+    assert sum(entry["within"] for entry in judged.values() if entry["used"]) >= 45

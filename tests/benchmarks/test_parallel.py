@@ -22,21 +22,23 @@ TOY = Work(
 @pytest.mark.slow
 def test_turns_of_pipelines_give_ratios_and_what_they_should_have_taken() -> None:
     group = Group(axis="pp", world=2, work=TOY, schedules=("1f1b", "zb-h1"))
-    found = report(group, seconds=0.0)
-    assert set(found["contests"]) == {"pp-2-1f1b", "pp-2-zb-h1"} and found["loss_spread"] < 1e-4
-    assert found["pipelines"]["1f1b"]["over_1f1b"] == 1
-    assert 0 < found["pipelines"]["zb-h1"]["simulated_over_1f1b"] < 2, "of times measured on a few microseconds of work"
-    least = summary({"pp-2": found})["least"]["pp-2"]
-    assert least == min(contest["ours_over_best"] for contest in found["contests"].values())
+    actual = report(group, seconds=0.0)
+    assert set(actual["contests"]) == {"pp-2-1f1b", "pp-2-zb-h1"} and actual["loss_spread"] < 1e-4
+    assert actual["pipelines"]["1f1b"]["over_1f1b"] == 1
+    assert 0 < actual["pipelines"]["zb-h1"]["simulated_over_1f1b"] < 2, (
+        "of times measured on a few microseconds of work"
+    )
+    least = summary({"pp-2": actual})["least"]["pp-2"]
+    assert least == min(contest["ours_over_best"] for contest in actual["contests"].values())
 
 
 @pytest.mark.slow
 def test_turns_of_compiled_pipelines() -> None:
     """Beside each other only, with split passes."""
     group = Group(axis="pp", world=2, work=TOY, schedules=("1f1b", "zb-h1"), compile="on")
-    found = report(group, seconds=0.0)
-    assert group.name == "pp-2-compiled" and not found["contests"] and not found["failed"]
-    assert found["loss_spread"] < 1e-4 and 0 < found["pipelines"]["zb-h1"]["simulated_over_1f1b"] < 2
+    actual = report(group, seconds=0.0)
+    assert group.name == "pp-2-compiled" and not actual["contests"] and not actual["failed"]
+    assert actual["loss_spread"] < 1e-4 and 0 < actual["pipelines"]["zb-h1"]["simulated_over_1f1b"] < 2
 
 
 @pytest.mark.slow
@@ -51,13 +53,13 @@ def test_a_trace_tells_what_lives_when() -> None:
     import torch
     from torch.profiler import record_function
 
-    kept = []
+    stored = []
 
     def run() -> None:
-        kept.append(torch.zeros(1024))
+        stored.append(torch.zeros(1024))
         with record_function("mark it"):
             torch.ones(4096)
-            kept.append(torch.zeros(256))
+            stored.append(torch.zeros(256))
 
     trace = traced(run)
     start, end = trace.marks["mark it"]

@@ -27,7 +27,7 @@ def test_outliers_change_no_logit_and_make_large_activations() -> None:
     assert torch.equal(plain(tokens), strong(tokens)), "powers of two"
     peaks = table.column_peaks(strong, [batch()], ["layers.0.attention.q.weight", "layers.1.mlp.down.weight"])
     columns = table.outlier_columns(peaks, 6.0)
-    assert all(table.CHANNELS <= len(one) <= 8 for one in columns.values()) and len(columns) == 2
+    assert all(table.CHANNELS <= len(column) <= 8 for column in columns.values()) and len(columns) == 2
 
 
 @torch.no_grad()
@@ -46,18 +46,18 @@ def test_the_benchmark_runs_at_toy_size(
     words = ["table", "--json", "--run", str(tmp_path / "run"), "--scales", "1,64", "--sequences", "16"]
     monkeypatch.setattr(sys, "argv", words)
     table.main()
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["perplexity"]) == ["1", "64"]
-    assert list(found["perplexity"]["64"]) == ["fp32", *table.METHODS, table.LLM]
-    assert found["neighbours"] == 0 and found["gap_64"] < 0.01 and found["worst_1"] < 0.05
-    assert found["facts"]["64"]["injection_kl"] < 1e-6 and found["facts"]["64"]["columns"] > 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document["perplexity"]) == ["1", "64"]
+    assert list(document["perplexity"]["64"]) == ["fp32", *table.METHODS, table.LLM]
+    assert document["neighbours"] == 0 and document["gap_64"] < 0.01 and document["worst_1"] < 0.05
+    assert document["facts"]["64"]["injection_kl"] < 1e-6 and document["facts"]["64"]["columns"] > 0
     assert mw.load(tmp_path / "run").plan is not None
 
 
 def test_rates_are_measured_at_toy_size(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["rates", "--json", "--size", "256", "--rows", "1,40", "--rounds", "1"])
     rates.main()
-    found = json.loads(capsys.readouterr().out)
-    assert found["over_bf16"].keys() == {"1", "40"} and set(found["over_bf16"]["1"]) == set(rates.WAYS)
-    assert all(found[name] > 0 for name in ("int4_bandwidth", "int4_over_fp16", "llm_int8_many_rows"))
-    assert found["slowest_over_bf16"] <= found["llm_int8_one_row"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["over_bf16"].keys() == {"1", "40"} and set(document["over_bf16"]["1"]) == set(rates.WAYS)
+    assert all(document[name] > 0 for name in ("int4_bandwidth", "int4_over_fp16", "llm_int8_many_rows"))
+    assert document["slowest_over_bf16"] <= document["llm_int8_one_row"]

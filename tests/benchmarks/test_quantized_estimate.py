@@ -47,9 +47,9 @@ def test_many_rows_hide_what_restoring_costs() -> None:
 def test_a_table_has_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "DEVICES", ("a100-80", "h200"))
     monkeypatch.setattr(estimate, "MODELS", ("llama-3.2-1b",))
-    found = list(estimate.table())
-    assert len(found) == len(estimate.MODELS) * len(estimate.DEVICES) * len(estimate.SHOWN)
-    assert all(set(one.speeds) == set(estimate.ROWS) and min(one.speeds.values()) > 0.3 for one in found)
+    items = list(estimate.table())
+    assert len(items) == len(estimate.MODELS) * len(estimate.DEVICES) * len(estimate.SHOWN)
+    assert all(set(item.speeds) == set(estimate.ROWS) and min(item.speeds.values()) > 0.3 for item in items)
 
 
 @pytest.mark.parametrize("name", estimate.DEVICES)

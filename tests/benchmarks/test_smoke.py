@@ -48,15 +48,15 @@ TOY = [
 
 @pytest.mark.long
 def test_a_card_of_24_gb_is_compared() -> None:
-    found = dry_qlora.compared("qwen2.5-0.5b", "rtx4090x1")
-    assert 0 < found["peak_bytes"] < found["usable_bytes"] and found["error"] < 0.05
+    figures = dry_qlora.compared("qwen2.5-0.5b", "rtx4090x1")
+    assert 0 < figures["peak_bytes"] < figures["usable_bytes"] and figures["error"] < 0.05
 
 
 def test_startup_tells_time_and_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "VERBS", {"version": ("--version",)})
-    found = startup.measure(1)
-    assert found["verbs_with_torch"] == 0
-    assert 0 < found["slowest_seconds"] < 60
+    figures = startup.measure(1)
+    assert figures["verbs_with_torch"] == 0
+    assert 0 < figures["slowest_seconds"] < 60
 
 
 def test_startup_would_notice_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +83,10 @@ def test_children_are_counted_and_shared_pages_once() -> None:
 
 @pytest.mark.slow
 def test_quickstart_reports_what_the_claims_read() -> None:
-    found = quickstart.measure([*TOY, "data.limit_bytes=100000"])
-    assert found["seconds"] > 0
-    assert 0 < found["bits_per_byte"] < 20
-    assert isinstance(found["sample"], str)
+    figures = quickstart.measure([*TOY, "data.limit_bytes=100000"])
+    assert figures["seconds"] > 0
+    assert 0 < figures["bits_per_byte"] < 20
+    assert isinstance(figures["sample"], str)
 
 
 @pytest.mark.parametrize("name", exactness.SHAPES)
@@ -117,39 +117,39 @@ def test_exactness_would_notice_a_mean_of_means(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 def test_a_killed_run_ends_as_the_run_that_was_not() -> None:
-    found = resume.measure(kills=1, steps=8, seed=0)
-    assert (found["differing_tensors"], found["differing_records"]) == (0, 0)
-    assert found["tensors"] > 50 and found["records"] >= 8
+    figures = resume.measure(kills=1, steps=8, seed=0)
+    assert (figures["differing_tensors"], figures["differing_records"]) == (0, 0)
+    assert figures["tensors"] > 50 and figures["records"] >= 8
 
 
 @pytest.mark.long
 def test_recomputation_is_measured_beside_what_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(recomputation.SIZES, "10m", (1, 64))
-    found = recomputation.compared("10m", 1)
-    policies = found["policies"]
+    figures = recomputation.compared("10m", 1)
+    policies = figures["policies"]
     assert list(policies) == [*RECOMPUTE, recomputation.HALF]
     assert policies["full"]["bytes"] < policies[recomputation.HALF]["bytes"] < policies["none"]["bytes"]
-    assert found["largest_dry_error"] < 0.2
+    assert figures["largest_dry_error"] < 0.2
     assert policies["full"]["flop_ratio"] > policies[recomputation.HALF]["flop_ratio"] > 1
 
 
 @pytest.mark.long
 def test_a_curve_of_muon_is_held_against_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = ("fp32, adamw", "fp32, muon")
-    monkeypatch.setattr(muon, "VARIANTS", {name: muon.VARIANTS[name] for name in some})
-    found = muon.measured(6)
-    one = found["curves"][some[1]]
-    assert len(one["losses"]) == 6 and one["off"] == found["largest_off"] != 0
-    assert one["bytes"] < found["curves"][some[0]]["bytes"]
+    names = ("fp32, adamw", "fp32, muon")
+    monkeypatch.setattr(muon, "VARIANTS", {name: muon.VARIANTS[name] for name in names})
+    figures = muon.measured(6)
+    entry = figures["curves"][names[1]]
+    assert len(entry["losses"]) == 6 and entry["off"] == figures["largest_off"] != 0
+    assert entry["bytes"] < figures["curves"][names[0]]["bytes"]
 
 
 def test_curves_of_narrow_states_are_held_against_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    some = ("fp32", "fp32, int8 states")
-    monkeypatch.setattr(optimizer_states, "VARIANTS", {name: optimizer_states.VARIANTS[name] for name in some})
-    found = optimizer_states.measured(3)
-    narrow = found["curves"][some[1]]
-    assert len(narrow["losses"]) == 3 and 0 < abs(narrow["off"]) == found["largest_off"] < 0.01
-    assert narrow["bytes"] < 6.2 < found["curves"]["fp32"]["bytes"] == 12
+    names = ("fp32", "fp32, int8 states")
+    monkeypatch.setattr(optimizer_states, "VARIANTS", {name: optimizer_states.VARIANTS[name] for name in names})
+    figures = optimizer_states.measured(3)
+    narrow = figures["curves"][names[1]]
+    assert len(narrow["losses"]) == 3 and 0 < abs(narrow["off"]) == figures["largest_off"] < 0.01
+    assert narrow["bytes"] < 6.2 < figures["curves"]["fp32"]["bytes"] == 12
 
 
 @pytest.mark.slow
@@ -163,12 +163,12 @@ def test_serving_speed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
             serve_speed.main(["--json", "--rounds", "1", "--part", part])
     finally:
         torch.set_num_threads(threads)
-    found: dict[str, float] = {}
+    actual: dict[str, float] = {}
     for line in capsys.readouterr().out.splitlines():
-        found |= json.loads(line) if line.startswith("{") else {}
-    assert found["wrong"] == 0 and found["prefix_hit_tokens"] == 1024
+        actual |= json.loads(line) if line.startswith("{") else {}
+    assert actual["wrong"] == 0 and actual["prefix_hit_tokens"] == 1024
     for name in ("over_one_by_one", "over_static", "exact_costs", "blocks_100k_over_1k", "scheduler_step_microseconds"):
-        assert found[name] > -1
+        assert actual[name] > -1
 
 
 @pytest.mark.slow
@@ -181,16 +181,16 @@ def test_throughput_over_quality(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(serve_quality, "DESIGNS", small)
     texts = write_texts(tmp_path / "texts")
     monkeypatch.setattr(serve_quality, "TEXT", str(texts))
-    found = serve_quality.measure(tmp_path, 2, 1, ("GQA", "MLA"))
-    assert not found["left_out"] and min(found["equal_tokens"].values()) == 1
-    assert {row["what"] for row in found["rows"]} >= {"transformers", "engine", "eager attention", "paged, int4"}
-    assert all(row["tokens_per_second"] > 0 and 0 < row["bits_per_byte"] < 10 for row in found["rows"])
-    serve_quality.draw(found, tmp_path / "picture.png")
+    figures = serve_quality.measure(tmp_path, 2, 1, ("GQA", "MLA"))
+    assert not figures["left_out"] and min(figures["equal_tokens"].values()) == 1
+    assert {row["what"] for row in figures["rows"]} >= {"transformers", "engine", "eager attention", "paged, int4"}
+    assert all(row["tokens_per_second"] > 0 and 0 < row["bits_per_byte"] < 10 for row in figures["rows"])
+    serve_quality.draw(figures, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_designs_have_equal_compute() -> None:
-    shapes = [planfile.read(None, [f"model={json.dumps(one)}"]).model for one in serve_quality.DESIGNS.values()]
+    shapes = [planfile.read(None, [f"model={json.dumps(entry)}"]).model for entry in serve_quality.DESIGNS.values()]
     flop = [token_flop(shape, 128, causal=True).forward for shape in shapes]
     assert max(flop) < 1.03 * min(flop)
 
@@ -198,17 +198,17 @@ def test_designs_have_equal_compute() -> None:
 def test_all_serving_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     """One of them, in a process of its own; and what is installed."""
     assert serve.main(["--only", "operations", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["operations"]["faults"] == 0 and "vllm" in found["installed"]
+    document = json.loads(capsys.readouterr().out)
+    assert document["operations"]["faults"] == 0 and "vllm" in document["installed"]
     with pytest.raises(SystemExit):
         serve.main(["--only", "nothing"])
 
 
 def test_serving_over_http(capsys: pytest.CaptureFixture[str]) -> None:
     assert serve_http.main(["--json", "--clients", "2", "--seconds", "1"]) == 0
-    (found,) = json.loads(capsys.readouterr().out).values()
-    assert found["clients"] == 2 and 0 < found["share_of_engine"] < 1.1 and found["gap_p99_steps"] > 0.5
-    assert found["messages_per_step"] < 1.1 and found["client_core_share"] < 1
+    (actual,) = json.loads(capsys.readouterr().out).values()
+    assert actual["clients"] == 2 and 0 < actual["share_of_engine"] < 1.1 and actual["gap_p99_steps"] > 0.5
+    assert actual["messages_per_step"] < 1.1 and actual["client_core_share"] < 1
     assert serve.flat({"a": {"b": 1}, "c": 2}) == {"a.b": 1, "c": 2}
 
 
@@ -220,10 +220,10 @@ def test_serving_quantized(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         serve_quantized.main(["--json", "--rounds", "1", "--new", "2"])
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
     for batch in serve_quantized.BATCHES:
-        assert found[f"int8_over_hf_{batch}"] and found[f"engine_{batch}_tokens_per_second"] > 0
-    assert 0.5 < found["top1"] <= 1
+        assert document[f"int8_over_hf_{batch}"] and document[f"engine_{batch}_tokens_per_second"] > 0
+    assert 0.5 < document["top1"] <= 1
 
 
 @pytest.mark.long
@@ -236,9 +236,9 @@ def test_serving_forms(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
         serve_forms.main(["--json", "--rounds", "1", "--steps", "12"])
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 0 < found["int8_kl"] < found["fp8_kl"] and found["differing"] == 0
-    assert found["guessed_over_plain_1"] > 0 and 0 <= found["accepted_8"] <= 1
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 < document["int8_kl"] < document["fp8_kl"] and document["differing"] == 0
+    assert document["guessed_over_plain_1"] > 0 and 0 <= document["accepted_8"] <= 1
 
 
 def test_serving_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,8 +249,8 @@ def test_serving_adapters(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         serve_adapters.main(["--json", "--rounds", "1"])
     finally:
         torch.set_num_threads(threads)
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["differing"] == 0 and found["base_over_16"] > 0 and found["adapters_over_models"] > 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["differing"] == 0 and document["base_over_16"] > 0 and document["adapters_over_models"] > 0
 
 
 def test_serving_operations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,9 @@ def test_schedules_have_rows_without_violations() -> None:
 
 @pytest.mark.long
 def test_layouts_of_verify_are_checked() -> None:
-    found = trial(["pp 1f1b"])
-    assert not isinstance(found, str) and found is not None
-    checked = trace_check._layout(found)
+    actual = trial(["pp 1f1b"])
+    assert not isinstance(actual, str) and actual is not None
+    checked = trace_check._layout(actual)
     assert checked.ranks == 2 and not checked.violations
 
 

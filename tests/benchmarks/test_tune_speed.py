@@ -13,10 +13,10 @@ from meshwright.data import Tokenizer
 
 def test_conversations_have_the_lengths_that_are_stated(tmp_path: Path) -> None:
     write_chat(tmp_path / "chat.jsonl", 600)
-    found = [json.loads(line)["messages"] for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
+    actual = [json.loads(line)["messages"] for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     tokenizer = Tokenizer.shipped()
     lengths: dict[str, list[int]] = {"user": [], "assistant": []}
-    for messages in found:
+    for messages in actual:
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
         for message in messages:
             lengths[message["role"]].append(len(tokenizer.encode(message["content"])))
@@ -43,13 +43,13 @@ def test_without_trl_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 def test_ours_takes_turns(tmp_path: Path) -> None:
     write_chat(tmp_path / "chat.jsonl", 40)
     write_model(tmp_path / "model", "tiny")
-    [found] = tune_speed.race(["ours"], tmp_path, "fp32", 1, 1, "cpu")
-    assert not found.error and found.peak_bytes > 0 and found.seconds > 0
-    assert 0.8 * ROWS * SEQUENCE < found.tokens <= ROWS * SEQUENCE
-    assert len(found.losses) == tune_speed.WARM_UP + 1 and all(loss > 0 for loss in found.losses)
+    [actual] = tune_speed.race(["ours"], tmp_path, "fp32", 1, 1, "cpu")
+    assert not actual.error and actual.peak_bytes > 0 and actual.seconds > 0
+    assert 0.8 * ROWS * SEQUENCE < actual.tokens <= ROWS * SEQUENCE
+    assert len(actual.losses) == tune_speed.WARM_UP + 1 and all(loss > 0 for loss in actual.losses)
 
 
 @pytest.mark.long
 def test_a_contestant_that_ends_is_reported(tmp_path: Path) -> None:
-    [found] = tune_speed.race(["ours"], tmp_path, "fp32", 1, 1, "cpu")
-    assert found.error and not found.tokens
+    [actual] = tune_speed.race(["ours"], tmp_path, "fp32", 1, 1, "cpu")
+    assert actual.error and not actual.tokens

@@ -29,7 +29,7 @@ def claims_command(folder: Path, *arguments: str) -> int:
     return run.main(["--table", str(folder / "claims.toml"), "--out", str(folder / "docs"), *arguments])
 
 
-def kept(folder: Path) -> dict[str, dict[str, object]]:
+def recorded(folder: Path) -> dict[str, dict[str, object]]:
     return {row["id"]: row for row in json.loads((folder / "docs" / "claims.json").read_text())["records"]}
 
 
@@ -114,14 +114,14 @@ def test_one_command_serves_several_rows_and_the_page_is_written(tmp_path: Path,
 def test_rows_not_run_keep_their_figure_until_their_command_changes(tmp_path: Path) -> None:
     rows(tmp_path, {"id": "fast"}, {"id": "long", "slow": True})
     assert claims_command(tmp_path, "--slow") == 0
-    assert set(kept(tmp_path)) == {"fast", "long"}
+    assert set(recorded(tmp_path)) == {"fast", "long"}
     rows(tmp_path, {"id": "fast", "command": "false"}, {"id": "long", "slow": True, "bar": "== 1"})
     assert claims_command(tmp_path, "--only", "fast") == 1
-    assert kept(tmp_path)["fast"]["figure"] == 1
+    assert recorded(tmp_path)["fast"]["figure"] == 1
     assert "`long`, slow) | succeeds | succeeded | **no** |" in (tmp_path / "docs" / "claims.md").read_text()
     rows(tmp_path, {"id": "fast"}, {"id": "long", "slow": True, "command": "true again"})
     assert claims_command(tmp_path) == 0
-    assert set(kept(tmp_path)) == {"fast"}
+    assert set(recorded(tmp_path)) == {"fast"}
 
 
 def test_a_skipped_row_keeps_its_last_figure(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_skipped_row_keeps_its_last_figure(tmp_path: Path) -> None:
     assert claims_command(tmp_path) == 0
     answer.write_text('{"skipped": "no GPU"}')
     assert claims_command(tmp_path) == 0
-    assert kept(tmp_path)["x"]["figure"] == 1
+    assert recorded(tmp_path)["x"]["figure"] == 1
 
 
 def test_an_unknown_row_is_answered_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -42,8 +42,8 @@ def test_the_choice_is_the_best_but_for_what_one_step_costs(seed: int) -> None:
     ways = list(product(range(4), repeat=4))
 
     def total(numbers: Any) -> tuple[int, float]:
-        found = [group[number] for group, number in zip(groups, numbers, strict=True)]
-        return sum(one.bytes for one in found), sum(one.divergence for one in found)
+        actual = [group[number] for group, number in zip(groups, numbers, strict=True)]
+        return sum(entry.bytes for entry in actual), sum(entry.divergence for entry in actual)
 
     step = max(second.bytes - first.bytes for group in groups for first, second in pairwise(group))
     for budget in range(total([0] * 4)[0], total([3] * 4)[0] + 1, 7):
@@ -56,24 +56,24 @@ def test_the_choice_is_the_best_but_for_what_one_step_costs(seed: int) -> None:
 
 def test_groups_are_measured_one_by_one_and_the_model_stays_as_it_was() -> None:
     model = build(SHAPES["llama"]).eval().requires_grad_(False)
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     rungs, names = ladder(SCHEMES["int4-gptq"]), list(quantizable(model.shape))
-    found = measured_groups(model, names, rungs, [batch(), batch(seed=1)])
-    assert sorted(name for group in found for name in group.names) == sorted(names)
-    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
-    for group in (found[0], found[3]):
+    actual = measured_groups(model, names, rungs, [batch(), batch(seed=1)])
+    assert sorted(name for group in actual for name in group.names) == sorted(names)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    for group in (actual[0], actual[3]):
         after = copy.deepcopy(model)
         for name in group.names:
             after.get_parameter(name).copy_(quantize_matrix(name, before[name], rungs[0]).dequantized())
         expected = compare(model, after, [batch(), batch(seed=1)]).kl
         assert group.choices[0].divergence == pytest.approx(expected, rel=1e-4)
-        falling = [one.divergence for one in group.choices]
+        falling = [choice.divergence for choice in group.choices]
         assert falling == sorted(falling, reverse=True) and falling[-1] < falling[0] / 100
-        assert [one.bytes for one in group.choices] == sorted(one.bytes for one in group.choices)
+        assert [choice.bytes for choice in group.choices] == sorted(choice.bytes for choice in group.choices)
     sizes = quantizable(model.shape)
-    stored = sum(tensor.nbytes for name in found[0].names
+    stored = sum(tensor.nbytes for name in actual[0].names
                  for tensor in quantize_matrix(name, before[name], rungs[2]).tensors.values())  # fmt: skip
-    assert found[0].choices[2].bytes == stored and len(found[0].choices) == len(RUNGS) and sizes
+    assert actual[0].choices[2].bytes == stored and len(actual[0].choices) == len(RUNGS) and sizes
 
 
 @pytest.mark.parametrize("scheme", ["int4-gptq", "int4-hqq"])
@@ -83,19 +83,19 @@ def test_the_files_stay_within_the_budget(scheme: str, folder: Path, capsys: pyt
     most = mw.quantize(folder / "hf", "int8", folder / "eight", quality=False).bytes
     budget = (least + most) // 2
     assert main([*words, "--budget", str(budget), "-o", str(folder / "q"), "--json", "--max-kl", "1"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    files = sum(one.stat().st_size for one in folder.glob("q/*.safetensors"))
-    assert files == found["bytes"] == found["predicted_bytes"] <= budget == found["budget_bytes"]
-    assert files > 0.9 * budget and len(found["bits"]) > 1
-    assert {one["scheme"] for one in found["layers"]} == {f"int{bits}-{scheme[5:]}" for bits in found["bits"]}
+    document = json.loads(capsys.readouterr().out)
+    files = sum(path.stat().st_size for path in folder.glob("q/*.safetensors"))
+    assert files == document["bytes"] == document["predicted_bytes"] <= budget == document["budget_bytes"]
+    assert files > 0.9 * budget and len(document["bits"]) > 1
+    assert {layer["scheme"] for layer in document["layers"]} == {f"int{bits}-{scheme[5:]}" for bits in document["bits"]}
     assert main(["generate", str(folder / "q"), "--prompt", "def", "--greedy", "--max-new-tokens", "2"]) == 0
     assert main([*words, "--budget", "100KiB", "-o", str(folder / "small")]) == 2
-    said = capsys.readouterr().err
-    assert "--budget 0.1 MiB is too small: with 3 bits for every matrix the files take" in said.replace("\n", " ")
+    printed = capsys.readouterr().err
+    assert "--budget 0.1 MiB is too small: with 3 bits for every matrix the files take" in printed.replace("\n", " ")
     assert not (folder / "small").exists()
 
 
-@pytest.mark.parametrize(("change", "kind", "said"), [
+@pytest.mark.parametrize(("change", "kind", "message"), [
     ({"budget": "much"}, ArgumentError, "budget=much is no size"),
     ({"budget": "1.2TiB"}, ArgumentError, "budget=1.2TiB is no size: give a number with B, KiB"),
     ({"budget": 0}, ArgumentError, "budget=0 is no size"),
@@ -104,14 +104,14 @@ def test_the_files_stay_within_the_budget(scheme: str, folder: Path, capsys: pyt
     ({"budget": "300KiB", "format": "compressed-tensors", "group": 32}, PlanError, "is written with one scheme"),
 ])  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(
-    change: dict[str, Any], kind: type[Exception], said: str, folder: Path
+    change: dict[str, Any], kind: type[Exception], message: str, folder: Path
 ) -> None:
-    given = {
+    inputs = {
         "model": folder / "hf", "scheme": "int4-rtn", "out": folder / "q", "data": folder / "text.txt", "sequences": 8,
         **change,
     }  # fmt: skip
-    with pytest.raises(kind, match=said):
-        mw.quantize(**given)
+    with pytest.raises(kind, match=message):
+        mw.quantize(**inputs)
     assert not (folder / "q").exists()
 
 

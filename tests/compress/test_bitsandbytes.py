@@ -35,8 +35,10 @@ def quantized(tmp_path: Path, scheme: str, shape: ModelShape = SHAPE, **more: An
     """The weights before, and the folder."""
     before = directory(tmp_path / "hf", shape)
     more = {**WAYS.get(scheme, {}), **more}
-    found = mw.quantize(tmp_path / "hf", scheme, tmp_path / "q", format=BNB, quality=False, **more)
-    assert found.bytes == found.predicted_bytes == sum(one.stat().st_size for one in tmp_path.glob("q/*.safetensors"))
+    actual = mw.quantize(tmp_path / "hf", scheme, tmp_path / "q", format=BNB, quality=False, **more)
+    assert (
+        actual.bytes == actual.predicted_bytes == sum(path.stat().st_size for path in tmp_path.glob("q/*.safetensors"))
+    )
     return before, tmp_path / "q"
 
 
@@ -44,11 +46,11 @@ def quantized(tmp_path: Path, scheme: str, shape: ModelShape = SHAPE, **more: An
 @pytest.mark.parametrize("scheme", WAYS)
 def test_what_is_written_is_read_back_to_the_bit(scheme: str, keep: list[str], tmp_path: Path) -> None:
     before, folder = quantized(tmp_path, scheme, keep=keep)
-    of = restored(folder)
+    restored_weight = restored(folder)
     for name, weight in before.items():
         left = name not in quantizable(SHAPE) or (keep and name.startswith("layers.1.mlp."))
         expected = weight if left else quantize_matrix(name, weight, SCHEMES[scheme]).dequantized()
-        assert torch.equal(of(name), expected), name
+        assert torch.equal(restored_weight(name), expected), name
 
 
 def opened(folder: Path, **options: Any) -> Any:
@@ -63,21 +65,21 @@ def their_weight(layer: Any) -> Tensor:
     import bitsandbytes.functional as theirs
 
     if isinstance(layer.weight.data, Tensor) and layer.weight.dtype == torch.int8:
-        found: Tensor = theirs.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
-        return found
+        tensor: Tensor = theirs.int8_vectorwise_dequant(layer.weight.data, layer.weight.SCB)
+        return tensor
     state = layer.weight.quant_state
     state.dtype = torch.float32
     wide: Tensor = theirs.dequantize_4bit(layer.weight.data, state)
     return wide
 
 
-def compared(model: Any, of: Callable[[str], Tensor]) -> int:
+def compared(model: Any, weight_of: Callable[[str], Tensor]) -> int:
     """Matrices whose restored weights are equal to the bit."""
     count = 0
     for binding in bindings(SHAPE):
         (name,), (their,) = binding.ours, binding.theirs
         if name in quantizable(SHAPE):
-            ours, theirs = of(name), their_weight(model.get_submodule(their.removesuffix(".weight")))
+            ours, theirs = weight_of(name), their_weight(model.get_submodule(their.removesuffix(".weight")))
             assert torch.equal(theirs.view(ours.shape), ours), name
             count += 1
     return count
@@ -107,11 +109,11 @@ def test_their_own_folders_are_read_to_the_bit(kind: str, double: bool, storage:
     )  # fmt: skip
     model = opened(tmp_path / "hf", quantization_config=config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs")
-    of = restored(tmp_path / "theirs")
-    assert compared(model, of) == 14
+    restored_weight = restored(tmp_path / "theirs")
+    assert compared(model, restored_weight) == 14
     scheme = replace(SCHEMES["nf4-double" if double else "nf4"], codes=kind)
     for name in () if kind == "fp4" else quantizable(SHAPE):  # and what they make of a matrix is what we do
-        assert torch.equal(of(name), quantize_matrix(name, before[name], scheme).dequantized()), name
+        assert torch.equal(restored_weight(name), quantize_matrix(name, before[name], scheme).dequantized()), name
 
 
 @pytest.mark.filterwarnings("ignore")  # of theirs
@@ -122,13 +124,13 @@ def test_their_own_8_bit_folders_are_read(tmp_path: Path) -> None:
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=4.0)
     model = opened(tmp_path / "hf", quantization_config=config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "theirs")
-    loaded, of = mw.load(tmp_path / "theirs").model, restored(tmp_path / "theirs")
+    loaded, restored_weight = mw.load(tmp_path / "theirs").model, restored(tmp_path / "theirs")
     assert loaded.get_submodule("layers.0.mlp.up.quantized").scheme.threshold == 4.0
     for binding in bindings(SHAPE):
         (name,), (their,) = binding.ours, binding.theirs
         if name in quantizable(SHAPE):
             theirs = their_weight(model.get_submodule(their.removesuffix(".weight")))
-            torch.testing.assert_close(of(name), theirs, rtol=2e-7, atol=0.0)
+            torch.testing.assert_close(restored_weight(name), theirs, rtol=2e-7, atol=0.0)
 
 
 def test_rows_of_8_bits_are_read_without_the_word_for_it_and_tiles_are_refused(tmp_path: Path) -> None:
@@ -138,14 +140,14 @@ def test_rows_of_8_bits_are_read_without_the_word_for_it_and_tiles_are_refused(t
     tensors = load_file(folder / "model.safetensors")
     orders = {name: tensors.pop(name) for name in list(tensors) if name.endswith("weight_format")}
     save_file(tensors, folder / "model.safetensors")
-    of = restored(folder)
-    assert len(orders) == 14 and all(torch.equal(of(name), one) for name, one in before.items())
-    save_file(tensors | {name: one + 1 for name, one in orders.items()}, folder / "model.safetensors")
+    restored_weight = restored(folder)
+    assert len(orders) == 14 and all(torch.equal(restored_weight(name), tensor) for name, tensor in before.items())
+    save_file(tensors | {name: order + 1 for name, order in orders.items()}, folder / "model.safetensors")
     with pytest.raises(HubError, match="has codes in tiles of a GPU: save the model again"):
         mw.load(folder)
 
 
-@pytest.mark.parametrize(("shape", "scheme", "more", "said"), [
+@pytest.mark.parametrize(("shape", "scheme", "more", "message"), [
     (SHAPE, "int4-hqq", {}, "cannot hold int4-hqq: it has normal floats and 8-bit weights alone; take scheme=nf4"),
     (SHAPE, "fp8", {}, "cannot hold fp8"),
     (SHAPE, "nf4", {"group": 16}, "blocks of 16: take group=64"),
@@ -154,21 +156,21 @@ def test_rows_of_8_bits_are_read_without_the_word_for_it_and_tiles_are_refused(t
     (SHAPES["qwen3_moe"], "nf4", {"group": 32}, "leaves stacks of experts as they are"),
 ])  # fmt: skip
 def test_what_it_cannot_hold_is_refused_at_the_start(
-    shape: ModelShape, scheme: str, more: dict[str, Any], said: str, tmp_path: Path
+    shape: ModelShape, scheme: str, more: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         quantized(tmp_path, scheme, shape, **more)
     assert not (tmp_path / "q").exists()
 
 
 def rewritten(folder: Path, name: str, change: Callable[[bytearray], None]) -> None:
     """One tensor's bytes changed in place."""
-    one = next(stored for key, stored in stored_tensors(folder).items() if key.endswith(name))
-    raw = bytearray(one.file.read_bytes())
-    part = raw[one.start : one.start + one.num_bytes]
+    first = next(stored for key, stored in stored_tensors(folder).items() if key.endswith(name))
+    raw = bytearray(first.file.read_bytes())
+    part = raw[first.start : first.start + first.num_bytes]
     change(part)
-    raw[one.start : one.start + one.num_bytes] = part
-    one.file.write_bytes(bytes(raw))
+    raw[first.start : first.start + first.num_bytes] = part
+    first.file.write_bytes(bytes(raw))
 
 
 def replaced(old: bytes, new: bytes) -> Callable[[bytearray], None]:
@@ -195,9 +197,9 @@ DAMAGE: dict[str, tuple[str, Callable[[bytearray], None], str]] = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_folder_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
     _, folder = quantized(tmp_path, "nf4-double")
-    where, change, said = DAMAGE[name]
+    where, change, message = DAMAGE[name]
     rewritten(folder, where, change)
-    with pytest.raises(HubError, match=said):
+    with pytest.raises(HubError, match=message):
         mw.load(folder)
 
 
@@ -213,17 +215,21 @@ def test_a_config_of_other_storage_or_without_codes_is_refused(tmp_path: Path) -
 
 def test_doubled_scales_are_near_and_their_table_is_what_it_says() -> None:
     """Codes name the nearest number of the table; a matrix of equal scales comes back exact."""
-    assert len(DYNAMIC) == 256 and DYNAMIC[0] == -max(abs(one) for one in DYNAMIC if one < 0) and DYNAMIC[-1] == 1.0
-    assert max(abs(one - other) for one, other in zip(NF4, normal_float(), strict=True)) < 1e-6
+    assert (
+        len(DYNAMIC) == 256
+        and DYNAMIC[0] == -max(abs(tensor) for tensor in DYNAMIC if tensor < 0)
+        and DYNAMIC[-1] == 1.0
+    )
+    assert max(abs(left - right) for left, right in zip(NF4, normal_float(), strict=True)) < 1e-6
     scales = torch.rand(7, 90, generator=torch.Generator().manual_seed(0)) + 0.1
     table = dynamic_table(scales.device)
     codes, outer, offset = doubled(scales)
     shares = ((scales - offset).flatten() / outer.repeat_interleave(256)[: scales.numel()]).view(scales.shape)
     nearest = (shares.unsqueeze(-1) - table).abs().argmin(-1)
     assert torch.equal(codes.long(), nearest)
-    found = undoubled(codes, outer, offset, table)
-    torch.testing.assert_close(found, table[codes.long()] * outer.repeat_interleave(256)[:630].view(7, 90) + offset)
-    assert float((found - scales).abs().max()) < 0.05
+    actual = undoubled(codes, outer, offset, table)
+    torch.testing.assert_close(actual, table[codes.long()] * outer.repeat_interleave(256)[:630].view(7, 90) + offset)
+    assert float((actual - scales).abs().max()) < 0.05
     same = torch.full((3, 5), 0.25)
     assert torch.equal(undoubled(*doubled(same), table), same)
 

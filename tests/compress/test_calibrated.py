@@ -57,16 +57,16 @@ def original(shape: ModelShape, seed: int = 0) -> tuple[OriginalModel, Transform
     model = build(shape, seed=seed).eval().requires_grad_(False)
     parameters = dict(model.named_parameters())
     generator = torch.Generator().manual_seed(seed)
-    for name, one in model.state_dict().items():
+    for name, entry in model.state_dict().items():
         if "norm" in name or name.endswith("bias"):
-            one.add_(0.3 * torch.rand(one.shape, generator=generator))
-    weights = {**parameters, **{name: one for name, one in model.state_dict().items() if "correction" in name}}
-    found = OriginalModel(
+            entry.add_(0.3 * torch.rand(entry.shape, generator=generator))
+    weights = {**parameters, **{name: tensor for name, tensor in model.state_dict().items() if "correction" in name}}
+    original_model = OriginalModel(
         shape=shape, dtype=torch.float32, tokenizer=None,
-        weights=lambda dtype: ((name, one.detach().clone()) for name, one in weights.items()),
+        weights=lambda dtype: ((name, weight.detach().clone()) for name, weight in weights.items()),
         chat_template=None, generation=None, dropout=0.0,
     )  # fmt: skip
-    return found, model
+    return original_model, model
 
 
 def described(shape: ModelShape, scheme: str) -> QuantizedModel:
@@ -82,26 +82,26 @@ def test_folded_scales_change_no_logit(name: str) -> None:
     _, model = original(shape)
     tokens, generator = batch().tokens, torch.Generator().manual_seed(5)
     before = model(tokens)
-    places = [place for layer in range(shape.layers) for place in folds(shape, layer, quantizable(shape))]
-    assert {place.source.rpartition(".")[2] for place in places} >= {
+    places = [fold for layer in range(shape.layers) for fold in folds(shape, layer, quantizable(shape))]
+    assert {position.source.rpartition(".")[2] for position in places} >= {
         "gpt2": {"attention_norm", "v", "mlp_norm"}, "deepseek": {"q_norm", "kv_norm", "up", "mlp_norm"},
     }.get(name, {"attention_norm", "v", "up"})  # fmt: skip
-    for place in places:
-        reader = model.state_dict()[place.readers[0]]
+    for fold_place in places:
+        reader = model.state_dict()[fold_place.readers[0]]
         number = len(reader) if reader.dim() == 3 else 1
-        scales = [place.tied(torch.rand(reader.shape[-1], generator=generator) * 4 + 0.2) for _ in range(number)]
-        fold(model, place, scales, torch.float32)
+        scales = [fold_place.tied(torch.rand(reader.shape[-1], generator=generator) * 4 + 0.2) for _ in range(number)]
+        fold(model, fold_place, scales, torch.float32)
         changed = model(tokens)
-        assert torch.allclose(changed, before, rtol=1e-4, atol=1e-4), place
+        assert torch.allclose(changed, before, rtol=1e-4, atol=1e-4), fold_place
 
 
 @torch.no_grad()
 def test_a_gain_that_is_stored_in_16_bit_is_folded_exactly() -> None:
     _, model = original(EVERY["llama"])
     before = model(batch().tokens)
-    (place, *_) = folds(model.shape, 0, quantizable(model.shape))
-    fold(model, place, [torch.rand(64) + 0.3], torch.bfloat16)
-    gain = model.get_submodule(place.source).weight
+    (fold_place, *_) = folds(model.shape, 0, quantizable(model.shape))
+    fold(model, fold_place, [torch.rand(64) + 0.3], torch.bfloat16)
+    gain = model.get_submodule(fold_place.source).weight
     assert isinstance(gain, Tensor) and torch.equal(gain.bfloat16().float(), gain)
     assert torch.allclose(model(batch().tokens), before, rtol=1e-4, atol=1e-4)
 
@@ -111,7 +111,7 @@ def test_matrices_that_stay_are_not_scaled() -> None:
     names = [
         name for name in quantizable(shape) if name not in ("layers.0.attention.k.weight", "layers.0.mlp.up.weight")
     ]
-    assert [place.source for place in folds(shape, 0, names)] == ["layers.0.attention.v"]
+    assert [fold.source for fold in folds(shape, 0, names)] == ["layers.0.attention.v"]
     assert input_groups([name for name in names if name.startswith("layers.0.")]) == [
         ("layers.0.attention.q.weight", "layers.0.attention.v.weight"), ("layers.0.attention.o.weight",),
         ("layers.0.mlp.gate.weight",), ("layers.0.mlp.down.weight",),
@@ -123,35 +123,39 @@ def test_matrices_that_stay_are_not_scaled() -> None:
 def test_what_a_block_gathers_is_what_the_whole_model_reads(name: str) -> None:
     source, model = original(EVERY[name])
     heard: dict[str, list[tuple[Tensor, list[int]]]] = {}
-    wanted = [one for one in quantizable(model.shape) if one.startswith("layers.1.")]
+    wanted = [name for name in quantizable(model.shape) if name.startswith("layers.1.")]
 
-    def seen(one: str, x: Tensor, counts: Any) -> None:
+    def seen(entry: str, x: Tensor, counts: Any) -> None:
         rows = x.reshape(-1, x.shape[-1])
-        heard.setdefault(one, []).append((rows.clone(), [len(rows)] if counts is None else list(counts)))
+        heard.setdefault(entry, []).append((rows.clone(), [len(rows)] if counts is None else list(counts)))
 
     with reading(model, wanted, seen):
-        for some in TEXT:
-            model(some.tokens)
+        for part in TEXT:
+            model(part.tokens)
     text = BlockModel(model.shape, torch.float32, TEXT)
     weights = dict(source.weights(torch.float32))
-    text.enter({one: weights[one] for one in ("embed.weight", "positions.weight") if one in weights})
+    text.enter({entry: weights[entry] for entry in ("embed.weight", "positions.weight") if entry in weights})
     for layer in (0, 1):
-        own = {one: tensor for one, tensor in weights.items() if one.startswith(f"layers.{layer}.")}
-        with text.block(layer, own.items()):
+        ours = {name: tensor for name, tensor in weights.items() if name.startswith(f"layers.{layer}.")}
+        with text.block(layer, ours.items()):
             if layer == 0:
                 text.step(0)
                 continue
-            for one in wanted:
-                size = quantizable(model.shape)[one]
+            for wanted_name in wanted:
+                size = quantizable(model.shape)[wanted_name]
                 number = size[0] if len(size) == 3 else 1
-                inputs = Inputs(one, "products", number, size[-1], lambda which, hear: text.listen(1, which, hear))
+                inputs = Inputs(
+                    wanted_name, "products", number, size[-1], lambda which, hear: text.listen(1, which, hear)
+                )
                 for expert in range(number):
-                    rows = torch.cat([x.split(counts)[expert] for x, counts in heard[one]])
-                    found = inputs.statistics(expert)
-                    assert found.rows == len(rows)
+                    rows = torch.cat([x.split(counts)[expert] for x, counts in heard[wanted_name]])
+                    actual = inputs.statistics(expert)
+                    assert actual.rows == len(rows)
                     if len(rows):
-                        assert torch.allclose(found.gram, rows.t() @ rows / len(rows), rtol=1e-3, atol=1e-4), one
-                        assert torch.allclose(found.peaks, rows.abs().amax(0), rtol=1e-3, atol=1e-5)
+                        assert torch.allclose(actual.gram, rows.t() @ rows / len(rows), rtol=1e-3, atol=1e-4), (
+                            wanted_name
+                        )
+                        assert torch.allclose(actual.peaks, rows.abs().amax(0), rtol=1e-3, atol=1e-5)
     assert all(parameter.is_meta for parameter in text.model.parameters()), "nothing stays in memory"
 
 
@@ -160,16 +164,16 @@ def test_what_a_block_gathers_is_what_the_whole_model_reads(name: str) -> None:
 @pytest.mark.long
 def test_every_family_is_calibrated_and_stays_close(name: str, scheme: str, tmp_path: Path) -> None:
     source, model = original(EVERY[name])
-    found = calibrate(tmp_path / "q", source, described(model.shape, scheme), TEXT, torch.float32)
+    actual = calibrate(tmp_path / "q", source, described(model.shape, scheme), TEXT, torch.float32)
     after = build(model.shape).eval().requires_grad_(False)
     places = after.state_dict()
-    given = {}
-    for one, what in found.weights:
-        given[one] = what if isinstance(what, Tensor) else what.dequantized()
-        places[one].copy_(given[one])
-    assert set(given) == {one for one, _ in source.weights(torch.float32)}
-    assert [layer.name for layer in found.layers] == list(quantizable(model.shape))
-    p, q = (one(TEXT[0].tokens).double().log_softmax(-1) for one in (model, after))
+    inputs = {}
+    for entry, what in actual.weights:
+        inputs[entry] = what if isinstance(what, Tensor) else what.dequantized()
+        places[entry].copy_(inputs[entry])
+    assert set(inputs) == {entry for entry, _ in source.weights(torch.float32)}
+    assert [layer.name for layer in actual.layers] == list(quantizable(model.shape))
+    p, q = (entry(TEXT[0].tokens).double().log_softmax(-1) for entry in (model, after))
     bound = {"int8-smooth": 1e-3, "int3-gptq": 0.2}.get(scheme, 0.05)
     assert 0 < float((p.exp() * (p - q)).sum(-1).mean()) < bound
 
@@ -177,8 +181,8 @@ def test_every_family_is_calibrated_and_stays_close(name: str, scheme: str, tmp_
 def test_experts_that_the_text_hardly_reaches_are_rounded_and_counted(tmp_path: Path) -> None:
     source, model = original(EVERY["deepseek"])
     model.get_buffer("layers.1.mlp.router.correction_bias")[2] = -100.0
-    found = calibrate(tmp_path / "q", source, described(model.shape, "int4-gptq"), TEXT, torch.float32)
-    rare = {layer.name: layer.uncalibrated for layer in found.layers if layer.uncalibrated}
+    actual = calibrate(tmp_path / "q", source, described(model.shape, "int4-gptq"), TEXT, torch.float32)
+    rare = {layer.name: layer.uncalibrated for layer in actual.layers if layer.uncalibrated}
     assert rare == {f"layers.1.mlp.experts.{leaf}": 1 for leaf in ("gate", "up", "down")}
 
 
@@ -187,8 +191,8 @@ def test_a_stack_is_gathered_in_parts_and_the_same(tmp_path: Path, monkeypatch: 
     whole = [tensors(what) for _, what in calibrated(tmp_path / "a", source, model.shape).weights]
     monkeypatch.setattr("meshwright.compress.input_statistics.PRODUCTS_BYTES", 1)
     parts = [tensors(what) for _, what in calibrated(tmp_path / "b", source, model.shape).weights]
-    assert all(torch.equal(one, other) for first, second in zip(whole, parts, strict=True)
-               for one, other in zip(first, second, strict=True))  # fmt: skip
+    assert all(torch.equal(left, right) for first, second in zip(whole, parts, strict=True)
+               for left, right in zip(first, second, strict=True))  # fmt: skip
 
 
 def calibrated(out: Path, source: OriginalModel, shape: ModelShape, **more: Any) -> calibration.Calibrated:
@@ -204,15 +208,17 @@ def test_memory_holds_one_matrix_beside_the_block_that_is_applied(monkeypatch: p
     monkeypatch.setattr(quantized_matrix, "PIECE", 256)
     source, _ = original(SHAPES["llama"])
     text = BlockModel(source.shape, torch.float32, TEXT)
-    weights = {name: one for name, one in source.weights(torch.float32) if name.startswith("layers.0.")}
+    weights = {name: entry for name, entry in source.weights(torch.float32) if name.startswith("layers.0.")}
     parts = {
-        name: quantize_matrix(name, one, SCHEMES["int4-rtn"]) if name in quantizable(source.shape) else one
-        for name, one in weights.items()
+        name: quantize_matrix(name, weight, SCHEMES["int4-rtn"]) if name in quantizable(source.shape) else weight
+        for name, weight in weights.items()
     }
-    known = [one for part in parts.values() for one in ([part] if isinstance(part, Tensor) else part.tensors.values())]
+    known = [
+        entry for part in parts.values() for entry in ([part] if isinstance(part, Tensor) else part.tensors.values())
+    ]
     with Alive(known) as alive, text.block(0, restored_parts(parts, torch.float32)):
         pass
-    whole, largest = (of(one.nbytes for one in weights.values()) for of in (sum, max))
+    whole, largest = (lookup(weight.nbytes for weight in weights.values()) for lookup in (sum, max))
     assert whole < alive.peak_bytes < whole + 2 * largest
 
 
@@ -225,28 +231,28 @@ def test_memory_holds_one_block(tmp_path: Path) -> None:
     def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         nonlocal most
         for name, tensor in plain.weights(dtype):
-            own = tensor.clone()
-            alive[id(own)] = own.nbytes if name.startswith("layers.") else 0
-            weakref.finalize(own, alive.pop, id(own))
+            copied = tensor.clone()
+            alive[id(copied)] = copied.nbytes if name.startswith("layers.") else 0
+            weakref.finalize(copied, alive.pop, id(copied))
             most = max(most, sum(alive.values()))
-            yield name, own
-            del own, tensor
+            yield name, copied
+            del copied, tensor
 
     calls = []
     text = calibration.BlockModel
 
     class Watched(text):  # type: ignore[misc, valid-type]  # a class of a module's name
-        def listen(self, layer: int, *given: Any) -> None:
-            real = {name.split(".")[1] for name, one in self.model.named_parameters() if not one.is_meta}
+        def listen(self, layer: int, *inputs: Any) -> None:
+            real = {name.split(".")[1] for name, parameter in self.model.named_parameters() if not parameter.is_meta}
             calls.append(real)
-            super().listen(layer, *given)
+            super().listen(layer, *inputs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "BlockModel", Watched)
         for _, what in calibrated(tmp_path / "q", replace(plain, weights=weights), shape).weights:
             del what
-    block = sum(one.nbytes for name, one in model.named_parameters() if name.startswith("layers.0."))
-    assert all(len(one) == 1 for one in calls) and len(calls) == 6 * 4
+    block = sum(parameter.nbytes for name, parameter in model.named_parameters() if name.startswith("layers.0."))
+    assert all(len(call) == 1 for call in calls) and len(calls) == 6 * 4
     assert most <= 2 * block, (most, block)
 
 
@@ -273,19 +279,19 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 def test_after_a_kill_it_goes_on_with_the_same_bits(folder: Path) -> None:
-    given: dict[str, Any] = {"data": folder / "text.txt", "quality": False}
-    assert mw.quantize(folder / "hf", "int4-awq", folder / "whole", **given).resumed_blocks == 0
+    inputs: dict[str, Any] = {"data": folder / "text.txt", "quality": False}
+    assert mw.quantize(folder / "hf", "int4-awq", folder / "whole", **inputs).resumed_blocks == 0
     with run(folder, "q", fail_after=2) as child:
         assert child.stdout is not None and child.stdout.readline() == b"x\n"
         child.send_signal(signal.SIGKILL)
     left = folder / ".q.blocks"
-    assert not (folder / "q").exists() and sorted(one.name for one in left.iterdir()) == ["00000", "00001"]
-    found = mw.quantize(folder / "hf", "int4-awq", folder / "q", **given)
-    assert found.resumed_blocks == 2 and not left.exists()
+    assert not (folder / "q").exists() and sorted(entry.name for entry in left.iterdir()) == ["00000", "00001"]
+    quantized = mw.quantize(folder / "hf", "int4-awq", folder / "q", **inputs)
+    assert quantized.resumed_blocks == 2 and not left.exists()
     files = [(folder / name / "model.safetensors").read_bytes() for name in ("whole", "q")]
     assert files[0] == files[1]
-    assert [one.weight_error for one in found.layers] == [
-        one.weight_error for one in mw.quantize(folder / "hf", "int4-awq", folder / "again", **given).layers
+    assert [layer.weight_error for layer in quantized.layers] == [
+        layer.weight_error for layer in mw.quantize(folder / "hf", "int4-awq", folder / "again", **inputs).layers
     ]
 
 
@@ -313,8 +319,8 @@ def test_what_cannot_be_calibrated_is_refused_and_leaves_nothing(folder: Path) -
         mw.quantize(folder / "hf", "int4-gptq", out, data=folder / "text.txt", calibration=1, sequences=8)
     with pytest.raises(ArgumentError, match="calibration=0 must be 1 or more"):
         mw.quantize(folder / "hf", "int4-gptq", out, data=folder / "text.txt", calibration=0)
-    found = mw.load(folder / "hf")
-    for name, bad, said in (
+    loaded = mw.load(folder / "hf")
+    for name, bad, message in (
         (
             "layers.1.mlp.up.weight",
             float("nan"),
@@ -322,23 +328,23 @@ def test_what_cannot_be_calibrated_is_refused_and_leaves_nothing(folder: Path) -
         ),
         ("layers.1.mlp_norm.weight", float("inf"), r"layers\.1\.mlp\.gate\.weight reads activations that are infinite"),
     ):
-        weights = {one: tensor.clone() for one, tensor in found.model.state_dict().items()}
+        weights = {name: tensor.clone() for name, tensor in loaded.model.state_dict().items()}
         weights[name].view(-1)[3] = bad
         export_folder(
-            folder / name, model_tensors=weights.items(), shape=found.model.shape, tokenizer=found.tokenizer,
+            folder / name, model_tensors=weights.items(), shape=loaded.model.shape, tokenizer=loaded.tokenizer,
             dtype=torch.float32,
         )  # fmt: skip
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(PlanError, match=message):
             mw.quantize(folder / name, "int4-gptq", out, data=folder / "text.txt", quality=False)
-    assert sorted(one.name for one in folder.iterdir() if one.name.startswith((".", "q"))) == []
+    assert sorted(entry.name for entry in folder.iterdir() if entry.name.startswith((".", "q"))) == []
 
 
 def test_compressed_tensors_hold_the_same_codes(folder: Path) -> None:
-    given: dict[str, Any] = {"data": folder / "text.txt", "quality": False}
+    inputs: dict[str, Any] = {"data": folder / "text.txt", "quality": False}
     for scheme in ("int4-gptq", "int4-awq", "int8-smooth"):
-        own = mw.quantize(folder / "hf", scheme, folder / scheme, **given)
-        other = mw.quantize(folder / "hf", scheme, folder / f"{scheme}-ct", format="compressed-tensors", **given)
-        assert own.bytes == own.predicted_bytes and other.bytes == other.predicted_bytes
+        quantized = mw.quantize(folder / "hf", scheme, folder / scheme, **inputs)
+        other = mw.quantize(folder / "hf", scheme, folder / f"{scheme}-ct", format="compressed-tensors", **inputs)
+        assert quantized.bytes == quantized.predicted_bytes and other.bytes == other.predicted_bytes
         first, second = (mw.load(folder / name).model for name in (scheme, f"{scheme}-ct"))
         with torch.no_grad():
             assert torch.equal(first(batch().tokens), second(batch().tokens)), scheme
@@ -352,13 +358,13 @@ def test_a_run_calibrates_on_what_it_trained_on_and_is_scored_on_the_rest(
     capsys.readouterr()
     words = ["quantize", str(tmp_path / "run"), "--sequences", "8", "--calibration", "16", "--max-kl", "2"]
     assert main([*words, "--scheme", "int4-gptq", "-o", str(tmp_path / "q")]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "tokens of what the run trained on" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "tokens of what the run trained on" in printed
     opened = mw.load(tmp_path / "run")
-    plain, own = (quantization_text(opened, None, 8, windows) for windows in (None, 16))
-    assert all(torch.equal(one.tokens, other.tokens) for one, other in zip(plain.scored, own.scored, strict=True))
-    scored = {tuple(row.tolist()) for some in own.scored for row in some.tokens}
-    read = {tuple(row.tolist()) for some in own.calibration for row in some.tokens}
+    plain, ours = (quantization_text(opened, None, 8, windows) for windows in (None, 16))
+    assert all(torch.equal(left.tokens, right.tokens) for left, right in zip(plain.scored, ours.scored, strict=True))
+    scored = {tuple(row.tolist()) for part in ours.scored for row in part.tokens}
+    read = {tuple(row.tolist()) for part in ours.calibration for row in part.tokens}
     assert read and not read & scored
 
 
@@ -371,8 +377,8 @@ def test_a_text_below_two_windows_is_told_in_tokens_and_one_of_two_is_enough(fol
         short.write_text("a = 1\n" * words)
         tokens = len(opened.tokenizer.encode(short.read_text()))
         if tokens > window + 2:
-            found = quantization_text(opened, short, 64, None)
-            assert found.calibration and found.scored, tokens
+            actual = quantization_text(opened, short, 64, None)
+            assert actual.calibration and actual.scored, tokens
             continue
         with pytest.raises(DataError, match=rf"2 windows of {window:,}, which are {window + 2:,} tokens"):
             quantization_text(opened, short, 64, None)
@@ -380,16 +386,18 @@ def test_a_text_below_two_windows_is_told_in_tokens_and_one_of_two_is_enough(fol
 
 
 def test_sharded_models_are_read_as_they_come(folder: Path) -> None:
-    found = mw.load(folder / "hf")
+    loaded = mw.load(folder / "hf")
     export_folder(
-        folder / "shards", model_tensors=found.model.state_dict().items(), shape=found.model.shape,
-        tokenizer=found.tokenizer, dtype=torch.float32, max_shard_bytes=200_000,
+        folder / "shards", model_tensors=loaded.model.state_dict().items(), shape=loaded.model.shape,
+        tokenizer=loaded.tokenizer, dtype=torch.float32, max_shard_bytes=200_000,
     )  # fmt: skip
     assert len(list((folder / "shards").glob("*.safetensors"))) > 3
     for name in ("hf", "shards"):
         mw.quantize(folder / name, "int4-gptq", folder / f"{name}-q", data=folder / "text.txt", quality=False)
     first, second = (stored_tensors(folder / f"{name}-q") for name in ("hf", "shards"))
-    assert all(torch.equal(first[one].read(), second[one].read()) for one in first) and first.keys() == second.keys()
+    assert (
+        all(torch.equal(first[entry].read(), second[entry].read()) for entry in first) and first.keys() == second.keys()
+    )
 
 
 def test_a_block_is_made_from_its_weights_as_they_are_stored(folder: Path) -> None:
@@ -399,12 +407,12 @@ def test_a_block_is_made_from_its_weights_as_they_are_stored(folder: Path) -> No
     text = BlockModel(source.shape, torch.float32, TEXT)
     weights = dict(source.weights(torch.bfloat16))
     text.enter({"embed.weight": weights["embed.weight"]})
-    own = {name: one for name, one in weights.items() if name.startswith("layers.0.")}
-    schemes = {name: scheme for name, scheme in model.schemes.items() if name in own}
-    made = quantize_block(text, 0, own, schemes, torch.bfloat16)
-    assert list(made.parts) == list(own)
+    ours = {name: weight for name, weight in weights.items() if name.startswith("layers.0.")}
+    schemes = {name: scheme for name, scheme in model.schemes.items() if name in ours}
+    made = quantize_block(text, 0, ours, schemes, torch.bfloat16)
+    assert list(made.parts) == list(ours)
     norm = made.parts["layers.0.mlp_norm.weight"]
-    assert isinstance(norm, Tensor) and torch.equal(norm, own["layers.0.mlp_norm.weight"])
+    assert isinstance(norm, Tensor) and torch.equal(norm, ours["layers.0.mlp_norm.weight"])
 
 
 def test_a_batch_keeps_only_rows_that_count() -> None:
@@ -414,6 +422,6 @@ def test_a_batch_keeps_only_rows_that_count() -> None:
         valid=8,
         valid_of_rows=(4, 0, 4),
     )
-    (found,) = calibration.whole_rows([rows])
-    assert found.tokens.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]] and found.valid == 8
+    (actual,) = calibration.whole_rows([rows])
+    assert actual.tokens.tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]] and actual.valid == 8
     assert list(calibration.whole_rows([replace(rows, valid_of_rows=(0, 0, 0))])) == []

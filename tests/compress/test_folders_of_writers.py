@@ -43,14 +43,14 @@ def gptq_parts(
     index[order] = (torch.arange(columns) // group).int()
     middle, groups = 2 ** (bits - 1), -(-columns // group)
     scales, zeros = torch.empty(groups, rows), torch.full((groups, rows), middle)
-    for one in range(groups):
-        own = weight[:, index == one]
-        low, high = own.amin(1).clamp(max=0), own.amax(1).clamp(min=0)
+    for number in range(groups):
+        ours = weight[:, index == number]
+        low, high = ours.amin(1).clamp(max=0), ours.amax(1).clamp(min=0)
         if symmetric:
-            scales[one] = torch.maximum(-low, high) * 2 / (2**bits - 1)
+            scales[number] = torch.maximum(-low, high) * 2 / (2**bits - 1)
         else:
-            scales[one] = (high - low) / (2**bits - 1)
-            zeros[one] = (-low / scales[one]).round().clamp(1, 2**bits - 1)
+            scales[number] = (high - low) / (2**bits - 1)
+            zeros[number] = (-low / scales[number]).round().clamp(1, 2**bits - 1)
     scales = scales.half().float()
     codes = (weight.t() / scales[index.long()] + zeros[index.long()]).round().clamp(0, 2**bits - 1).long()
     return {
@@ -61,12 +61,12 @@ def gptq_parts(
 
 def _words(codes: Tensor, bits: int) -> Tensor:
     """(R, C) -> a stream of bits for each row, by whole numbers of Python."""
-    found = []
+    actual = []
     for row in codes.tolist():
-        stream = sum(code << (bits * place) for place, code in enumerate(row))
+        stream = sum(code << (bits * index) for index, code in enumerate(row))
         each = [(stream >> (32 * word)) & 0xFFFFFFFF for word in range(len(row) * bits // 32)]
-        found.append([word - 2**32 if word >= 2**31 else word for word in each])
-    return torch.tensor(found, dtype=torch.int32)
+        actual.append([word - 2**32 if word >= 2**31 else word for word in each])
+    return torch.tensor(actual, dtype=torch.int32)
 
 
 def awq_parts(weight: Tensor, group: int = 32) -> Parts:
@@ -76,7 +76,7 @@ def awq_parts(weight: Tensor, group: int = 32) -> Parts:
     scales = ((high - low).clamp(min=1e-5) / 15).half().float()
     zeros = (-(low / scales).round()).clamp(0, 15)
     codes = ((runs + (zeros * scales).unsqueeze(-1)) / scales.unsqueeze(-1)).round().clamp(0, 15)
-    ways = [8 * word + place for word in range(len(weight) // 8) for place in (0, 2, 4, 6, 1, 3, 5, 7)]
+    ways = [8 * word + location for word in range(len(weight) // 8) for location in (0, 2, 4, 6, 1, 3, 5, 7)]
     return {
         "qweight": _words(codes.flatten(1).long().t()[:, ways], 4), "qzeros": _words(zeros.long().t()[:, ways], 4),
         "scales": scales.t().half().contiguous(),
@@ -101,8 +101,8 @@ def written(
             if parts := quantize(their, tensors[their]):
                 coded[their] = parts
                 del tensors[their]
-                tensors |= {their.removesuffix("weight") + part: one for part, one in parts.items()}
-    tensors = {name: one.half() if one.dtype == torch.float32 else one for name, one in tensors.items()}
+                tensors |= {their.removesuffix("weight") + part: entry for part, entry in parts.items()}
+    tensors = {name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in tensors.items()}
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
     (folder / "hf").rename(folder / "theirs")
     (folder / "theirs" / "model.safetensors").unlink()
@@ -117,19 +117,21 @@ def written(
 
 def same_numbers(folder: Path, shape: ModelShape, coded: dict[str, Parts], read: Callable[[Parts], Tensor]) -> None:
     """Compare each matrix to what a writer's reader makes of it, and logits and answers to those of plain numbers."""
-    of, plain = restored(folder / "theirs"), load_file(next((folder / "theirs").glob("*.safetensors")))
+    restored_weight, plain = restored(folder / "theirs"), load_file(next((folder / "theirs").glob("*.safetensors")))
     count = 0
     for binding in bindings(shape):
         if all(their in plain for their in binding.theirs):
             continue
-        theirs = binding.transform.export([of(own) for own in binding.ours], shape)
-        for their, found in zip(binding.theirs, theirs, strict=True):
+        theirs = binding.transform.export([restored_weight(our_part) for our_part in binding.ours], shape)
+        for their, their_part in zip(binding.theirs, theirs, strict=True):
             plain[their] = read(coded[their]).float() if their in coded else plain[their]
-            assert torch.equal(found, plain[their]), their
+            assert torch.equal(their_part, plain[their]), their
             count += 1
     assert count == len(coded)
-    kept = {
-        name: one for name, one in plain.items() if one.dtype != torch.int32 and not name.endswith((".scales", ".bias"))
+    stored = {
+        name: entry
+        for name, entry in plain.items()
+        if entry.dtype != torch.int32 and not name.endswith((".scales", ".bias"))
     }
     (folder / "plain").mkdir()
     for name in ("config.json", "tokenizer.json"):
@@ -137,13 +139,15 @@ def same_numbers(folder: Path, shape: ModelShape, coded: dict[str, Parts], read:
     config = json.loads((folder / "plain" / "config.json").read_text())
     config.pop("quantization_config", None)
     (folder / "plain" / "config.json").write_text(json.dumps(config))
-    save_file({name: one.float().contiguous() for name, one in kept.items()}, folder / "plain" / "model.safetensors")
+    save_file(
+        {name: entry.float().contiguous() for name, entry in stored.items()}, folder / "plain" / "model.safetensors"
+    )
     ours, theirs_model = mw.load(folder / "theirs"), mw.load(folder / "plain")
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
         torch.testing.assert_close(ours.model(tokens), theirs_model.model(tokens), rtol=2e-2, atol=2e-3)
     ask = mw.RequestOptions(max_new_tokens=6)
-    answers = [[one.ids for one in model.generate_many(["def f", "class"], ask)] for model in (ours, theirs_model)]
+    answers = [[entry.ids for entry in model.generate_many(["def f", "class"], ask)] for model in (ours, theirs_model)]
     assert answers[0] == answers[1]
 
 
@@ -294,11 +298,11 @@ BAD: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_does_not_fit_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    change, said = BAD[name]
+    change, message = BAD[name]
     written(tmp_path, SHAPES["llama"], lambda name, weight: gptq_parts(weight), {**GPTQ, "quant_method": "gptq"})
     assert mw.load(tmp_path / "theirs").model.shape.layers == 2
     changed(tmp_path / "theirs", change)
-    with pytest.raises(HubError, match=said):
+    with pytest.raises(HubError, match=message):
         mw.load(tmp_path / "theirs")
 
 
@@ -361,7 +365,7 @@ def by_compressed_tensors(parts: Parts, block: int, size: tuple[int, int]) -> Te
     if "weight_packed" not in parts:
         return parts["weight"].float() * _wide(parts["weight_scale"], block, *size)
     words = [[word & 0xFFFFFFFF for word in row] for row in parts["weight_packed"].tolist()]
-    codes = torch.tensor([[word >> place & 15 for word in row for place in range(0, 32, 4)] for row in words])
+    codes = torch.tensor([[word >> index & 15 for word in row for index in range(0, 32, 4)] for row in words])
     runs = (codes - 8).view(size[0], parts["weight_scale"].shape[1], -1)
     return (runs * parts["weight_scale"].float().unsqueeze(-1)).flatten(1)
 
@@ -396,7 +400,7 @@ def test_inputs_of_fewer_than_8_bits_are_refused(bits: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("names", [("FP8",), ("FP8_BLOCK",), ("W4A16", "FP8"), ("W4A8",)])
 def test_llm_compressors_scales_of_all_of_blocks_and_of_several_groups(names: tuple[str, ...], tmp_path: Path) -> None:
-    groups = {f"group_{place}": {**PRESETS[name], "targets": ["re:.*"]} for place, name in enumerate(names)}
+    groups = {f"group_{index}": {**PRESETS[name], "targets": ["re:.*"]} for index, name in enumerate(names)}
     config = {
         "quant_method": "compressed-tensors", "format": PRESETS[names[0]]["format"], "config_groups": groups,
         "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
@@ -410,12 +414,12 @@ def test_llm_compressors_scales_of_all_of_blocks_and_of_several_groups(names: tu
         return packed_parts(weight) if len(names) > 1 and "mlp" in name else fp8_parts(weight, block)
 
     coded = written(tmp_path, SHAPES["llama"], quantize, config)
-    of = restored(tmp_path / "theirs")
+    restored_weight = restored(tmp_path / "theirs")
     for binding in bindings(SHAPES["llama"]):
-        (own,), (their,) = binding.ours, binding.theirs
+        (our_name,), (their,) = binding.ours, binding.theirs
         if their in coded:
-            (found,) = binding.transform.export([of(own)], SHAPES["llama"])
-            assert torch.equal(found, by_compressed_tensors(coded[their], block, sizes[their])), their
+            (actual,) = binding.transform.export([restored_weight(our_name)], SHAPES["llama"])
+            assert torch.equal(actual, by_compressed_tensors(coded[their], block, sizes[their])), their
     assert mw.load(tmp_path / "theirs").generate("def", max_new_tokens=2, temperature=0).ids
 
 
@@ -443,12 +447,12 @@ def test_weights_of_8_bits_under_other_names(name: str, tmp_path: Path) -> None:
         return {**parts, "weight_scale": parts["weight_scale"].float().view(()), "k_scale": torch.tensor(1.0)}
 
     coded = written(tmp_path, SHAPES["llama"], quantize, config, beside=beside)
-    of = restored(tmp_path / "theirs")
+    restored_weight = restored(tmp_path / "theirs")
     for binding in bindings(SHAPES["llama"]):
-        (own,), (their,) = binding.ours, binding.theirs
+        (our_name,), (their,) = binding.ours, binding.theirs
         if their in coded:
-            (found,), parts = binding.transform.export([of(own)], SHAPES["llama"]), coded[their]
-            assert torch.equal(found, parts["weight"].float() * parts["weight_scale"].half().float()), their
+            (exported,), parts = binding.transform.export([restored_weight(our_name)], SHAPES["llama"]), coded[their]
+            assert torch.equal(exported, parts["weight"].float() * parts["weight_scale"].half().float()), their
     assert mw.load(tmp_path / "theirs").generate("def", max_new_tokens=2, temperature=0).ids
 
 
@@ -484,8 +488,8 @@ def by_bitsandbytes(parts: dict[str, Tensor]) -> Tensor:
     state = json.loads(bytes(parts["weight.quant_state.bitsandbytes__fp4"].tolist()))
     codes = torch.tensor([code for byte in packed for code in (byte >> 4, byte & 15)])
     numbers = (torch.tensor(FOUR_BITS_OF_FP4) / 12)[codes].view(-1, state["blocksize"])
-    found: Tensor = (numbers * parts["weight.absmax"].unsqueeze(1)).view(state["shape"])
-    return found
+    tensor: Tensor = (numbers * parts["weight.absmax"].unsqueeze(1)).view(state["shape"])
+    return tensor
 
 
 @pytest.mark.parametrize(("shape", "storage"), [
@@ -508,14 +512,14 @@ def test_fp4_of_bitsandbytes_in_bytes_of_any_dtype(shape: str, storage: torch.dt
     for binding in bindings(model):
         for their in binding.theirs if next(iter(binding.ours)) in quantizable(model) else ():
             coded[their] = quantize(their, tensors.pop(their))
-            tensors |= {their.removesuffix("weight") + part: one.contiguous() for part, one in coded[their].items()}
-    save_file({name: one.clone() for name, one in tensors.items()}, tmp_path / "hf" / "model.safetensors")
+            tensors |= {their.removesuffix("weight") + part: entry.contiguous() for part, entry in coded[their].items()}
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "hf" / "model.safetensors")
     path = tmp_path / "hf" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-    of = restored(tmp_path / "hf")
+    restored_weight = restored(tmp_path / "hf")
     for binding in bindings(model):
-        theirs = binding.transform.export([of(own) for own in binding.ours], model)
-        for their, found in zip(binding.theirs, theirs, strict=True):
-            assert their not in coded or torch.equal(found, by_bitsandbytes(coded[their])), their
+        theirs = binding.transform.export([restored_weight(our_part) for our_part in binding.ours], model)
+        for their, their_part in zip(binding.theirs, theirs, strict=True):
+            assert their not in coded or torch.equal(their_part, by_bitsandbytes(coded[their])), their
     assert open_base(tmp_path / "hf").base == "fp4-g64-sym-fp32"
     assert mw.load(tmp_path / "hf").generate("def", max_new_tokens=2, temperature=0).ids

@@ -59,8 +59,10 @@ def quantized(tmp_path: Path, shape: str, scheme: str, format: str, **more: Any)
     before = directory(tmp_path / "hf", SHAPES[shape])
     if format == CT and SCHEMES[scheme].group:
         more = {"group": 32, **more}
-    found = mw.quantize(tmp_path / "hf", scheme, tmp_path / "q", format=format, quality=False, **more)
-    assert found.bytes == found.predicted_bytes == sum(one.stat().st_size for one in tmp_path.glob("q/*.safetensors"))
+    actual = mw.quantize(tmp_path / "hf", scheme, tmp_path / "q", format=format, quality=False, **more)
+    assert (
+        actual.bytes == actual.predicted_bytes == sum(path.stat().st_size for path in tmp_path.glob("q/*.safetensors"))
+    )
     return before, tmp_path / "q"
 
 
@@ -68,14 +70,14 @@ def restored(folder: Path) -> Callable[[str], Tensor]:
     """What each parameter of a read model stands for, fp32."""
     model = mw.load(folder).model
 
-    def of(name: str) -> Tensor:
+    def weight_of(name: str) -> Tensor:
         where, _, leaf = name.rpartition(".")
         module: Any = model.get_submodule(where)
-        found = getattr(module, "quantized" if leaf == "weight" else f"{leaf}_quantized", None)
-        tensor: Tensor = getattr(module, leaf) if found is None else found.matrix.dequantized()
+        attribute = getattr(module, "quantized" if leaf == "weight" else f"{leaf}_quantized", None)
+        tensor: Tensor = getattr(module, leaf) if attribute is None else attribute.matrix.dequantized()
         return tensor.detach()
 
-    return of
+    return weight_of
 
 
 @pytest.mark.parametrize(("shape", "scheme"), [
@@ -83,11 +85,11 @@ def restored(folder: Path) -> Callable[[str], Tensor]:
 ])  # fmt: skip
 def test_our_layout_keeps_every_bit(shape: str, scheme: str, tmp_path: Path) -> None:
     before, folder = quantized(tmp_path, shape, scheme, "meshwright", keep=["layers.1.mlp.*up*"])
-    of, matrices = restored(folder), quantizable(SHAPES[shape])
+    restored_weight, matrices = restored(folder), quantizable(SHAPES[shape])
     for name, weight in before.items():
         whole = name not in matrices or (name.startswith("layers.1.mlp.") and "up" in name)
         expected = weight if whole else quantize_matrix(name, weight, SCHEMES[scheme]).dequantized()
-        assert torch.equal(of(name), expected), name
+        assert torch.equal(restored_weight(name), expected), name
 
 
 @pytest.mark.parametrize(
@@ -95,9 +97,9 @@ def test_our_layout_keeps_every_bit(shape: str, scheme: str, tmp_path: Path) -> 
 )
 def test_compressed_tensors_are_read_back(shape: str, scheme: str, tmp_path: Path) -> None:
     before, folder = quantized(tmp_path, shape, scheme, CT)
-    of = restored(folder)
+    restored_weight = restored(folder)
     for name in quantizable(SHAPES[shape]):
-        assert torch.equal(of(name), quantize_matrix(name, before[name], used(scheme)).dequantized()), name
+        assert torch.equal(restored_weight(name), quantize_matrix(name, before[name], used(scheme)).dequantized()), name
 
 
 def test_rows_of_rotary_pairs_change_places_with_their_scales(tmp_path: Path) -> None:
@@ -130,20 +132,20 @@ def test_compressed_tensors_own_reader_restores_the_same(scheme: str, dtype: str
     written = json.loads((folder / "config.json").read_text())["quantization_config"]
     config = quantization.QuantizationConfig.model_validate(written)
     reader = compressors.BaseCompressor.get_value_from_registry(config.format)
-    stored, of = stored_tensors(folder), restored(folder)
+    stored, restored_weight = stored_tensors(folder), restored(folder)
     for binding in bindings(SHAPES["llama"]):
         (name,), (their,) = binding.ours, binding.theirs
         if name not in quantizable(SHAPES["llama"]):
             continue
         start = their.removesuffix("weight")
-        local = {key.removeprefix(start): one.read() for key, one in stored.items() if key.startswith(start)}
+        local = {key.removeprefix(start): entry.read() for key, entry in stored.items() if key.startswith(start)}
         group = next(iter(config.config_groups.values()))
         theirs = reader.decompress(local, group)["weight"]
-        (ours,) = binding.transform.export([of(name)], SHAPES["llama"])
+        (ours,) = binding.transform.export([restored_weight(name)], SHAPES["llama"])
         assert torch.equal(theirs, ours.to(theirs.dtype)), name
 
 
-@pytest.mark.parametrize(("shape", "scheme", "more", "said"), [
+@pytest.mark.parametrize(("shape", "scheme", "more", "message"), [
     ("llama", "nf4", {}, "cannot hold nf4: it has no normal floats; take format=meshwright"),
     ("llama", "int4-hqq", {}, "its zeros must be whole numbers"),
     ("llama", "llm-int8", {"outliers": "threshold"}, "no place for columns in 16 bit"),
@@ -151,9 +153,9 @@ def test_compressed_tensors_own_reader_restores_the_same(scheme: str, dtype: str
     ("gpt2", "int8", {}, "cannot hold gpt2, whose matrices are stored transposed"),
 ])  # fmt: skip
 def test_what_a_format_cannot_hold_is_refused_at_the_start(
-    shape: str, scheme: str, more: dict[str, Any], said: str, tmp_path: Path
+    shape: str, scheme: str, more: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         quantized(tmp_path, shape, scheme, CT, **more)
     assert not (tmp_path / "q").exists()
 
@@ -203,10 +205,10 @@ def test_the_order_of_rounding_changes_no_file(order: object, tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_folder_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    format, damage, said = DAMAGE[name]
+    format, damage, message = DAMAGE[name]
     _, folder = quantized(tmp_path, "llama", "int4-rtn", format)
     changed(folder, damage)
-    with pytest.raises((HubError, PlanError), match=said):
+    with pytest.raises((HubError, PlanError), match=message):
         mw.load(folder)
 
 
@@ -218,9 +220,9 @@ def test_codes_that_stand_for_no_number_are_refused(format: str, scheme: str, pa
     """Torch's attention would make numbers of queries that are none."""
     _, folder = quantized(tmp_path, "llama", scheme, format)
     stored = stored_tensors(folder)
-    one = stored[next(name for name in stored if re.search(rf"layers.*[._]q.*{part}$|q_proj.*{part}$", name))]
+    entry = stored[next(name for name in stored if re.search(rf"layers.*[._]q.*{part}$|q_proj.*{part}$", name))]
     raw = bytearray((folder / "model.safetensors").read_bytes())
-    raw[one.start : one.start + one.num_bytes] = b"\xff" * one.num_bytes
+    raw[entry.start : entry.start + entry.num_bytes] = b"\xff" * entry.num_bytes
     (folder / "model.safetensors").write_bytes(raw)
     with pytest.raises(HubError, match="has numbers that are infinite or NaN: damaged"):
         mw.load(folder)

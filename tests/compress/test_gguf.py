@@ -72,13 +72,13 @@ def drawn(shape: ModelShape) -> dict[str, Tensor]:
 
 
 def model_of(shape: ModelShape, tokenizer: Tokenizer | None = None, **more: Any) -> OriginalModel:
-    found = drawn(shape)
-    given: dict[str, Any] = {
+    actual = drawn(shape)
+    inputs: dict[str, Any] = {
         "shape": shape, "dtype": torch.float32, "tokenizer": tokenizer or Tokenizer.shipped(), "chat_template": None,
         "generation": None, "dropout": 0.0,
-        "weights": lambda dtype: ((name, tensor.to(dtype)) for name, tensor in found.items()),
+        "weights": lambda dtype: ((name, tensor.to(dtype)) for name, tensor in actual.items()),
     }  # fmt: skip
-    return OriginalModel(**given | more)
+    return OriginalModel(**inputs | more)
 
 
 def written(path: Path, original: OriginalModel, scheme: str | None = None, dtype: torch.dtype = torch.float32) -> Path:
@@ -94,9 +94,9 @@ def written(path: Path, original: OriginalModel, scheme: str | None = None, dtyp
 ])  # fmt: skip
 def test_files_are_read_back_to_the_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     shape, before = SHAPES[name], drawn(SHAPES[name])
-    found = open_gguf(written(tmp_path / "a.gguf", model_of(shape), dtype=dtype))
-    assert found.shape == replace(shape, rope_interleaved=False) and found.dtype == dtype
-    for key, tensor in found.weights(torch.float32):
+    actual = open_gguf(written(tmp_path / "a.gguf", model_of(shape), dtype=dtype))
+    assert actual.shape == replace(shape, rope_interleaved=False) and actual.dtype == dtype
+    for key, tensor in actual.weights(torch.float32):
         wide = tensor.dim() == 1 or key.endswith("router.weight") or key.startswith("positions")
         rotary = shape.rope_interleaved and key.split(".")[-2] in ("q", "k")
         expected = before[key].float() if wide else before[key].to(dtype).float()
@@ -109,9 +109,9 @@ def test_files_are_read_back_to_the_bit(name: str, dtype: torch.dtype, tmp_path:
 @pytest.mark.parametrize("scheme", GGUF_SCHEMES)
 def test_codes_stand_for_what_their_blocks_say(scheme: str, tmp_path: Path) -> None:
     shape = replace(SHAPES["llama"], hidden=256, head_dim=64, ffn=288, vocab=2048)
-    found = open_gguf(written(tmp_path / "a.gguf", model_of(shape), scheme))
-    before, restored = drawn(shape), dict(found.weights(torch.float32))
-    kinds = {name: one.kind.name for name, one in found.header.tensors.items()}
+    opened = open_gguf(written(tmp_path / "a.gguf", model_of(shape), scheme))
+    before, restored = drawn(shape), dict(opened.weights(torch.float32))
+    kinds = {name: tensor.kind.name for name, tensor in opened.header.tensors.items()}
     for ours, theirs in (("layers.0.mlp.up.weight", "blk.0.ffn_up.weight"), ("embed.weight", "token_embd.weight")):
         assert torch.equal(restored[ours], decode(kinds[theirs], encode(kinds[theirs], before[ours])))
     assert kinds["blk.1.attn_norm.weight"] == "F32" and kinds["output.weight"] in ("Q8_0", "Q6_K")
@@ -138,20 +138,22 @@ def test_keys_are_those_of_llama_cpp(tmp_path: Path) -> None:
 def test_a_window_bounds_the_context(tmp_path: Path) -> None:
     """llama.cpp has no sliding window there; up to its length there is none to see."""
     shape = replace(SHAPES["mistral"], window=64)
-    found = open_gguf(written(tmp_path / "a.gguf", model_of(shape)))
-    assert found.shape == replace(shape, window=0, max_positions=64)
+    opened = open_gguf(written(tmp_path / "a.gguf", model_of(shape)))
+    assert opened.shape == replace(shape, window=0, max_positions=64)
 
 
 def rewritten(path: Path, change: dict[str, Any], tensors: dict[str, str | None] | None = None) -> Path:
     """The file with other keys (None = without) and other names of tensors (None = without)."""
     header, names = read_gguf_header(path), tensors or {}
     keys = {key: value for key, value in (dict(header.keys) | change).items() if value is not None}
-    kept = {name: one for name, one in header.tensors.items() if names.get(name, "") is not None}
-    planned = [PlannedBlocks(name=names.get(name) or name, size=one.size, kind=one.kind) for name, one in kept.items()]
+    stored = {name: tensor for name, tensor in header.tensors.items() if names.get(name, "") is not None}
+    planned = [
+        PlannedBlocks(name=names.get(name) or name, size=entry.size, kind=entry.kind) for name, entry in stored.items()
+    ]
     new = path.with_name("changed.gguf")
     with GGUFWriter(new, keys, planned) as writer:
-        for name, one in kept.items():
-            writer.write(names.get(name) or name, one.read())
+        for name, entry in stored.items():
+            writer.write(names.get(name) or name, entry.read())
     return new
 
 
@@ -165,11 +167,11 @@ def test_files_of_others_have_no_keys_of_ours(tmp_path: Path) -> None:
     path = written(tmp_path / "a.gguf", original, dtype=torch.float16)
     header = read_gguf_header(path)
     gone = dict.fromkeys([WHOLE, *(key for key in header.keys if key.startswith(OURS))])
-    found = mw.load(rewritten(path, gone))
-    assert found.model.shape == shape and found.tokenizer is not None and original.tokenizer is not None
+    loaded = mw.load(rewritten(path, gone))
+    assert loaded.model.shape == shape and loaded.tokenizer is not None and original.tokenizer is not None
     for text in ("def f(x):\n    return [1, 22]  # caf\u00e9's\n", "<|endoftext|>a"):
-        assert found.tokenizer.encode(text).tolist() == original.tokenizer.encode(text).tolist()
-        assert found.tokenizer.begin(text) == original.tokenizer.begin(text)
+        assert loaded.tokenizer.encode(text).tolist() == original.tokenizer.encode(text).tolist()
+        assert loaded.tokenizer.begin(text) == original.tokenizer.begin(text)
     plain = mw.load(rewritten(path, gone | {"tokenizer.ggml.pre": "of-mars"}))
     assert plain.tokenizer is None and plain.generate([1, 2], max_new_tokens=2).ids
 
@@ -232,7 +234,7 @@ def test_a_text_begins_there_as_in_the_folder(name: str, tmp_path: Path) -> None
     assert again is not None and again.begin("Hi there") == tokenizer.begin("Hi there")
 
 
-@pytest.mark.parametrize(("shape", "said"), [
+@pytest.mark.parametrize(("shape", "message"), [
     (replace(SHAPES["llama"], family="deepseek_v3", kv_heads=4, mla=MLAShape(
         q_rank=0, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=16), head_dim=16), "of family deepseek_v3 is not written"),
     (replace(SHAPES["qwen3"], qkv_bias=True, out_bias=True), "qwen3 has no biases of attention"),
@@ -246,12 +248,12 @@ def test_a_text_begins_there_as_in_the_folder(name: str, tmp_path: Path) -> None
     (replace(SHAPES["gpt2"], mlp="gelu"), "gpt2 has no model.mlp=gelu"),
     (replace(SHAPES["llama"], qk_norm=True), "model.qk_norm=True cannot be written"),
 ])  # fmt: skip
-def test_what_llama_cpp_would_not_compute_is_refused_at_the_start(shape: ModelShape, said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_what_llama_cpp_would_not_compute_is_refused_at_the_start(shape: ModelShape, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         plan_gguf(model_of(shape), torch.float32)
 
 
-@pytest.mark.parametrize(("keys", "tensors", "said"), [
+@pytest.mark.parametrize(("keys", "tensors", "message"), [
     ({"general.architecture": "mamba"}, {}, "architecture mamba is not read: llama, qwen2"),
     ({"general.architecture": None}, {}, "has no key general.architecture"),
     ({"llama.block_count": None}, {}, "has no key llama.block_count, which must be a whole number"),
@@ -273,18 +275,18 @@ def test_what_llama_cpp_would_not_compute_is_refused_at_the_start(shape: ModelSh
 ])  # fmt: skip
 @pytest.mark.long
 def test_a_file_whose_parts_do_not_fit_is_refused(
-    keys: dict[str, Any], tensors: dict[str, str | None], said: str, tmp_path: Path
+    keys: dict[str, Any], tensors: dict[str, str | None], message: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"]))
-    with pytest.raises(HubError, match=said):
+    with pytest.raises(HubError, match=message):
         mw.load(rewritten(path, keys, tensors))
 
 
 def test_codes_that_stand_for_no_number_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.gguf", model_of(SHAPES["llama"]), "q8_0")
-    one = read_gguf_header(path).tensors["blk.1.attn_q.weight"]
+    entry = read_gguf_header(path).tensors["blk.1.attn_q.weight"]
     raw = bytearray(path.read_bytes())
-    raw[one.start : one.start + 2] = b"\xff\xff"
+    raw[entry.start : entry.start + 2] = b"\xff\xff"
     path.write_bytes(raw)
     with pytest.raises(HubError, match=r"blk.1.attn_q.weight is infinite or NaN"):
         mw.load(path)
@@ -292,12 +294,12 @@ def test_codes_that_stand_for_no_number_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     shape, good = SHAPES["llama"], drawn(SHAPES["llama"])
-    for name, value, said in (("layers.1.mlp.up.weight", torch.nan, "has weights that are infinite or NaN"),
+    for name, value, message in (("layers.1.mlp.up.weight", torch.nan, "has weights that are infinite or NaN"),
                               ("layers.1.mlp.up.weight", 1e6, "beyond what F16 can say: take dtype=bf16")):  # fmt: skip
         bad = {**good, name: good[name].clone()}
         bad[name][3, 4] = value
         original = model_of(shape, weights=lambda dtype, bad=bad: iter(bad.items()))
-        with pytest.raises(PlanError, match=said):
+        with pytest.raises(PlanError, match=message):
             write_gguf(tmp_path / "a.gguf", original, plan_gguf(original, torch.float16))
         assert not list(tmp_path.iterdir())
     original = model_of(shape, weights=lambda dtype: iter(list(good.items())[:5]))
@@ -314,7 +316,7 @@ def test_one_tensor_is_alive_at_a_time(tmp_path: Path) -> None:
 
     def weights(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, size in tensor_sizes(shape).items():
-            assert sum(one() is not None for one in alive) <= 1
+            assert sum(reference() is not None for reference in alive) <= 1
             tensor = torch.zeros(size, dtype=dtype)
             alive.append(weakref.ref(tensor))
             yield name, tensor
@@ -358,13 +360,13 @@ def test_the_verb_quantizes_measures_and_others_read(
     out, data = folder / "q.gguf", ["--data", str(folder / "text.txt")]
     words = ["quantize", str(folder / "hf"), "--scheme", scheme, "-o", str(out), *data, "--sequences", "16"]
     assert main([*words, "--json", "--max-kl", "2"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bytes"] == found["predicted_bytes"] == out.stat().st_size and found["format"] == "gguf"
-    assert 0 < found["kl"] < 0.5 and found["passed"] and found["tokens"] > 500
-    names = [one["name"] for one in found["layers"]]
+    document = json.loads(capsys.readouterr().out)
+    assert document["bytes"] == document["predicted_bytes"] == out.stat().st_size and document["format"] == "gguf"
+    assert 0 < document["kl"] < 0.5 and document["passed"] and document["tokens"] > 500
+    names = [layer["name"] for layer in document["layers"]]
     assert "embed.weight" in names and "layers.1.mlp.down.weight" in names and "norm.weight" not in names
-    errors = [one["output_error"] for one in found["layers"] if one["name"].startswith("layers.")]
-    assert all(0 < one < 0.2 for one in errors)
+    errors = [layer["output_error"] for layer in document["layers"] if layer["name"].startswith("layers.")]
+    assert all(0 < error < 0.2 for error in errors)
     assert main(["generate", str(out), "--prompt", "def", "--greedy", "--max-new-tokens", "4"]) == 0
     assert main(["eval", str(out), *data, "--json"]) == 0
     loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
@@ -376,18 +378,23 @@ def test_the_verb_quantizes_measures_and_others_read(
 def test_what_is_printed_says_how_text_is_cut(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["quantize", str(folder / "hf"), "--scheme", "q8_0", "-o", str(folder / "q.gguf"), "--no-quality"]
     assert main([*words, "--keep", "layers.0.mlp.*"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "WRITTEN" in said and "as predicted" in said and "file " in said and "norms, biases, routers" in said
-    assert "llama.cpp has no rule for words like this tokenizer's; the nearest, dbrx" in said
-    assert "train with data.tokenizer=bytes or the tokenizer.json of GPT-2, Llama 3 or Qwen2" in said
-    kinds = {name: one.kind.name for name, one in read_gguf_header(folder / "q.gguf").tensors.items()}
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (
+        "WRITTEN" in printed
+        and "as predicted" in printed
+        and "file " in printed
+        and "norms, biases, routers" in printed
+    )
+    assert "llama.cpp has no rule for words like this tokenizer's; the nearest, dbrx" in printed
+    assert "train with data.tokenizer=bytes or the tokenizer.json of GPT-2, Llama 3 or Qwen2" in printed
+    kinds = {name: tensor.kind.name for name, tensor in read_gguf_header(folder / "q.gguf").tensors.items()}
     assert kinds["blk.0.ffn_up.weight"] == "F32" and kinds["blk.1.ffn_up.weight"] == "Q8_0"
 
 
 def test_export_writes_a_file_without_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(folder / "hf"), str(folder / "a.gguf"), "--dtype", "fp16", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["bytes"] == found["predicted_bytes"] == os.path.getsize(folder / "a.gguf")
+    document = json.loads(capsys.readouterr().out)
+    assert document["bytes"] == document["predicted_bytes"] == os.path.getsize(folder / "a.gguf")
     assert open_gguf(folder / "a.gguf").kinds.keys() == {"F16", "F32"}
     ids = [mw.load(folder / name).generate([5, 6], max_new_tokens=9, temperature=0.0).ids for name in ("hf", "a.gguf")]
     assert ids[0] == ids[1]
@@ -395,7 +402,7 @@ def test_export_writes_a_file_without_codes(folder: Path, capsys: pytest.Capture
     assert "is there already: take another name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("change", "kind", "said"), [
+@pytest.mark.parametrize(("change", "kind", "message"), [
     ({"scheme": "int8", "format": "gguf"}, ArgumentError, "a GGUF file has its own schemes, q8_0, q6_k"),
     ({"scheme": "q8_0", "format": "compressed-tensors"}, ArgumentError, "a GGUF file has its own schemes"),
     ({"scheme": "q8_0", "group": 32}, ArgumentError, "group=32 is not for GGUF files"),
@@ -404,31 +411,31 @@ def test_export_writes_a_file_without_codes(folder: Path, capsys: pytest.Capture
     ({"scheme": "q8_1"}, ArgumentError, "scheme=q8_1 is not known: take one of int8.*nearest: q8_0"),
 ])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_made(
-    change: dict[str, Any], kind: type[Exception], said: str, folder: Path
+    change: dict[str, Any], kind: type[Exception], message: str, folder: Path
 ) -> None:
-    given = {"model": folder / "hf", "out": folder / change.pop("out", "q.gguf"), **change}
-    with pytest.raises(kind, match=said):
-        mw.quantize(**given)
+    inputs = {"model": folder / "hf", "out": folder / change.pop("out", "q.gguf"), **change}
+    with pytest.raises(kind, match=message):
+        mw.quantize(**inputs)
     assert not (folder / "q.gguf").exists()
 
 
 def in_parts(path: Path, count: int, folder: Path) -> list[Path]:
     """A file as llama-gguf-split writes it: tensors in runs, the keys of the model in the first part alone."""
     header = read_gguf_header(path)
-    names, found = list(header.tensors), []
+    names, actual = list(header.tensors), []
     each = -(-len(names) // count)
     for number in range(count):
-        own = names[number * each : (number + 1) * each]
+        ours = names[number * each : (number + 1) * each]
         keys: dict[str, Any] = dict(header.keys) if number == 0 else {}
         keys |= {NUMBER_KEY: number, COUNT_KEY: count, TENSORS_KEY: len(names)}
-        found.append(folder / f"m-{number + 1:05}-of-{count:05}.gguf")
+        actual.append(folder / f"m-{number + 1:05}-of-{count:05}.gguf")
         planned = [
-            PlannedBlocks(name=name, size=header.tensors[name].size, kind=header.tensors[name].kind) for name in own
+            PlannedBlocks(name=name, size=header.tensors[name].size, kind=header.tensors[name].kind) for name in ours
         ]
-        with GGUFWriter(found[-1], keys, planned) as writer:
-            for name in own:
+        with GGUFWriter(actual[-1], keys, planned) as writer:
+            for name in ours:
                 writer.write(name, header.tensors[name].read())
-    return found
+    return actual
 
 
 def test_a_file_in_parts_is_read_by_its_first(tmp_path: Path) -> None:
@@ -436,7 +443,7 @@ def test_a_file_in_parts_is_read_by_its_first(tmp_path: Path) -> None:
     parts = in_parts(path, 3, tmp_path)
     assert read_gguf_header(parts[1]).keys.keys() == {NUMBER_KEY, COUNT_KEY, TENSORS_KEY}
     whole, joined = open_gguf(path), open_gguf(parts[0])
-    assert {one.file for one in joined.header.tensors.values()} == set(parts)
+    assert {tensor.file for tensor in joined.header.tensors.values()} == set(parts)
     for (name, right), (also, tensor) in zip(whole.weights(torch.float32), joined.weights(torch.float32), strict=True):
         assert name == also and torch.equal(right, tensor)
     assert mw.load(parts[0]).tokenizer is not None
@@ -447,14 +454,14 @@ def test_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     first, second, third = in_parts(path, 3, tmp_path)
     with pytest.raises(HubError, match=rf"is part 2 of 3: give the first, {first.name}"):
         read_gguf_parts(second)
-    kept, whole = third.read_bytes(), second.read_bytes()
+    content, whole = third.read_bytes(), second.read_bytes()
     third.write_bytes(whole)
     with pytest.raises(HubError, match="the header says part 2 of 3, and the file name says 3 of 3"):
         read_gguf_parts(first)
     third.unlink()
     with pytest.raises(HubError, match=rf"has 3 parts, and {third.name} is not beside it"):
         read_gguf_parts(first)
-    third.write_bytes(kept)
+    third.write_bytes(content)
     (tmp_path / "other").mkdir()
     fewer = model_of(replace(SHAPES["llama"], layers=1))
     other = in_parts(written(tmp_path / "other" / "b.gguf", fewer, "q8_0"), 3, tmp_path / "other")

@@ -34,7 +34,7 @@ def textbook(weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros
     of what is left of H is computed anew for each column. -> weights (N, K) that codes stand for."""
     columns, group = weight.shape[1], scheme.group or weight.shape[1]
     damped = gram + DAMPING * gram.diagonal().mean() * torch.eye(columns, dtype=gram.dtype)
-    left, found = weight.clone(), torch.empty_like(weight)
+    left, rounded = weight.clone(), torch.empty_like(weight)
     remaining = gram.diagonal().argsort(descending=True, stable=True).tolist()
     while remaining:
         column, inverse = remaining[0], torch.linalg.inv(damped[remaining][:, remaining])
@@ -44,12 +44,12 @@ def textbook(weight: Tensor, gram: Tensor, scheme: Scheme, scales: Tensor, zeros
             highest = highest if zeros is not None else -lowest
             zero = 0.0 if zeros is None else zeros[row, column // group].double()
             code = torch.round(left[row, column] / scale + zero).clamp(lowest, highest)
-            found[row, column] = (code - zero) * scale
-            error = (left[row, column] - found[row, column]) / inverse[0, 0]
-            for place, other in enumerate(remaining):
-                left[row, other] -= error * inverse[0, place]
+            rounded[row, column] = (code - zero) * scale
+            error = (left[row, column] - rounded[row, column]) / inverse[0, 0]
+            for index, other in enumerate(remaining):
+                left[row, other] -= error * inverse[0, index]
         remaining = remaining[1:]
-    return found
+    return rounded
 
 
 def restored(weight: Tensor, gram: Tensor, scheme: Scheme, block: int = 16) -> Tensor:
@@ -74,11 +74,13 @@ def test_blocks_of_columns_change_nothing() -> None:
 
 def test_rows_are_on_their_own_and_columns_may_change_places() -> None:
     weight, gram = numbers(8, 64) * 0.1, products(64)
-    found = restored(weight, gram, SIGNED)
+    restored_weight = restored(weight, gram, SIGNED)
     rows, columns = (torch.randperm(size, generator=torch.Generator().manual_seed(3)) for size in (8, 64))
-    assert torch.equal(restored(weight[rows], gram, SIGNED), found[rows])
+    assert torch.equal(restored(weight[rows], gram, SIGNED), restored_weight[rows])
     moved = restored(weight[:, columns], gram[columns][:, columns], SIGNED)
-    assert torch.equal(moved, found[:, columns]), "one scale per row: the order is that of the inputs' strength"
+    assert torch.equal(moved, restored_weight[:, columns]), (
+        "one scale per row: the order is that of the inputs' strength"
+    )
 
 
 @pytest.mark.parametrize("scheme", [WHOLE, REAL], ids=["int4", "int3"])
@@ -87,8 +89,8 @@ def test_the_error_of_outputs_is_well_below_that_of_rounding(scheme: Scheme) -> 
     scales, zeros = scales_of(weight.float(), scheme)
     rounded = assembled(scheme, nearest(scheme, weight, scales, zeros), scales, zeros).dequantized()
 
-    def error(one: Tensor) -> float:
-        wrong = one.double() - weight
+    def error(tensor: Tensor) -> float:
+        wrong = tensor.double() - weight
         return float(((wrong @ gram) * wrong).sum())
 
     assert error(restored(weight, gram, scheme)) < 0.8 * error(rounded)
@@ -100,9 +102,9 @@ def test_inputs_that_are_always_zero_are_rounded_to_nearest() -> None:
     weight, gram = numbers(4, 64) * 0.1, products(64)
     dead = torch.tensor([3, 40])
     gram[dead], gram[:, dead] = 0.0, 0.0
-    found, scales, zeros = restored(weight, gram, WHOLE), *scales_of(weight.float(), WHOLE)
+    actual, scales, zeros = restored(weight, gram, WHOLE), *scales_of(weight.float(), WHOLE)
     plain = assembled(WHOLE, nearest(WHOLE, weight, scales, zeros), scales, zeros).dequantized()
-    assert torch.equal(found[:, dead], plain[:, dead]) and not torch.equal(found, plain)
+    assert torch.equal(actual[:, dead], plain[:, dead]) and not torch.equal(actual, plain)
     assert torch.equal(restored(weight, torch.zeros(64, 64, dtype=torch.float64), WHOLE), plain)
 
 

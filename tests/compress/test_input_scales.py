@@ -41,14 +41,14 @@ def output_error(weight: Tensor, scales: Tensor, x: Tensor) -> float:
 
 def test_awq_takes_the_exponent_with_the_smallest_error_of_all_readers() -> None:
     weights, x = [numbers(16, 64) * 0.1, numbers(8, 64, seed=2) * 0.3], inputs()
-    found = awq_scales(weights, x.t() @ x / len(x), x.abs().mean(0), [AWQ, AWQ], tied)
+    actual = awq_scales(weights, x.t() @ x / len(x), x.abs().mean(0), [AWQ, AWQ], tied)
     errors = {}
-    for place in range(EXPONENTS):
-        scales = x.abs().mean(0) ** (place / EXPONENTS)
+    for index in range(EXPONENTS):
+        scales = x.abs().mean(0) ** (index / EXPONENTS)
         scales = scales / (scales.max() * scales.min()).sqrt()
-        errors[place] = sum(output_error(weight, scales, x) for weight in weights), scales
-    least = min(errors, key=lambda place: errors[place][0])
-    assert least > 0 and torch.allclose(found, errors[least][1], rtol=1e-5)
+        errors[index] = sum(output_error(weight, scales, x) for weight in weights), scales
+    least = min(errors, key=lambda index: errors[index][0])
+    assert least > 0 and torch.allclose(actual, errors[least][1], rtol=1e-5)
     assert errors[least][0] < 0.7 * errors[0][0], "strong inputs are rounded finer"
 
 
@@ -80,11 +80,11 @@ def test_inputs_that_have_one_scale_together_are_given_one() -> None:
     def pairs(strength: Tensor) -> Tensor:
         return strength.view(2, 2, 16).amax(1, keepdim=True).expand(2, 2, 16).flatten()
 
-    for found in (
+    for actual in (
         awq_scales([weight], x.t() @ x / len(x), x.abs().mean(0), [AWQ], pairs),
         smooth_scales([weight], x.abs().amax(0), x, [INT8], pairs),
     ):
-        assert torch.equal(found.view(2, 2, 16)[:, 0], found.view(2, 2, 16)[:, 1])
+        assert torch.equal(actual.view(2, 2, 16)[:, 0], actual.view(2, 2, 16)[:, 1])
 
 
 @pytest.mark.parametrize("scheme", [AWQ, replace(AWQ, zeros="fixed")], ids=["zeros", "no zeros"])
@@ -94,41 +94,43 @@ def test_ranges_are_cut_where_the_error_is_least(scheme: object) -> None:
     weight[1, 7] = 2.0
     gram = x.t() @ x / len(x)
     scales, zeros = scales_of(weight, scheme)
-    found = clipped_scales(weight, gram, scheme, scales, zeros)
-    shares = [1 - (1 - LEAST) * place / SHARES for place in range(SHARES)]
+    actual = clipped_scales(weight, gram, scheme, scales, zeros)
+    shares = [1 - (1 - LEAST) * index / SHARES for index in range(SHARES)]
     for row in range(4):
         for group, start in enumerate(range(0, 70, 32)):
-            own = slice(start, min(start + 32, 70))
+            ours = slice(start, min(start + 32, 70))
             errors = []
             for share in shares:
                 tried = scales.clone()
                 tried[row, group] = (scales[row, group].float() * share).to(scales.dtype)
                 codes = nearest(scheme, weight, tried, zeros)
-                wrong = (assembled(scheme, codes, tried, zeros).dequantized() - weight)[row, own].double()
-                errors.append((float(wrong @ gram[own, own].double() @ wrong), float(tried[row, group])))
+                wrong = (assembled(scheme, codes, tried, zeros).dequantized() - weight)[row, ours].double()
+                errors.append((float(wrong @ gram[ours, ours].double() @ wrong), float(tried[row, group])))
             least = min(errors)
-            taken = [error for error, scale in errors if scale == float(found[row, group])]
+            taken = [error for error, scale in errors if scale == float(actual[row, group])]
             assert taken and min(taken) <= least[0] * 1.0001
-    assert (found <= scales).all() and (found < scales).any()
+    assert (actual <= scales).all() and (actual < scales).any()
 
 
 def test_products_of_groups_are_the_blocks_on_the_diagonal() -> None:
     gram = numbers(70, 70)
-    found = group_products(gram, 32)
-    assert torch.equal(found[0], gram[:32, :32]) and torch.equal(found[1], gram[32:64, 32:64])
-    assert torch.equal(found[2, :6, :6], gram[64:, 64:]) and not found[2, 6:].any()
+    actual = group_products(gram, 32)
+    assert torch.equal(actual[0], gram[:32, :32]) and torch.equal(actual[1], gram[32:64, 32:64])
+    assert torch.equal(actual[2, :6, :6], gram[64:, 64:]) and not actual[2, 6:].any()
 
 
 def test_statistics_are_sums_over_batches() -> None:
-    found, parts = InputStatistics("some", "products"), [numbers(5, 8), numbers(9, 8, seed=3)]
+    input_statistics, parts = InputStatistics("some", "products"), [numbers(5, 8), numbers(9, 8, seed=3)]
     for part in parts:
-        found.add(part)
+        input_statistics.add(part)
     whole = torch.cat(parts)
-    assert found.rows == 14 and torch.allclose(found.gram, whole.t() @ whole / 14, atol=1e-6)
-    assert torch.equal(found.peaks, whole.abs().amax(0)) and torch.allclose(found.mean, whole.abs().mean(0))
+    assert input_statistics.rows == 14 and torch.allclose(input_statistics.gram, whole.t() @ whole / 14, atol=1e-6)
+    assert torch.equal(input_statistics.peaks, whole.abs().amax(0)) and torch.allclose(
+        input_statistics.mean, whole.abs().mean(0)
+    )
     sampled = InputStatistics("some", "sample")
     for _ in range(20):
         sampled.add(numbers(100, 8))
     assert 100 < len(sampled.sampled_rows) <= 256
     with pytest.raises(PlanError, match="some reads activations that are infinite or NaN"):
-        found.add(torch.full((1, 8), float("inf")))
+        input_statistics.add(torch.full((1, 8), float("inf")))

@@ -46,14 +46,14 @@ def llama_cpp() -> Any:
 @contextmanager
 def opened(path: Path, **more: Any) -> Iterator[Any]:
     """A file in llama.cpp, on one thread, with exact sums."""
-    found = llama_cpp().Llama(
+    llama = llama_cpp().Llama(
         str(path), n_ctx=256, n_batch=256, n_threads=1, n_threads_batch=1, logits_all=True, flash_attn=False,
         type_k=F32, type_v=F32, verbose=False, **more,
     )  # fmt: skip
     try:
-        yield found
+        yield llama
     finally:
-        found.close()
+        llama.close()
 
 
 def vocabulary_of(path: Path) -> Any:
@@ -68,8 +68,8 @@ def logits(model: Any, ids: list[int]) -> Tensor:
 
 
 def tokens(count: int) -> list[int]:
-    found: list[int] = torch.randint(1, 2000, (count,), generator=torch.Generator().manual_seed(2)).tolist()
-    return found
+    actual: list[int] = torch.randint(1, 2000, (count,), generator=torch.Generator().manual_seed(2)).tolist()
+    return actual
 
 
 @pytest.mark.parametrize("name", [*SHAPES, "window"])
@@ -94,19 +94,21 @@ def test_a_trained_model_answers_with_the_same_tokens(tmp_path: Path) -> None:
     )  # fmt: skip
     path = tmp_path / "model.gguf"
     assert main(["export", str(tmp_path / "run"), str(path), "--dtype", "fp16"]) == 0
-    found = mw.load(path).generate("def area(", max_new_tokens=100, temperature=0.0)
-    assert found.text is not None and TEXT[9:60] in found.text, "it has not learnt its text: this would show little"
+    generated = mw.load(path).generate("def area(", max_new_tokens=100, temperature=0.0)
+    assert generated.text is not None and TEXT[9:60] in generated.text, (
+        "it has not learnt its text: this would show little"
+    )
     with opened(path) as model:
         ids = model.tokenize(b"def area(", add_bos=True, special=False)
-        assert ids == list(found.prompt_ids)
+        assert ids == list(generated.prompt_ids)
         theirs = []
         for token in model.generate(ids, temp=0.0, repeat_penalty=1.0):
             theirs.append(token)
-            if len(theirs) == len(found.ids):
+            if len(theirs) == len(generated.ids):
                 break
         answer = model.create_completion("def area(", max_tokens=100, temperature=0.0, repeat_penalty=1.0)
-    assert theirs == list(found.ids)
-    assert answer["choices"][0]["text"] == found.text
+    assert theirs == list(generated.ids)
+    assert answer["choices"][0]["text"] == generated.text
 
 
 @pytest.mark.parametrize("name", [*RULES, "bytes", "marks"])
@@ -180,9 +182,9 @@ def their_codes(kind: str, weight: Tensor) -> Tensor:
     quantize = ctypes.CDLL(str(next(Path(library.__file__).parent.glob("lib/libggml-base.so*")))).ggml_quantize_chunk
     quantize.restype = ctypes.c_size_t
     quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    found = torch.zeros(len(weight), BLOCK_TYPES[kind].num_bytes((1, weight.shape[1])), dtype=torch.uint8)
-    quantize(BLOCK_TYPES[kind].number, weight.data_ptr(), found.data_ptr(), 0, *weight.shape, None)
-    return found
+    buffer = torch.zeros(len(weight), BLOCK_TYPES[kind].num_bytes((1, weight.shape[1])), dtype=torch.uint8)
+    quantize(BLOCK_TYPES[kind].number, weight.data_ptr(), buffer.data_ptr(), 0, *weight.shape, None)
+    return buffer
 
 
 @pytest.mark.parametrize("name", TYPED)
@@ -192,8 +194,8 @@ def test_types_and_size_are_those_of_its_own_quantizer(name: str, tmp_path: Path
     for scheme in GGUF_SCHEMES.values():
         theirs = their_file(path, scheme, tmp_path / f"{scheme.name}.gguf")
         header, plan = read_gguf_header(theirs), plan_gguf(original, torch.float32, scheme)
-        kinds = {key: one.kind.name for key, one in header.tensors.items()}
-        assert {one.name: one.kind.name for one in plan.tensors} == kinds, scheme.name
+        kinds = {key: tensor.kind.name for key, tensor in header.tensors.items()}
+        assert {tensor.name: tensor.kind.name for tensor in plan.tensors} == kinds, scheme.name
         assert abs(plan.bytes - theirs.stat().st_size) <= 64
 
 
@@ -202,7 +204,7 @@ def test_codes_are_those_of_its_library_or_nearer(kind: str) -> None:
     weight = weights()
     theirs, ours = their_codes(kind, weight), encode(kind, weight)
     if kind.endswith("K"):
-        errors = [float((decode(kind, one) - weight).norm()) for one in (ours, theirs)]
+        errors = [float((decode(kind, entry) - weight).norm()) for entry in (ours, theirs)]
         assert errors[0] < errors[1]
     else:
         assert torch.equal(ours, theirs)
@@ -215,13 +217,15 @@ def test_it_restores_the_same_weights_and_runs_them(scheme: str, tmp_path: Path)
     path, ids = written(tmp_path / "a.gguf", model_of(shape), scheme), tokens(60)
     restored = their_file(path, ALL_F32, tmp_path / "b.gguf")
     ours, theirs = read_gguf_header(path).tensors, read_gguf_header(restored).tensors
-    assert {one.kind.name for one in theirs.values()} == {"F32"} and ours.keys() == theirs.keys()
-    for name, one in ours.items():
-        assert torch.equal(decode(one.kind.name, one.read()).float(), decode("F32", theirs[name].read())), name
+    assert {their_part.kind.name for their_part in theirs.values()} == {"F32"} and ours.keys() == theirs.keys()
+    for name, our_part in ours.items():
+        assert torch.equal(decode(our_part.kind.name, our_part.read()).float(), decode("F32", theirs[name].read())), (
+            name
+        )
     with opened(path) as model, torch.no_grad():
-        found = logits(model, ids)
+        actual = logits(model, ids)
     expected = mw.load(path).model(torch.tensor([ids]))[0].detach()
-    assert float((found - expected).norm() / expected.norm()) < 0.08
+    assert float((actual - expected).norm() / expected.norm()) < 0.08
 
 
 def test_the_gguf_package_reads_the_same_weights(tmp_path: Path) -> None:
@@ -230,12 +234,12 @@ def test_the_gguf_package_reads_the_same_weights(tmp_path: Path) -> None:
     quants: Any = import_module("gguf.quants")
     shape = replace(SHAPES["llama3"], hidden=256, ffn=512)
     path = written(tmp_path / "a.gguf", model_of(shape, chat_template="{{ x }}"), "q4_k_m")
-    found, header = package.GGUFReader(str(path)), read_gguf_header(path)
-    assert {name: field.contents() for name, field in found.fields.items() if not name.startswith("GGUF.")} == {
+    gguf_reader, header = package.GGUFReader(str(path)), read_gguf_header(path)
+    assert {name: field.contents() for name, field in gguf_reader.fields.items() if not name.startswith("GGUF.")} == {
         name: pytest.approx(value) if isinstance(value, float) else value for name, value in header.keys.items()
     }
-    assert [one.name for one in found.tensors] == list(header.tensors)
-    for one in found.tensors:
-        ours = header.tensors[one.name]
-        theirs = torch.from_numpy(quants.dequantize(one.data, one.tensor_type).astype("float32"))
+    assert [tensor.name for tensor in gguf_reader.tensors] == list(header.tensors)
+    for entry in gguf_reader.tensors:
+        ours = header.tensors[entry.name]
+        theirs = torch.from_numpy(quants.dequantize(entry.data, entry.tensor_type).astype("float32"))
         assert torch.equal(theirs.view(ours.size), decode(ours.kind.name, ours.read()).float().view(ours.size))

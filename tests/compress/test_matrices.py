@@ -51,7 +51,7 @@ def test_every_scheme_takes_every_size(name: str, size: tuple[int, ...]) -> None
     assert relative_error(weight, matrix) < WORST[name]
     *stack, rows, columns = size
     planned = SCHEMES[name].sizes(rows, columns, stack)
-    assert {part: (tuple(one.shape), str(one.dtype)) for part, one in matrix.tensors.items()} == {
+    assert {part: (tuple(tensor.shape), str(tensor.dtype)) for part, tensor in matrix.tensors.items()} == {
         part: (dims, f"torch.{kind}") for part, (dims, kind) in planned.items()
     }
 
@@ -164,8 +164,8 @@ WHOLE = {"method": "zero-point", "zeros": "whole"}
 
 
 def parts(kind: Scheme, seed: int = 0, columns: list[int] | None = None) -> QuantizedMatrix:
-    kept = None if columns is None else torch.tensor(columns, dtype=torch.int32)
-    return quantize_matrix("some", numbers(48, 64, seed=seed), kind, kept, torch.float32)
+    stored = None if columns is None else torch.tensor(columns, dtype=torch.int32)
+    return quantize_matrix("some", numbers(48, 64, seed=seed), kind, stored, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -173,13 +173,13 @@ def parts(kind: Scheme, seed: int = 0, columns: list[int] | None = None) -> Quan
 @pytest.mark.parametrize("name", SCHEMES)
 def test_products_are_those_of_the_twin(name: str, rows: int, dtype: torch.dtype) -> None:
     columns = [[5, 9], [5, 9], [7]] if name == "llm-int8" else [None] * 3
-    matrices = [parts(SCHEMES[name], seed, one) for seed, one in enumerate(columns)]
+    matrices = [parts(SCHEMES[name], seed, column) for seed, column in enumerate(columns)]
     biases = [numbers(48, seed=9).to(dtype), None, None]
     x = (numbers(2, rows, 64) * 3).to(dtype)
     fast, slow = (product(x, matrices, biases) for product in (quantized_linears, quantized_linears_reference))
-    for one, other in zip(fast, slow, strict=True):
-        assert one.dtype == dtype and one.shape == (2, rows, 48)
-        off = float((one.float() - other.float()).norm() / other.float().norm())
+    for left, right in zip(fast, slow, strict=True):
+        assert left.dtype == dtype and left.shape == (2, rows, 48)
+        off = float((left.float() - right.float()).norm() / right.float().norm())
         narrow = dtype == torch.bfloat16 or (rows * 2 <= 24 and SCHEMES[name].bits == 4)  # rounded to bf16 for it
         assert off < (0.01 if narrow else 1e-6)
 
@@ -192,27 +192,27 @@ def test_int8_rows_do_not_depend_on_their_neighbours(outliers: str) -> None:
     x = numbers(64, 64) * 4
     whole = quantized_linears(x, [matrix], [None])[0]
     for size in (1, 2, 5, 33):
-        some = quantized_linears(x[:size], [matrix], [None])[0]
-        assert torch.equal(some, whole[:size])
+        part = quantized_linears(x[:size], [matrix], [None])[0]
+        assert torch.equal(part, whole[:size])
 
 
 def test_a_threshold_in_the_batch_takes_columns_out() -> None:
     kind = replace(SCHEMES["llm-int8"], outliers="threshold")
     matrix, x = parts(kind), numbers(8, 64)
     x[2, 11] = 500.0
-    found = quantized_linears(x, [matrix], [None])[0]
-    assert torch.allclose(found, quantized_linears_reference(x, [matrix], [None])[0], rtol=1e-5, atol=1e-4)
+    actual = quantized_linears(x, [matrix], [None])[0]
+    assert torch.allclose(actual, quantized_linears_reference(x, [matrix], [None])[0], rtol=1e-5, atol=1e-4)
     exact = x @ matrix.dequantized().t()
     plain = quantized_linears(x, [parts(replace(kind, outliers="none"))], [None])[0]
-    assert float((found - exact).norm()) < 0.2 * float((plain - exact).norm())
+    assert float((actual - exact).norm()) < 0.2 * float((plain - exact).norm())
 
 
 @pytest.mark.parametrize("name", ["int8", "int4-rtn"])
 def test_gradients_are_those_of_the_restored_weights(name: str) -> None:
     matrices, x = [parts(SCHEMES[name], seed) for seed in (0, 1)], numbers(6, 64).requires_grad_()
-    found = quantized_linears(x, matrices, [None, None])
-    sum((one * numbers(6, 48, seed=5)).sum() for one in found).backward()  # type: ignore[union-attr]  # no int: there are two
-    expected = sum(numbers(6, 48, seed=5) @ one.dequantized() for one in matrices)
+    actual = quantized_linears(x, matrices, [None, None])
+    sum((entry * numbers(6, 48, seed=5)).sum() for entry in actual).backward()  # type: ignore[union-attr]  # no int: there are two
+    expected = sum(numbers(6, 48, seed=5) @ matrix.dequantized() for matrix in matrices)
     assert x.grad is not None and torch.allclose(x.grad, torch.as_tensor(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -225,7 +225,7 @@ def test_a_bias_learns_where_its_input_does_not() -> None:
 def test_rows_go_to_their_experts() -> None:
     stack = quantize_matrix("some", numbers(3, 16, 64), SCHEMES["int4-rtn"])
     rows, counts = numbers(10, 64), [4, 0, 6]
-    found = quantized_expert_linear(rows, stack, counts)
+    actual = quantized_expert_linear(rows, stack, counts)
     expected = torch.cat([rows[:4] @ stack.dequantized()[0].t(), rows[4:] @ stack.dequantized()[2].t()])
-    assert torch.allclose(found, expected, rtol=0.05, atol=0.2)
+    assert torch.allclose(actual, expected, rtol=0.05, atol=0.2)
     assert quantized_expert_linear(rows[:0], stack, [0, 0, 0]).shape == (0, 16)

@@ -26,13 +26,13 @@ from tests.compress.test_quantize import folder as folder  # a fixture
 from tests.train.test_weights import directory
 
 
-def bits_at(words: list[int], place: int, bits: int) -> int:
+def bits_at(words: list[int], first_bit: int, bits: int) -> int:
     """`bits` bits from bit `place` of a stream of 32-bit words."""
-    found = 0
+    actual = 0
     for bit in range(bits):
-        at = place + bit
-        found |= ((words[at // 32] & 0xFFFFFFFF) >> (at % 32) & 1) << bit
-    return found
+        at = first_bit + bit
+        actual |= ((words[at // 32] & 0xFFFFFFFF) >> (at % 32) & 1) << bit
+    return actual
 
 
 def by_autogptq(parts: dict[str, Tensor], bits: int, version: int = 1) -> Tensor:
@@ -40,10 +40,10 @@ def by_autogptq(parts: dict[str, Tensor], bits: int, version: int = 1) -> Tensor
     qweight, qzeros, scales, index = (parts[name] for name in ("qweight", "qzeros", "scales", "g_idx"))
     columns, rows = len(index), scales.shape[1]
     zeros = torch.tensor(
-        [[bits_at(row.tolist(), bits * place, bits) + (version == 1) for place in range(rows)] for row in qzeros]
+        [[bits_at(row.tolist(), bits * index, bits) + (version == 1) for index in range(rows)] for row in qzeros]
     )
     codes = torch.tensor(
-        [[bits_at(qweight[:, row].tolist(), bits * place, bits) for place in range(columns)] for row in range(rows)]
+        [[bits_at(qweight[:, row].tolist(), bits * index, bits) for index in range(columns)] for row in range(rows)]
     )
     return (scales.float()[index.long()] * (codes.t() - zeros[index.long()])).t()
 
@@ -51,9 +51,9 @@ def by_autogptq(parts: dict[str, Tensor], bits: int, version: int = 1) -> Tensor
 def by_autoawq(parts: dict[str, Tensor]) -> Tensor:
     """weight[k, n] = scales[k // g, n] * (qweight - qzeros), output n of each 8 at run 0, 4, 1, 5, 2, 6, 3, 7 -> (N, K)
     in fp16."""
-    places = [32 * (place // 8) + 4 * (0, 4, 1, 5, 2, 6, 3, 7)[place % 8] for place in range(parts["scales"].shape[1])]
+    places = [32 * (index // 8) + 4 * (0, 4, 1, 5, 2, 6, 3, 7)[index % 8] for index in range(parts["scales"].shape[1])]
     codes, zeros = (
-        torch.tensor([[bits_at(row.tolist(), place, 4) for place in places] for row in parts[name]])
+        torch.tensor([[bits_at(row.tolist(), position, 4) for position in places] for row in parts[name]])
         for name in ("qweight", "qzeros")
     )
     group = torch.arange(len(codes)) // (len(codes) // len(zeros))
@@ -64,16 +64,20 @@ def written(folder: Path, shape: str, scheme: str, format: str, **more: Any) -> 
     """The folder."""
     if not (folder / shape).exists():
         directory(folder / shape, SHAPES[shape])
-    given = {"data": folder / "text.txt", "quality": False, "group": 32, **more}
-    found = mw.quantize(folder / shape, scheme, folder / "q", format=format, **given)
-    assert found.bytes == found.predicted_bytes == sum(one.stat().st_size for one in folder.glob("q/*.safetensors"))
+    inputs = {"data": folder / "text.txt", "quality": False, "group": 32, **more}
+    quantized = mw.quantize(folder / shape, scheme, folder / "q", format=format, **inputs)
+    assert (
+        quantized.bytes
+        == quantized.predicted_bytes
+        == sum(path.stat().st_size for path in folder.glob("q/*.safetensors"))
+    )
     return folder / "q"
 
 
 def theirs(folder: Path, name: str) -> dict[str, Tensor]:
     stored = stored_tensors(folder)
     start = name.removesuffix("weight")
-    return {key.removeprefix(start): one.read() for key, one in stored.items() if key.startswith(start)}
+    return {key.removeprefix(start): entry.read() for key, entry in stored.items() if key.startswith(start)}
 
 
 @pytest.mark.parametrize(("shape", "scheme", "format"), [
@@ -82,15 +86,17 @@ def theirs(folder: Path, name: str) -> dict[str, Tensor]:
 ])  # fmt: skip
 def test_others_read_the_same_numbers_and_so_do_we(shape: str, scheme: str, format: str, folder: Path) -> None:
     out = written(folder, shape, scheme, format)
-    of, names, seen = restored(out), quantizable(SHAPES[shape]), 0
+    restored_weight, names, seen = restored(out), quantizable(SHAPES[shape]), 0
     for binding in bindings(SHAPES[shape]):
-        own = next(iter(binding.ours))
-        if own not in names or ("experts" in own and "layers.1" in own):
+        first = next(iter(binding.ours))
+        if first not in names or ("experts" in first and "layers.1" in first):
             continue
-        for their, expected in zip(binding.theirs, binding.transform.export([of(own)], SHAPES[shape]), strict=True):
+        for their, expected in zip(
+            binding.theirs, binding.transform.export([restored_weight(first)], SHAPES[shape]), strict=True
+        ):
             parts = theirs(out, their)
-            found = by_autogptq(parts, 4) if format == "gptq" else by_autoawq(parts)
-            assert torch.equal(found.float(), expected.half().float() if format == "awq" else expected), their
+            actual = by_autogptq(parts, 4) if format == "gptq" else by_autoawq(parts)
+            assert torch.equal(actual.float(), expected.half().float() if format == "awq" else expected), their
             seen += 1
     assert seen > 10
 
@@ -105,9 +111,9 @@ def test_every_width_comes_back(bits: int) -> None:
     zeros = matrix.every_zero().to(torch.uint8) if bits < 8 else middle
     parts = GPTQFiles().packed("some", Codes(codes, zeros, matrix.scales), scheme)
     planned = GPTQFiles().sizes(32, 96, scheme)
-    assert {name: (tuple(one.shape), one.dtype) for name, one in parts.items()} == planned
+    assert {name: (tuple(part.shape), part.dtype) for name, part in parts.items()} == planned
     assert torch.equal(by_autogptq(parts, bits), matrix.dequantized())
-    stored: Any = {name: Read(one) for name, one in parts.items()}
+    stored: Any = {name: Read(part) for name, part in parts.items()}
     back = GPTQFiles().unpacked(stored, (32, 96), scheme, Entries({}))
     assert torch.equal(back.scales, matrix.scales)
     assert torch.equal(back.codes.int() - back.zeros.repeat_interleave(32, 1).int(),
@@ -156,8 +162,8 @@ def test_folders_are_described_as_their_readers_want(folder: Path) -> None:
 
 def test_version_2_and_layouts_that_are_not_read(folder: Path) -> None:
     out = written(folder, "llama", "int4-rtn", "gptq")
-    of = restored(out)
-    before = {name: of(name) for name in quantizable(SHAPES["llama"])}
+    restored_weight = restored(out)
+    before = {name: restored_weight(name) for name in quantizable(SHAPES["llama"])}
     path = out / "config.json"
     whole = json.loads(path.read_text())
 
@@ -172,7 +178,7 @@ def test_version_2_and_layouts_that_are_not_read(folder: Path) -> None:
     format_alone = {key: entry for key, entry in whole["quantization_config"].items() if key != "checkpoint_format"}
     path.write_text(json.dumps({**whole, "quantization_config": {**format_alone, "format": "gptq_v2"}}))
     assert torch.equal(restored(out)(name), later)
-    for values, said in (
+    for values, message in (
         ({"is_marlin_format": True}, "is_marlin_format=true is not read"),
         ({"lm_head": True}, "lm_head=true is not read"),
         ({"pack_dtype": "int8"}, "pack_dtype='int8' is not read: int32 is"),
@@ -181,7 +187,7 @@ def test_version_2_and_layouts_that_are_not_read(folder: Path) -> None:
         ({"bits": 8}, "bits=8 with sym=false is not read"), ({"group_size": 16}, "qzeros is"),
     ):  # fmt: skip
         changed(**values)
-        with pytest.raises(HubError, match=said):
+        with pytest.raises(HubError, match=message):
             mw.load(out)
     changed()
     data = (out / "model.safetensors").read_bytes()
@@ -195,7 +201,7 @@ def test_version_2_and_layouts_that_are_not_read(folder: Path) -> None:
         mw.load(out)
 
 
-@pytest.mark.parametrize(("format", "change", "said"), [
+@pytest.mark.parametrize(("format", "change", "message"), [
     ("gptq", {"scheme": "int4-hqq"}, "gptq cannot hold int4-hqq: its zeros must be whole numbers"),
     ("gptq", {"scheme": "int8", "group": None}, "gptq cannot hold int8: its activations stay"),
     ("awq", {"scheme": "int3"}, "awq cannot hold int3: it has whole numbers of 4 bits"),
@@ -204,10 +210,10 @@ def test_version_2_and_layouts_that_are_not_read(folder: Path) -> None:
     ("gptq", {"model": "gpt2"}, "gptq cannot hold gpt2"),
 ])  # fmt: skip
 def test_what_a_format_cannot_hold_is_refused_before_anything_is_made(
-    format: str, change: dict[str, Any], said: str, folder: Path
+    format: str, change: dict[str, Any], message: str, folder: Path
 ) -> None:
     directory(folder / "gpt2", SHAPES["gpt2"])
-    given = {"model": "hf", "scheme": "int4-rtn", "group": 32, "quality": False, **change}
-    with pytest.raises(PlanError, match=said):
-        mw.quantize(folder / str(given.pop("model")), given.pop("scheme"), folder / "q", format=format, **given)
+    inputs = {"model": "hf", "scheme": "int4-rtn", "group": 32, "quality": False, **change}
+    with pytest.raises(PlanError, match=message):
+        mw.quantize(folder / str(inputs.pop("model")), inputs.pop("scheme"), folder / "q", format=format, **inputs)
     assert not (folder / "q").exists() and {"gptq", "awq"} < FORMATS.keys() and SCHEMES

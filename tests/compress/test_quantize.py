@@ -54,13 +54,13 @@ def test_the_verb_writes_measures_and_others_read(
     scheme: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words(folder, scheme, "--json", "--max-kl", "2")) == 0
-    found = json.loads(capsys.readouterr().out)
-    files = sum(one.stat().st_size for one in folder.glob("q/*.safetensors"))
-    assert found["scheme"] == scheme and found["bytes"] == found["predicted_bytes"] == files
-    assert 0 < found["kl"] < 0.5 and 0.5 < found["top1"] <= 1 and found["tokens"] > 500 and found["passed"]
-    assert found["perplexity_after"] == pytest.approx(found["perplexity_before"], rel=0.2)
-    assert [one["name"] for one in found["layers"]] == list(quantizable(SHAPES["llama"]))
-    assert all(0 < one["output_error"] < 0.2 and one["weight_error"] < 0.4 for one in found["layers"])
+    document = json.loads(capsys.readouterr().out)
+    files = sum(path.stat().st_size for path in folder.glob("q/*.safetensors"))
+    assert document["scheme"] == scheme and document["bytes"] == document["predicted_bytes"] == files
+    assert 0 < document["kl"] < 0.5 and 0.5 < document["top1"] <= 1 and document["tokens"] > 500 and document["passed"]
+    assert document["perplexity_after"] == pytest.approx(document["perplexity_before"], rel=0.2)
+    assert [layer["name"] for layer in document["layers"]] == list(quantizable(SHAPES["llama"]))
+    assert all(0 < layer["output_error"] < 0.2 and layer["weight_error"] < 0.4 for layer in document["layers"])
     assert main(["generate", str(folder / "q"), "--prompt", "def", "--greedy", "--max-new-tokens", "4"]) == 0
     assert main(["eval", str(folder / "q"), "--data", str(folder / "text.txt"), "--json"]) == 0
     loss = json.loads(capsys.readouterr().out.splitlines()[-1])["loss"]
@@ -72,21 +72,21 @@ def test_what_is_printed_begins_with_the_answer(folder: Path, capsys: pytest.Cap
     assert main(words(folder, "int4-rtn", "--keep", "layers.0.*")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("OK  int4-rtn: ") and "KL" in lines[0] and "smaller" in lines[0]
-    said = " ".join(" ".join(lines).split())  # folded to the screen
-    assert "as predicted" in said and "left alone" in said and "layers.0.attention.q.weight" in said
+    text = " ".join(" ".join(lines).split())  # folded to the screen
+    assert "as predicted" in text and "left alone" in text and "layers.0.attention.q.weight" in text
     assert all(line.split()[-1].startswith("layers.1.") for line in lines[-5:])
 
 
 @pytest.mark.parametrize(
-    ("scheme", "name", "said"),
+    ("scheme", "name", "message"),
     [("q6_k", "small.gguf", "types Q8_0 for 16 matrices"), ("llm-int8", "q", "no column was kept in 16 bit")],
 )
 def test_what_a_scheme_became_is_printed(
-    folder: Path, capsys: pytest.CaptureFixture[str], scheme: str, name: str, said: str
+    folder: Path, capsys: pytest.CaptureFixture[str], scheme: str, name: str, message: str
 ) -> None:
-    given = [str(folder / "hf"), "--scheme", scheme, "-o", str(folder / name), "--data", str(folder / "text.txt")]
-    main(["quantize", *given, "--no-quality", *(["--threshold", "1e6"] if scheme == "llm-int8" else [])])
-    assert said in " ".join(capsys.readouterr().out.split())
+    inputs = [str(folder / "hf"), "--scheme", scheme, "-o", str(folder / name), "--data", str(folder / "text.txt")]
+    main(["quantize", *inputs, "--no-quality", *(["--threshold", "1e6"] if scheme == "llm-int8" else [])])
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("scheme", "least"), [("int4-rtn", 3), ("int8", 1), ("int3", 0)])
@@ -94,13 +94,13 @@ def test_other_formats_that_are_named_are_those_that_hold_the_scheme(
     folder: Path, capsys: pytest.CaptureFixture[str], scheme: str, least: int
 ) -> None:
     assert main([*words(folder, scheme), "--no-quality"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     holding = []
     for name in ("compressed-tensors", "gptq", "awq", "bitsandbytes"):
         if main([*words(folder, scheme), "--no-quality", "--format", name, "-o", str(folder / name)]) == 0:
             holding.append(name)
-    assert len(holding) >= least and ("no other format holds this" in said) == (not holding)
-    assert not holding or f"--format {' or '.join(holding)} is for other software" in said
+    assert len(holding) >= least and ("no other format holds this" in printed) == (not holding)
+    assert not holding or f"--format {' or '.join(holding)} is for other software" in printed
 
 
 def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
@@ -112,7 +112,7 @@ def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
     assert "int3 is too lossy: it moves predictions by" in out.err and "--keep layers." in out.err
 
 
-@pytest.mark.parametrize(("change", "kind", "said"), [
+@pytest.mark.parametrize(("change", "kind", "message"), [
     ({"scheme": "int5"}, ArgumentError, "scheme=int5 is not known: take one of int8, llm-int8"),
     ({"scheme": "int4"}, ArgumentError, "nearest: int4-rtn, int4-sym, int4-hqq, int4-gptq, int4-awq, int4-awq-gptq$"),
     ({"scheme": "int8", "group": 32}, ArgumentError, "group=32: int8 has a scale for each output"),
@@ -129,11 +129,11 @@ def test_beyond_the_limit_the_exit_code_is_4_and_the_folder_is_there(
     ({"scheme": "int8", "model": "nowhere"}, RunError, "nowhere does not exist"),
 ])  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_made(
-    change: dict[str, Any], kind: type[Exception], said: str, folder: Path
+    change: dict[str, Any], kind: type[Exception], message: str, folder: Path
 ) -> None:
-    given = {"model": folder / "hf", "out": folder / "q", **change}
-    with pytest.raises(kind, match=said):
-        mw.quantize(**given)
+    inputs = {"model": folder / "hf", "out": folder / "q", **change}
+    with pytest.raises(kind, match=message):
+        mw.quantize(**inputs)
     assert not (folder / "q").exists()
 
 
@@ -149,37 +149,39 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks of a calibrated method are beside its folder until the end; those of an earlier run are there already."""
-    given = ["quantize", str(folder / "hf"), "--scheme", scheme, "--data", str(folder / "text.txt"), "--no-quality"]
-    assert main([*given, "-o", str(folder / f"first-{out}"), "--json"]) == 0
+    inputs = ["quantize", str(folder / "hf"), "--scheme", scheme, "--data", str(folder / "text.txt"), "--no-quality"]
+    assert main([*inputs, "-o", str(folder / f"first-{out}"), "--json"]) == 0
     predicted = json.loads(capsys.readouterr().out)["predicted_bytes"]
     free = int(predicted * room)
-    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=free - 1))
-    assert main([*given, "-o", str(folder / out)]) == 2
-    said = capsys.readouterr().err
-    [needed] = [int(one.replace(",", "")) for one in re.findall(r"needs .*? \(([\d,]+) bytes\)", said)]
+    monkeypatch.setattr("shutil.disk_usage", lambda location: SimpleNamespace(free=free - 1))
+    assert main([*inputs, "-o", str(folder / out)]) == 2
+    printed = capsys.readouterr().err
+    [needed] = [int(entry.replace(",", "")) for entry in re.findall(r"needs .*? \(([\d,]+) bytes\)", printed)]
     assert (
-        f"({free - 1:,} bytes) are free" in said and not list(folder.glob(f"*{out}.*")) and not (folder / out).exists()
+        f"({free - 1:,} bytes) are free" in printed
+        and not list(folder.glob(f"*{out}.*"))
+        and not (folder / out).exists()
     )
     assert needed == predicted if scheme != "int4-gptq" else free <= needed < 1.1 * predicted
-    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=needed))
-    assert main([*given, "-o", str(folder / out)]) == 0
+    monkeypatch.setattr("shutil.disk_usage", lambda location: SimpleNamespace(free=needed))
+    assert main([*inputs, "-o", str(folder / out)]) == 0
 
 
 def test_a_folder_that_is_taken_and_weights_that_are_not_finite_are_refused(folder: Path) -> None:
     with pytest.raises(PlanError, match="hf is not empty"):
         mw.quantize(folder / "hf", "int8", folder / "hf")
-    found = mw.load(folder / "hf")
-    weights = dict(found.model.state_dict())
+    loaded = mw.load(folder / "hf")
+    weights = dict(loaded.model.state_dict())
     weights["layers.1.mlp.up.weight"][3, 4] = float("nan")
     from meshwright.model.hub import export_folder
 
     export_folder(
-        folder / "bad", model_tensors=weights.items(), shape=found.model.shape, tokenizer=found.tokenizer,
+        folder / "bad", model_tensors=weights.items(), shape=loaded.model.shape, tokenizer=loaded.tokenizer,
         dtype=torch.float32,
     )  # fmt: skip
     with pytest.raises(PlanError, match=r"mlp\.up.weight cannot be quantized: 1 of its weights are infinite"):
         mw.quantize(folder / "bad", "int8", folder / "q", quality=False)
-    assert not [one.name for one in folder.iterdir() if "q" in one.name.split(".")[0] or "partial" in one.name]
+    assert not [entry.name for entry in folder.iterdir() if "q" in entry.name.split(".")[0] or "partial" in entry.name]
 
 
 def test_names_of_gguf_files_are_for_their_schemes(folder: Path) -> None:
@@ -211,15 +213,15 @@ def test_answers_know_their_limit_and_their_worst_layer() -> None:
         LayerRecord(name=f"layers.{n}", scheme="int3", bytes=8, weight_error=0.1, output_error=n / 10, outliers=0.0)
         for n in range(7)
     )
-    found = QuantizeAnswer(
+    quantize_answer = QuantizeAnswer(
         run=Path("q"), original=Path("m"), scheme="int3", format="meshwright", bytes=10, predicted_bytes=10,
         bytes_before=40, quality=None, max_kl=0.1, layers=layers, skipped=(), quantized_parameters=16,
     )  # fmt: skip
-    found.check()
-    assert [one.name for one in found.blamed] == [f"layers.{n}" for n in (6, 5, 4, 3, 2)]
-    assert found.headline == "int3: 4.00x smaller (0.0 MiB to 0.0 MiB), quality not measured"
-    assert len(found.rows()) == 7 and "layers.6" in found._repr_html_()
-    assert found.to_dict()["kl"] is None
+    quantize_answer.check()
+    assert [entry.name for entry in quantize_answer.blamed] == [f"layers.{n}" for n in (6, 5, 4, 3, 2)]
+    assert quantize_answer.headline == "int3: 4.00x smaller (0.0 MiB to 0.0 MiB), quality not measured"
+    assert len(quantize_answer.rows()) == 7 and "layers.6" in quantize_answer._repr_html_()
+    assert quantize_answer.to_dict()["kl"] is None
 
 
 def toy(seed: int = 0) -> Transformer:
@@ -233,21 +235,21 @@ def batch(rows: int = 4, seed: int = 0) -> Batch:
 
 @torch.no_grad()
 def test_the_divergence_is_its_definition() -> None:
-    before, after, one = toy(), toy(1), batch()
-    found = compare(before, after, [one, batch(seed=1)])
+    before, after, first_batch = toy(), toy(1), batch()
+    comparison = compare(before, after, [first_batch, batch(seed=1)])
     p, q = (
-        torch.cat([model(some.tokens).flatten(0, 1).double().log_softmax(-1) for some in (one, batch(seed=1))])
+        torch.cat([model(part.tokens).flatten(0, 1).double().log_softmax(-1) for part in (first_batch, batch(seed=1))])
         for model in (before, after)
     )
     divergence = (p.exp() * (p - q)).sum(-1)
-    targets = torch.cat([some.targets.flatten() for some in (one, batch(seed=1))])
-    assert found.tokens == 256 and found.kl == pytest.approx(float(divergence.mean()), rel=1e-4)
-    assert found.kl_error == pytest.approx(float(divergence.std()) / 16, rel=1e-3)
-    assert found.kl_p99 == pytest.approx(float(divergence.sort().values[253]), rel=1e-4)
-    assert found.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    targets = torch.cat([part.targets.flatten() for part in (first_batch, batch(seed=1))])
+    assert comparison.tokens == 256 and comparison.kl == pytest.approx(float(divergence.mean()), rel=1e-4)
+    assert comparison.kl_error == pytest.approx(float(divergence.std()) / 16, rel=1e-3)
+    assert comparison.kl_p99 == pytest.approx(float(divergence.sort().values[253]), rel=1e-4)
+    assert comparison.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     loss = float(-q.gather(1, targets.unsqueeze(1)).mean())
-    assert found.perplexity_after == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
-    assert compare(before, before, [one]).kl == pytest.approx(0, abs=1e-6)
+    assert comparison.perplexity_after == pytest.approx(torch.tensor(loss).exp().item(), rel=1e-4)
+    assert compare(before, before, [first_batch]).kl == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen3_moe"])
@@ -260,7 +262,7 @@ def test_peaks_are_those_of_what_matrices_read(shape: str) -> None:
     heard: list[torch.Tensor] = []
     with torch.no_grad():
         layer = model.get_submodule("layers.1.attention.o")
-        hook = layer.register_forward_pre_hook(lambda module, given: heard.append(given[0]))
+        hook = layer.register_forward_pre_hook(lambda module, inputs: heard.append(inputs[0]))
         model(batch().tokens)
         hook.remove()
     assert torch.equal(peaks["layers.1.attention.o.weight"], heard[0].flatten(0, -2).abs().amax(0))
@@ -272,8 +274,8 @@ def test_peaks_are_those_of_what_matrices_read(shape: str) -> None:
 def test_outliers_are_columns_far_above_the_median() -> None:
     peak = torch.rand(64) + 0.5
     peak[[7, 30]] = torch.tensor([40.0, 12.0])
-    found = outlier_columns({"a": peak, "b": torch.rand(64) + 0.5}, 6.0)
-    assert list(found) == ["a"] and found["a"].tolist() == [7, 30] and found["a"].dtype == torch.int32
+    actual = outlier_columns({"a": peak, "b": torch.rand(64) + 0.5}, 6.0)
+    assert list(actual) == ["a"] and actual["a"].tolist() == [7, 30] and actual["a"].dtype == torch.int32
     many = torch.cat((torch.ones(40), torch.arange(100.0, 124.0)))
     assert outlier_columns({"a": many}, 6.0)["a"].tolist() == list(range(56, 64)), "an eighth, the largest"
     assert outlier_columns({"a": torch.zeros(64)}, 6.0) == {}
@@ -291,12 +293,12 @@ def test_an_adapter_beside_codes_adds_its_sum(folder: Path) -> None:
     torch.nn.init.normal_(lora.a)
     torch.nn.init.normal_(lora.b)
     layer.lora = lora
-    found = layer(x)
+    actual = layer(x)
     expected = plain + lora.scale * (x @ lora.a.t()) @ lora.b.t()
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
-    found.sum().backward()
+    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    actual.sum().backward()
     assert lora.b.grad is not None and x.grad is not None
-    assert [name for name, one in model.named_parameters() if one.requires_grad] == [
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == [
         "layers.0.attention.q.lora.a", "layers.0.attention.q.lora.b",
     ]  # fmt: skip
 

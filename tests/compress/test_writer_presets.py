@@ -64,8 +64,8 @@ def test_the_facts_are_those_of_the_writers_own_presets() -> None:
 
     for name, (_, weights, inputs, _) in READ.items():
         written = schemes.preset_name_to_scheme(name, ["Linear"])
-        for given, args in ((weights, written.weights), (inputs, written.input_activations)):
-            assert (given is None) == (args is None)
-            if given is not None:
-                kept = {key: given[key] for key in ("num_bits", "type", "symmetric", "strategy", "group_size")}
-                assert kept == {key: getattr(getattr(args, key), "value", getattr(args, key)) for key in kept}
+        for arguments, args in ((weights, written.weights), (inputs, written.input_activations)):
+            assert (arguments is None) == (args is None)
+            if arguments is not None:
+                stored = {key: arguments[key] for key in ("num_bits", "type", "symmetric", "strategy", "group_size")}
+                assert stored == {key: getattr(getattr(args, key), "value", getattr(args, key)) for key in stored}

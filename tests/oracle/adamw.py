@@ -52,9 +52,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
     targets = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
-    kept = torch.rand(BATCH, 1, generator=generator)
-    kept[step % BATCH] = 0.0
-    targets[torch.rand((BATCH, SEQUENCE), generator=generator) >= kept] = -100
+    stored = torch.rand(BATCH, 1, generator=generator)
+    stored[step % BATCH] = 0.0
+    targets[torch.rand((BATCH, SEQUENCE), generator=generator) >= stored] = -100
     return tokens, targets
 
 
@@ -102,6 +102,6 @@ def trained(model: Any, schedule: str) -> list[float]:
 def named_as_ours(model: Any, folder: Path) -> tuple[ModelShape, dict[str, Tensor]]:
     """The shape and the weights of a model of transformers, by our names, in the dtype they have."""
     model.save_pretrained(folder)
-    shape, found = shape_from_config(model.config.to_dict()), dict[str, Tensor]()
-    load_weights(folder, shape, lambda name, tensor: found.update({name: tensor.clone()}))
-    return shape, found
+    shape, actual = shape_from_config(model.config.to_dict()), dict[str, Tensor]()
+    load_weights(folder, shape, lambda name, tensor: actual.update({name: tensor.clone()}))
+    return shape, actual

@@ -61,9 +61,9 @@ def expected(run: Run, folder: Path) -> Expected:
     return run, shape, *({name: w.numpy() for name, w in weights.items()} for weights in (first, last))
 
 
-def train(of: Expected, layout: Layout, made: Made) -> dict[str, Any]:
+def train(reference: Expected, layout: Layout, made: Made) -> dict[str, Any]:
     """This rank's boxes of the weights after as many steps of ours."""
-    run, shape, first, _ = of
+    run, shape, first, _ = reference
     mesh = make_mesh(layout, rank=None if layout.world > 1 else 0, made=made)
     number = layout.micro_batches(adamw.BATCH)
     engine = build_engine(shape, layout, mesh=mesh, micro_batches=number, initialize=False)
@@ -89,33 +89,33 @@ def train(of: Expected, layout: Layout, made: Made) -> dict[str, Any]:
     return {name: (boxes[name], local(p.detach()).clone()) for name, p in engine.parameters.items()}
 
 
-def worst(of: Expected, ranks: list[dict[str, Any]]) -> tuple[float, str]:
+def worst(reference: Expected, ranks: list[dict[str, Any]]) -> tuple[float, str]:
     """The largest difference of any weight, and where."""
     whole = assemble([RankOutcome((), (), held) for held in ranks])
-    assert whole.keys() == of[3].keys()
-    return max((float(abs(whole[n].double().numpy() - w).max() / abs(w).max()), n) for n, w in of[3].items())
+    assert whole.keys() == reference[3].keys()
+    return max((float(abs(whole[n].double().numpy() - w).max() / abs(w).max()), n) for n, w in reference[3].items())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_device_trains_what_the_oracle_trains(name: str, tmp_path: Path) -> None:
-    of = expected(FAMILIES[name], tmp_path)
-    error, where = worst(of, [train(of, Layout(compile="off"), {})])
+    reference = expected(FAMILIES[name], tmp_path)
+    error, where = worst(reference, [train(reference, Layout(compile="off"), {})])
     print(f"{name}: {error:.1e} ({where})")
     assert error <= ONE, where
 
 
 def _errors(wanted: list[tuple[Expected, dict[str, Any]]]) -> list[tuple[float, str]]:
     made: Made = {}
-    found = []
-    for of, options in wanted:
-        ranks = gather_objects(train(of, Layout(compile="off", **options), made), None)
-        found.append(worst(of, ranks))
-    return found
+    actual = []
+    for reference, options in wanted:
+        ranks = gather_objects(train(reference, Layout(compile="off", **options), made), None)
+        actual.append(worst(reference, ranks))
+    return actual
 
 
 @pytest.mark.slow
 def test_layouts_train_what_the_oracle_trains(tmp_path: Path) -> None:
-    runs = {id(run): expected(run, tmp_path / str(place)) for place, (run, _) in enumerate(LAYOUTS)}
+    runs = {id(run): expected(run, tmp_path / str(index)) for index, (run, _) in enumerate(LAYOUTS)}
     wanted = [(runs[id(run)], options) for run, options in LAYOUTS]
     errors = on_ranks(4, _errors, wanted, limit_s=600)[0]
     off = []

@@ -19,4 +19,4 @@ FIXED: list[Drawn] = [
 @pytest.mark.slow
 def test_the_planner_says_what_the_process_groups_see() -> None:
     wrong = differences([*FIXED, *drawn(8, seed=13)])
-    assert not wrong, "\n".join(f"{case}: {found}" for case, found in wrong)
+    assert not wrong, "\n".join(f"{case}: {actual}" for case, actual in wrong)

@@ -26,8 +26,8 @@ Drawn = tuple[Case, int, dict[str, Any]]
 
 def drawn(number: int, seed: int) -> Iterator[Drawn]:
     """So many legal ones. Each token visits every expert: routing leaves no choice."""
-    pick, found = random.Random(seed).choice, 0
-    while found < number:
+    pick, actual = random.Random(seed).choice, 0
+    while actual < number:
         heads, hidden = pick([4, 8]), pick([24, 32, 40])
         kv_heads = pick([k for k in (1, 2, 4, 8) if heads % k == 0])
         experts = pick([0, 0, 2, 4])
@@ -48,7 +48,7 @@ def drawn(number: int, seed: int) -> Iterator[Drawn]:
         }  # fmt: skip
         case, layout = Case(shape=shape, precision=pick(["fp32", "bf16"])), Layout(**options)
         if layout.world == world and not _plan(case, layout).violations():
-            found += 1
+            actual += 1
             yield case, world, options
 
 
@@ -65,22 +65,22 @@ def differences(cases: list[Drawn]) -> list[tuple[Drawn, str]]:
     """The cases in which planner and witness differ, and in what. Those of as many processes run in the same ones."""
     wrong = []
     for world in sorted({number for _, number, _ in cases}):
-        some = [one for one in cases if one[1] == world]
-        ranks = on_ranks(world, _seen, some, limit_s=60.0 * len(some))
-        for place, one in enumerate(some):
-            found = [_difference(one, rank, answers[place]) for rank, answers in enumerate(ranks)]
-            wrong += [(one, sentence) for sentence in found if sentence][:1]
+        part = [case for case in cases if case[1] == world]
+        ranks = on_ranks(world, _seen, part, limit_s=60.0 * len(part))
+        for index, entry in enumerate(part):
+            actual = [_difference(entry, rank, answers[index]) for rank, answers in enumerate(ranks)]
+            wrong += [(entry, sentence) for sentence in actual if sentence][:1]
     return wrong
 
 
-def _difference(one: Drawn, rank: int, answer: Any) -> str:
+def _difference(entry: Drawn, rank: int, answer: Any) -> str:
     """Asked of the first rank of each pipeline place; "" = nothing."""
-    (case, _, options), (_, seen, axes) = one, answer
-    of = _plan(case, Layout(**options))
-    at = place_of(of.layout, rank)
-    if any(place for axis, place in at.items() if axis != "pp"):
+    (case, _, options), (_, seen, axes) = entry, answer
+    lookup = _plan(case, Layout(**options))
+    at = place_of(lookup.layout, rank)
+    if any(location for axis, location in at.items() if axis != "pp"):
         return ""
-    told = {(one.axis, one.collective): (one.calls, one.sent_bytes) for one in traffic(of, at["pp"])}
+    told = {(entry.axis, entry.collective): (entry.calls, entry.sent_bytes) for entry in traffic(lookup, at["pp"])}
     seen = {key: count for key, count in seen.items() if key[1] != "barrier"}  # of a pipeline, once a run
     try:
         assert_seen(told, seen, axes, f"rank {rank}")
@@ -97,8 +97,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     wrong = differences(list(drawn(asked.number, asked.seed)))
-    for (case, world, options), found in wrong if not asked.json else []:
-        print(f"{case}, {world} ranks, {options}:\n    {found}")
+    for (case, world, options), actual in wrong if not asked.json else []:
+        print(f"{case}, {world} ranks, {options}:\n    {actual}")
     equal = asked.number - len(wrong)
     print(json.dumps({"cases": asked.number, "equal": equal}) if asked.json else f"{equal} of {asked.number} equal")
     return int(bool(wrong))

@@ -27,15 +27,15 @@ BOTH = (MixtureSource(path="a.jsonl", weight=0.7), MixtureSource(path="b.jsonl",
 )
 def test_every_form_means_the_same(word: str) -> None:
     notes: list[str] = []
-    found = read(None, [word, "data.validation=0.1"], notes=notes).data
-    assert found == Data(mixture=BOTH, validation=0.1)
-    assert found.title == "a.jsonl:0.7,b.jsonl:0.3" and found.path == ""
+    actual = read(None, [word, "data.validation=0.1"], notes=notes).data
+    assert actual == Data(mixture=BOTH, validation=0.1)
+    assert actual.title == "a.jsonl:0.7,b.jsonl:0.3" and actual.path == ""
     assert notes == []
 
 
 def test_each_source_has_the_settings_of_all() -> None:
-    found = read(None, ["data=[{path: a, weight: 1, text_field: body}, b:2]", "data.text_field=words"]).data
-    assert found.sources == (Data(path="a", text_field="body"), Data(path="b", text_field="words"))
+    actual = read(None, ["data=[{path: a, weight: 1, text_field: body}, b:2]", "data.text_field=words"]).data
+    assert actual.sources == (Data(path="a", text_field="body"), Data(path="b", text_field="words"))
 
 
 @pytest.mark.parametrize("path", ["one.txt", "hub:name:2", "a,b", "a.txt:0.7", "[ab]*.txt", "C:1"])
@@ -93,8 +93,8 @@ def test_what_is_wrong_is_said(word: str, sentence: str) -> None:
 
 
 def test_a_source_twice_cannot_run() -> None:
-    (found,) = read(None, ["data=a:1,a:2"]).violations()
-    assert found == "data.mixture has a twice: give it once, with the sum of both weights"
+    (actual,) = read(None, ["data=a:1,a:2"]).violations()
+    assert actual == "data.mixture has a twice: give it once, with the sum of both weights"
 
 
 def test_a_line_of_a_file_is_named(tmp_path: Path) -> None:
@@ -106,11 +106,11 @@ def test_a_line_of_a_file_is_named(tmp_path: Path) -> None:
 
 def test_editors_are_told_of_every_form() -> None:
     """The part of the schema that a list has, read as an editor reads it."""
-    found = schema()
-    word, sections, listed = found["properties"]["data"]["anyOf"]
+    schema_document = schema()
+    word, sections, listed = schema_document["properties"]["data"]["anyOf"]
     assert word["type"] == "string" and sections["$ref"] == "#/$defs/Data" and listed["type"] == "array"
-    assert listed["items"] == found["$defs"]["Data"]["properties"]["mixture"]["items"]
+    assert listed["items"] == schema_document["$defs"]["Data"]["properties"]["mixture"]["items"]
     pattern, source = listed["items"]["anyOf"]
     assert re.search(pattern["pattern"], "a.jsonl:0.7") and not re.search(pattern["pattern"], "a.jsonl:0.7 or so")
-    assert set(found["$defs"]["MixtureSource"]["properties"]) == {"path", "weight", "text_field"}
+    assert set(schema_document["$defs"]["MixtureSource"]["properties"]) == {"path", "weight", "text_field"}
     assert source["$ref"] == "#/$defs/MixtureSource"

@@ -24,7 +24,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def kept(plan: Plan, *, trained: bool = True) -> Path:
+def written_plan(plan: Plan, *, trained: bool = True) -> Path:
     """The plan in its run folder."""
     run = Path(plan.run)
     run.mkdir(parents=True)
@@ -52,7 +52,7 @@ def test_a_plan_means_the_same_from_any_folder(project: Path, tmp_path: Path, mo
 def test_the_plan_of_a_run_means_that_run(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
 ) -> None:
-    file, plan = kept(read("plan.yaml"), trained=trained), absolute(read("plan.yaml"))
+    file, plan = written_plan(read("plan.yaml"), trained=trained), absolute(read("plan.yaml"))
     assert read(file).run == "runs/a", "from where it was begun it reads as it was given"
     monkeypatch.chdir(tmp_path)
     assert absolute(read(project / file)) == plan
@@ -69,21 +69,21 @@ def test_a_plan_in_a_folder_with_the_name_of_its_run_is_not_kept_by_a_run(
     monkeypatch.chdir(tmp_path)
     Path("exp1").mkdir()
     Path("exp1/plan.yaml").write_text("run: exp1\ndata: {path: texts}\n")
-    found = read("exp1/plan.yaml")
-    assert (found.run, found.data.path) == ("exp1/exp1", "exp1/texts")
+    actual = read("exp1/plan.yaml")
+    assert (actual.run, actual.data.path) == ("exp1/exp1", "exp1/texts")
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "ended before its first step"])
 def test_a_run_that_was_moved_goes_on_where_it_is_now(project: Path, trained: bool) -> None:
-    kept(read("plan.yaml"), trained=trained)
+    written_plan(read("plan.yaml"), trained=trained)
     Path("runs").rename("old")
-    found = read("old/a/plan.yaml")
-    assert (found.run, found.data.path) == ("old/a", str(project / "texts"))
+    actual = read("old/a/plan.yaml")
+    assert (actual.run, actual.data.path) == ("old/a", str(project / "texts"))
 
 
 def test_a_copy_of_a_runs_plan_still_names_that_run(project: Path) -> None:
     """Not the folder of the copy: it would be filled with checkpoints."""
-    file = kept(read("plan.yaml"))
+    file = written_plan(read("plan.yaml"))
     Path("next.yaml").write_bytes(file.read_bytes())
     assert absolute(read("next.yaml")) == absolute(read("plan.yaml"))
 
@@ -107,11 +107,11 @@ def test_words_that_are_no_paths_stay(project: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     for path, tokenizer in (("stdlib", "auto"), ("hub:a/b", "bytes"), ("/x", "bpe:300"), ("~/x", "/y/tokenizer.json")):
         file.write_text(f"data: {{path: '{path}', tokenizer: {tokenizer}}}\nmodel: llama-10m\n")
-        found = read(file)
-        assert (found.data.path, found.data.tokenizer, found.model.name) == (path, tokenizer, "llama-10m")
-        assert found.run == "project/runs/auto", "the default too"
-        write(found, file)
-        assert read(file) == found
+        actual = read(file)
+        assert (actual.data.path, actual.data.tokenizer, actual.model.name) == (path, tokenizer, "llama-10m")
+        assert actual.run == "project/runs/auto", "the default too"
+        write(actual, file)
+        assert read(file) == actual
 
 
 def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherwise(
@@ -131,8 +131,8 @@ def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherw
         plan.write_text(text)
         here = read("plan.yaml", read_folder=lambda _: FolderModel(shape=shape))
         assert os.path.normpath(here.init) == os.path.normpath(init)
-        own = "auto" if init == "random" else str(Path("hf/tokenizer.json"))
-        assert os.path.normpath(here.data.tokenizer) == own
+        ours = "auto" if init == "random" else str(Path("hf/tokenizer.json"))
+        assert os.path.normpath(here.data.tokenizer) == ours
         write(here, tmp_path / "saved.yaml")
         monkeypatch.chdir(tmp_path)
         assert (
@@ -141,8 +141,8 @@ def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherw
         )
         assert read("saved.yaml").model == here.model
     monkeypatch.chdir(project)
-    given = read(None, ["model=./hf", "data.tokenizer=bytes"], read_folder=lambda _: FolderModel(shape=shape))
-    assert (given.init, given.data.tokenizer) == ("hf", "bytes")
+    inputs = read(None, ["model=./hf", "data.tokenizer=bytes"], read_folder=lambda _: FolderModel(shape=shape))
+    assert (inputs.init, inputs.data.tokenizer) == ("hf", "bytes")
     assert (
         read(None, ["model=./hf", "model.init=random"], read_folder=lambda _: FolderModel(shape=shape)).init == "random"
     )
@@ -152,6 +152,6 @@ def test_the_weights_of_a_folder_come_with_its_shape_unless_somebody_says_otherw
 
 def test_a_plan_that_is_shown_to_others_says_nothing_of_this_machine() -> None:
     words = ["data=/home/me/texts", "data.tokenizer=/home/me/hf/tokenizer.json", "run=/home/me/runs/a"]
-    found = without_folders(read(None, [*words, "model.init=/home/me/hf"]))
-    assert (found.data.path, found.data.tokenizer, found.run, found.init) == ("texts", "tokenizer.json", "a", "hf")
+    actual = without_folders(read(None, [*words, "model.init=/home/me/hf"]))
+    assert (actual.data.path, actual.data.tokenizer, actual.run, actual.init) == ("texts", "tokenizer.json", "a", "hf")
     assert without_folders(read(None, ["data=hub:a/b", "run=x"])).data == read(None, ["data=hub:a/b"]).data

@@ -78,10 +78,10 @@ def test_overrides_win_in_their_order(plan_file: Path) -> None:
 )
 def test_a_word_means_what_its_field_needs(override: str, value: object) -> None:
     plan = read(None, [override])
-    found: object = plan
+    actual: object = plan
     for key in override.partition("=")[0].split("."):
-        found = getattr(found, key)
-    assert found == value and type(found) is type(value)
+        actual = getattr(actual, key)
+    assert actual == value and type(actual) is type(value)
 
 
 def test_the_same_words_in_a_file(plan_file: Path) -> None:
@@ -155,10 +155,10 @@ def test_a_preset_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: 
 )
 def test_other_tools_names_are_read_and_said(override: str, key: str, value: object) -> None:
     notes: list[str] = []
-    found: object = read(None, [override], notes=notes)
+    actual: object = read(None, [override], notes=notes)
     for name in key.split("."):
-        found = getattr(found, name)
-    assert found == value
+        actual = getattr(actual, name)
+    assert actual == value
     assert notes == [f"{override.partition('=')[0]} is read as {key}"]
 
 
@@ -262,9 +262,9 @@ def test_mistakes_are_answered(plan_file: Path, text: str, line: str) -> None:
     ],
 )
 def test_mistaken_overrides_are_answered(override: str, line: str) -> None:
-    found = refusal(None, override)
-    assert line in found
-    assert len(found) < 300
+    refusal_text = refusal(None, override)
+    assert line in refusal_text
+    assert len(refusal_text) < 300
 
 
 def test_the_class_of_an_error_is_kept() -> None:
@@ -359,7 +359,7 @@ def test_the_last_word_says_how_long_a_run_is(words: list[str], length: tuple[in
     assert (recipe.steps, recipe.epochs, recipe.tokens) == length
     lengths = [word for word in words if "sequence" not in word]
     assert notes == [
-        f"{one} is not taken: {lengths[-1]} says how long the run is, and comes later" for one in lengths[:-1]
+        f"{length} is not taken: {lengths[-1]} says how long the run is, and comes later" for length in lengths[:-1]
     ]
 
 

@@ -140,7 +140,7 @@ def test_any_file_is_read_or_refused_in_one_line(data: bytes) -> None:
 
 def test_aliases_lead_to_keys_and_hide_none() -> None:
     for section, names in ALIASES.items():
-        for alias, own in names.items():
-            assert own in sections()[section], (section, alias)
+        for alias, name in names.items():
+            assert name in sections()[section], (section, alias)
             assert alias not in sections()[section], (section, alias)
             assert alias not in NOT_A_KEY

@@ -59,9 +59,9 @@ def test_every_field_has_a_sentence() -> None:
 
 def test_what_is_dumped_is_json() -> None:
     plan = replace(read(None), recipe=replace(read(None).recipe, batch_ramp=(BatchStage(tokens=1, global_batch=2),)))
-    found = json.loads(json.dumps(dump(plan)))
-    assert found["recipe"]["batch_ramp"] == [{"tokens": 1, "global_batch": 2}]
-    assert list(found) == ["model", "data", "run", "recipe", "layout", "cluster"]
+    document = json.loads(json.dumps(dump(plan)))
+    assert document["recipe"]["batch_ramp"] == [{"tokens": 1, "global_batch": 2}]
+    assert list(document) == ["model", "data", "run", "recipe", "layout", "cluster"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,29 +90,29 @@ def test_the_schema_verb_prints_json(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_schema_knows_every_key_with_its_sentence() -> None:
-    found = schema()
-    assert found["title"] == "Meshwright plan"
-    assert found["additionalProperties"] is False and "required" not in found
-    assert set(found["properties"]) == set(sections()[""])
-    assert all(entry["description"] for entry in found["properties"].values())
-    parts = {part["title"]: part for part in found["$defs"].values()}
+    schema_document = schema()
+    assert schema_document["title"] == "Meshwright plan"
+    assert schema_document["additionalProperties"] is False and "required" not in schema_document
+    assert set(schema_document["properties"]) == set(sections()[""])
+    assert all(entry["description"] for entry in schema_document["properties"].values())
+    parts = {part["title"]: part for part in schema_document["$defs"].values()}
     of_teacher = [section for section in sections() if section.split(".")[0] == "teacher"]  # it is a model
     assert len(parts) == len(sections()) - 1 - len(of_teacher)
     for part in parts.values():
         assert part["additionalProperties"] is False and part["description"]
         assert all(entry["description"] for entry in part["properties"].values())
     assert set(parts["ModelShape"]["properties"]) == set(sections()["model"])
-    assert "llama-tiny" in found["properties"]["model"]["anyOf"][0]["examples"]
-    json.dumps(found)
+    assert "llama-tiny" in schema_document["properties"]["model"]["anyOf"][0]["examples"]
+    json.dumps(schema_document)
 
 
 def test_plans_fit_the_schema() -> None:
-    found = schema()
+    schema_document = schema()
     for name in presets.model_names():
         plan = read(None, [f"model={name}", "cluster=h100x8", "recipe.batch_ramp=[{tokens: 1, global_batch: 2}]"])
-        assert _misfits(dump(plan), found) == []
+        assert _misfits(dump(plan), schema_document) == []
     # YAML's own reading of `1.0e-08` and the rest is what an editor checks.
-    assert _misfits(yaml.safe_load(commented()), found) == []
+    assert _misfits(yaml.safe_load(commented()), schema_document) == []
 
 
 @pytest.mark.parametrize(
@@ -141,20 +141,22 @@ def _misfits(value: Any, part: dict[str, Any], whole: dict[str, Any] | None = No
     assert set(part) <= known | {"additionalProperties", "anyOf", "$ref", "enum", "const", "items"}, set(part)
     if "$ref" in part:
         return _misfits(value, whole["$defs"][part["$ref"].rpartition("/")[2]], whole)
-    found = [f"{key} is missing" for key in part.get("required", ()) if not isinstance(value, dict) or key not in value]
+    actual = [
+        f"{key} is missing" for key in part.get("required", ()) if not isinstance(value, dict) or key not in value
+    ]
     if "anyOf" in part and all(_misfits(value, choice, whole) for choice in part["anyOf"]):
-        found.append(f"{value} fits no choice")
+        actual.append(f"{value} fits no choice")
     if "enum" in part and value not in part["enum"]:
-        found.append(f"{value} is not among {part['enum']}")
+        actual.append(f"{value} is not among {part['enum']}")
     if part.get("type") == "object":
         if not isinstance(value, dict):
             return [f"{value} is no object"]
-        found += [f"{key} is not known" for key in value.keys() - part["properties"].keys()]
+        actual += [f"{key} is not known" for key in value.keys() - part["properties"].keys()]
         for key in value.keys() & part["properties"].keys():
-            found += _misfits(value[key], part["properties"][key], whole)
+            actual += _misfits(value[key], part["properties"][key], whole)
     elif part.get("type") == "array":
-        found += [misfit for item in value for misfit in _misfits(item, part["items"], whole)]
+        actual += [misfit for item in value for misfit in _misfits(item, part["items"], whole)]
     elif "type" in part:
         wrong = isinstance(value, bool) != (part["type"] == "boolean") or not isinstance(value, TYPES[part["type"]])
-        found += [f"{value} is no {part['type']}"] * wrong
-    return found
+        actual += [f"{value} is no {part['type']}"] * wrong
+    return actual

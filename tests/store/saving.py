@@ -22,11 +22,11 @@ from meshwright.store.lock import RunLock
 SKIPPED = 77
 
 
-def start(target: Callable[..., None], *given: object) -> BaseProcess:
+def start(target: Callable[..., None], *inputs: object) -> BaseProcess:
     """A child process running `target`; `given` must be picklable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["meshwright.training.loop", "torch.distributed.tensor", "torch._dynamo"])
-    process = context.Process(target=_guarded, args=(target, *given))
+    process = context.Process(target=_guarded, args=(target, *inputs))
     process.start()
     return process
 
@@ -43,10 +43,10 @@ def finish(*processes: BaseProcess, timeout: float = 60) -> list[int | None]:
     return codes
 
 
-def _guarded(target: Callable[..., None], *given: object) -> None:
+def _guarded(target: Callable[..., None], *inputs: object) -> None:
     torch.set_num_threads(1)
     try:
-        target(*given)
+        target(*inputs)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -85,7 +85,7 @@ def die_at(folder: Path, step: int, event: int) -> None:
     """Save, and drop dead before the `event`-th look at or change of the file system; exit code 0 = lived on."""
     left = event
 
-    def count(name: str, given: object) -> None:
+    def count(name: str, inputs: object) -> None:
         nonlocal left
         if name in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
             left -= 1

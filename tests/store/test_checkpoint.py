@@ -56,10 +56,10 @@ def bits(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert bits(one[name]) == bits(other[name]), name
+def assert_same(entry: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert entry.keys() == other.keys()
+    for name in entry:
+        assert bits(entry[name]) == bits(other[name]), name
 
 
 def small(folder: Path, step: int = 3, score: float | None = None, keep_last: int = 9) -> Path:
@@ -147,9 +147,9 @@ def test_the_files_are_those_of_torchs_own_writer(tmp_path: Path) -> None:
     with checkpoint_reader.quiet():
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(theirs), save_distributed=True))
     ours = checkpoint.save(tmp_path / "ours", step=1, tensors=tensors, values={}, score=None, keep_last=1)
-    (one,), (other,) = theirs.glob("*.safetensors"), ours.glob("*.safetensors")
-    assert one.name == other.name
-    assert parts(one) == parts(other)
+    (their_file,), (our_file,) = theirs.glob("*.safetensors"), ours.glob("*.safetensors")
+    assert their_file.name == our_file.name
+    assert parts(their_file) == parts(our_file)
 
 
 def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,8 @@ def test_flipped_bits_are_found(tmp_path: Path) -> None:
     for _ in range(300):
         file = dice.choice(files)
         sound = file.read_bytes()
-        place = dice.randrange(len(sound))
-        file.write_bytes(sound[:place] + bytes([sound[place] ^ 1 << dice.randrange(8)]) + sound[place + 1 :])
+        location = dice.randrange(len(sound))
+        file.write_bytes(sound[:location] + bytes([sound[location] ^ 1 << dice.randrange(8)]) + sound[location + 1 :])
         refusal(path)
         file.write_bytes(sound)
     checkpoint.load(path, small_blank())
@@ -186,8 +186,8 @@ def test_flipped_bits_are_found(tmp_path: Path) -> None:
 def test_every_byte_of_the_commit_counts(tmp_path: Path) -> None:
     path = small(tmp_path, score=1.25)
     sound = (path / "COMMIT").read_bytes()
-    for place in range(len(sound)):
-        (path / "COMMIT").write_bytes(sound[:place] + bytes([sound[place] ^ 1 << place % 8]) + sound[place + 1 :])
+    for index in range(len(sound)):
+        (path / "COMMIT").write_bytes(sound[:index] + bytes([sound[index] ^ 1 << index % 8]) + sound[index + 1 :])
         with pytest.raises(CheckpointError):
             commits.read(path)
 

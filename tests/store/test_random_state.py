@@ -12,8 +12,8 @@ from meshwright.store.random_state import rng_state, set_rng_state
 
 
 def draws() -> list[float]:
-    found = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
-    return [*found, *torch.randn(5).tolist(), float(torch.rand(())), *np.random.randint(0, 9, 3).tolist()]
+    actual = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
+    return [*actual, *torch.randn(5).tolist(), float(torch.rand(())), *np.random.randint(0, 9, 3).tolist()]
 
 
 @pytest.mark.parametrize("spare", [False, True], ids=["as seeded", "with a spare normal number"])

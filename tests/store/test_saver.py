@@ -55,19 +55,19 @@ class Gate:
         self.real = checkpoint_writer.write_safetensors
         monkeypatch.setattr(checkpoint_writer, "write_safetensors", self.write)
 
-    def write(self, *given: Any) -> Any:
+    def write(self, *inputs: Any) -> Any:
         self.reached.set()
         assert self.open.wait(30)
         if self.error is not None:
             raise self.error
-        return self.real(*given)
+        return self.real(*inputs)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    found = Gate(monkeypatch)
-    yield found
-    found.open.set()
+    actual = Gate(monkeypatch)
+    yield actual
+    actual.open.set()
 
 
 def saver(folder: Path, told: list[int] | None = None, *, behind: bool = True) -> Saver:
@@ -137,10 +137,10 @@ def test_a_last_save_is_not_copied(tmp_path: Path) -> None:
 
 def test_staging_cuts_slabs_and_keeps_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SLAB_BYTES", 200)
-    found, tensors = Staging(), state()
+    actual, tensors = Staging(), state()
     for _ in range(2):
-        copies = found.copy(tensors)
-        assert len(found.slabs) > 3
+        copies = actual.copy(tensors)
+        assert len(actual.slabs) > 3
         for name, tensor in tensors.items():
             assert copies[name].dtype == tensor.dtype and copies[name].is_contiguous()
             assert torch.equal(copies[name].view(-1).view(torch.uint8), _bits(tensor)), name
@@ -159,8 +159,8 @@ def test_a_run_leaves_the_same_checkpoints(texts: Path, tmp_path: Path) -> None:
     assert notes.saves == [2, 4, 6, 8] and 0 < summary.saving_seconds < summary.seconds + 60
     running.assert_same_end(tmp_path / "behind", tmp_path / "plain")
     for step in (2, 4, 6):
-        one, other = (tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("behind", "plain"))
-        mine, theirs = files(one), files(other)
+        entry, other = (tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("behind", "plain"))
+        mine, theirs = files(entry), files(other)
         assert mine.keys() == theirs.keys()
         assert all(mine[name] == theirs[name] for name in mine if name.endswith(".safetensors"))
 
@@ -169,11 +169,11 @@ def test_a_full_disk_is_told_at_the_next_step(texts: Path, tmp_path: Path, monke
     """The second save fails in the background: training stops, the first checkpoint stays."""
     real, calls = checkpoint_writer.write_safetensors, []
 
-    def second_is_full(*given: Any) -> Any:
-        calls.append(given)
+    def second_is_full(*inputs: Any) -> Any:
+        calls.append(inputs)
         if len(calls) == 2:
             raise OSError(28, "No space left on device")
-        return real(*given)
+        return real(*inputs)
 
     monkeypatch.setattr(checkpoint_writer, "write_safetensors", second_is_full)
     plan = behind(running.plan(texts, tmp_path / "run", **{**OPTIONS, "steps": 40, "checkpoint_every": 10}))
@@ -318,10 +318,10 @@ def test_two_ranks_write_the_same_files(texts: Path, tmp_path: Path) -> None:
     """And of what both hold, each copies only what it is to write."""
     staged = on_ranks(2, run_both, str(texts), str(tmp_path))
     for number in range(len(LAYOUTS)):
-        one, other = (tmp_path / f"{number} {way}" / "checkpoints" for way in ("async", "sync"))
-        assert sorted(path.name for path in one.iterdir()) == [f"step-{step:06d}" for step in (2, 4)]
+        entry, other = (tmp_path / f"{number} {way}" / "checkpoints" for way in ("async", "sync"))
+        assert sorted(path.name for path in entry.iterdir()) == [f"step-{step:06d}" for step in (2, 4)]
         for step in (2, 4):
-            mine, theirs = (files(folder / f"step-{step:06d}") for folder in (one, other))
+            mine, theirs = (files(folder / f"step-{step:06d}") for folder in (entry, other))
             assert mine.keys() == theirs.keys()
             assert all(mine[name] == theirs[name] for name in mine if name.endswith(".safetensors"))
     together = sum(rank[1] for rank in staged)  # the last save is not copied
@@ -334,11 +334,11 @@ def run_and_fail(texts: str, folder: str) -> tuple[str, bool, int]:
     """On one of two ranks: the disk of the second is full at the second save."""
     real, calls = checkpoint_writer.write_safetensors, []
 
-    def full(*given: Any) -> Any:
-        calls.append(given)
+    def full(*inputs: Any) -> Any:
+        calls.append(inputs)
         if torch.distributed.get_rank() == 1 and len(calls) == 2:
             raise OSError(28, "No space left on device")
-        return real(*given)
+        return real(*inputs)
 
     checkpoint_writer.write_safetensors = full
     plan = running.plan(Path(texts), Path(folder, "run"), **{**OPTIONS, "steps": 500, "checkpoint_every": 10})
@@ -351,8 +351,8 @@ def run_and_fail(texts: str, folder: str) -> tuple[str, bool, int]:
 
 def test_ranks_hear_of_it_at_the_same_step(texts: Path, tmp_path: Path) -> None:
     first, second = on_ranks(2, run_and_fail, str(texts), str(tmp_path))
-    said = [re.sub(r"[0-9.]+ GiB are free", "", one[0]) for one in (first, second)]
-    assert "No space left on device" in said[0] and said[0] == said[1]
+    message = [re.sub(r"[0-9.]+ GiB are free", "", entry[0]) for entry in (first, second)]
+    assert "No space left on device" in message[0] and message[0] == message[1]
     assert (first[1], second[1]) == (False, True)
     assert 20 < max(running.steps_of(running.metrics(tmp_path / "run"))) < 40
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000010"]
@@ -361,9 +361,9 @@ def test_ranks_hear_of_it_at_the_same_step(texts: Path, tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_a_state_on_a_gpu_comes_through_pinned_memory() -> None:
     tensors = {name: tensor.detach().cuda() for name, tensor in state().items()}
-    found = Staging()
-    copies = found.copy(tensors)
-    assert all(slab.is_pinned() for slab in found.slabs)
+    actual = Staging()
+    copies = actual.copy(tensors)
+    assert all(slab.is_pinned() for slab in actual.slabs)
     for name, tensor in tensors.items():
         assert not copies[name].is_cuda and torch.equal(copies[name].view(-1).view(torch.uint8), _bits(tensor.cpu()))
 

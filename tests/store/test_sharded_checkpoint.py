@@ -18,18 +18,18 @@ SHAPES = {"even": (4, 6), "uneven": (5, 3), "narrow": (1, 8), "empty": (0, 3), "
 
 def whole() -> dict[str, Tensor]:
     torch.manual_seed(1)
-    found = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    return found | {"half": torch.randn(7, 2).bfloat16(), "scalar": torch.tensor(2.5)}
+    actual = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    return actual | {"half": torch.randn(7, 2).bfloat16(), "scalar": torch.tensor(2.5)}
 
 
 def laid_out(tensors: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
     """Sharded along `dim` where a tensor has it, else on every rank whole; `even` is replicated, `scalar` plain."""
     mesh = init_device_mesh("cpu", (2,))
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         placement = Shard(dim) if tensor.ndim > dim and name != "even" else Replicate()
-        found[name] = tensor if name == "scalar" else distribute_tensor(tensor, mesh, [placement])
-    return found
+        actual[name] = tensor if name == "scalar" else distribute_tensor(tensor, mesh, [placement])
+    return actual
 
 
 def assert_equal(tensors: dict[str, Tensor]) -> None:
@@ -41,11 +41,11 @@ def assert_equal(tensors: dict[str, Tensor]) -> None:
 
 def save_and_reload(rank: int, folder: Path) -> None:
     """Each rank has a stage of its own besides; then the same under another layout, and what one process saved."""
-    own = {f"stage{rank}.w": torch.full((3,), float(rank)), f"rng.{rank}.torch": torch.tensor([rank])}
-    tensors = laid_out(whole(), 0) | own
+    ours = {f"stage{rank}.w": torch.full((3,), float(rank)), f"rng.{rank}.torch": torch.tensor([rank])}
+    tensors = laid_out(whole(), 0) | ours
     path = checkpoint.save(folder / "two", step=1, tensors=tensors, values={"rank": rank}, score=None, keep_last=1)
     assert path.is_dir()
-    for source, mine in ((path, own), (folder / "one" / "step-000005", {})):
+    for source, mine in ((path, ours), (folder / "one" / "step-000005", {})):
         for dim in (0, 1):
             fresh = laid_out({name: torch.zeros_like(t) for name, t in whole().items()}, dim)
             stage = {name: torch.full_like(t, -1) for name, t in mine.items()}
@@ -63,7 +63,7 @@ def fail_together(rank: int, folder: Path) -> None:
     checkpoint.save(folder / "two", step=1, tensors=tensors, values={}, score=None, keep_last=1)
     real = checkpoint_writer.write_safetensors
 
-    def full(*given: object) -> None:
+    def full(*inputs: object) -> None:
         raise OSError(28, "No space left on device")
 
     checkpoint_writer.write_safetensors = full if rank else real  # type: ignore[assignment]

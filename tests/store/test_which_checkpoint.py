@@ -27,10 +27,10 @@ def run(files: Path) -> Path:
     loop.run(plan(files, *WORDS, "recipe.steps=8", "recipe.learning_rate=0.05"), watchers=[watcher])
     worse = plan(files, *WORDS, "recipe.steps=12", "recipe.learning_rate=10")
     loop.run(worse, resume="auto", watchers=[watcher])
-    scores = {one.step: one.loss for one in watcher.evaluations}
+    scores = {evaluation.step: evaluation.loss for evaluation in watcher.evaluations}
     best = min(scores, key=lambda step: (scores[step], step))
-    kept = {saved.step: saved.score for saved in checkpoint.listing(files / "run" / "checkpoints")}
-    assert kept == {best: scores[best], 12: scores[12]}, "step 10 was not evaluated, and is no best"
+    stored = {saved.step: saved.score for saved in checkpoint.listing(files / "run" / "checkpoints")}
+    assert stored == {best: scores[best], 12: scores[12]}, "step 10 was not evaluated, and is no best"
     assert best == 8, "else this shows nothing"
     return files / "run"
 
@@ -40,20 +40,23 @@ def test_the_best_is_kept_and_taken(run: Path, tmp_path: Path, capsys: pytest.Ca
     assert best is not None and locate(run, "best")[1] == best != locate(run)[1] == locate(run, "12")[1]
     assert main(["export", str(run), str(tmp_path / "out"), "--checkpoint", "best", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["checkpoint"] == str(best)
-    one, other = load(run, checkpoint="best"), load(tmp_path / "out")
+    loaded, other = load(run, checkpoint="best"), load(tmp_path / "out")
     last = load(run)
     for (name, a), b, c in zip(
-        one.model.state_dict().items(), other.model.state_dict().values(), last.model.state_dict().values(), strict=True
+        loaded.model.state_dict().items(),
+        other.model.state_dict().values(),
+        last.model.state_dict().values(),
+        strict=True,
     ):
         assert torch.equal(a, b), name
         assert not torch.equal(a, c) or not a.is_floating_point(), name
     assert main(["eval", str(run), "--checkpoint", "best", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["loss"]
-    assert found < last.evaluate().loss and found == pytest.approx(one.evaluate().loss)
-    said = ["--prompt-ids", "5,6", "--greedy", "--max-new-tokens", "5", "--json"]
+    document = json.loads(capsys.readouterr().out)["loss"]
+    assert document < last.evaluate().loss and document == pytest.approx(loaded.evaluate().loss)
+    message = ["--prompt-ids", "5,6", "--greedy", "--max-new-tokens", "5", "--json"]
     answers = []
     for which in ("best", best.name.removeprefix("step-"), "last"):
-        assert main(["generate", str(run), *said, "--checkpoint", which]) == 0
+        assert main(["generate", str(run), *message, "--checkpoint", which]) == 0
         answers.append(json.loads(capsys.readouterr().out)["logprobs"])
     assert answers[0] == answers[1] != answers[2]
 
