@@ -22,14 +22,14 @@ SPACES += [("llama-3.1-70b", nodes, 1024) for nodes in (8, 16, 32, 64, 128)]
 SPACES += [("llama-3.1-405b", nodes, 2048) for nodes in (64, 256, 1024, 2048)]
 SEARCH = """
 import json, sys, time
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.step.predict import build_estimator
 from meshwright.planner.search.ranking import search
 from meshwright.spec import Plan, Recipe, presets
 model, nodes, batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 recipe = Recipe(sequence=8192, global_batch=batch, precision="bf16")
 plan = Plan(model=presets.model(model), recipe=recipe, cluster=presets.cluster("h100x8", nodes))
 start = time.process_time()
-found = search(estimator(plan), plan)
+found = search(build_estimator(plan), plan)
 seconds = time.process_time() - start
 peak = next(int(row.split()[1]) * 1024 for row in open("/proc/self/status") if row.startswith("VmHWM"))
 print(json.dumps({"legal": found.legal, "seconds": seconds, "bytes": peak, "fits": len(found.best)}))

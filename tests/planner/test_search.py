@@ -284,7 +284,7 @@ def test_the_least_memory_of_a_cell_does_not_depend_on_cells_before_it() -> None
     of, pipelines = build_estimator(asked), set()
     for least, family in families(of, asked, {"tp": (2,)}):
         alone = CellBounds(of, asked, least.cell, least.splits, CellTerms())
-        assert least.kept(family.recompute) == alone.kept(family.recompute)
+        assert least.kept_bytes(family.recompute) == alone.kept_bytes(family.recompute)
         pipelines.add(least.cell.pp)
     assert {1, 2} <= pipelines
 

@@ -32,14 +32,14 @@ print("COUNTED", json.dumps([sum(written.values()), by_name, len(set(sys.modules
 Python 3.12 calls fewer of the first."""
 SEARCH = """
 from meshwright.planner.search.ranking import search
-from meshwright.planner.search.recommend import recommended
-from meshwright.planner.step.predict import estimator
+from meshwright.planner.search.recommend import recommend
+from meshwright.planner.step.predict import build_estimator
 from meshwright.spec import Plan, Recipe, presets
 
 plan = Plan(model=presets.model({model!r}), recipe=Recipe(sequence=8192, global_batch={batch}, precision="bf16"),
             cluster=presets.cluster("h100x8", nodes={nodes}))
-of = estimator(plan)
-assert recommended(of, plan, search(of, plan)).best
+estimator = build_estimator(plan)
+assert recommend(estimator, plan, search(estimator, plan)).best
 """
 PAGE = """
 from meshwright.api.exploring import explore

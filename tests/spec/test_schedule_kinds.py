@@ -29,7 +29,7 @@ from meshwright import planfile
 from meshwright.observe.verify.feature_names import FEATURES
 from meshwright.planner.explorer.explorer_page import facts
 from meshwright.planner.search.regions import Cell, pipelines
-from meshwright.planner.step.predict import estimator, predict
+from meshwright.planner.step.predict import build_estimator, predict
 from meshwright.spec import Layout, Plan, Recipe, presets
 from meshwright.spec.replay import replay
 from meshwright.spec.schedule import schedule
@@ -38,7 +38,7 @@ plan = Plan(
     model=presets.model("llama-tiny"), recipe=Recipe(sequence=64, global_batch=16, precision="bf16"),
     cluster=presets.cluster("h100x8", 1), layout=Layout(pp=4, dp_shard=2, schedule="wide", micro_batch=1),
 )
-page = facts(estimator(plan))
+page = facts(build_estimator(plan))
 print(json.dumps({
     "legal": plan.violations(),
     "bubble": replay(schedule("wide", 4, 8)).bubble,

@@ -1,1 +1,1 @@
-"""Every legal layout, ranked; bounds that leave most of them unseen; what one change buys."""
+"""Ranking of every legal layout, bounds that discard most of them uncounted, and effects of single changes."""

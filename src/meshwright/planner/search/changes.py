@@ -1,5 +1,7 @@
-"""What one change of a layout buys and costs: why each degree is there, what would make a plan fit, what a longer
-sequence or half the machine would do."""
+"""Effects of single changes of a layout: why each degree is there, which change makes a plan fit.
+
+Also a longer sequence, and half the machine.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -18,51 +20,57 @@ from meshwright.spec.worlds import differences
 
 AXES = ("tp", "cp", "pp", "ep")
 DOUBLINGS = 5
-"""Of nodes, where none of the layouts of a cluster fits."""
+"""Doublings of the number of nodes to try when no layout of a cluster fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChange:
-    """A layout with one thing changed."""
+    """Prediction of a layout with one thing changed."""
 
     what: str
     prediction: Prediction
     fits: bool
 
 
-def predict_change(of: Estimator, plan: Plan, layout: Layout, what: str) -> LayoutChange | None:
-    """The change's prediction; None where it is illegal."""
+def predict_change(estimator: Estimator, plan: Plan, layout: Layout, what: str) -> LayoutChange | None:
+    """Predict the plan with another layout. Returns None if the layout is illegal."""
     try:
         changed = replace(plan, layout=layout)
         if changed.violations():
             return None
-        prediction = of.predict(changed)
+        prediction = estimator.predict(changed)
     except (IllegalLayout, PlanError):
         return None
     return LayoutChange(what=what, prediction=prediction, fits=prediction.peak_bytes <= usable_bytes(plan))
 
 
-def without_techniques(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
-    """The layout with one technique less; its ranks go to data parallelism, sharded as the others are."""
+def without_techniques(estimator: Estimator, plan: Plan) -> Iterator[LayoutChange]:
+    """Yield the layout without each of its techniques in turn.
+
+    The freed ranks go to data parallelism, sharded as the others are.
+    """
     layout = plan.layout
-    tries = [(_with_batch(_less(layout, axis), plan), f"{axis}=1") for axis in AXES if getattr(layout, axis) > 1]
+    candidates = [
+        (_with_batch(_without_axis(layout, axis), plan), f"{axis}=1") for axis in AXES if getattr(layout, axis) > 1
+    ]
     if layout.zero:
         alone = replace(layout, zero=0, dp_replicate=layout.dp, dp_shard=1)
-        tries.append((alone if layout.cp == 1 else replace(layout, zero=0), "zero=0"))
+        candidates.append((alone if layout.cp == 1 else replace(layout, zero=0), "zero=0"))
     if layout.recompute != "none":
-        tries.append((replace(layout, recompute="none", recompute_layers=0), "recompute=none"))
-    yield from _legal(of, plan, tries)
+        candidates.append((replace(layout, recompute="none", recompute_layers=0), "recompute=none"))
+    yield from _predict_legal(estimator, plan, candidates)
 
 
-def _legal(of: Estimator, plan: Plan, tries: Iterable[tuple[Layout, str]]) -> Iterator[LayoutChange]:
-    """The predictions of those that are."""
-    for layout, what in tries:
-        found = predict_change(of, plan, layout, what)
-        if found:
-            yield found
+def _predict_legal(
+    estimator: Estimator, plan: Plan, candidates: Iterable[tuple[Layout, str]]
+) -> Iterator[LayoutChange]:
+    for layout, what in candidates:
+        change = predict_change(estimator, plan, layout, what)
+        if change:
+            yield change
 
 
-def _less(layout: Layout, axis: str) -> Layout:
+def _without_axis(layout: Layout, axis: str) -> Layout:
     degree = getattr(layout, axis)
     if axis == "ep":
         return replace(layout, ep=1, ep_chunks=0)
@@ -76,7 +84,7 @@ def _less(layout: Layout, axis: str) -> Layout:
 
 
 def _with_batch(layout: Layout, plan: Plan) -> Layout:
-    """A micro-batch that the ranks' share still divides into."""
+    """Return the layout with the largest micro-batch up to its own that divides each rank's share of the batch."""
     per_rank = gcd(*batches(plan.recipe)) // layout.dp
     micro = min(layout.micro_batch or per_rank, max(1, per_rank))
     while micro > 1 and per_rank % micro:
@@ -85,39 +93,44 @@ def _with_batch(layout: Layout, plan: Plan) -> Layout:
 
 
 def cheapest_fixes(
-    of: Estimator, plan: Plan, most: int = 3, offered: Callable[[Layout], bool] = lambda layout: True
+    estimator: Estimator, plan: Plan, most: int = 3, offered: Callable[[Layout], bool] = lambda layout: True
 ) -> list[LayoutChange]:
-    """What would make a layout that does not fit fit, the cheapest first, of those that are `offered`."""
-    found = [change for change in _tries(of, plan) if change.fits and offered(change.prediction.plan.layout)]
-    return sorted(found, key=lambda change: change.prediction.step_s)[:most]
+    """Return the `most` fastest single changes that make the layout fit, among those that `offered` accepts."""
+    changes = [
+        change for change in _single_changes(estimator, plan) if change.fits and offered(change.prediction.plan.layout)
+    ]
+    return sorted(changes, key=lambda change: change.prediction.step_s)[:most]
 
 
-def _tries(of: Estimator, plan: Plan) -> Iterator[LayoutChange]:
-    """One change each; what it takes along (a smaller micro-batch, sp with tp) is said with it."""
+def _single_changes(estimator: Estimator, plan: Plan) -> Iterator[LayoutChange]:
+    """Yield the layout with one change each.
+
+    Each names what comes with it: a smaller micro-batch, or sequence parallelism with tensor parallelism.
+    """
     layout = plan.layout
-    tries: list[Layout] = []
-    none_bytes = fullest_rank(of, replace(layout, recompute="none", recompute_layers=0)).total_bytes
+    candidates: list[Layout] = []
+    none_bytes = fullest_rank(estimator, replace(layout, recompute="none", recompute_layers=0)).total_bytes
     for recompute in layout.policies[max(1, layout.policies.index(layout.recompute)) :]:
-        some = fewest_layers(of, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
-        if some is not None and some != layout:
-            tries.append(some)
+        partial = fewest_layers(estimator, replace(layout, recompute=recompute), usable_bytes(plan), none_bytes)
+        if partial is not None and partial != layout:
+            candidates.append(partial)
     half = layout.micro_batch_of(plan.recipe.global_batch) // 2
     while half:
-        tries.append(replace(layout, micro_batch=half))
+        candidates.append(replace(layout, micro_batch=half))
         half //= 2
     stages: tuple[Literal[1, 2, 3], ...] = (1, 2, 3)
     for zero in stages:
         if zero > layout.zero and layout.dp * layout.cp > 1 and (layout.pp == 1 or zero == 1):
-            tries.append(replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1))
+            candidates.append(replace(layout, zero=zero, dp_shard=layout.dp, dp_replicate=1))
     for axis in ("tp", "cp", "pp"):
         for factor in (2, 4, 8):
-            more = _more(layout, axis, factor)
+            more = _with_axis(layout, axis, factor)
             if more:
-                tries.append(_with_batch(more, plan))
-    yield from _legal(of, plan, ((changed, differences(layout, changed)) for changed in tries))
+                candidates.append(_with_batch(more, plan))
+    yield from _predict_legal(estimator, plan, ((changed, differences(layout, changed)) for changed in candidates))
 
 
-def _more(layout: Layout, axis: str, factor: int) -> Layout | None:
+def _with_axis(layout: Layout, axis: str, factor: int) -> Layout | None:
     name = "dp_shard" if layout.zero else "dp_replicate"
     if getattr(layout, name) % factor:
         return None
@@ -129,15 +142,18 @@ def _more(layout: Layout, axis: str, factor: int) -> Layout | None:
     return replace(layout, **changes)
 
 
-def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, LayoutChange | None]:
-    """(the longest sequence that fits by doubling, the first that does not) with everything else as it is."""
+def longest_sequence(estimator: Estimator, plan: Plan) -> tuple[int, LayoutChange | None]:
+    """Double the sequence until it no longer fits, everything else unchanged.
+
+    Returns the longest sequence that fits and the first that does not. The latter is None if it is not legal.
+    """
     sequence, fits = plan.recipe.sequence, plan.recipe.sequence
     while sequence < 2**24:
         sequence *= 2
         longer = replace(plan, recipe=replace(plan.recipe, sequence=sequence))
         if longer.violations():
             return fits, None
-        prediction = build_estimator(longer, of.stack, of.speeds, of.links, of.document_tokens).predict(longer)
+        prediction = _with_same_software(estimator, longer).predict(longer)
         if prediction.peak_bytes > usable_bytes(plan):
             return fits, LayoutChange(what=f"recipe.sequence={sequence}", prediction=prediction, fits=False)
         fits = sequence
@@ -145,14 +161,16 @@ def longest_sequence(of: Estimator, plan: Plan) -> tuple[int, LayoutChange | Non
 
 
 def has_no_half(plan: Plan) -> bool:
-    """Whether there is no half of the devices to look at."""
+    """Return True if the devices cannot be halved into whole nodes or devices."""
     cluster = plan.cluster
     return cluster.devices == 1 or bool((cluster.nodes if cluster.nodes > 1 else cluster.devices_per_node) % 2)
 
 
-def on_half(of: Estimator, plan: Plan) -> Ranking | None:
-    """The best layouts, freely chosen, with half the nodes (or half the devices of one); None where that is no whole
-    number."""
+def on_half(estimator: Estimator, plan: Plan) -> Ranking | None:
+    """Search the best layout on half the nodes, or half the devices of one node.
+
+    Returns None if there is no whole half.
+    """
     cluster = plan.cluster
     if has_no_half(plan):
         return None
@@ -161,15 +179,21 @@ def on_half(of: Estimator, plan: Plan) -> Ranking | None:
     else:
         smaller = replace(cluster, devices_per_node=cluster.devices_per_node // 2)
     half = replace(plan, cluster=smaller)
-    return search(build_estimator(half, of.stack, of.speeds, of.links, of.document_tokens), half, listed=1)
+    return search(_with_same_software(estimator, half), half, listed=1)
 
 
-def enough_nodes(of: Estimator, plan: Plan, fixed: Fixed | None = None) -> int:
-    """Nodes by doubling on which some layout fits, of those with what is `fixed`; 0 where none of few
-    doublings is enough, or the batch has no share for each."""
+def _with_same_software(estimator: Estimator, plan: Plan) -> Estimator:
+    return build_estimator(plan, estimator.stack, estimator.speeds, estimator.links, estimator.document_tokens)
+
+
+def enough_nodes(estimator: Estimator, plan: Plan, fixed: Fixed | None = None) -> int:
+    """Double the nodes until some layout with the `fixed` values fits, and return their number.
+
+    Returns 0 if DOUBLINGS are not enough or the batch has no share for each rank.
+    """
     cluster = plan.cluster
     for doubling in range(1, DOUBLINGS + 1):
         larger = replace(plan, layout=Layout(), cluster=replace(cluster, nodes=cluster.nodes * 2**doubling))
-        if search(build_estimator(larger, of.stack, of.speeds), larger, fixed=fixed, listed=1).best:
+        if search(build_estimator(larger, estimator.stack, estimator.speeds), larger, fixed=fixed, listed=1).best:
             return larger.cluster.nodes
     return 0

@@ -1,5 +1,8 @@
-"""How few layers must recompute for a layout to fit. The search knows all layers or none; this is asked afterwards, of
-the layouts that it lists: a layout's peak falls and its time grows with each layer that recomputes."""
+"""Fewest layers that must recompute for a layout to fit.
+
+The search knows only all layers or none. This refines the layouts that it lists: with each layer that recomputes, the
+peak falls and the time grows.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -11,17 +14,19 @@ from meshwright.planner.step.prediction import Prediction
 from meshwright.spec.layout import Layout
 
 WORTH = 0.005
-"""Share of a step that must be gained by layers that keep everything: below, all recompute and leave memory free."""
+"""Least share of a step to gain from partial recomputation. Below it all layers recompute, which leaves memory free."""
 
 
-def fewest_layers(of: Estimator, layout: Layout, room: float, none_bytes: float) -> Layout | None:
-    """The same policy on as few layers as fit into `room` bytes; None where all are not enough. `none_bytes`: the peak
-    without recomputation. Each layer saves almost as much as any other: the search begins where all would save as much,
-    and goes on layer by layer."""
-    most = max(map(len, of.split(layout)))
+def fewest_layers(estimator: Estimator, layout: Layout, room: float, none_bytes: float) -> Layout | None:
+    """Return the layout with its policy on as few layers as fit into `room` bytes, or None if all do not suffice.
+
+    `none_bytes` is the peak without recomputation. All layers save nearly the same, so the first guess is proportional
+    and the search continues from there by bisection.
+    """
+    most = max(map(len, estimator.split(layout)))
 
     def peak_bytes(layers: int) -> float:
-        return fullest_rank(of, replace(layout, recompute_layers=layers % most), room).total_bytes
+        return fullest_rank(estimator, replace(layout, recompute_layers=layers % most), room).total_bytes
 
     least_bytes = peak_bytes(most)
     if least_bytes > room:
@@ -36,42 +41,46 @@ def fewest_layers(of: Estimator, layout: Layout, room: float, none_bytes: float)
     return replace(layout, recompute_layers=enough % most)
 
 
-def cheapest_recompute(of: Estimator, layout: Layout, room: float) -> Layout | None:
-    """The fastest of the policies, each on the fewest layers, or on all where that hardly takes longer; None where the
-    layout fits without, or with none."""
-    none_bytes = fullest_rank(of, layout).total_bytes
+def cheapest_recompute(estimator: Estimator, layout: Layout, room: float) -> Layout | None:
+    """Return the fastest recompute policy that fits, on the fewest layers, or on all if that takes hardly longer.
+
+    Returns None if the layout fits without recomputation, or with no policy.
+    """
+    none_bytes = fullest_rank(estimator, layout).total_bytes
     if none_bytes <= room:
         return None
     policies = (replace(layout, recompute=policy) for policy in layout.policies[1:])
-    some = [found for one in policies if (found := fewest_layers(of, one, room, none_bytes))]
-    if not some:
+    refined = [fewest for layout in policies if (fewest := fewest_layers(estimator, layout, room, none_bytes))]
+    if not refined:
         return None
-    best_s, best = _fastest(of, some)
-    whole_s, whole = _fastest(of, (replace(one, recompute_layers=0) for one in some))
+    best_s, best = _fastest(estimator, refined)
+    whole_s, whole = _fastest(estimator, (replace(layout, recompute_layers=0) for layout in refined))
     return best if whole_s > (1 + WORTH) * best_s else whole
 
 
-def _fastest(of: Estimator, layouts: Iterable[Layout]) -> tuple[float, Layout]:
-    return min(((of.time(one).total_s, one) for one in layouts), key=lambda timed: timed[0])
+def _fastest(estimator: Estimator, layouts: Iterable[Layout]) -> tuple[float, Layout]:
+    return min(((estimator.time(layout).total_s, layout) for layout in layouts), key=lambda timed: timed[0])
 
 
-def refine(of: Estimator, best: Iterable[Prediction], room: float) -> list[Prediction]:
-    """These layouts, ranked; those that recompute to fit into `room` do so on the fewest layers. So do, beside those
-    that need more, the same with recomputation."""
-    found: dict[Layout, Prediction] = {}
-    known: dict[Layout, Layout | None] = {}
+def refine(estimator: Estimator, best: Iterable[Prediction], room: float) -> list[Prediction]:
+    """Return the layouts ranked, with those that recompute reduced to the fewest layers that fit into `room`.
+
+    A layout that does not fit is joined by itself with recomputation.
+    """
+    predictions: dict[Layout, Prediction] = {}
+    recomputed: dict[Layout, Layout | None] = {}
     best = list(best)
-    quickest_s = min((one.step_s for one in best if one.peak_bytes <= room), default=inf)
-    for one in best:
-        if one.peak_bytes > room and one.step_s >= quickest_s:  # it only gets slower by recomputation
-            found[one.plan.layout] = one
+    quickest_s = min((prediction.step_s for prediction in best if prediction.peak_bytes <= room), default=inf)
+    for prediction in best:
+        if prediction.peak_bytes > room and prediction.step_s >= quickest_s:  # it only gets slower by recomputation
+            predictions[prediction.plan.layout] = prediction
             continue
-        without = replace(one.plan.layout, recompute="none")
-        if without not in known:
-            known[without] = cheapest_recompute(of, without, room)
-        layout = known[without]
-        if layout is None or one.peak_bytes > room:
-            found[one.plan.layout] = one
-        if layout is not None and layout not in found:
-            found[layout] = of.predict(replace(one.plan, layout=layout))
-    return sorted(found.values(), key=ranking_key)
+        without = replace(prediction.plan.layout, recompute="none")
+        if without not in recomputed:
+            recomputed[without] = cheapest_recompute(estimator, without, room)
+        layout = recomputed[without]
+        if layout is None or prediction.peak_bytes > room:
+            predictions[prediction.plan.layout] = prediction
+        if layout is not None and layout not in predictions:
+            predictions[layout] = estimator.predict(replace(prediction.plan, layout=layout))
+    return sorted(predictions.values(), key=ranking_key)

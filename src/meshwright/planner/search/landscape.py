@@ -1,10 +1,9 @@
-"""Every legal layout as a point of memory and step time, for the explorer's map: all of a small space, of a large one a
-sample and the Pareto front.
+"""Legal layouts as points of memory and step time, for the explorer's map.
 
-The front is searched as planner/search/ranking.py searches the fastest: a family or region is left aside where some
-layout beats both the least memory and the least time that it can have (planner/search/bounds.py). Points are counted
-without playing their schedules, from closed forms of what is in flight and of the bubble that are not above the truth;
-those of the front exactly.
+A small space is shown whole, a large one as a sample and its Pareto front. The front is searched like the fastest
+layouts in ranking.py: a family or region is discarded if some layout beats both its least memory and its least time
+(bounds.py). Points are counted without playing schedules, from closed forms that never exceed the exact figures. Points
+of the front are exact.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,7 +25,7 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.schedule_kinds import KINDS
 
 MOST = 4000
-"""Points: of a larger space three quarters of them drawn evenly, the others from those looked at for the front."""
+"""Points on the map. A larger space has three quarters drawn uniformly, the rest from the search for the front."""
 FIELDS = (
     "dp_replicate", "dp_shard", "zero", "tp", "sp", "cp", "pp", "vp", "ep", "schedule", "micro_batch", "recompute",
 )  # fmt: skip
@@ -34,7 +33,7 @@ PARTS = ("compute_s", "exchange_s", "bubble_s", "weights_s", "gradients_s", "opt
 
 
 class LayoutPoint(NamedTuple):
-    """A layout, counted."""
+    """A layout with its predicted step time and peak."""
 
     step_s: float
     peak_bytes: float
@@ -43,54 +42,56 @@ class LayoutPoint(NamedTuple):
 
 
 class Front:
-    """Points none of which another one beats in both time and memory, by ascending time."""
+    """Pareto front in ascending time: no point is beaten by another in both time and memory."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
         self.points: list[LayoutPoint] = []
 
     def beats(self, step_s: float, peak_bytes: float) -> bool:
-        """Whether one of them is at most as long and as large."""
-        place = bisect_right(self.times, step_s)
-        return place > 0 and self.points[place - 1].peak_bytes <= peak_bytes
+        """Return True if some point takes at most `step_s` and at most `peak_bytes`."""
+        index = bisect_right(self.times, step_s)
+        return index > 0 and self.points[index - 1].peak_bytes <= peak_bytes
 
     def add(self, point: LayoutPoint) -> None:
-        """Unless it is beaten; those that it beats go."""
+        """Add a point unless it is beaten, and remove the points that it beats."""
         if self.beats(point.step_s, point.peak_bytes):
             return
-        place = end = bisect_left(self.times, point.step_s)
+        begin = end = bisect_left(self.times, point.step_s)
         while end < len(self.points) and self.points[end].peak_bytes >= point.peak_bytes:
             end += 1
-        self.times[place:end] = [point.step_s]
-        self.points[place:end] = [point]
+        self.times[begin:end] = [point.step_s]
+        self.points[begin:end] = [point]
 
 
-def landscape(of: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: int = MOST) -> dict[str, Any]:
-    """The map's data: `points` as columns, the front's first and in order, and the number of legal layouts. `fixed`:
-    what restricts them."""
-    every = list(families(of, search_base(plan, {"offload": ("off",)}), fixed or {}))
-    if not every:
+def landscape(estimator: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: int = MOST) -> dict[str, Any]:
+    """Return the data of the map: `points` as columns with the front first, and the number of legal layouts.
+
+    `fixed` restricts the layouts. Raises IllegalLayout if none is legal.
+    """
+    searched = list(families(estimator, search_base(plan, {"offload": ("off",)}), fixed or {}))
+    if not searched:
         recipe = plan.recipe
         raise IllegalLayout(
             f"no layout of {plan.cluster.devices} devices is legal with "
             f"recipe.global_batch={recipe.global_batch} and recipe.sequence={recipe.sequence}: take a "
             "multiple of the number of devices as global_batch"
         )
-    sizes = [len(least.splits) * len(family.pipelines) for least, family in every]
-    dice = Random(0)
+    sizes = [len(bounds.splits) * len(family.pipelines) for bounds, family in searched]
+    rng = Random(0)
     if sum(sizes) <= most:
-        found = [point for least, family in every for point in family_points(of, least, family)]
+        points = [point for bounds, family in searched for point in family_points(estimator, bounds, family)]
         front = Front()
-        for point in sorted(found, key=lambda point: point.step_s * point.peak_bytes):
-            add(of, front, point)
+        for point in sorted(points, key=lambda point: point.step_s * point.peak_bytes):
+            add(estimator, front, point)
     else:
-        front, looked = search_front(of, every)
-        found = dice.sample(looked, min(len(looked), most // 4))
-        found += draw_points(of, every, sizes, most - len(found), dice)
-    first = {point.layout for point in front.points}
-    rest = {point.layout: point for point in found if point.layout not in first}
+        front, looked = search_front(estimator, searched)
+        points = rng.sample(looked, min(len(looked), most // 4))
+        points += draw_points(estimator, searched, sizes, most - len(points), rng)
+    front_layouts = {point.layout for point in front.points}
+    rest = {point.layout: point for point in points if point.layout not in front_layouts}
     room = usable_bytes(plan)
-    fitting = [place for place, point in enumerate(front.points) if point.peak_bytes <= room]
+    fitting = [index for index, point in enumerate(front.points) if point.peak_bytes <= room]
     return {
         "fields": FIELDS,
         "parts": PARTS,
@@ -101,31 +102,36 @@ def landscape(of: Estimator, plan: Plan, *, fixed: Fixed | None = None, most: in
     }
 
 
-def search_front(of: Estimator, every: list[tuple[CellBounds, RegionFamily]]) -> tuple[Front, list[LayoutPoint]]:
-    """The front of all families, counted exactly, and all points looked at."""
+def search_front(
+    estimator: Estimator, searched: list[tuple[CellBounds, RegionFamily]]
+) -> tuple[Front, list[LayoutPoint]]:
+    """Return the exact front over all families, and every point counted on the way."""
     front, looked = Front(), []
-    bounds = [(least.family_s(family), least.family_bytes(family)) for least, family in every]
-    for place in sorted(range(len(every)), key=lambda place: bounds[place][0] * bounds[place][1]):
-        least, family = every[place]
-        if front.beats(*bounds[place]):
+    least = [(bounds.family_s(family), bounds.family_bytes(family)) for bounds, family in searched]
+    for index in sorted(range(len(searched)), key=lambda index: least[index][0] * least[index][1]):
+        bounds, family = searched[index]
+        if front.beats(*least[index]):
             continue
-        for least_s, least_bytes, region in _promising(least, family, bounds[place][0], front):
-            for point in _not_beaten(of, least, region, least_s, least_bytes, front):
+        for least_s, least_bytes, region in _promising_regions(bounds, family, least[index][0], front):
+            for point in _unbeaten_points(estimator, bounds, region, least_s, least_bytes, front):
                 looked.append(point)
-                add(of, front, point)
+                add(estimator, front, point)
     return front, looked
 
 
-def _promising(
-    least: CellBounds, family: RegionFamily, least_s: float, front: Front
+def _promising_regions(
+    bounds: CellBounds, family: RegionFamily, least_s: float, front: Front
 ) -> Iterator[tuple[float, float, Region]]:
-    """A family's schedules. Of interleaved ones those with less time than all that take less memory, as far as bounds
-    can tell: they share the states in the same ways."""
+    """Yield (least seconds, least bytes, region) of a family's regions that can extend the front.
+
+    An interleaved schedule must be faster than all that take less memory, as far as the bounds tell. They share states
+    alike.
+    """
     shortest_s = inf
-    for least_bytes, region in sorted((least.region_bytes(region), region) for region in family.regions()):
+    for least_bytes, region in sorted((bounds.region_bytes(region), region) for region in family.regions()):
         if front.beats(least_s, least_bytes):
             continue
-        region_s = max(least_s, least.region_s(region))
+        region_s = max(least_s, bounds.region_s(region))
         if KINDS[region.schedule].deeper:
             if region_s >= shortest_s:
                 continue
@@ -134,63 +140,67 @@ def _promising(
             yield region_s, least_bytes, region
 
 
-def _not_beaten(
-    of: Estimator, least: CellBounds, region: Region, least_s: float, least_bytes: float, front: Front
+def _unbeaten_points(
+    estimator: Estimator, bounds: CellBounds, region: Region, least_s: float, least_bytes: float, front: Front
 ) -> Iterator[LayoutPoint]:
-    """The region's layouts, for as long as the front does not beat what is left of them."""
-    layout = region.layout(*least.splits[0], base=least.base)
-    if of.shape.moe is None:  # it shares its states most: the others hold no less, but for what is gathered for a while
-        memory = of.memory(layout, of.telling(layout), exact=False)
-        least_bytes = max(least_bytes, *(one.total_bytes - one.kinds["buffers"] for one in memory))
-    for split in least.splits:
+    """Yield points of the region's layouts until the front beats the bounds of the rest."""
+    layout = region.layout(*bounds.splits[0], base=bounds.base)
+    if estimator.shape.moe is None:  # the first split shares states most: the others hold no less beside buffers
+        memory = estimator.memory(layout, estimator.telling(layout), exact=False)
+        least_bytes = max(least_bytes, *(rank.total_bytes - rank.kinds["buffers"] for rank in memory))
+    for split in bounds.splits:
         if front.beats(least_s, least_bytes):
             return
-        yield count_point(of, region.layout(*split, base=least.base), exact=False)
+        yield count_point(estimator, region.layout(*split, base=bounds.base), exact=False)
 
 
-def add(of: Estimator, front: Front, point: LayoutPoint) -> None:
-    """A point as closed forms count it: the truth is no less, so it is asked for only where that is not beaten."""
+def add(estimator: Estimator, front: Front, point: LayoutPoint) -> None:
+    """Add a point counted by closed forms. The exact one is no better, so it is computed only if this is not beaten."""
     if not front.beats(point.step_s, point.peak_bytes):
-        front.add(count_point(of, point.layout))
+        front.add(count_point(estimator, point.layout))
 
 
-def family_points(of: Estimator, least: CellBounds, family: RegionFamily) -> Iterator[LayoutPoint]:
-    """The family's layouts, by closed forms."""
+def family_points(estimator: Estimator, bounds: CellBounds, family: RegionFamily) -> Iterator[LayoutPoint]:
+    """Yield the points of the family's layouts, by closed forms."""
     for region in family.regions():
-        for split in least.splits:
-            yield count_point(of, region.layout(*split, base=least.base), exact=False)
+        for split in bounds.splits:
+            yield count_point(estimator, region.layout(*split, base=bounds.base), exact=False)
 
 
 def draw_points(
-    of: Estimator, every: list[tuple[CellBounds, RegionFamily]], sizes: list[int], number: int, dice: Random
+    estimator: Estimator,
+    searched: list[tuple[CellBounds, RegionFamily]],
+    sizes: list[int],
+    sample_size: int,
+    rng: Random,
 ) -> list[LayoutPoint]:
-    """So many layouts, each as likely as any other."""
+    """Return `sample_size` layouts drawn uniformly without replacement."""
     ends = list(accumulate(sizes))
-    found = []
-    for place in sorted(dice.sample(range(ends[-1]), number)):
-        index = bisect_right(ends, place)
-        least, family = every[index]
-        pipeline, split = divmod(place - (ends[index] - sizes[index]), len(least.splits))
+    points = []
+    for number in sorted(rng.sample(range(ends[-1]), sample_size)):
+        family_index = bisect_right(ends, number)
+        bounds, family = searched[family_index]
+        pipeline, split = divmod(number - (ends[family_index] - sizes[family_index]), len(bounds.splits))
         name, vp = family.pipelines[pipeline]
         region = Region(family.cell, family.micro_batch, name, vp, family.recompute)
-        found.append(count_point(of, region.layout(*least.splits[split], base=least.base), exact=False))
-    return found
+        points.append(count_point(estimator, region.layout(*bounds.splits[split], base=bounds.base), exact=False))
+    return points
 
 
-def count_point(of: Estimator, layout: Layout, *, exact: bool = True) -> LayoutPoint:
-    """Of one layout."""
-    time, memory = of.measure(layout, exact=exact)
-    return LayoutPoint(time.total_s, max(one.total_bytes for one in memory), layout, time)
+def count_point(estimator: Estimator, layout: Layout, *, exact: bool = True) -> LayoutPoint:
+    """Return the point of one layout."""
+    time, memory = estimator.measure(layout, exact=exact)
+    return LayoutPoint(time.total_s, max(rank.total_bytes for rank in memory), layout, time)
 
 
 def _row(point: LayoutPoint) -> list[Any]:
-    """[fields of the layout, seconds of each part, bytes], to four digits."""
-    together = replace(point.time, optimizer_s=point.time.optimizer_s + point.time.muon_s)
-    seconds = [_digits(getattr(together, part)) for part in PARTS]
+    """Return [layout fields, seconds of each part, bytes], to four digits."""
+    time = replace(point.time, optimizer_s=point.time.optimizer_s + point.time.muon_s)
+    seconds = [_digits(getattr(time, part)) for part in PARTS]
     layout = [int(v) if isinstance(v := getattr(point.layout, name), bool) else v for name in FIELDS]
     return [layout, seconds, _digits(point.peak_bytes)]
 
 
-def _digits(value: float) -> float:
-    rounded = float(f"{value:.4g}")
+def _digits(number: float) -> float:
+    rounded = float(f"{number:.4g}")
     return int(rounded) if rounded == int(rounded) else rounded

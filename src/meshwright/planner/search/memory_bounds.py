@@ -1,5 +1,8 @@
-"""The least memory that layouts of a kind can take: states shared as far as any split of data parallelism shares them,
-kept activations of the first ranks when their first backward pass begins. Below what is counted exactly (tests)."""
+"""Lower bounds of the peak memory of whole groups of layouts.
+
+States are shared as far as any split of data parallelism shares them. Activations are those that the first ranks keep
+when their first backward pass begins. Tests check that a bound never exceeds the exact peak.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,20 +27,19 @@ from meshwright.spec.shape import ModelShape
 
 Split = tuple[int, int, int]
 FIRST = 2
-"""Ranks looked at for activations: the second has a whole share of layers, the first also the embedding."""
+"""Pipeline ranks examined for activations: the second has a full share of layers, the first also the embedding."""
 
 
 class RankLayers(NamedTuple):
-    """Of the layers of a pipeline rank (dense, routed): how many it holds, and how many it has in flight at once, once
-    for each micro-batch."""
+    """Layers (dense, routed) that a pipeline rank holds, and those in flight, counted once per micro-batch."""
 
     held: tuple[int, int]
     alive: tuple[int, int]
     first: int
-    """1 = and the embedding."""
+    """1 = the rank also holds the embedding."""
 
     def bytes_of(self, held: "HeldBytes") -> tuple[float, float]:
-        """(all of a rank's states, its gradients)."""
+        """Return (bytes of all states of the rank, bytes of its gradients among them)."""
         dense, routed, ends = held.gradients
         return (
             self.held[0] * held.dense + self.held[1] * held.routed + self.first * held.ends,
@@ -46,66 +48,68 @@ class RankLayers(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """Bytes of what stays through a step, by ZeRO stage: of a dense layer, a routed one, the embedding."""
+    """Bytes that stay through a step under one ZeRO stage: of a dense layer, a routed layer and the embedding."""
 
     dense: float
     routed: float
     ends: float
     largest: str
-    """Kind of a layer's."""
+    """Largest kind of memory of a layer."""
     gradients: tuple[float, float, float]
-    """Of those three, bytes of gradients, which come one by one in the first backward pass."""
+    """Bytes of gradients among each of the three. They appear one by one in the first backward pass."""
 
 
 class PipelineTerms(NamedTuple):
-    """What families have in common that differ in recomputation alone, which come one behind the other."""
+    """Terms shared by consecutive families that differ in recomputation only."""
 
     names: tuple[tuple[str, int], ...]
     micro_batch: int
     ranks: "list[Idle]"
     idle_bytes: float
-    """The most of any rank, without gradients."""
+    """Most bytes of any rank, without gradients."""
     stays: bool
-    """Whether gradients are all there at the fullest moment."""
+    """True if all gradients exist at the peak."""
 
 
 class Idle(NamedTuple):
-    """A rank: layers in flight, dense and routed, and the bytes it holds without them."""
+    """A rank's in-flight layers, dense and routed, and the bytes it holds without their activations."""
 
     dense: int
     routed: int
     idle_bytes: float
     gradient_bytes: float
-    """Of those."""
+    """Gradients among `idle_bytes`."""
 
 
 StageLayers = tuple[tuple[int, int], ...]
-"""Layers of each stage, dense and routed."""
+"""(dense, routed) layers of each stage."""
 Wait = tuple[int, int, int, int, int, int, int, int]
-"""Of a pipeline rank in a step, how often it does or waits for: forward and backward passes of a dense layer, of a
-routed one and of the embedding, both passes of the head, sends."""
+"""Executions and waits of a rank in one step, counted for each of eight terms.
+
+Forward and backward passes of a dense layer, of a routed layer and of the embedding, both passes of the head, sends.
+"""
 
 
 class BlockPasses(NamedTuple):
-    """Seconds of a micro-batch."""
+    """Seconds of one micro-batch."""
 
     whole_s: float
-    """Through all layers, forward and back."""
+    """Forward and backward through all layers."""
     through_s: float
-    """The same but for gradients of weights, which can come later."""
+    """The same without weight gradients, which can be computed later."""
     each_s: tuple[float, ...]
-    """Of what a Wait counts, but for sends."""
+    """Seconds of each term of a Wait except sends."""
 
 
 @dataclass(slots=True)
 class BlockTerms:
-    """What cells have in common whose ranks compute the same blocks."""
+    """Terms shared by cells whose ranks compute the same blocks."""
 
     costs: dict[int, CostsByPolicy] = field(default_factory=dict)
-    """Micro-batch -> by recompute policy."""
+    """Micro-batch -> costs by recompute policy."""
     between: dict[int, float] = field(default_factory=dict)
-    """Micro-batch -> bytes of what a stage passes on."""
-    kept: dict[tuple[str, bool], tuple[float, float, float]] = field(default_factory=dict)
+    """Micro-batch -> bytes that a stage sends to the next."""
+    kept_by_policy: dict[tuple[str, bool], tuple[float, float, float]] = field(default_factory=dict)
     passes: dict[tuple[int, str], BlockPasses] = field(default_factory=dict)
 
 
@@ -114,59 +118,59 @@ ALONE = (0,)
 
 @dataclass(slots=True)
 class CellTerms:
-    """What cells have in common."""
+    """Terms shared by cells, so that each is computed once per search."""
 
     blocks: dict[tuple[int | bool, ...], BlockTerms] = field(default_factory=dict)
-    """By degrees inside of a stage; `ALONE`: of a rank that shares neither blocks nor a pipeline."""
+    """Keyed by the degrees within a stage. `ALONE`: a rank that shares neither blocks nor a pipeline."""
 
     stages: dict[tuple[int, int], StageLayers] = field(default_factory=dict)
-    """(ranks, stages of each)."""
+    """(pipeline ranks, stages per rank) -> layers of each stage."""
     layers: dict[tuple[int, int, tuple[tuple[str, int], ...]], tuple[RankLayers, ...]] = field(default_factory=dict)
-    """(ranks, micro-batches, pipelines) -> `lowest` of them."""
+    """(pipeline ranks, micro-batches, pipelines) -> `least_layers` over the pipelines."""
     stays: dict[tuple[int, int, tuple[tuple[str, int], ...]], bool] = field(default_factory=dict)
-    """The same -> whether gradients are all there when as much is in flight as before the first backward pass."""
+    """Same key -> True if all gradients exist when as much is in flight as before the first backward pass."""
     waits: dict[tuple[int, int, tuple[tuple[str, int], ...]], list[Wait]] = field(default_factory=dict)
-    """The same -> of pipelines those that can be the fastest."""
+    """Same key -> waits of the pipelines that can be the fastest."""
     states: dict[tuple[int, int, int, int, bool, bool, bool], HeldBytes] = field(default_factory=dict)
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)
-    """Degrees that share a layer, and the layer -> its elements on a rank."""
+    """The degrees that share a layer, and the layer -> its elements on a rank."""
     sharing: dict[tuple[object, ...], list[Unhidden]] = field(default_factory=dict)
-    """Cell, splits, layers of a rank, micro-batches -> of each split the least that it adds."""
+    """(cell, splits, layers of a rank, micro-batches) -> the least that each split adds to a step."""
 
 
 def least_layers(pipelines: list[tuple[RankLayers, ...]]) -> tuple[RankLayers, ...]:
-    """Rank by rank the least that any of these pipelines has."""
+    """Return, rank by rank, the fewest layers over these pipelines."""
     return tuple(
         RankLayers(
-            (min(one.held[0] for one in same), min(one.held[1] for one in same)),
-            (min(one.alive[0] for one in same), min(one.alive[1] for one in same)),
-            same[0].first,
+            (min(layers.held[0] for layers in candidates), min(layers.held[1] for layers in candidates)),
+            (min(layers.alive[0] for layers in candidates), min(layers.alive[1] for layers in candidates)),
+            candidates[0].first,
         )
-        for same in zip(*pipelines, strict=True)
+        for candidates in zip(*pipelines, strict=True)
     )
 
 
 @cache
 def rank_layers(stages: StageLayers, name: str, ranks: int, virtual: int, m: int) -> tuple[RankLayers, ...]:
-    """Of the first ranks of a pipeline with these stages."""
-    found = []
+    """Return the layers held and in flight on the first ranks of a pipeline with these stages."""
+    layers = []
     few = enough(name, ranks, m, virtual)
-    for rank, own in enumerate(stages_of_ranks(name, ranks, virtual)[:FIRST]):
+    for rank, rank_stages in enumerate(stages_of_ranks(name, ranks, virtual)[:FIRST]):
         alive = leading(name, ranks, few, virtual, rank)
-        dense, routed = ([stages[stage][kind] for stage in own] for kind in (0, 1))
+        dense, routed = ([stages[stage][kind] for stage in rank_stages] for kind in (0, 1))
         in_flight = sum(map(mul, alive, dense)), sum(map(mul, alive, routed))
-        found.append(RankLayers((sum(dense), sum(routed)), in_flight, int(rank == 0)))
-    return tuple(found)
+        layers.append(RankLayers((sum(dense), sum(routed)), in_flight, int(rank == 0)))
+    return tuple(layers)
 
 
 class MemoryBounds:
-    """Of one cell's layouts."""
+    """Lower bounds of the peak memory of one cell's layouts."""
 
-    def __init__(self, of: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
-        self.of, self.cell, self.base, self.known = of, cell, plan.layout, known
+    def __init__(self, estimator: Estimator, plan: Plan, cell: Cell, splits: Sequence[Split], known: CellTerms) -> None:
+        self.estimator, self.cell, self.base, self.known = estimator, cell, plan.layout, known
         self.splits = sorted(splits, key=sharing_degree, reverse=True)
         self.batch, self.largest = plan.recipe.global_batch, batches(plan.recipe)[-1]
-        self.dense = of.shape.layers - of.shape.routed_layers
+        self.dense = estimator.shape.layers - estimator.shape.routed_layers
         self._states: dict[bool, list[HeldBytes]] = {}
         self._ranks: dict[tuple[tuple[tuple[str, int], ...], int], list[Idle]] = {}
         self._pipelines = PipelineTerms((), 0, [], 0.0, False)
@@ -175,25 +179,25 @@ class MemoryBounds:
         )
 
     def m(self, micro_batch: int, batch: int) -> int:
-        """Micro-batches of a step."""
+        """Return the number of micro-batches of a step."""
         per_rank = batch // self.cell.dp
         return per_rank // min(per_rank, micro_batch)
 
     def costs(self, micro_batch: int, recompute: str) -> Costs:
-        """Of the cell's blocks."""
+        """Return the costs of the cell's blocks."""
         known = self._blocks.costs
         if micro_batch not in known:
             layout = Region(self.cell, micro_batch, "1f1b", 1, "none").layout(base=self.base)
-            of, known[micro_batch] = self.of.blocks(layout)
-            self._blocks.between[micro_batch] = of.between_bytes
+            block, known[micro_batch] = self.estimator.blocks(layout)
+            self._blocks.between[micro_batch] = block.between_bytes
         return known[micro_batch][recompute]
 
     def family_bytes(self, family: RegionFamily, room: float = float("inf")) -> float:
-        """No layout of the family has a lower peak; beyond `room` activations are not asked for."""
+        """Return a lower bound of the peak over the family. Beyond `room`, activations are not counted."""
         return self._least_bytes(family.pipelines, family.micro_batch, family.recompute, room)
 
     def region_bytes(self, region: Region) -> float:
-        """No layout of the region has a lower peak."""
+        """Return a lower bound of the peak over the region."""
         return self._least_bytes(((region.schedule, region.vp),), region.micro_batch, region.recompute)
 
     def _least_bytes(
@@ -203,39 +207,40 @@ class MemoryBounds:
             m = self.m(micro_batch, self.largest)
             ranks = self._idle(pipelines, m)
             idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
-            stays = self._stays(pipelines, m) or not self.of.stack.own  # other software has all gradients all along
+            stays = (
+                self._stays(pipelines, m) or not self.estimator.stack.own
+            )  # other software allocates all gradients from the start
             self._pipelines = PipelineTerms(pipelines, micro_batch, ranks, idle_bytes, stays)
         if self._pipelines.idle_bytes > room:
             return self._pipelines.idle_bytes
         return self._bytes(self._pipelines.ranks, micro_batch, recompute, self._pipelines.stays)
 
     def _stays(self, pipelines: tuple[tuple[str, int], ...], m: int) -> bool:
-        """Whether they do in all of these."""
+        """Return True if all gradients exist at the peak under each of these pipelines."""
         key = self.cell.pp, m, pipelines
         if key not in self.known.stays:
-            found = all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
-            self.known.stays[key] = found
+            self.known.stays[key] = all(returns(name, self.cell.pp, m, virtual) for name, virtual in pipelines)
         return self.known.stays[key]
 
     def kind(self, family: RegionFamily, peak_bytes: float) -> str:
-        """What is largest where the family's least memory is `peak_bytes`."""
+        """Return the largest kind of memory of a family whose lower bound is `peak_bytes`."""
         m = self.m(family.micro_batch, self.largest)
         if peak_bytes > 1.5 * max(rank.idle_bytes for rank in self._idle(family.pipelines, m)):
             return "activations"
         return self.states(m > 1)[0].largest
 
     def _bytes(self, ranks: list[Idle], micro_batch: int, recompute: str, stays: bool) -> float:
-        (dense, routed, inside), peak = self.kept(recompute), 0.0
+        (dense, routed, inside), peak = self.kept_bytes(recompute), 0.0
         for rank in ranks:
-            found = micro_batch * (rank.dense * dense + rank.routed * routed) + inside + rank.idle_bytes
+            rank_bytes = micro_batch * (rank.dense * dense + rank.routed * routed) + inside + rank.idle_bytes
             if not stays:
-                found -= rank.gradient_bytes  # in a step of one micro-batch they are shared out as they come
-            if found > peak:
-                peak = found
-        return peak + self.of.stack.reserve_bytes
+                rank_bytes -= rank.gradient_bytes  # with one micro-batch they are reduced as they arise
+            if rank_bytes > peak:
+                peak = rank_bytes
+        return peak + self.estimator.stack.reserve_bytes
 
     def _idle(self, pipelines: tuple[tuple[str, int], ...], m: int) -> list[Idle]:
-        """Rank by rank the least that any of these pipelines has."""
+        """Return, rank by rank, the least that any of these pipelines holds."""
         if (pipelines, m) not in self._ranks:
             held = self.states(m > 1)
             ranks = self.least_layers(pipelines, m)
@@ -243,7 +248,7 @@ class MemoryBounds:
         return self._ranks[pipelines, m]
 
     def least_layers(self, pipelines: tuple[tuple[str, int], ...], m: int) -> tuple[RankLayers, ...]:
-        """The same without bytes."""
+        """Return, rank by rank, the fewest layers that any of these pipelines holds."""
         pp = self.cell.pp
         key = pp, m, pipelines
         if key not in self.known.layers:
@@ -252,58 +257,65 @@ class MemoryBounds:
         return self.known.layers[key]
 
     def stage_layers(self, vp: int) -> StageLayers:
-        """Of each stage of the cell's pipelines of so many stages a rank."""
+        """Return the layers of each stage of the cell's pipelines with `vp` stages per rank."""
         key = self.cell.pp, vp
         if key not in self.known.stages:
-            shape = self.of.shape
-            places = ranges(stage_sizes(self.of, *key, self.base))
+            shape = self.estimator.shape
+            stages = ranges(stage_sizes(self.estimator, *key, self.base))
             in_front = [*accumulate(map(shape.is_moe_layer, range(shape.layers)), initial=0)]
-            routed = [in_front[place.stop] - in_front[place.start] for place in places]
-            self.known.stages[key] = tuple((len(place) - r, r) for place, r in zip(places, routed, strict=True))
+            routed = [in_front[layers.stop] - in_front[layers.start] for layers in stages]
+            self.known.stages[key] = tuple(
+                (len(layers) - routed_layers, routed_layers)
+                for layers, routed_layers in zip(stages, routed, strict=True)
+            )
         return self.known.stages[key]
 
-    def kept(self, recompute: str) -> tuple[float, float, float]:
-        """Bytes kept of a dense and a routed layer for one sequence, more sequences need no less each; and those inside
-        one's backward pass, of which gradients of weights do not grow with them, and are not where sums take
-        products."""
-        known, key = self._blocks.kept, (recompute, self.cell.pp > 1)
+    def kept_bytes(self, recompute: str) -> tuple[float, float, float]:
+        """Return bytes that one sequence keeps of a dense and a routed layer, and those inside one backward pass.
+
+        More sequences keep at least as much each. The third term leaves out weight gradients where products are summed
+        in place, since these do not grow with sequences.
+        """
+        known, key = self._blocks.kept_by_policy, (recompute, self.cell.pp > 1)
         if key not in known:
             costs = self.costs(1, recompute)
             parts = [part for part in (costs.dense, costs.routed) if part.forward_s]
-            compiled = compiles_blocks(self.base, self.of.shape, "cuda", self.of.recipe.fake_quantize)
-            summed = self.of.may_sum_products and (self.cell.pp > 1 or not compiled)
+            compiled = compiles_blocks(self.base, self.estimator.shape, "cuda", self.estimator.recipe.fake_quantize)
+            summed = self.estimator.may_sum_products and (self.cell.pp > 1 or not compiled)
             inside = [part.inputs_bytes if summed else part.transient_bytes for part in parts]
-            here = self.base.offload == "off"  # else in host memory, but for each stage's last block
-            kept = (costs.dense.kept_bytes, costs.routed.kept_bytes) if here else (0.0, 0.0)
-            known[key] = *kept, min(inside, default=0.0)
+            on_device = (
+                self.base.offload == "off"
+            )  # offloaded activations leave the device, but for each stage's last block
+            dense, routed = (costs.dense.kept_bytes, costs.routed.kept_bytes) if on_device else (0.0, 0.0)
+            known[key] = dense, routed, min(inside, default=0.0)
         return known[key]
 
     def states(self, sums: bool) -> list[HeldBytes]:
-        """With the most sharing of each ZeRO stage. `sums`: of several micro-batches."""
+        """Return the states under the widest sharing of each ZeRO stage. `sums`: a step has several micro-batches."""
         if sums not in self._states:
             most = {zero: (replicate, shard, zero) for replicate, shard, zero in reversed(self.splits)}
-            self._states[sums] = [self._of_split(split, sums) for split in most.values()][::-1]
+            self._states[sums] = [self._split_states(split, sums) for split in most.values()][::-1]
         return self._states[sums]
 
-    def _of_split(self, split: Split, sums: bool) -> HeldBytes:
+    def _split_states(self, split: Split, sums: bool) -> HeldBytes:
         (tp, _, cp, ep, pp, dp), (_, shard, zero) = self.cell, split
         key = tp, ep, shard * cp, zero, pp > 1, sums, dp * cp == 1
         if key not in self.known.states:
             layout = Region(self.cell, 1, "1f1b", 1, "none").layout(*split, base=self.base)
-            self.known.states[key] = self._held(layout, 2 if sums else 1)
+            self.known.states[key] = self._held_bytes(layout, 2 if sums else 1)
         return self.known.states[key]
 
-    def _held(self, layout: Layout, m: int) -> HeldBytes:
-        shape, recipe = self.of.shape, self.of.recipe
+    def _held_bytes(self, layout: Layout, m: int) -> HeldBytes:
+        shape, recipe = self.estimator.shape, self.estimator.recipe
         parts = []
-        few = [_smallest(shape, routed) for routed in (False, True)]
+        examples = [_smallest_layer(shape, routed) for routed in (False, True)]
         ranks = layout.dp_shard * layout.cp if layout.zero else 1
-        for layers, first in ((few[0], False), (few[1], False), ((), True)):
+        for layers, first in ((examples[0], False), (examples[1], False), ((), True)):
             key = layout.tp, layout.ep, ranks, shares_codes(layout), layers
             if key not in self.known.counts:
                 count = counts(shape, layout, layers, first=first, last=False, storage=recipe.storage)
-                self.known.counts[key] = replace(count, gathered=count.whole)  # padding alone grows with sharing
-            parts.append(self.of.states(layout, self.known.counts[key], m).step)
+                self.known.counts[key] = replace(count, gathered=count.whole)  # sharing adds only padding
+            parts.append(self.estimator.states(layout, self.known.counts[key], m).step)
         dense, routed, ends = (sum(part.values()) for part in parts)
         gradients = tuple(part["gradients"] for part in parts)
         return HeldBytes(
@@ -312,8 +324,8 @@ class MemoryBounds:
 
 
 @cache
-def _smallest(shape: ModelShape, routed: bool) -> tuple[int, ...]:
-    """Of layers of linear attention and others, where a shape has both, the one with fewer parameters."""
+def _smallest_layer(shape: ModelShape, routed: bool) -> tuple[int, ...]:
+    """Return the layer with the fewest parameters among linear-attention layers and others, if the shape has both."""
     kinds = {bool(shape.linear_of(n)): n for n in range(shape.layers) if shape.is_moe_layer(n) == routed}
     if len(kinds) < 2:
         return (shape.layers - 1 if routed else 0,)
@@ -321,19 +333,19 @@ def _smallest(shape: ModelShape, routed: bool) -> tuple[int, ...]:
 
 
 @cache
-def _even(layers: int, stages: int) -> tuple[int, ...]:
-    return tuple(len(layers) for layers in stage_layers(layers, stages))
+def _even_sizes(layers: int, stages: int) -> tuple[int, ...]:
+    return tuple(map(len, stage_layers(layers, stages)))
 
 
-def stage_sizes(of: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
-    """Layers of each stage."""
+def stage_sizes(estimator: Estimator, pp: int, vp: int, base: Layout) -> tuple[int, ...]:
+    """Return the number of layers of each stage."""
     by_hand = pp > 1 and len(base.stages) == pp * vp
-    if of.stack.split == "cost" or by_hand:
+    if estimator.stack.split == "cost" or by_hand:
         layout = Layout(pp=pp, vp=vp, stages=base.stages if by_hand else ())
-        return tuple(len(layers) for layers in of.split(layout))
-    return _even(of.shape.layers, pp * vp)
+        return tuple(map(len, estimator.split(layout)))
+    return _even_sizes(estimator.shape.layers, pp * vp)
 
 
 def sharing_degree(split: Split) -> tuple[int, int]:
-    """How far (dp_replicate, dp_shard, zero) shares the states."""
+    """Return how far a split (dp_replicate, dp_shard, zero) shares the states, as a sort key."""
     return (split[1] if split[2] else 0, split[2])

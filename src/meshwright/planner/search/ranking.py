@@ -1,14 +1,21 @@
-"""All legal layouts, ranked by step time among those that fit; for the others the reason.
+"""Ranking of all legal layouts by step time among those that fit, with the reason why others do not.
 
-Bounds (planner/search/bounds.py) keep a space of millions cheap. They are true ones, so what is listed is what counting
-every layout would list. Families that may fit wait in the order of the least time they can take. The first of them
-waits again with what data parallelism adds; then it is opened into the schedules that may fit, the first of those into
-its splits of data parallelism. The first of these is timed but for its schedule, and waits again; then it is counted
-exactly, its schedule played. All ends when the next can be no faster than the slowest to be listed.
+True lower bounds (bounds.py) keep a space of millions cheap: the list equals that of counting every layout.
 
-On a GPU a plan may leave open how its passes are run. All layouts wait compiled and without graphs. Those whose passes
-may be CUDA graphs wait as such, too. What is listed is settled by the rule of planner/step/execution.py, and ranked
-by its time then.
+A priority queue holds parts of the space, ordered by the least time that they can take. The first part is replaced by
+smaller ones with tighter bounds:
+
+    family            -> the same with the cost of data parallelism
+                      -> its schedules that may fit
+                      -> their splits of data parallelism
+                      -> timed exactly but for the schedule
+                      -> counted exactly, with the schedule played
+
+The search ends when the next part cannot be faster than the slowest listed layout.
+
+On a GPU a plan may leave open how its passes run. Every layout is first queued compiled and without CUDA graphs, and
+again with graphs where these are possible. The rule of planner/step/execution.py then decides for each listed layout,
+and the decided time ranks it.
 """
 
 import gc
@@ -39,14 +46,14 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
 LISTED = 20
-"""Layouts that are listed."""
+"""Layouts listed by default."""
 ROUNDING = 1e-9
-"""Of sums in another order: a bound is that much lower."""
+"""Relative error allowed for sums in another order: a bound is lowered by it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """Layouts left aside for one reason, with the nearest of them and how far it is."""
+    """Layouts rejected for one reason, with an example nearest to fitting."""
 
     reason: str
     layout: Layout
@@ -56,19 +63,19 @@ class Rejected:
 
 @dataclass(slots=True, kw_only=True)
 class Ranking:
-    """What a search found."""
+    """Answer of a search."""
 
     best: list[Prediction] = field(default_factory=list)
-    """Those that fit, the fastest first."""
+    """Layouts that fit, fastest first."""
     legal: int = 0
-    """Layouts of the whole space."""
+    """Number of legal layouts."""
     too_large: int = 0
-    """Of them, those that do not fit."""
+    """Number of them that do not fit."""
     slower: int = 0
-    """Those that were not looked at, since no layout of their region can be among the listed."""
+    """Number of them not counted, because none of their region can be listed."""
     rejected: list[Rejected] = field(default_factory=list)
     nearest: Prediction | None = None
-    """Where nothing fits: the layout with the lowest peak."""
+    """Layout with the lowest peak, if nothing fits."""
 
 
 class Choice(NamedTuple):
@@ -78,25 +85,25 @@ class Choice(NamedTuple):
     split: Split
 
     def layout(self, base: Layout) -> Layout:
-        """The same with what is not searched."""
+        """Return the layout. `base` supplies the fields that are not searched."""
         return self.region.layout(*self.split, base=base)
 
 
 class WholeFamily(NamedTuple):
-    """A family that waits with what data parallelism adds."""
+    """Family queued with a bound that includes data parallelism."""
 
     family: RegionFamily
 
 
 class TimedChoice(NamedTuple):
-    """A layout that waits with its own time, but for its schedule's."""
+    """Layout queued with its own time, except for its schedule."""
 
     choice: Choice
 
 
 Part = RegionFamily | WholeFamily | Region | Choice | TimedChoice
 Waiting = tuple[float, int, CellBounds, Part]
-"""(no layout of it takes less seconds, its number, bounds, what it is)."""
+"""(lower bound in seconds, sequence number, bounds of the cell, part of the space)."""
 
 
 def search(
@@ -108,17 +115,27 @@ def search(
     share: float = 1.0,
     below_s: float = float("inf"),
 ) -> Ranking:
-    """Rank the legal layouts of `plan`'s model, recipe and cluster; of its own layout only what is not searched matters
-    (regions.Region.layout). What needs more than `share` of a device does not fit. Layouts whose step takes `below_s`
-    or longer are not wanted: they count as slower, without a look at their memory."""
-    with _uncollected():
+    """Rank the legal layouts of a plan's model, recipe and cluster.
+
+    Of the plan's own layout only the fields that are not searched matter (regions.Region.layout).
+
+    Args:
+        fixed: Values allowed per field. Absent fields are free.
+        listed: Number of layouts to list.
+        share: Largest share of a device's memory that a layout may use.
+        below_s: Layouts whose step takes this long or longer count as slower, and their memory is not examined.
+    """
+    with _paused_collector():
         return _Search(estimator, plan, with_sampling_rules(plan, fixed or {}), listed, share, below_s).run()
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles, a tenth of the time: a search makes none, and keeps all that it makes. All of
-    it counts as old then, so that no cycles are searched for in it at the end."""
+def _paused_collector() -> Iterator[None]:
+    """Pause Python's cycle collector, which saves a tenth of the time.
+
+    A search creates no cycles and retains all that it allocates. Freezing moves it to the old generation, so that the
+    collector does not scan it at the end.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -135,10 +152,10 @@ class _Search:
     def __init__(
         self, estimator: Estimator, plan: Plan, fixed: Fixed, listed: int, share: float, below_s: float
     ) -> None:
-        self.estimator, self.asked, self.fixed, self.listed = estimator, plan, fixed, listed
+        self.estimator, self.requested_plan, self.fixed, self.listed = estimator, plan, fixed, listed
         self.plan = estimator.looked_at(search_base(plan, fixed))
         self.room, self.below_s = share * usable_bytes(plan), below_s
-        self.found = Ranking()
+        self.ranking = Ranking()
         self.numbers = count()
         self.best: list[tuple[float, int, int, Layout]] = []
         self.predictions: dict[Layout, Prediction] = {}
@@ -149,94 +166,94 @@ class _Search:
         waiting: list[Waiting] = list(self.fitting())
         heapify(waiting)
         while waiting and waiting[0][0] * (1 - ROUNDING) <= self.limit_s:
-            _, _, least, first = heappop(waiting)
+            _, _, bounds, first = heappop(waiting)
             if isinstance(first, TimedChoice):
-                self.look(least, first.choice)
+                self.time_exactly(bounds, first.choice)
                 continue
-            for part in self.opened(least, first):
+            for part in self.expand(bounds, first):
                 heappush(waiting, part)
-        self.found.best = sorted((self.predict(layout) for *_, layout in self.best), key=ranking_key)
-        self.tell()
-        return self.found
+        self.ranking.best = sorted((self.predict(layout) for *_, layout in self.best), key=ranking_key)
+        self.summarize()
+        return self.ranking
 
     @property
     def limit_s(self) -> float:
-        """What a layout must beat to be listed."""
+        """Time that a layout must beat to be listed."""
         return self.best[self.listed - 1][0] if len(self.best) >= self.listed else self.below_s
 
     def predict(self, layout: Layout) -> Prediction:
         if layout not in self.predictions:
-            compiled = self.asked.layout.compile  # as it was asked for, so that the prediction says why
-            asked = replace(self.plan, layout=replace(layout, compile=compiled))
-            self.predictions[layout] = self.estimator.predict(asked)
+            compiled = self.requested_plan.layout.compile  # as it was asked for, so that the prediction says why
+            requested_plan = replace(self.plan, layout=replace(layout, compile=compiled))
+            self.predictions[layout] = self.estimator.predict(requested_plan)
         return self.predictions[layout]
 
     def fitting(self) -> Iterator[Waiting]:
-        """The families that may fit, compiled and without graphs, and in graphs where these may be."""
+        """Yield the families that may fit, compiled and without graphs, then those that may run as graphs."""
         yield from self.fitting_families()
         for layout, fixed in graph_variants(self.plan, self.fixed) if self.estimator.chooses else ():
             plan = replace(self.plan, layout=layout)
-            for least, family in families(self.estimator, plan, fixed):
-                if self.runs(least, family) and least.family_bytes(family, self.room) <= self.room:
-                    yield least.family_s(family), next(self.numbers), least, family
+            for bounds, family in families(self.estimator, plan, fixed):
+                if self.offers_graphs(bounds, family) and bounds.family_bytes(family, self.room) <= self.room:
+                    yield bounds.family_s(family), next(self.numbers), bounds, family
 
-    def runs(self, least: CellBounds, family: RegionFamily) -> bool:
-        """Whether layouts of a family are searched, and their passes may be graphs."""
+    def offers_graphs(self, bounds: CellBounds, family: RegionFamily) -> bool:
+        """Return True if the family is searched and its passes may be CUDA graphs."""
         if family.recompute not in offered_policies(self.estimator, self.plan, family.cell, self.fixed):
             return False
-        layout = next(family.regions()).layout(base=least.base)
+        layout = next(family.regions()).layout(base=bounds.base)
         return not any(left_to_auto(self.plan.model, self.plan.recipe, layout))
 
     def fitting_families(self) -> Iterator[Waiting]:
-        """The families whose least memory does not exceed the device's, each with the least seconds it takes."""
-        for least, family in families(self.estimator, self.plan, self.fixed):
-            number = len(least.splits) * len(family.pipelines)
-            self.found.legal += number
-            if self.below_s < float("inf") and least.family_s(family) >= self.below_s:
+        """Yield the families whose least memory fits, each with the least seconds it takes."""
+        for bounds, family in families(self.estimator, self.plan, self.fixed):
+            number = len(bounds.splits) * len(family.pipelines)
+            self.ranking.legal += number
+            if self.below_s < float("inf") and bounds.family_s(family) >= self.below_s:
                 continue
-            peak = least.family_bytes(family, self.room)
+            peak = bounds.family_bytes(family, self.room)
             if peak <= self.room:
-                yield least.family_s(family), next(self.numbers), least, family
+                yield bounds.family_s(family), next(self.numbers), bounds, family
                 continue
-            self.reject(least.kind(family, peak), peak, next(family.regions()), least.splits[0], number)
+            self.reject(bounds.kind(family, peak), peak, next(family.regions()), bounds.splits[0], number)
 
-    def opened(self, least: CellBounds, first: RegionFamily | WholeFamily | Region | Choice) -> Iterator[Waiting]:
-        """The next smaller parts of what is first, each with the least seconds it takes."""
+    def expand(self, bounds: CellBounds, first: RegionFamily | WholeFamily | Region | Choice) -> Iterator[Waiting]:
+        """Yield the next smaller parts, each with its lower bound of the step time."""
         parts: Iterable[tuple[float, Part]]
         if isinstance(first, RegionFamily):
-            parts = [(least.whole_family_s(first), WholeFamily(first))]
+            parts = [(bounds.whole_family_s(first), WholeFamily(first))]
         elif isinstance(first, WholeFamily):
-            parts = ((min(least.splits_s(region)), region) for region in self.fitting_regions(least, first.family))
+            parts = ((min(bounds.splits_s(region)), region) for region in self.fitting_regions(bounds, first.family))
         elif isinstance(first, Region):
-            choices = [Choice(first, split) for split in least.splits]
-            parts = zip(least.splits_s(first), choices, strict=True)
+            choices = [Choice(first, split) for split in bounds.splits]
+            parts = zip(bounds.splits_s(first), choices, strict=True)
         else:
-            parts = [(self.estimator.time(first.layout(least.base), exact=False).total_s, TimedChoice(first))]
+            parts = [(self.estimator.time(first.layout(bounds.base), exact=False).total_s, TimedChoice(first))]
         for bound_s, part in parts:
             if bound_s * (1 - ROUNDING) <= self.limit_s:
-                yield bound_s, next(self.numbers), least, part
+                yield bound_s, next(self.numbers), bounds, part
 
-    def fitting_regions(self, least: CellBounds, family: RegionFamily) -> Iterator[Region]:
-        """Those of a family that may fit."""
+    def fitting_regions(self, bounds: CellBounds, family: RegionFamily) -> Iterator[Region]:
+        """Yield the regions of a family that may fit."""
         for region in family.regions():
-            peak = least.region_bytes(region)
+            peak = bounds.region_bytes(region)
             if peak <= self.room:
                 yield region
-            elif least.base is self.plan.layout:
-                self.reject(least.kind(family, peak), peak, region, least.splits[0], len(least.splits))
+            elif bounds.base is self.plan.layout:
+                self.reject(bounds.kind(family, peak), peak, region, bounds.splits[0], len(bounds.splits))
 
-    def look(self, least: CellBounds, choice: Choice) -> None:
-        """Count a layout exactly; keep it if it fits and is to be listed so far."""
-        layout, searched = choice.layout(least.base), choice.layout(self.plan.layout)
+    def time_exactly(self, bounds: CellBounds, choice: Choice) -> None:
+        """Count a layout exactly. Enter it if it fits and ranks among the listed."""
+        layout, searched = choice.layout(bounds.base), choice.layout(self.plan.layout)
         step_s = self.estimator.time(layout).total_s
         if step_s > self.limit_s or step_s >= self.below_s:
             return
         memory = fullest_rank(self.estimator, layout, self.room)
         if memory.total_bytes > self.room:
-            if least.base is self.plan.layout:
+            if bounds.base is self.plan.layout:
                 self.reject(_largest(memory), memory.total_bytes, choice.region, choice.split, 1)
             return
-        graphs = least.base is not self.plan.layout
+        graphs = bounds.base is not self.plan.layout
         if graphs or (self.estimator.chooses and self.plan.model.norm == "layernorm"):
             # graphs may gain too little to be taken, and LayerNorm's blocks may run uncompiled, which takes longer
             step_s = max(step_s, self.predict(searched).step_s)
@@ -248,58 +265,59 @@ class _Search:
         self.best = sorted([*others, entry])[: self.listed]
 
     def reject(self, kind: str, peak_bytes: float, region: Region, split: Split, number: int) -> None:
-        """Count layouts under their largest term, and keep the one that came nearest."""
+        """Count layouts under their largest kind of memory, and remember the one nearest to fitting."""
         self.reasons[kind] += number
         if kind not in self.examples or peak_bytes < self.examples[kind][0]:
             self.examples[kind] = peak_bytes, region.layout(*split, base=self.plan.layout)
 
-    def tell(self) -> None:
-        """What does not fit, and why, each with an example counted exactly."""
-        self.found.too_large = sum(self.reasons.values())
-        self.found.slower = max(0, self.found.legal - self.found.too_large - len(self.best))
+    def summarize(self) -> None:
+        """Fill in how many layouts do not fit and why, each reason with an exact example."""
+        self.ranking.too_large = sum(self.reasons.values())
+        self.ranking.slower = max(0, self.ranking.legal - self.ranking.too_large - len(self.best))
         for reason, number in self.reasons.most_common():
             layout = self.examples[reason][1]
             peak = fullest_rank(self.estimator, layout).total_bytes
-            self.found.rejected.append(Rejected(reason=reason, layout=layout, peak_bytes=peak, count=number))
-        if not self.found.best and self.reasons and self.below_s == float("inf"):
-            self.found.nearest = self.predict(nearest(self.estimator, self.plan, self.fixed))
+            self.ranking.rejected.append(Rejected(reason=reason, layout=layout, peak_bytes=peak, count=number))
+        if not self.ranking.best and self.reasons and self.below_s == float("inf"):
+            self.ranking.nearest = self.predict(nearest(self.estimator, self.plan, self.fixed))
 
 
-def fullest_rank(of: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
-    """The pipeline rank with the highest peak, or one of those likely to have it that exceeds the room."""
-    telling = of.telling(layout)
+def fullest_rank(estimator: Estimator, layout: Layout, room: float = float("inf")) -> RankMemory:
+    """Return the pipeline rank with the highest peak, or one likely to have it that already exceeds `room`."""
+    telling = estimator.telling(layout)
     if layout.pp > 1 and room < float("inf"):
-        least = _fullest(of.memory(layout, telling, exact=False))
-        if least.total_bytes > room:
-            return least
-    likely = _fullest(of.memory(layout, telling))
-    others = [ranking_key for ranking_key in of.fullest(layout) if ranking_key not in telling]
+        bounds = _fullest(estimator.memory(layout, telling, exact=False))
+        if bounds.total_bytes > room:
+            return bounds
+    likely = _fullest(estimator.memory(layout, telling))
+    others = [ranking_key for ranking_key in estimator.fullest(layout) if ranking_key not in telling]
     if likely.total_bytes > room or not others:
         return likely
-    return _fullest((likely, *of.memory(layout, others)))
+    return _fullest((likely, *estimator.memory(layout, others)))
 
 
 def _fullest(memory: Iterable[RankMemory]) -> RankMemory:
-    return max(memory, key=lambda one: one.total_bytes)
+    return max(memory, key=lambda rank: rank.total_bytes)
 
 
-def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
-    """The layout with the lowest peak; IllegalLayout where none is legal."""
+def nearest(estimator: Estimator, plan: Plan, fixed: Fixed) -> Layout:
+    """Return the layout with the lowest peak. Raises IllegalLayout if none is legal."""
     numbers = count()
     waiting: list[tuple[float, int, CellBounds, RegionFamily | Region]] = [
-        (least.family_bytes(family), next(numbers), least, family) for least, family in families(of, plan, fixed)
+        (bounds.family_bytes(family), next(numbers), bounds, family)
+        for bounds, family in families(estimator, plan, fixed)
     ]
     heapify(waiting)
     best: tuple[float, Layout] | None = None
     while waiting and (best is None or waiting[0][0] < best[0]):
-        _, _, least, first = heappop(waiting)
+        _, _, bounds, first = heappop(waiting)
         if isinstance(first, RegionFamily):
             for region in first.regions():
-                heappush(waiting, (least.region_bytes(region), next(numbers), least, region))
+                heappush(waiting, (bounds.region_bytes(region), next(numbers), bounds, region))
             continue
-        for split in least.splits:
+        for split in bounds.splits:
             layout = first.layout(*split, base=plan.layout)
-            peak = fullest_rank(of, layout, best[0] if best else float("inf")).total_bytes
+            peak = fullest_rank(estimator, layout, best[0] if best else float("inf")).total_bytes
             if best is None or peak < best[0]:
                 best = peak, layout
     if best is None:
@@ -307,14 +325,14 @@ def nearest(of: Estimator, plan: Plan, fixed: Fixed) -> Layout:
     return best[1]
 
 
-def ranking_key(found: Prediction) -> tuple[float, int, float, int]:
-    """The fastest first; of equal ones the simplest, then the smallest, then the lowest stage of ZeRO."""
-    layout = found.plan.layout
-    return float(f"{found.step_s:.7g}"), techniques(layout), float(f"{found.peak_bytes:.7g}"), layout.zero
+def ranking_key(prediction: Prediction) -> tuple[float, int, float, int]:
+    """Return the sort key: time, then number of techniques, peak and ZeRO stage, each ascending."""
+    layout = prediction.plan.layout
+    return float(f"{prediction.step_s:.7g}"), techniques(layout), float(f"{prediction.peak_bytes:.7g}"), layout.zero
 
 
 def techniques(layout: Layout) -> int:
-    """How many are used beyond data parallelism."""
+    """Return the number of techniques used beyond data parallelism."""
     degrees = (layout.tp, layout.cp, layout.pp, layout.ep, layout.vp)
     return sum(degree > 1 for degree in degrees) + (layout.recompute != "none") + (layout.schedule != "1f1b")
 

@@ -1,8 +1,8 @@
-"""Which of the layouts that fit is recommended: the fastest that fits with a probability of 95 % or more.
+"""Recommendation among the layouts that fit: the fastest that fits with a probability of at least 95 %.
 
-The planner errs by several percent, and fragmentation takes some. A run that ends out of memory after an hour costs
-more than a few percent of speed. The bolder ones stay listed. Layouts that recompute do so on no more layers than that
-takes, unless the policy is given.
+Predictions err by several percent, and fragmentation takes some memory. A run that ends out of memory after an hour
+costs more than a few percent of speed. Bolder layouts stay listed. A layout that recomputes does so on the fewest
+layers that suffice, unless the policy is fixed.
 """
 
 from dataclasses import replace
@@ -16,42 +16,47 @@ from meshwright.planner.step.prediction import Prediction, usable_bytes
 from meshwright.spec.plan import Plan
 
 
-def is_bold(found: Prediction) -> bool:
-    """Whether it fits with a smaller probability."""
-    plan = found.plan
-    share = likely_share(found.stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
-    return found.peak_bytes > share * usable_bytes(plan)
+def is_bold(prediction: Prediction) -> bool:
+    """Return True if the layout fits with a probability below 95 %."""
+    plan = prediction.plan
+    share = likely_share(prediction.stack, routed=plan.model.moe is not None, nodes=plan.cluster.nodes)
+    return prediction.peak_bytes > share * usable_bytes(plan)
 
 
-def recommend(of: Estimator, plan: Plan, found: Ranking, fixed: Fixed | None = None) -> Ranking:
-    """The same with the fastest layout that is not bold as the first of `best`, also where all that were listed are;
-    unchanged where every layout is bold, or none was to be chosen."""
-    if found.legal < 2 or not found.best:
-        return found
-    share = of.largest_share
-    if all(map(is_bold, found.best)):
-        found.best += search(of, plan, fixed=fixed, listed=1, share=share).best
+def recommend(estimator: Estimator, plan: Plan, ranking: Ranking, fixed: Fixed | None = None) -> Ranking:
+    """Move the fastest layout that is not bold to the front of `ranking.best`, and return the ranking.
+
+    If all listed layouts are bold, a search for safer ones is added. The ranking is unchanged if every layout is bold
+    or there was nothing to choose from.
+    """
+    if ranking.legal < 2 or not ranking.best:
+        return ranking
+    share = estimator.largest_share
+    if all(map(is_bold, ranking.best)):
+        ranking.best += search(estimator, plan, fixed=fixed, listed=1, share=share).best
     if not {"recompute", "recompute_layers"} & (fixed or {}).keys():
-        found.best = refine(of, found.best, share * usable_bytes(plan))
-    chosen = next((one for one in found.best if not is_bold(one)), found.best[0])
-    found.best = [chosen, *(one for one in found.best if one is not chosen)]
-    return found
+        ranking.best = refine(estimator, ranking.best, share * usable_bytes(plan))
+    safest = next((prediction for prediction in ranking.best if not is_bold(prediction)), ranking.best[0])
+    ranking.best = [safest, *(prediction for prediction in ranking.best if prediction is not safest)]
+    return ranking
 
 
 ALIKE = 0.001
-"""Layouts whose step times differ by less, and which differ in their virtual stages only, are one choice."""
+"""Largest relative difference of step times at which layouts that differ only in virtual stages are one choice."""
 
 
 def merge_alike(best: list[Prediction]) -> list[tuple[Prediction, list[int]]]:
-    """Each layout with the numbers of virtual stages that do as well: those rows differ in nothing else, and by less
-    than ALIKE of the time. The order stays."""
+    """Merge rows that differ only in virtual stages and by less than ALIKE of the time.
+
+    Returns each remaining layout with the merged numbers of virtual stages, in the same order.
+    """
     rows: list[tuple[Prediction, list[int]]] = []
-    for one in best:
-        same = next((alike for first, alike in rows if _alike(first, one)), None)
-        if same is None:
-            rows.append((one, []))
+    for prediction in best:
+        virtual_stages = next((stages for listed, stages in rows if _alike(listed, prediction)), None)
+        if virtual_stages is None:
+            rows.append((prediction, []))
         else:
-            same.append(one.plan.layout.vp)
+            virtual_stages.append(prediction.plan.layout.vp)
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Why no layout has the degrees that were asked for: the layout nearest to legal, and the rule it breaks."""
+"""Layouts outside the search that have the requested degrees, or the rule that the nearest of them breaks."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -16,40 +16,46 @@ from meshwright.spec.plan import Plan
 from meshwright.spec.schedule_kinds import V_PLACED
 
 MOST = 20_000
-"""Layouts looked at."""
+"""Most layouts examined."""
 
 
-def rank_candidates(of: Estimator, plan: Plan, fixed: Fixed) -> Ranking:
-    """The legal layouts with these values that the search leaves out; IllegalLayout with the rule where none is."""
-    nearest: list[str] | None = None
-    found = Ranking()
+def rank_candidates(estimator: Estimator, plan: Plan, fixed: Fixed) -> Ranking:
+    """Rank the legal layouts with these values that the search leaves out.
+
+    Raises IllegalLayout with the rule if none is.
+    """
+    fewest_broken: list[str] | None = None
+    ranking = Ranking()
     for layout in candidates(plan, fixed):
-        asked = replace(plan, layout=layout)
-        broken = asked.violations()
+        candidate = replace(plan, layout=layout)
+        broken = candidate.violations()
         if broken:
-            if nearest is None or len(broken) < len(nearest):
-                nearest = broken
+            if fewest_broken is None or len(broken) < len(fewest_broken):
+                fewest_broken = broken
             continue
-        found.legal += 1
-        one = of.predict(asked)
-        if one.peak_bytes <= usable_bytes(plan):
-            found.best.append(one)
-        elif found.nearest is None or one.peak_bytes < found.nearest.peak_bytes:
-            found.nearest = one
-    if not found.legal:
+        ranking.legal += 1
+        prediction = estimator.predict(candidate)
+        if prediction.peak_bytes <= usable_bytes(plan):
+            ranking.best.append(prediction)
+        elif ranking.nearest is None or prediction.peak_bytes < ranking.nearest.peak_bytes:
+            ranking.nearest = prediction
+    if not ranking.legal:
         none = f"no layout of {plan.cluster.devices} devices has all of these degrees: leave some of them open"
-        raise IllegalLayout((nearest or [none])[0])
-    found.too_large = found.legal - len(found.best)
-    found.best.sort(key=lambda one: one.step_s)
-    del found.best[20:]
-    return found
+        raise IllegalLayout((fewest_broken or [none])[0])
+    ranking.too_large = ranking.legal - len(ranking.best)
+    ranking.best.sort(key=lambda prediction: prediction.step_s)
+    del ranking.best[20:]
+    return ranking
 
 
 def candidates(plan: Plan, fixed: Fixed) -> Iterator[Layout]:
-    """Layouts of all devices with the fixed values; of what is free, the degrees, and a micro-batch of one sequence."""
+    """Yield layouts of all devices with the fixed values.
+
+    Degrees are free where they are not fixed, and a micro-batch is one sequence.
+    """
     names = {field.name for field in fields(Layout)}
-    given = {name: values[0] for name, values in fixed.items() if name in names - set(AXES)}
-    free: dict[str, Any] = {"micro_batch": 1, **given}
+    fixed_values = {name: values[0] for name, values in fixed.items() if name in names - set(AXES)}
+    free: dict[str, Any] = {"micro_batch": 1, **fixed_values}
     for pp, replicate, shard, cp, tp in islice(_degrees(plan.cluster.devices, fixed), MOST):
         schedule = free.get("schedule", "interleaved" if free.get("vp", 1) > 1 and pp > 1 else "1f1b")
         changes: dict[str, Any] = {
@@ -71,7 +77,7 @@ def candidates(plan: Plan, fixed: Fixed) -> Iterator[Layout]:
 
 
 def _degrees(devices: int, fixed: Fixed) -> Iterator[tuple[int, ...]]:
-    """(pp, dp_replicate, dp_shard, cp, tp) whose product is the number of devices."""
+    """Yield (pp, dp_replicate, dp_shard, cp, tp) whose product is the number of devices."""
     for tp, cp, pp in product(*(fixed.get(axis, divisors(devices)) for axis in ("tp", "cp", "pp"))):
         if devices % (tp * cp * pp):
             continue

@@ -1,8 +1,7 @@
-"""Every legal region of the layout space: all that a rank's computation depends on, without how dp is sharded. A family
-is the regions that differ in their pipeline's schedule only.
+"""Legal regions of the layout space: everything that a rank's computation depends on, except the split of dp.
 
-The rules are those of spec/legal.py, asked once per degree instead of once per layout, so that a space of 10^6 layouts
-is walked in about a second.
+A family is the set of regions that differ only in their pipeline schedule. The rules are those of spec/legal.py,
+evaluated once per degree instead of once per layout, so that 10^6 layouts take about a second.
 """
 
 from collections.abc import Iterator
@@ -22,18 +21,20 @@ from meshwright.spec.schedule_kinds import KINDS, V_PLACED, stage_numbers
 from meshwright.spec.shape import ModelShape
 
 Fixed = dict[str, tuple[Any, ...]]
-"""Values allowed for a field of Layout (or dp); an absent field is free."""
+"""Values allowed for a field of Layout (or dp). An absent field is free."""
 SPLIT_RULES = "split rules"
-"""Key of Fixed: functions of a shape and a layout that say why there is no such split of data parallelism, or nothing.
-They look at degrees, ZeRO and the split; the layout's pipeline is any."""
+"""Key of Fixed: functions (shape, layout) -> reason why a split of data parallelism is refused, or nothing.
+
+They look at degrees, ZeRO and the split. The layout's pipeline is arbitrary.
+"""
 PIPELINE_RULES = "pipeline rules"
-"""The same of schedules: they look at degrees, schedule, virtual stages and micro-batch; the split is any."""
+"""Key of Fixed: such functions for schedule, virtual stages and micro-batch. The layout's split is arbitrary."""
 FULL_ROUNDS = "full rounds"
-"""Key of Fixed: several stages of a rank want as many micro-batches as pipeline ranks."""
+"""Key of Fixed: several stages per rank need at least as many micro-batches as pipeline ranks."""
 
 
 class Cell(NamedTuple):
-    """The degrees of a layout; dp = devices / (tp cp pp)."""
+    """Degrees of a layout. dp = devices / (tp cp pp)."""
 
     tp: int
     sp: bool
@@ -44,7 +45,7 @@ class Cell(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A cell with its micro-batch, recompute policy and schedule."""
+    """Cell with micro-batch, recompute policy and schedule."""
 
     cell: Cell
     micro_batch: int
@@ -53,12 +54,14 @@ class Region(NamedTuple):
     recompute: str
 
     def layout(self, dp_replicate: int = 0, dp_shard: int = 1, zero: int = 0, base: Layout | None = None) -> Layout:
-        """The layout with its data parallelism split in this way; replicas by default. `base` has what is not
-        searched: kernels, compilation, the kind of context parallelism, how many layers recompute, stages by hand where
-        their number is this."""
+        """Return the layout with this split of data parallelism, by default replicas only.
+
+        `base` supplies the fields that are not searched: kernels, compilation, the kind of context parallelism, the
+        number of layers that recompute, and manual stages if their number matches.
+        """
         cell, base = self.cell, base or DEFAULT
         by_hand = cell.pp > 1 and len(base.stages) == cell.pp * self.vp
-        given = _fields(base) | dict(  # dataclasses.replace takes twice as long
+        values = _fields(base) | dict(  # dataclasses.replace takes twice as long
             dp_replicate=dp_replicate or cell.dp,
             dp_shard=dp_shard,
             zero=zero,
@@ -74,12 +77,11 @@ class Region(NamedTuple):
             recompute_layers=base.recompute_layers if self.recompute != "none" else 0,
             stages=base.stages if by_hand else (),
         )
-        return Layout(**given)
+        return Layout(**values)
 
 
 @cache
 def _fields(layout: Layout) -> dict[str, Any]:
-    """Name -> value."""
     return {field.name: getattr(layout, field.name) for field in fields(layout)}
 
 
@@ -87,7 +89,7 @@ DEFAULT = Layout()
 
 
 class RegionFamily(NamedTuple):
-    """All regions of a cell with one micro-batch and recompute policy: (schedule, virtual stages) of each."""
+    """Regions of a cell with one micro-batch and recompute policy, one per (schedule, virtual stages)."""
 
     cell: Cell
     micro_batch: int
@@ -95,50 +97,59 @@ class RegionFamily(NamedTuple):
     pipelines: tuple[tuple[str, int], ...]
 
     def regions(self) -> Iterator[Region]:
-        """One by one."""
+        """Yield the regions."""
         for name, vp in self.pipelines:
             yield Region(self.cell, self.micro_batch, name, vp, self.recompute)
 
 
 def search_base(plan: Plan, fixed: Fixed) -> Plan:
-    """The plan, whose layers recompute as many as are fixed, else all of them; what they keep is where it is fixed.
-    Passes are graphs where that is fixed; else what is listed may have them (planner/step/execution.py)."""
+    """Return the plan whose layout is the base of every searched one.
+
+    All layers recompute unless their number is fixed, and activations stay on the device unless offload is fixed. CUDA
+    graphs are used if they are fixed, else the listed layouts may use them (planner/step/execution.py).
+    """
     layers, offload = fixed.get("recompute_layers", (0,))[0], fixed.get("offload", (plan.layout.offload,))[0]
     graphs = fixed.get("cuda_graphs", ("off" if plan.layout.cuda_graphs == "off" else "auto",))[0]
     return replace(plan, layout=replace(plan.layout, recompute_layers=layers, offload=offload, cuda_graphs=graphs))
 
 
 def graph_variants(plan: Plan, fixed: Fixed) -> Iterator[tuple[Layout, Fixed]]:
-    """What is fixed of layouts whose passes may be CUDA graphs, where a plan leaves that open, and how they run:
-    compiled and uncompiled, where that is open, too."""
+    """Yield (base layout, fixed values) of layouts whose passes may be CUDA graphs, if the plan leaves that open.
+
+    Compiled and uncompiled ones, if that is open as well.
+    """
     if plan.layout.cuda_graphs != "auto" or plan.model.moe is not None:
         return
-    alone = {key: allowed(fixed, key, legal) for key, legal in CAPTURED.items()}
-    asked = replace(plan.layout, cuda_graphs="on")
-    ways = [replace(asked, compile="on"), replace(asked, compile="off")] if asked.compile == "auto" else [asked]
-    for layout in ways:
-        yield layout, {**fixed, **alone}
+    rules = {key: allowed(fixed, key, legal) for key, legal in CAPTURED.items()}
+    captured = replace(plan.layout, cuda_graphs="on")
+    layouts = (
+        [replace(captured, compile="on"), replace(captured, compile="off")]
+        if captured.compile == "auto"
+        else [captured]
+    )
+    for layout in layouts:
+        yield layout, {**fixed, **rules}
 
 
 def with_sampling_rules(plan: Plan, fixed: Fixed) -> Fixed:
-    """What is fixed, with what a student needs that samples inside of training."""
+    """Return the fixed values, with those that a student needs who generates samples during training."""
     if not plan.recipe.distillation_on_policy:
         return fixed
     return {**{key: (legal,) for key, legal in SAMPLES_UNDER.items()}, **fixed}
 
 
-def allowed(fixed: Fixed, name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Of these values the allowed ones."""
-    return tuple(value for value in values if value in fixed[name]) if name in fixed else values
+def allowed(fixed: Fixed, name: str, candidates: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return those of `candidates` that `fixed` allows."""
+    return tuple(candidate for candidate in candidates if candidate in fixed[name]) if name in fixed else candidates
 
 
 def batches(recipe: Recipe) -> tuple[int, ...]:
-    """Sequences of the steps of a run: a ramp has several."""
+    """Return the batch sizes of a run in ascending order. A ramp has several."""
     return tuple(sorted(set(recipe.global_batches)))
 
 
 def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
-    """All legal degrees for so many devices, with `plan`'s model and recipe."""
+    """Yield all legal degrees on this number of devices."""
     shape, batch = plan.model, gcd(*batches(plan.recipe))
     for tp, sp, cp in _inside(plan, devices, fixed):
         for pp in allowed(fixed, "pp", divisors(devices // (tp * cp))):
@@ -152,32 +163,34 @@ def cells(plan: Plan, devices: int, fixed: Fixed) -> Iterator[Cell]:
 
 
 def _refused(plan: Plan, layout: Layout, fixed: Fixed, rules: str) -> bool:
-    """Whether any of these rules has a sentence."""
+    """Return True if any of these rules refuses the layout."""
     return any(rule(plan.model, layout) for rule in fixed[rules])
 
 
 def offered_splits(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[tuple[int, int, int], ...]:
-    """As `splits`, those that no rule refuses."""
-    found = splits(cell, fixed)
+    """Return the splits of data parallelism that no rule refuses."""
+    legal = splits(cell, fixed)
     if SPLIT_RULES not in fixed:
-        return found
+        return legal
     any_region = Region(cell, 1, DEFAULT.schedule, 1, DEFAULT.recompute)
-    return tuple(one for one in found if not _refused(plan, any_region.layout(*one), fixed, SPLIT_RULES))
+    return tuple(split for split in legal if not _refused(plan, any_region.layout(*split), fixed, SPLIT_RULES))
 
 
 def micro_batches(plan: Plan, cell: Cell, fixed: Fixed) -> tuple[int, ...]:
-    """Sizes that cut the step of every rank, in each stage of a ramp: a size of more than a rank's sequences means all
-    of them (spec/layout.py)."""
+    """Return the micro-batch sizes that divide every rank's share of the batch in each stage of a ramp.
+
+    A size beyond a rank's share means the whole share (spec/layout.py).
+    """
     sizes = {batch // cell.dp for batch in batches(plan.recipe)}
-    found = {d for size in sizes for d in divisors(size)}
-    legal = [d for d in sorted(found) if all(size % min(d, size) == 0 for size in sizes)]
-    if plan.recipe.noise_scale_every:  # of one device: it compares micro-batches of a step
+    divisors_of_shares = {d for size in sizes for d in divisors(size)}
+    legal = [d for d in sorted(divisors_of_shares) if all(size % min(d, size) == 0 for size in sizes)]
+    if plan.recipe.noise_scale_every:  # it compares the micro-batches of a step
         legal = [d for d in legal if d < max(sizes)]
     return allowed(fixed, "micro_batch", tuple(legal))
 
 
 def _inside(plan: Plan, devices: int, fixed: Fixed) -> Iterator[tuple[int, bool, int]]:
-    """(tp, sp, cp) that the shape and the sequence allow."""
+    """Yield (tp, sp, cp) that the shape and the sequence allow."""
     shapes = [plan.model] if plan.beside is None else [plan.model, plan.beside]
     recipe = replace(plan.recipe, noise_scale_every=0)
     split = plan.layout.context_split
@@ -196,18 +209,18 @@ def _experts(shape: ModelShape, tp: int, sp: bool, ranks: int, fixed: Fixed) -> 
 
 
 def pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> tuple[tuple[str, int], ...]:
-    """(schedule, virtual stages) that exist for a cell and such micro-batches, and that no rule refuses."""
-    found = _legal_pipelines(plan, cell, micro_batch, fixed)
+    """Return the (schedule, virtual stages) that are possible for a cell and micro-batch and that no rule refuses."""
+    legal = _legal_pipelines(plan, cell, micro_batch, fixed)
     if FULL_ROUNDS in fixed and min(_times(plan, cell, micro_batch)) < cell.pp:
-        found = tuple((name, vp) for name, vp in found if vp == 1)
+        legal = tuple((name, vp) for name, vp in legal if vp == 1)
     if PIPELINE_RULES not in fixed:
-        return found
-    laid = ((one, Region(cell, micro_batch, *one, DEFAULT.recompute).layout()) for one in found)
-    return tuple(one for one, layout in laid if not _refused(plan, layout, fixed, PIPELINE_RULES))
+        return legal
+    layouts = ((pipeline, Region(cell, micro_batch, *pipeline, DEFAULT.recompute).layout()) for pipeline in legal)
+    return tuple(pipeline for pipeline, layout in layouts if not _refused(plan, layout, fixed, PIPELINE_RULES))
 
 
 def _times(plan: Plan, cell: Cell, micro_batch: int) -> tuple[int, ...]:
-    """Micro-batches of a rank, in each stage of a ramp."""
+    """Return the micro-batches of a rank in each stage of a ramp."""
     return tuple(size // min(size, micro_batch) for size in (b // cell.dp for b in batches(plan.recipe)))
 
 
@@ -228,7 +241,7 @@ def _legal_pipelines(plan: Plan, cell: Cell, micro_batch: int, fixed: Fixed) -> 
 
 
 def _deeper(name: str, pp: int, layers: int, deep: tuple[int, ...]) -> tuple[int, ...]:
-    """More stages than one of a rank: all there can be where that is what a schedule is for, else those asked for."""
+    """Return the possible stages per rank beyond one: all if the schedule exists for that, else the requested ones."""
     return stage_numbers(name, pp, layers) if KINDS[name].stages > 1 else tuple(vp for vp in deep if vp > 1)
 
 
@@ -236,14 +249,18 @@ def _deeper(name: str, pp: int, layers: int, deep: tuple[int, ...]) -> tuple[int
 def _pipelines(
     layers: int, pp: int, times: tuple[int, ...], tied_ends: bool, deep: tuple[int, ...] = ()
 ) -> tuple[tuple[str, int], ...]:
-    """Of a model of so many layers, for steps of so many micro-batches. `deep`: virtual stages of ZB-H1 and the
-    like, which have one unless more are asked for."""
-    found = [(name, kind.stages) for name, kind in KINDS.items() if kind.stages == 1 or not kind.deeper]
-    found.sort(key=lambda one: one[0] != DEFAULT.schedule)  # of two that are equally good the plain one
-    found += [(name, vp) for name, kind in KINDS.items() if kind.deeper for vp in _deeper(name, pp, layers, deep)]
+    """Return the pipelines of a model of `layers` layers for steps of `times` micro-batches.
+
+    `deep` lists virtual stages for schedules like ZB-H1, which have one stage unless more are requested.
+    """
+    candidates = [(name, kind.stages) for name, kind in KINDS.items() if kind.stages == 1 or not kind.deeper]
+    candidates.sort(
+        key=lambda pipeline: pipeline[0] != DEFAULT.schedule
+    )  # among equally good ones the plain one comes first
+    candidates += [(name, vp) for name, kind in KINDS.items() if kind.deeper for vp in _deeper(name, pp, layers, deep)]
     return tuple(
         (name, vp)
-        for name, vp in found
+        for name, vp in candidates
         if pp * vp <= layers
         and not (tied_ends and name in V_PLACED)
         and all(refusal(name, pp, m, vp) is None for m in times)
@@ -251,21 +268,25 @@ def _pipelines(
 
 
 def splits(cell: Cell, fixed: Fixed) -> tuple[tuple[int, int, int], ...]:
-    """(dp_replicate, dp_shard, zero) of a cell. Under a pipeline ZeRO 2 and 3 are as 1 (spec/held.py): left out, unless
-    they are asked for."""
+    """Return (dp_replicate, dp_shard, zero) of a cell.
+
+    Under a pipeline ZeRO 2 and 3 equal ZeRO 1 (spec/held.py), so they are left out unless fixed.
+    """
     piped = cell.pp > 1 and not {2, 3} & set(fixed.get("zero", ()))
-    found = _splits(cell.dp, cell.cp, cell.tp, cell.ep, piped)
+    legal = _splits(cell.dp, cell.cp, cell.tp, cell.ep, piped)
     if not {"dp_replicate", "dp_shard", "zero"} & fixed.keys():
-        return found
+        return legal
     names = ("dp_replicate", "dp_shard", "zero")
-    return tuple(v for v in found if all(allowed(fixed, name, (n,)) for name, n in zip(names, v, strict=True)))
+    return tuple(
+        split for split in legal if all(allowed(fixed, name, (n,)) for name, n in zip(names, split, strict=True))
+    )
 
 
 @cache
 def _splits(dp: int, cp: int, tp: int, ep: int, piped: bool) -> tuple[tuple[int, int, int], ...]:
     stages = (1,) if piped else (1, 2, 3)
-    found = [(dp, 1, 0)]
+    candidates = [(dp, 1, 0)]
     for shard in divisors(dp):
         if shard * cp > 1:
-            found += [(dp // shard, shard, zero) for zero in stages]
-    return tuple(v for v in found if cp * tp * v[1] % ep == 0)
+            candidates += [(dp // shard, shard, zero) for zero in stages]
+    return tuple(split for split in candidates if cp * tp * split[1] % ep == 0)
