@@ -11,7 +11,7 @@ from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.accuracy.flop_conventions import KORTHIKANTI
 from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.spec import (
     BatchStage,
@@ -131,8 +131,7 @@ def test_flop_of_a_token_are_what_torch_counts(parts: dict[str, object]) -> None
 def test_selective_recomputation_without_flash_attention() -> None:
     """Korthikanti et al. 2022 (arXiv:2205.05198), section 5, GPT-3: 70 % of the activations for 2.7 % of FLOP."""
     gpt3 = presets.model("gpt3-175b")
-    lookup = local(gpt3, MEGATRON_2022, Layout(tp=8, sp=True), 2048, 1, 2)
-    block = layer(lookup)
+    block = layer(local_shape(gpt3, MEGATRON_2022, Layout(tp=8, sp=True), 2048, 1, 2))
     assert block.kept_bytes("selective") == 34 * 2048 * gpt3.hidden / 8
     assert 1 - block.kept_bytes("selective") / block.kept_bytes("none") == pytest.approx(0.70, abs=0.005)
     training, hardware = (flop(gpt3, 2048) for flop in (KORTHIKANTI.training, KORTHIKANTI.hardware))
@@ -154,7 +153,7 @@ def test_selective_recomputation_of_plain_attention_in_a_dry_run() -> None:
 
     policies: tuple[Recompute, ...] = ("none", "selective")
     none, selective = (activations(3, policy) - activations(2, policy) for policy in policies)
-    block = layer(local(shape, MESHWRIGHT, layout, 2048, 16, 2))
+    block = layer(local_shape(shape, MESHWRIGHT, layout, 2048, 16, 2))
     scores = 16 * 4 * shape.heads * 2048**2 / 8
     assert scores < none - selective < 1.25 * scores
     assert none - selective == pytest.approx(block.kept_bytes("none") - block.kept_bytes("selective"), rel=0.01)

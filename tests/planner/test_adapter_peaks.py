@@ -12,7 +12,7 @@ from meshwright.model import build
 from meshwright.observe.dryrun.simulate import dry_run
 from meshwright.planner.cost.adapters import queued
 from meshwright.planner.cost.block import _widths
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.step.predict import predict
 from meshwright.spec import Layout, ModelShape, Recipe
@@ -40,7 +40,7 @@ def test_what_a_split_backward_pass_leaves_of_adapters_is_as_large_as_planned(dr
     assert len(left) == 2 * len(products)
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
                 for part in left if isinstance(part, torch.Tensor)}  # fmt: skip
-    of = local(shape, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
+    of = local_shape(shape, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
     planned = SHAPE.layers * queued(of, _widths(of), None)
     assert sum(storages.values()) == pytest.approx(planned, rel=0.1)
 

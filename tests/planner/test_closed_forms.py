@@ -9,7 +9,7 @@ from meshwright.planner.accuracy.published_stacks import MEGATRON_2022
 from meshwright.planner.caveats import caveats
 from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.layer_work import LayerWork
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.work import AttentionCore
 from meshwright.planner.kernels.kernel_operations import Product
@@ -32,7 +32,7 @@ GPT = ModelShape(
 
 def block(layout: Layout, shape: ModelShape = GPT, stack: Stack = MEGATRON_2022, width: int = 2) -> LayerWork:
     """A layer for one micro-batch of B sequences."""
-    return layer(local(shape, stack, layout, S, B, width))
+    return layer(local_shape(shape, stack, layout, S, B, width))
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
@@ -65,7 +65,7 @@ def test_a_window_over_context_ranks_multiplies_what_it_sees() -> None:
     shape = replace(GPT, window=window)
     seen = [min(at + 1, window) for at in range(S)]
     for split, pairs in (("zigzag", sum(seen) / ranks), ("chunks", sum(seen[-S // ranks :]))):
-        of = local(shape, MESHWRIGHT, Layout(cp=ranks, context_split=split), S, B, 2)  # type: ignore[arg-type]  # a word of the layout
+        of = local_shape(shape, MESHWRIGHT, Layout(cp=ranks, context_split=split), S, B, 2)  # type: ignore[arg-type]  # a word of the layout
         operations = layer(of, window=window).operations
         core = next(op for op in operations if op.name == "attention")
         flop = sum(work.flop for work in core.forward if isinstance(work, AttentionCore))
@@ -100,9 +100,9 @@ def test_llama_keeps_twelve_hidden_states_and_its_mlp() -> None:
 def test_head_and_embedding_beyond_the_layers() -> None:
     """Korthikanti et al. 2022, section 4.3: the embedding's dropout mask, input of the last norm and of the head, and
     fp32 logits: S B D (1 + 2 + 2) and 4 S B V, all shared by t."""
-    of = local(GPT, replace(MEGATRON_2022, logit_kept=4.0), Layout(tp=8, sp=True), S, B, 2)
-    assert embedding(of).logits.kept == S * B * D / 8
-    assert head(of).logits.kept == (4 * S * B * D + 4 * S * B * GPT.vocab) / 8
+    of = local_shape(GPT, replace(MEGATRON_2022, logit_kept=4.0), Layout(tp=8, sp=True), S, B, 2)
+    assert embedding(of).logits.kept_bytes == S * B * D / 8
+    assert head(of).logits.kept_bytes == (4 * S * B * D + 4 * S * B * GPT.vocab) / 8
 
 
 def test_in_flight() -> None:

@@ -52,8 +52,8 @@ def test_a_range_holds_the_prediction_and_a_rate_is_turned_round() -> None:
 
 def test_software_with_rows_has_its_own_range_and_other_software_the_pool() -> None:
     plan = plan_on("a100x8", 4)
-    known = relative_range(plan, replace(MESHWRIGHT, name="fsdp1", own=False))
-    unknown = relative_range(plan, replace(MESHWRIGHT, name="nobody's", own=False))
+    known = relative_range(plan, replace(MESHWRIGHT, name="fsdp1", is_meshwright=False))
+    unknown = relative_range(plan, replace(MESHWRIGHT, name="nobody's", is_meshwright=False))
     assert not known.pooled and unknown.pooled
     assert unknown == relative_range(plan)
     assert known.high / known.low < unknown.high / unknown.low
@@ -146,7 +146,7 @@ def test_shipped_ranges_of_software_without_rows_are_the_widest_of_their_kind() 
     """Of all that --for offers and that was scored, on one node, on a few and on many."""
     for nodes in (1, 4, 32):
         plan = plan_on("a100x8", nodes)
-        unknown = relative_range(plan, replace(MESHWRIGHT, name="nobody's", own=False))
+        unknown = relative_range(plan, replace(MESHWRIGHT, name="nobody's", is_meshwright=False))
         for name in ("torchtitan", "megatron-core", "megatron-core-2024", "fsdp1"):
-            known = relative_range(plan, replace(MESHWRIGHT, name=name, own=False))
+            known = relative_range(plan, replace(MESHWRIGHT, name=name, is_meshwright=False))
             assert known.high / known.low <= unknown.high / unknown.low * 1.001, (name, nodes)

@@ -200,7 +200,7 @@ def test_a_cpu_and_other_software_have_no_choice() -> None:
     here = replace(plan_of(**SMALL), cluster=Cluster())
     assert predict(here).executions is None and predict(here).settled.layout == replace(
         here.layout, compile="off", cuda_graphs="off")  # fmt: skip
-    assert predict(plan_of(**SMALL), replace(MEASURED_STACK, own=False)).executions is None
+    assert predict(plan_of(**SMALL), replace(MEASURED_STACK, is_meshwright=False)).executions is None
 
 
 def test_a_run_settles_it_on_all_ranks_and_says_why() -> None:

@@ -7,7 +7,7 @@ import pytest
 from meshwright.planner.cost.block import layer
 from meshwright.planner.cost.block_time import block_time
 from meshwright.planner.cost.links import links_of
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import LayerOperation
@@ -30,7 +30,7 @@ def played(pieces: int, each_s: float, compute_s: float) -> float:
 def timed(shape: ModelShape, layout: Layout, batch: int, nodes: int) -> tuple[float, float, float, float]:
     """Of a routed layer's forward pass: exposed exchanges, a piece's journey, the experts, the shared experts."""
     cluster = presets.cluster("h100x8", nodes)
-    of = local(shape, MESHWRIGHT, layout, 4096, batch, 2, gpu=True)
+    of = local_shape(shape, MESHWRIGHT, layout, 4096, batch, 2, gpu=True)
     speeds, links = speeds_of(cluster.device), links_of(cluster)
     block = layer(of, routed=True)
 

@@ -104,7 +104,7 @@ def test_memory_of_both_halves_is_the_planners(opened: Browser, answer: ExploreA
     totals = opened.evaluate("halves.map((half) => half.ranks.map((rank) => rank.total))")
     for half, state, found in zip(answer.halves, states(opened), totals, strict=True):
         recipe = replace(half.plan.recipe, **state["recipe"])
-        counted = {"compile": "on", "cuda_graphs": "off"} if half.of.stack.own else {}
+        counted = {"compile": "on", "cuda_graphs": "off"} if half.of.stack.is_meshwright else {}
         plan = replace(half.plan, layout=Layout(**state["layout"], **counted), recipe=recipe)
         expected = [one.total_bytes for one in replace(half.of, recipe=recipe).predict(plan).memory]
         assert found == pytest.approx(expected, rel=1e-6)

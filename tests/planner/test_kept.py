@@ -12,7 +12,7 @@ from meshwright.parallel import apply_block_call
 from meshwright.parallel.apply import layout_notes
 from meshwright.planner.caveats import caveats
 from meshwright.planner.cost.block import embedding, head, layer
-from meshwright.planner.cost.local_shape import Local, local
+from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.search.bounds import offered_policies
 from meshwright.planner.search.regions import cells
@@ -64,10 +64,10 @@ def alive(
     return seen.peak_bytes if whole else kept
 
 
-def counted(shape: ModelShape, recompute: str = "none", batch: int = BATCH) -> Local:
+def counted(shape: ModelShape, recompute: str = "none", batch: int = BATCH) -> LocalShape:
     """The same for the planner: fp32, one rank."""
     layout = Layout(recompute=recompute, micro_batch=batch, compile="off")  # type: ignore[arg-type]
-    return local(shape, MESHWRIGHT, layout, SEQUENCE, batch, 4)
+    return local_shape(shape, MESHWRIGHT, layout, SEQUENCE, batch, 4)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -85,7 +85,7 @@ def test_plain_kernels_keep_what_is_counted(name: str, recompute: str) -> None:
     shape = SHAPES[name]
     shorter, longer = (alive(replace(shape, layers=layers), recompute, kernels="reference") for layers in (1, 2))
     layout = Layout(recompute=recompute, micro_batch=BATCH, compile="off", kernels="reference")  # type: ignore[arg-type]
-    block = layer(local(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4), routed=shape.moe is not None)
+    block = layer(local_shape(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4), routed=shape.moe is not None)
     assert block.kept_bytes(recompute) == pytest.approx(longer - shorter, rel=0.01)
 
 
@@ -99,7 +99,7 @@ def test_selective_drops_what_plain_attention_stores(name: str, dropout: float) 
         for policy in ("none", "selective")
     )
     layout = Layout(micro_batch=BATCH, compile="off", kernels="reference")
-    block = layer(local(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4, dropout), routed=shape.moe is not None)
+    block = layer(local_shape(shape, MESHWRIGHT, layout, SEQUENCE, BATCH, 4, dropout), routed=shape.moe is not None)
     assert none > selective
     assert none - selective == pytest.approx(block.kept_bytes("none") - block.kept_bytes("selective"), rel=0.005)
 
@@ -180,7 +180,7 @@ def test_a_compiled_layer_keeps_what_is_counted(name: str) -> None:
     """It makes norms and activations again, where torch's own rule would keep what products read."""
     shape = SHAPES[name]
     one, two = (kept_compiled(replace(shape, layers=layers)) for layers in (1, 2))
-    of = local(shape, MESHWRIGHT, Layout(micro_batch=BATCH, compile="on"), SEQUENCE, BATCH, 4)
+    of = local_shape(shape, MESHWRIGHT, Layout(micro_batch=BATCH, compile="on"), SEQUENCE, BATCH, 4)
     counted = layer(of, routed=shape.moe is not None).kept_bytes("none")
     ungated_or_routed = {"gpt2": 0.7, "mixtral": 0.8, "shared": 0.8}.get(name, 0.98)  # activations too are made again
     assert ungated_or_routed * counted < two - one < 1.02 * counted
@@ -191,7 +191,7 @@ def test_embedding_and_head_keep_what_is_counted(name: str) -> None:
     shape = SHAPES[name]
     one, two = (alive(replace(shape, layers=layers), "none") for layers in (1, 2))
     of = counted(shape)
-    want = head(of).logits.kept + embedding(of).logits.kept
+    want = head(of).logits.kept_bytes + embedding(of).logits.kept_bytes
     assert want == pytest.approx(2 * one - two, rel=0.02)
 
 
@@ -208,5 +208,5 @@ def test_the_peak_of_both_passes_is_near_what_is_counted(name: str, recompute: s
     inside = block.transient_bytes
     if recompute != "none":
         inside += block.kept_bytes("none") - block.kept_bytes(recompute)
-    want = 3 * block.kept_bytes(recompute) + max(end.logits.kept + end.logits.transient, inside)
+    want = 3 * block.kept_bytes(recompute) + max(end.logits.kept_bytes + end.logits.transient, inside)
     assert want == pytest.approx(seen, rel=0.065)

@@ -15,7 +15,7 @@ from meshwright.observe.program import shortened
 from meshwright.parallel.recompute import block_call
 from meshwright.planner.cost.backward import queued
 from meshwright.planner.cost.block import _widths
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.speeds import speeds_of
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.kernels.kernel_operations import Product
@@ -50,7 +50,7 @@ def test_what_a_split_backward_pass_leaves_is_as_large_as_planned() -> None:
     products = [product for each in queue._left.values() for product in each if isinstance(product, WeightProduct)]
     left = [part for product in products for part in (product.gradient, product.x)]
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in left}
-    of = local(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
+    of = local_shape(SHAPE, MESHWRIGHT, Layout(compile="off"), 128, 2, 4)
     planned = SHAPE.layers * queued(of, _widths(of), None)
     assert sum(storages.values()) == pytest.approx(planned, rel=0.02)
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.model import build, fake_quantized
 from meshwright.model.fake_quantized import put_fake_quantization, rounded_rows, straight_through
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.rounded_weights import PASSES, ROWS
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.work import MemoryPass
@@ -83,7 +83,7 @@ def test_a_model_rounds_in_a_pass_forward_what_the_planner_counts(
     model = build(shape, seed=1)
     put_fake_quantization([model], shape, scheme)
     model(torch.randint(shape.vocab, (2, 32)))
-    of = local(shape, MESHWRIGHT, Layout(compile="off"), 32, 2, 4, fake_quantize=scheme)
+    of = local_shape(shape, MESHWRIGHT, Layout(compile="off"), 32, 2, 4, fake_quantize=scheme)
     works = [
         one
         for number in range(shape.layers)

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.api import exploring, planning
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import Local, local
+from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.cost.states import counts
 from meshwright.planner.cost.work import MemoryPass
@@ -29,8 +29,8 @@ from meshwright.spec.unbuilt_parts import UnbuiltParts
 NEXT, MINIMAX = presets.model("qwen3-next-80b-a3b"), presets.model("minimax-text-01")
 
 
-def _local(shape: ModelShape, sequence: int = 4096, batch: int = 1) -> Local:
-    return local(shape, MESHWRIGHT, Layout(), sequence, batch, 2, gpu=True)
+def _local(shape: ModelShape, sequence: int = 4096, batch: int = 1) -> LocalShape:
+    return local_shape(shape, MESHWRIGHT, Layout(), sequence, batch, 2, gpu=True)
 
 
 def test_the_products_of_a_chunk_are_those_that_transformers_multiplies() -> None:
@@ -131,11 +131,11 @@ def test_kept_tensors_are_those_that_the_published_kernel_saves() -> None:
     linear = NEXT.linear_of(0)
     assert linear is not None
     of = _local(NEXT)
-    names = {one.name: one.none for one in layer(of, routed=True, state=True).kept}
+    names = {one.name: one.none for one in layer(of, routed=True, state=True).tensors}
     assert names["queries, keys, values"] == of.tokens * 2 * (2 * 2048 + 4096)
     assert names["triangles"] == of.tokens * 2 * 32 * 64
     assert names["rates"] == of.tokens * 32 * (2 * 2 + 4)
-    assert not {"log-sum-exp", "triangles"} <= {one.name for one in layer(of, routed=True).kept}
+    assert not {"log-sum-exp", "triangles"} <= {one.name for one in layer(of, routed=True).tensors}
 
 
 def test_a_sequence_that_is_served_keeps_keys_of_a_quarter_and_states_of_the_others() -> None:

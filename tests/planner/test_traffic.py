@@ -9,7 +9,7 @@ from meshwright.observe.ranks import on_ranks
 from meshwright.observe.tiny_models import shrink
 from meshwright.observe.verify.one_device import Case
 from meshwright.planner.cost.block import layer
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT
 from meshwright.planner.time.collectives import exchanges, of_exchange, traffic
 from meshwright.spec import Layout, MoEShape, Plan, Recipe, num_parameters, presets
@@ -58,7 +58,7 @@ def test_micro_batches_repeat_what_their_stage_does_not_keep(zero: int, scatters
 def test_a_layer_sends_eight_activations_under_tensor_parallelism(t: int, sp: bool) -> None:
     """2 all-reduces forward and 2 backward of A = b s h: 8 (t-1)/t A; with sp the same as gathers and scatters, and 2
     gathers more; full recomputation repeats those that something kept depends on."""
-    of = local(SHAPE, MESHWRIGHT, Layout(tp=t, sp=sp), S, B, WORD)
+    of = local_shape(SHAPE, MESHWRIGHT, Layout(tp=t, sp=sp), S, B, WORD)
     activation = B * S * D * WORD
     sums = [times * each for times, each in (of_exchange(one, t) for one in exchanges(layer(of)))]
     assert sum(sums) == pytest.approx((10 if sp else 8) * (t - 1) / t * activation)
@@ -72,7 +72,7 @@ def test_a_layer_sends_eight_activations_under_tensor_parallelism(t: int, sp: bo
 @pytest.mark.parametrize(("precision", "gradients"), [(4, 1), (2, 2)])
 def test_context_parallelism_sends_keys_and_values_in_hops(c: int, precision: int, gradients: int) -> None:
     """(c - 1) hops of 2 b s/c g h forward; backward those again and their gradients, which are fp32."""
-    of = local(SHAPE, MESHWRIGHT, Layout(cp=c), S, B, precision)
+    of = local_shape(SHAPE, MESHWRIGHT, Layout(cp=c), S, B, precision)
     hop = 2 * B * S / c * SHAPE.kv_heads * SHAPE.head_dim * precision
     found = [of_exchange(one, c) for one in exchanges(layer(of))]
     assert [times for times, _ in found] == [c - 1] * 3

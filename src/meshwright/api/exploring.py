@@ -137,7 +137,7 @@ def _data(half: Half) -> dict[str, Any]:
 def _start(half: Half, content: Mapping[str, Any]) -> Prediction:
     land = content["landscape"]
     fields = dict(zip(FIELDS, land["points"][land["start"]][0], strict=True))
-    ours = half.of.stack.own and half.plan.cluster.device.is_gpu
+    ours = half.of.stack.is_meshwright and half.plan.cluster.device.is_gpu
     counted = {"compile": "on", "cuda_graphs": "off"} if ours else {}  # as the page counts every layout
     layout = Layout(**{**fields, **counted, "sp": bool(fields["sp"])})
     return half.of.predict(replace(half.plan, layout=layout))

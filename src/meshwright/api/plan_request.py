@@ -103,7 +103,7 @@ def asked_estimator(
     from meshwright.planner.machine.clusterfile import asked, is_file
 
     if cluster is not None and is_file(cluster):
-        if not stack.own:
+        if not stack.is_meshwright:
             raise ArgumentError(f"cluster={cluster!r} was measured with this engine: name a device for another stack")
         return asked(cluster)[0].estimator(plan, document_tokens)
     return build_estimator(plan, stack, document_tokens=document_tokens)

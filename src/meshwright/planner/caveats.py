@@ -57,7 +57,7 @@ def rate_caveats(found: Prediction) -> Iterator[str]:
 def _is_preset(found: Prediction) -> bool:
     """Whether times rest on a data sheet, and not on what `calibrate` measured."""
     device = found.plan.cluster.device
-    return found.stack.own and device.is_gpu and not device.certainty.startswith("measured")
+    return found.stack.is_meshwright and device.is_gpu and not device.certainty.startswith("measured")
 
 
 def _of_time(found: Prediction) -> Iterator[str]:

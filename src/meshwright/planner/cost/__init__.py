@@ -1,1 +1,1 @@
-"""What a layer, a stage and an exchange cost on one rank: FLOP, seconds, bytes kept for the backward pass."""
+"""Cost of layers, stages and exchanges on one rank: work, seconds and bytes per micro-batch."""

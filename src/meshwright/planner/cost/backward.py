@@ -1,5 +1,8 @@
-"""What a layer of Meshwright's own engine needs inside its backward pass, beside what it kept, and what a split
-backward pass leaves for the gradients of weights. Letters as in block.py; held against a dry run of the engine."""
+"""Bytes inside a layer's backward pass in Meshwright's engine, beside what the forward pass kept.
+
+Also what a split backward pass leaves for the weight gradients. Tests compare it with a dry run. Letters as in
+block.py.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +13,7 @@ from meshwright.planner.cost.stack import TUNING_BYTES
 from meshwright.planner.cost.states import largest_weight
 
 if TYPE_CHECKING:
-    from meshwright.planner.cost.local_shape import Local
+    from meshwright.planner.cost.local_shape import LocalShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,20 +21,22 @@ class Backward:
     """Bytes of one layer and micro-batch."""
 
     mlp: float = 0.0
-    """At its worst place in the MLP."""
+    """Bytes at the worst moment of the MLP."""
     attention: float = 0.0
-    """In the attention core."""
+    """Bytes in the attention core."""
     after: float = 0.0
-    """When the pass leaves the MLP, without the gradients of its weights."""
+    """Bytes when the pass leaves the MLP, without its weight gradients."""
     weights: float = 0.0
-    """Elements of its largest weight (experts: all of a rank's), whose gradient is made at once."""
+    """Elements of the largest weight (experts: all of a rank's), whose gradient is computed at once."""
     outside: float = 0.0
-    """When the pass comes to the experts of a layer or leaves them: gradients of the stream and of rows. Without what
-    the layer makes again, and what experts keep is gone or still to be made again."""
+    """Bytes when the pass reaches or leaves the experts: gradients of the stream and of rows.
+
+    Recomputed tensors are not included, and what experts keep is already freed or not yet recomputed.
+    """
     inner: float = 0.0
-    """What experts keep."""
+    """Bytes that experts keep."""
     queued: float = 0.0
-    """From a split pass to the gradients of weights."""
+    """Bytes from a split backward pass to the weight gradients."""
 
 
 NONE = Backward()
@@ -39,176 +44,204 @@ PIECE = 2**26
 """Elements of a stack of experts that are rounded at a time (kernels.fp8_experts)."""
 
 
-def backward(of: "Local", widths: HeadWidths, routed: Routed | None) -> Backward:
-    """Of a layer."""
+def backward(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> Backward:
+    """Return the bytes inside a layer's backward pass."""
     if routed:
-        mlp = _experts(of, routed) + _rounded_experts(of, routed) + adapters.restored_bytes(of, "expert")
+        mlp = _experts(local, routed) + _rounded_experts(local, routed) + adapters.restored_bytes(local, "expert")
     else:
-        mlp = max(_mlp(of), _rounded_mlp(of), of.gates * _gate(of) + adapters.restored_bytes(of, "mlp"))
-    weights = largest_weight(of.shape, of.tp, of.ep, routed is not None)
-    kept = _mlp_kept(of, routed)
-    stream = of.hidden_bytes + 2 * of.between_bytes
-    if of.lowered and not routed:
-        made = (of.gates + 1) * of.shape.hidden * of.shape.ffn * of.width * (of.shape.lora is None)
+        mlp = max(_mlp(local), _rounded_mlp(local), local.gates * _gate(local) + adapters.restored_bytes(local, "mlp"))
+    weights = largest_weight(local.shape, local.tp, local.ep, routed is not None)
+    released = _mlp_kept(local, routed)
+    stream = local.hidden_bytes + 2 * local.between_bytes
+    if local.lowered and not routed:
+        made = (local.gates + 1) * local.shape.hidden * local.shape.ffn * local.width * (local.shape.lora is None)
         return Backward(
-            mlp=max(_lowered_mlp(of), _rounded_mlp(of) + made) + 2 * of.hidden_bytes + TUNING_BYTES,
-            attention=_attention(of, widths) - kept + made + 2 * stream + TUNING_BYTES,
+            mlp=max(_lowered_mlp(local), _rounded_mlp(local) + made) + 2 * local.hidden_bytes + TUNING_BYTES,
+            attention=_attention(local, widths) - released + made + 2 * stream + TUNING_BYTES,
             weights=weights,
         )
-    sent = routed.copies * of.shape.hidden * of.width if routed else 0.0
+    sent = routed.copies * local.shape.hidden * local.width if routed else 0.0
     return Backward(
-        outside=2 * of.between_bytes + sent if routed else 0.0,
-        inner=kept - sent if routed else 0.0,
-        mlp=mlp + weights * of.width + stream,
-        attention=max(_attention(of, widths), _rounded_attention(of, widths), _restored_attention(of, widths))
-        - kept
+        outside=2 * local.between_bytes + sent if routed else 0.0,
+        inner=released - sent if routed else 0.0,
+        mlp=mlp + weights * local.width + stream,
+        attention=max(_attention(local, widths), _rounded_attention(local, widths), _restored_attention(local, widths))
+        - released
         + stream,
-        after=(_left_experts(of, routed) if routed else of.gates * _gate(of)) - kept + stream,
+        after=(_left_experts(local, routed) if routed else local.gates * _gate(local)) - released + stream,
         weights=weights,
-        queued=adapters.queued(of, widths, routed) if of.shape.lora else queued(of, widths, routed),
+        queued=adapters.queued(local, widths, routed) if local.shape.lora else queued(local, widths, routed),
     )
 
 
-def _mlp(of: "Local") -> float:
-    """Gated: the gradient of the product, which becomes that of a gate, that of the other, and the product made again
-    stand together (kernels/swiglu.py)."""
-    return (of.gates + 1) * _gate(of)
+def _mlp(local: "LocalShape") -> float:
+    """Return the bytes of an MLP's gradients.
+
+    Gated: the gradient of the product, that of the other gate, and the recomputed product exist together. The first
+    becomes the gradient of a gate (kernels/swiglu.py).
+    """
+    return (local.gates + 1) * _gate(local)
 
 
-def _lowered_mlp(of: "Local") -> float:
-    """Compiled. Gated: the gradient of the product, those of what it is made of, and the product made again. Else the
-    activation made again stands beside its gradient, in whose place its input's is made."""
-    return 2 * of.gates * _gate(of)
+def _lowered_mlp(local: "LocalShape") -> float:
+    """Return the same for compiled code.
+
+    Gated: the gradient of the product, those of its factors, and the recomputed product. Otherwise the recomputed
+    activation and its gradient, whose place the gradient of its input takes.
+    """
+    return 2 * local.gates * _gate(local)
 
 
-def _gate(of: "Local") -> float:
-    """The gradient of what the first product of an MLP makes, or each of two."""
-    return of.tokens * of.shape.ffn / of.tp * of.width
+def _gate(local: "LocalShape") -> float:
+    """Return the bytes of the gradient of the first product of an MLP, or of each of two."""
+    return local.tokens * local.shape.ffn / local.tp * local.width
 
 
-def _rounded(of: "Local", weight: float, rows: float) -> float:
-    """A matrix and the rows that it multiplies, of so many elements, on their way to 8 bits (kernels.fp8.narrow): first
-    the matrix, scaled and then narrow, then the rows beside it. Compiled code and Triton make no scaled copy."""
-    each = 1 if of.stack.rounds_in_place or (of.compiled and not of.fp8_all) else 1 + of.width
+def _rounded(local: "LocalShape", weight: float, rows: float) -> float:
+    """Return the peak bytes while a matrix and its rows are narrowed to 8 bits (kernels.fp8.narrow).
+
+    First the matrix, scaled and then narrow, then the rows beside it. Compiled code and Triton make no scaled copy.
+    """
+    each = 1 if local.stack.rounds_in_place or (local.compiled and not local.fp8_all) else 1 + local.width
     return max(each * weight, weight + each * rows)
 
 
-def _rounded_mlp(of: "Local") -> float:
-    """Where the second of two gates is rounded, beside the sum of their products and, in a split pass, the product made
-    again. Where gradients of weights are products of 8 bits too: where the product that is made again is rounded beside
-    the gradient of what it makes, its own, and, gated, the activation."""
-    ffn = of.shape.ffn / of.tp
-    inner = of.tokens * ffn
-    beside = of.hidden_bytes + of.splits * inner * of.width
-    again = (3 if of.gates == 2 else 1) * inner * of.width + _rounded(of, of.tokens * of.shape.hidden, inner)
-    gates = _rounded(of, of.shape.hidden * ffn, inner) + beside
-    return max(gates, again * of.fp8_all) if of.fp8 else 0.0
+def _rounded_mlp(local: "LocalShape") -> float:
+    """Return the bytes where the second of two gates is rounded, beside the sum of their products.
 
-
-def _rounded_experts(of: "Local", routed: Routed) -> float:
-    """Stacks, some experts at a time, beside the rows that they multiply; rows of both sides of a gradient of a stack,
-    each in three copies of a byte. No compiled code; Triton makes no copy."""
-    assert of.shape.moe is not None
-    experts = of.shape.moe.experts / of.ep / of.ep_pieces
-    one, wider = of.shape.hidden * routed.ffn, max(of.shape.hidden, routed.ffn)
-    piece = min(experts, max(1.0, PIECE // one)) * one
-    scaled = 0 if of.stack.rounds_in_place else of.width
-    stack, rows = experts * one + piece * scaled, (1 + scaled) * routed.copies * wider
-    return max(stack, experts * one + rows, (of.shape.hidden + routed.ffn) * routed.copies + rows) * of.fp8_all
-
-
-def _rounded_attention(of: "Local", widths: HeadWidths) -> float:
-    """Where the queries' gradient is rounded, beside those of keys and values."""
-    queries, made = of.tokens * widths.queries, of.tokens * (widths.queries + widths.keys_values) * of.width
-    read = of.shape.mla.q_rank if of.shape.mla and of.shape.mla.q_rank else of.shape.hidden
-    return _rounded(of, read * widths.queries, queries) + made + of.hidden_bytes if of.fp8 else 0.0
-
-
-def _restored_attention(of: "Local", widths: HeadWidths) -> float:
-    """Where the matrix of queries is restored, beside the gradients of queries, keys and values."""
-    gradients = of.tokens * (widths.queries + widths.keys_values) * of.width
-    return gradients + adapters.restored_bytes(of, "attention") if of.shape.lora else 0.0
-
-
-def _experts(of: "Local", routed: Routed) -> float:
-    """Over copies of tokens, whose product is kept and gone by then."""
-    return (2 * routed.ffn + of.shape.hidden) * routed.copies * of.width
-
-
-def _left_experts(of: "Local", routed: Routed) -> float:
-    """Beside gradients of all of a rank's stacks: those of what the first products made, whose results and activation
-    are gone; then those of rows."""
-    return max(of.gates * routed.copies * routed.ffn, routed.copies * of.shape.hidden) * of.width
-
-
-def _mlp_kept(of: "Local", routed: Routed | None) -> float:
-    """What is gone when the pass comes to the attention core."""
-    if routed:
-        return (3 * routed.copies * routed.ffn + 2 * routed.copies * of.shape.hidden) * of.width
-    tensors = of.gates + of.stack.activation_kept / 2 if of.gates == 2 else of.gates
-    return tensors * of.tokens * of.shape.ffn / of.tp * of.width
-
-
-def _attention(of: "Local", widths: HeadWidths) -> float:
-    """Around the core. Over context-parallel ranks (parallel/ring.py, kernels/partial.py): copies of queries, result
-    and its gradient, their own gradient in fp32; of keys and values those of two ranks and four fp32 sums (ring), or
-    those of all ranks three times beside their fp32 gradients and these cut, or once beside these put together again
-    (all-gather). Stripes are used rank by rank: once, and their fp32 gradients twice."""
-    if of.linear:
-        return state_layers.inside_bytes(of)
-    queries, keys_values = of.tokens * widths.queries, of.tokens * widths.keys_values
-    if of.stack.own and of.stack.attention != "flash":
-        return _plain_attention(of, widths)
-    if of.cp == 1:
-        copies = queries - keys_values / 2 if of.masked and of.shape.mla is None else 0.0
-        keys = attention_core.widest_strip(of) if of.masked else 0.0
-        mask = (of.batch if of.documents else 1) * min(attention_core.STRIP, of.sequence) * keys * (of.width + 2)
-        return of.width * (3 * queries + keys_values + 2 * copies * keys / of.sequence) + mask
-    around = queries * (4 * of.width + 4)
-    if of.ring:
-        return around + keys_values * (3 * of.width + 4 * 4)
-    striped = of.context_split == "striped"
-    held = of.width + 2 * 4 if striped else max(3 * of.width + 2 * 4, of.width + 3 * 4)
-    return around + of.cp * keys_values * held
-
-
-def _plain_attention(of: "Local", widths: HeadWidths) -> float:
-    """Bytes where the softmax is differentiated (kernels/attention.py, attend_reference), beside the kept weights.
-
-    Uncompiled, the gradients of the weights and of the scores, S x S in fp32, stand beside the gradient of the values
-    of all heads. A forward pass stores as much: scores, scores without hidden pairs, and the pairs. Compiled code
-    writes the gradient of the scores in place of that of the weights.
+    In a split pass the recomputed product is there as well. If weight gradients are also 8-bit products, another moment
+    can be worse. There the recomputed product is rounded beside its own gradient, that of its output, and, gated, the
+    activation.
     """
-    scores = of.tokens * of.sequence * of.shape.heads / of.tp
-    pairs = (of.batch if of.documents else 1) * of.sequence**2 * MASK_BYTES
-    return 4 * (1 if of.lowered else 2) * scores + 4 * of.tokens * widths.out + pairs
+    ffn = local.shape.ffn / local.tp
+    inner = local.tokens * ffn
+    beside = local.hidden_bytes + local.splits * inner * local.width
+    again = (3 if local.gates == 2 else 1) * inner * local.width + _rounded(
+        local, local.tokens * local.shape.hidden, inner
+    )
+    gates = _rounded(local, local.shape.hidden * ffn, inner) + beside
+    return max(gates, again * local.fp8_all) if local.fp8 else 0.0
 
 
-def queued(of: "Local", widths: HeadWidths, routed: Routed | None) -> float:
-    """Inputs of the products with weights, gathered where sequence parallelism shares them, and gradients of what the
-    products made."""
-    word, hidden, mla = of.width, of.hidden_bytes, None if of.linear else of.shape.mla
-    found = hidden + of.tokens * widths.out * word
+def _rounded_experts(local: "LocalShape", routed: Routed) -> float:
+    """Return the bytes while experts are rounded.
+
+    Stacks are rounded some experts at a time beside the rows that they multiply. Both operands of a stack's gradient
+    exist in three copies of a byte. Experts are not compiled, and Triton makes no copy.
+    """
+    assert local.shape.moe is not None
+    experts = local.shape.moe.experts / local.ep / local.ep_pieces
+    matrix, wider = local.shape.hidden * routed.ffn, max(local.shape.hidden, routed.ffn)
+    piece = min(experts, max(1.0, PIECE // matrix)) * matrix
+    scaled = 0 if local.stack.rounds_in_place else local.width
+    stack, rows = experts * matrix + piece * scaled, (1 + scaled) * routed.copies * wider
+    return max(stack, experts * matrix + rows, (local.shape.hidden + routed.ffn) * routed.copies + rows) * local.fp8_all
+
+
+def _rounded_attention(local: "LocalShape", widths: HeadWidths) -> float:
+    """Return the bytes where the queries' gradient is rounded, beside those of keys and values."""
+    queries, made = local.tokens * widths.queries, local.tokens * (widths.queries + widths.keys_values) * local.width
+    read = local.shape.mla.q_rank if local.shape.mla and local.shape.mla.q_rank else local.shape.hidden
+    return _rounded(local, read * widths.queries, queries) + made + local.hidden_bytes if local.fp8 else 0.0
+
+
+def _restored_attention(local: "LocalShape", widths: HeadWidths) -> float:
+    """Return the bytes where the query matrix is dequantized, beside gradients of queries, keys and values."""
+    gradients = local.tokens * (widths.queries + widths.keys_values) * local.width
+    return gradients + adapters.restored_bytes(local, "attention") if local.shape.lora else 0.0
+
+
+def _experts(local: "LocalShape", routed: Routed) -> float:
+    """Return the bytes of gradients over copies of tokens. The kept product is freed by then."""
+    return (2 * routed.ffn + local.shape.hidden) * routed.copies * local.width
+
+
+def _left_experts(local: "LocalShape", routed: Routed) -> float:
+    """Return the bytes beside the weight gradients of a rank's experts.
+
+    First gradients of the first products, whose outputs and activation are freed, then those of rows.
+    """
+    return max(local.gates * routed.copies * routed.ffn, routed.copies * local.shape.hidden) * local.width
+
+
+def _mlp_kept(local: "LocalShape", routed: Routed | None) -> float:
+    """Return the bytes that are freed before the pass reaches the attention core."""
+    if routed:
+        return (3 * routed.copies * routed.ffn + 2 * routed.copies * local.shape.hidden) * local.width
+    tensors = local.gates + local.stack.activation_kept / 2 if local.gates == 2 else local.gates
+    return tensors * local.tokens * local.shape.ffn / local.tp * local.width
+
+
+def _attention(local: "LocalShape", widths: HeadWidths) -> float:
+    """Return the bytes around the attention core.
+
+    With context parallelism (parallel/ring.py, kernels/partial.py) there are copies of the queries, the output and its
+    gradient, and their own gradient in fp32. For keys and values a ring holds those of two ranks and four fp32 sums. An
+    all-gather holds those of all ranks three times beside their fp32 gradients and the cut ones, or once beside the
+    reassembled ones. Stripes are used rank by rank: once, and their fp32 gradients twice.
+    """
+    if local.linear:
+        return state_layers.inside_bytes(local)
+    queries, keys_values = local.tokens * widths.queries, local.tokens * widths.keys_values
+    if local.stack.is_meshwright and local.stack.attention != "flash":
+        return _plain_attention(local, widths)
+    if local.cp == 1:
+        copies = queries - keys_values / 2 if local.masked and local.shape.mla is None else 0.0
+        keys = attention_core.widest_strip(local) if local.masked else 0.0
+        mask = (
+            (local.batch if local.documents else 1)
+            * min(attention_core.STRIP, local.sequence)
+            * keys
+            * (local.width + 2)
+        )
+        return local.width * (3 * queries + keys_values + 2 * copies * keys / local.sequence) + mask
+    around = queries * (4 * local.width + 4)
+    if local.ring:
+        return around + keys_values * (3 * local.width + 4 * 4)
+    striped = local.context_split == "striped"
+    held = local.width + 2 * 4 if striped else max(3 * local.width + 2 * 4, local.width + 3 * 4)
+    return around + local.cp * keys_values * held
+
+
+def _plain_attention(local: "LocalShape", widths: HeadWidths) -> float:
+    """Return the bytes where the softmax is differentiated, beside the kept weights.
+
+    Source: kernels/attention.py, attend_reference. Uncompiled, the gradients of the weights and of the scores, S x S in
+    fp32, exist beside the gradient of the values of all heads. A forward pass stores as much: scores, scores without
+    hidden pairs, and the pairs. Compiled code writes the gradient of the scores in place of that of the weights.
+    """
+    scores = local.tokens * local.sequence * local.shape.heads / local.tp
+    pairs = (local.batch if local.documents else 1) * local.sequence**2 * MASK_BYTES
+    return 4 * (1 if local.lowered else 2) * scores + 4 * local.tokens * widths.out + pairs
+
+
+def queued(local: "LocalShape", widths: HeadWidths, routed: Routed | None) -> float:
+    """Return the bytes of inputs of the products with weights and of the gradients of their outputs.
+
+    Inputs are gathered where sequence parallelism shares them.
+    """
+    word, hidden, mla = local.width, local.hidden_bytes, None if local.linear else local.shape.mla
+    queued_bytes = hidden + local.tokens * widths.out * word
     if mla is None:
-        found += hidden + of.tokens * (widths.queries + widths.keys_values) * word
+        queued_bytes += hidden + local.tokens * (widths.queries + widths.keys_values) * word
     else:
         low = mla.q_rank + mla.kv_rank
-        up = of.shape.heads * (mla.nope_dim + mla.v_dim) / of.tp
-        found += hidden + of.tokens * (low + mla.rope_dim) * word
-        found += of.tokens * (low + widths.queries + up) * word
-    return found + (_queued_experts(of, routed) if routed else _queued_mlp(of, of.shape.ffn / of.tp))
+        up = local.shape.heads * (mla.nope_dim + mla.v_dim) / local.tp
+        queued_bytes += hidden + local.tokens * (low + mla.rope_dim) * word
+        queued_bytes += local.tokens * (low + widths.queries + up) * word
+    return queued_bytes + (_queued_experts(local, routed) if routed else _queued_mlp(local, local.shape.ffn / local.tp))
 
 
-def _queued_mlp(of: "Local", ffn: float) -> float:
-    return 2 * of.hidden_bytes + (of.gates + 1) * of.tokens * ffn * of.width
+def _queued_mlp(local: "LocalShape", ffn: float) -> float:
+    return 2 * local.hidden_bytes + (local.gates + 1) * local.tokens * ffn * local.width
 
 
-def _queued_experts(of: "Local", routed: Routed) -> float:
-    """The router's product is no product of the kernels': it stays in the pass."""
-    moe = of.shape.moe
+def _queued_experts(local: "LocalShape", routed: Routed) -> float:
+    """Return the same of experts. The router's weight gradient is not deferred."""
+    moe = local.shape.moe
     assert moe is not None
-    inner, sent = routed.copies * routed.ffn * of.width, routed.copies * of.shape.hidden * of.width
-    found = 2 * sent + (of.gates + 1) * inner
+    inner, sent = routed.copies * routed.ffn * local.width, routed.copies * local.shape.hidden * local.width
+    queued_bytes = 2 * sent + (local.gates + 1) * inner
     if moe.shared_experts:
-        found += _queued_mlp(of, moe.shared_experts * moe.ffn / of.tp)
-    return found
+        queued_bytes += _queued_mlp(local, moe.shared_experts * moe.ffn / local.tp)
+    return queued_bytes

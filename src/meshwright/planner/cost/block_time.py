@@ -9,14 +9,14 @@ from meshwright.planner.cost.block import EXPERT_BIAS, adds_expert_biases
 from meshwright.planner.cost.host_time import NOTHING, Triple
 from meshwright.planner.cost.layer_work import LayerWork
 from meshwright.planner.cost.links import Links
-from meshwright.planner.cost.local_shape import Local
+from meshwright.planner.cost.local_shape import LocalShape
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.work import Exchange, LayerOperation, Work
 from meshwright.spec.layout import Layout
 
 
 def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
-    """(ranks of a group along an axis, how many ranks apart they lie); tp is innermost, then cp, dp_shard, ..."""
+    """Return (ranks of a group along an axis, distance between them). tp is innermost, then cp, dp_shard, ..."""
     if axis == "tp":
         return layout.tp, 1
     if axis == "ep":
@@ -31,7 +31,7 @@ def ranks_of(layout: Layout, axis: str) -> tuple[int, int]:
 
 
 LAUNCHES = 6
-"""Of a pass, for each expert: what Stack.expert_launch_s stands for."""
+"""Launches per expert and pass that Stack.expert_launch_s covers."""
 Side = Literal["forward", "inputs", "weights"]
 SIDES: tuple[Side, ...] = get_args(Side)
 
@@ -41,9 +41,11 @@ NORMS = ("attention_norm", "mlp_norm")
 
 
 class BlockTime(NamedTuple):
-    """A block's passes over one micro-batch, before a recompute policy: (seconds, those of them in which an exchange
-    stands beside no computation). `again`, `norms`: what selective recomputation, and that of norms, repeats of the
-    forward pass."""
+    """Passes of a block over one micro-batch, before a recompute policy.
+
+    Each pair is (seconds, seconds of exchanges beside no computation). `again` and `norms` are the parts of the forward
+    pass that selective recomputation, and that of norms, repeats.
+    """
 
     forward: tuple[float, float]
     inputs: tuple[float, float]
@@ -51,20 +53,20 @@ class BlockTime(NamedTuple):
     again: tuple[float, float]
     norms: tuple[float, float]
     core: tuple[float, float]
-    """The attention core's forward pass, where it is kept."""
+    """The attention core's forward pass, where its output can be kept."""
     tail: tuple[float, float]
-    """Of the forward pass, what no recomputation repeats."""
+    """The part of the forward pass that no recomputation repeats."""
 
     @property
     def repeated(self) -> tuple[float, float]:
-        """All that recomputation can repeat of the forward pass."""
+        """Everything of the forward pass that recomputation can repeat."""
         return self.forward[0] - self.tail[0], self.forward[1] - self.tail[1]
 
 
 AloneWork = list[tuple[float, bool, float]]
-"""(seconds alone on the device, whether its power bounds them, launches) of each piece of work."""
+"""(seconds alone on the device, True if power bounds them, launches) of each piece of work."""
 Alone = tuple[AloneWork, AloneWork, AloneWork]
-"""Forward pass, gradients of inputs, gradients of weights."""
+"""Forward pass, input gradients, weight gradients."""
 
 
 def alone(operation: LayerOperation, speeds: Speeds) -> Alone:
@@ -74,47 +76,47 @@ def alone(operation: LayerOperation, speeds: Speeds) -> Alone:
 
 def block_time(
     block: LayerWork,
-    of: Local,
+    local: LocalShape,
     layout: Layout,
     speeds: Speeds,
     links: Links,
-    known: Mapping[int, Alone] = MappingProxyType({}),
+    timed: Mapping[int, Alone] = MappingProxyType({}),
 ) -> BlockTime:
-    """Time every operation of a block. `known`: of operations that other blocks have too, by `id`."""
+    """Time every operation of a block. `known`: times of operations shared with other blocks, by `id`."""
     operations = block.operations
-    each = [known.get(id(op)) or alone(op, speeds) for op in operations]
-    passes = PassSeconds(of=of, layout=layout, links=links, speeds=speeds, slower=_slower(each, speeds))
+    works_alone = [timed.get(id(op)) or alone(op, speeds) for op in operations]
+    passes = PassSeconds(local=local, layout=layout, links=links, speeds=speeds, slower=_slower(works_alone, speeds))
     ahead, back, late = (
         [
-            passes.timed(op, work[place], side)
-            for op, work in zip(operations, each, strict=True)
-            if place == 0 or work[place] or op.exchanges.backward
+            passes.timed(op, work[index], side)
+            for op, work in zip(operations, works_alone, strict=True)
+            if index == 0 or work[index] or op.exchanges.backward
         ]
-        for place, side in enumerate(SIDES)
+        for index, side in enumerate(SIDES)
     )
-    scores_alone, scores = of.stack.drops_scores_alone, any(kept.of == "scores" for kept in block.kept)
-    repeated = [one for one in ahead if (scores and one[0].name == "attention" if scores_alone else one[0].again)]
-    again = passes.of_pass(repeated, "forward")
-    called = _host(block, of, speeds)
-    if of.stack.selective_repeats:
-        rest = passes.of_pass([one for one in ahead if not one[0].again], "forward")
-        again = again[0] + of.stack.selective_repeats * rest[0], again[1] + of.stack.selective_repeats * rest[1]
-    forward, inputs = passes.of_pass(ahead, "forward"), passes.of_pass(back, "inputs", late)
+    scores_alone, scores = local.stack.drops_scores_alone, any(tensor.part == "scores" for tensor in block.tensors)
+    repeated = [op for op in ahead if (scores and op[0].name == "attention" if scores_alone else op[0].again)]
+    again = passes.pass_seconds(repeated, "forward")
+    called = _host_seconds(block, local, speeds)
+    if local.stack.selective_repeats:
+        rest = passes.pass_seconds([op for op in ahead if not op[0].again], "forward")
+        again = again[0] + local.stack.selective_repeats * rest[0], again[1] + local.stack.selective_repeats * rest[1]
+    forward, inputs = passes.pass_seconds(ahead, "forward"), passes.pass_seconds(back, "inputs", late)
     return BlockTime(
         forward=(forward[0] + called[0], forward[1]),
         inputs=(inputs[0] + called[1], inputs[1]),
-        weights_s=passes.of_pass(late, "weights")[0],
+        weights_s=passes.pass_seconds(late, "weights")[0],
         again=(again[0] + called[2] * bool(repeated), again[1]),
-        norms=passes.of_pass([one for one in ahead if one[0].name in NORMS], "forward"),
-        tail=passes.of_pass(ahead[len(ahead) - block.tail :], "forward"),
-        core=passes.of_pass(
-            [one for one in ahead if one[0].name == "attention"] if block.keeps_core else [], "forward"
+        norms=passes.pass_seconds([op for op in ahead if op[0].name in NORMS], "forward"),
+        tail=passes.pass_seconds(ahead[len(ahead) - block.tail :], "forward"),
+        core=passes.pass_seconds(
+            [op for op in ahead if op[0].name == "attention"] if block.keeps_core else [], "forward"
         ),
     )
 
 
 def _slower(each: list[Alone], speeds: Speeds) -> float:
-    """How much longer a block's products take for the power that both its passes draw."""
+    """Return how much slower a block's products run because of the power that both its passes draw."""
     if speeds.power is None:
         return 1.0
     products = others = 0.0
@@ -128,54 +130,61 @@ def _slower(each: list[Alone], speeds: Speeds) -> float:
     return speeds.slowed(products, others)
 
 
-def _host(block: LayerWork, of: Local, speeds: Speeds) -> Triple:
-    """What a layer takes beside its kernels; ranks that share a core take turns with it."""
+def _host_seconds(block: LayerWork, local: LocalShape, speeds: Speeds) -> Triple:
+    """Return the host's seconds of a layer beside its kernels. Ranks that share a core take turns."""
     if not speeds.host or not block.boundary_bytes:
         return NOTHING
     routed = any(op.name == "dispatch" for op in block.operations)
-    experts = of.shape.moe.experts / of.ep if of.shape.moe else 0.0
+    experts = local.shape.moe.experts / local.ep if local.shape.moe else 0.0
     times = speeds.host_share * speeds.ranks_per_core
-    a, b, c = (times * one for one in speeds.host.layer(of.shape, routed=routed, experts=experts))
+    a, b, c = (times * seconds for seconds in speeds.host.layer(local.shape, routed=routed, experts=experts))
     return a, b, c
 
 
 TimedOperation = tuple[LayerOperation, list[tuple[float, float]], list[tuple[float, bool]]]
-"""One side of an operation in seconds, counted once for all passes that it is part of: of each piece of work those (on
-the device, of the host's launches), of each exchange (those beside no computation, whether it is one of experts)."""
+"""One side of an operation in seconds, computed once for all passes that include it.
+
+Of each piece of work: (on the device, of the host's launches). Of each exchange: (seconds beside no computation, True
+if it is one of experts).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassSeconds:
     """Seconds of passes over operations: the device's kernels and exchanges beside the host's launches."""
 
-    of: Local
+    local: LocalShape
     layout: Layout
     links: Links
     speeds: Speeds
     slower: float
-    """How much longer products take than alone, where power bounds them."""
+    """Factor by which power-bound products are slower than alone."""
     _known: dict[tuple[str, str, float], float] = field(default_factory=dict, init=False, repr=False)
     """(axis, collective, bytes) -> seconds of one call."""
 
     def timed(self, operation: LayerOperation, works: AloneWork, side: Side) -> TimedOperation:
-        """One side of an operation, of whose `works` those that power bounds take longer."""
-        host_s, slower = self.of.stack.host_s, self.slower
+        """Time one side of an operation. Power-bound `works` take longer."""
+        host_s, slower = self.local.stack.host_s, self.slower
         forward, backward = operation.exchanges
         exchanges = forward if side == "forward" else backward if side == "inputs" else ()
         return (
             operation,
             [(seconds * slower if bound else seconds, host_s * launches) for seconds, bound, launches in works],
-            [(self._exposed(one, operation, side), one.axis == "ep") for one in exchanges] if exchanges else [],
+            [(self._exposed(exchange, operation, side), exchange.axis == "ep") for exchange in exchanges]
+            if exchanges
+            else [],
         )
 
-    def of_pass(
+    def pass_seconds(
         self, operations: list[TimedOperation], side: Side, later: Sequence[TimedOperation] = ()
     ) -> tuple[float, float]:
-        """(seconds, those of them in which an exchange stands beside no computation). `later`: the gradients of weights
-        that follow those of inputs."""
+        """Return (seconds, seconds of exchanges beside no computation) of a pass.
+
+        `later`: the weight gradients that follow the input gradients.
+        """
         if not operations:
             return 0.0, 0.0
-        stack = self.of.stack
+        stack = self.local.stack
         host_s, operation_s = stack.host_s, stack.operation_s
         device = host = each = exchanged = routed = 0.0
         for _, works, exchanges in operations:
@@ -202,17 +211,17 @@ class PassSeconds:
         return longer + stack.stalls * max(0.0, each - longer), exchanged
 
     def _launched(self, side: Side) -> float:
-        """Launches of an expert over those that expert_launch_s counts: its bias is added by kernels of its own."""
-        beside = EXPERT_BIAS[side == "inputs"][1] / LAUNCHES if adds_expert_biases(self.of) else 0.0
+        """Return an expert's launches relative to those that expert_launch_s covers. Separate bias kernels add some."""
+        beside = EXPERT_BIAS[side == "inputs"][1] / LAUNCHES if adds_expert_biases(self.local) else 0.0
         return 1 + beside
 
     @property
     def _experts(self) -> float:
-        """On a rank."""
-        return self.of.shape.moe.experts / self.of.ep if self.of.shape.moe else 0.0
+        """Experts on a rank."""
+        return self.local.shape.moe.experts / self.local.ep if self.local.shape.moe else 0.0
 
     def _exposed(self, exchange: Exchange, operation: LayerOperation, side: Side) -> float:
-        stack, axis = self.of.stack, exchange.axis
+        stack, axis = self.local.stack, exchange.axis
         beside = stack.hides_beside
         if exchange.collective == "ring":
             ranks, stride = ranks_of(self.layout, axis)
@@ -221,22 +230,22 @@ class PassSeconds:
         took = self._whole(exchange)
         if exchange.within:
             took = max(took / exchange.times, took - beside * exchange.share * self._seconds(exchange.within))
-        hidden = self._seconds(exchange.beside) - sum([self._whole(one) for one in exchange.first])
+        hidden = self._seconds(exchange.beside) - sum([self._whole(other) for other in exchange.first])
         if hidden > 0:
             took = max(0.0, took - beside * hidden)
         if axis != "tp":
             return took
-        hidden_share = 0.0 if stack.hides_with_sequence and not self.of.sp else stack.hides_tensor
+        hidden_share = 0.0 if stack.hides_with_sequence and not self.local.sp else stack.hides_tensor
         return took * (1 + stack.skew) * (1 - hidden_share)
 
     def _whole(self, exchange: Exchange) -> float:
-        """Of all its calls, hidden ones too."""
+        """Return the seconds of all calls of an exchange, hidden ones included."""
         axis, collective, size_bytes, times = exchange[:4]
         key = axis, collective, size_bytes
         if key not in self._known:
             ranks, stride = ranks_of(self.layout, axis)
-            moe = self.of.shape.moe
-            routes = moe.top_k if moe and self.of.stack.routes_once and axis == "ep" else 0
+            moe = self.local.shape.moe
+            routes = moe.top_k if moe and self.local.stack.routes_once and axis == "ep" else 0
             groups = (moe.groups, moe.top_groups) if moe else (1, 1)
             self._known[key] = self.links.seconds(collective, size_bytes, ranks, stride, routes, groups)
         return times * self._known[key]

@@ -1,7 +1,7 @@
-"""What the host takes for a layer where it is the device itself: interpreter, dispatch, autograd, views, bookkeeping.
+"""Host time of a layer where the host is the device: interpreter, dispatch, autograd, views, bookkeeping.
 
-On a GPU launches run ahead of the kernels (Stack.host_s); on a CPU nothing runs beside them, and a layer takes its
-kernels and, on top, all that calls them. `calibrate` measures that on layers that have next to nothing to compute.
+On a GPU launches run ahead of the kernels (Stack.host_s). On a CPU nothing runs beside them, so a layer takes its
+kernels plus everything that calls them. `calibrate` measures that with layers that compute almost nothing.
 """
 
 from dataclasses import dataclass, fields
@@ -9,29 +9,29 @@ from dataclasses import dataclass, fields
 from meshwright.spec.shape import ModelShape
 
 Triple = tuple[float, float, float]
-"""Seconds (forward, backward, what selective recomputation adds at most, where it makes anything again)."""
+"""Seconds (forward, backward, the most that selective recomputation adds where it repeats anything)."""
 NOTHING: Triple = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Seconds of one layer and micro-batch, beyond what its kernels take by themselves."""
+    """Seconds of one layer and micro-batch beyond those of its kernels."""
 
     swiglu: Triple = NOTHING
     """A dense layer with a gated MLP."""
     gelu: Triple = NOTHING
-    """A dense layer with a plain one."""
+    """A dense layer with a plain MLP."""
     routed: Triple = NOTHING
-    """A mixture of experts: router, dispatch and combine, attention too."""
+    """A mixture of experts: attention, router, dispatch and combine."""
     expert: Triple = NOTHING
-    """Beyond that, of each expert that a rank holds."""
+    """Added by each expert that a rank holds."""
 
     def layer(self, shape: ModelShape, *, routed: bool, experts: float) -> Triple:
-        """Of a layer with so many experts on the rank."""
+        """Return the seconds of a layer with this number of experts on the rank."""
         if not routed:
             return self.swiglu if shape.mlp == "swiglu" else self.gelu
         a, b, c = (base + experts * each for base, each in zip(self.routed, self.expert, strict=True))
         return a, b, c
 
 
-KINDS = tuple(one.name for one in fields(Host))
+KINDS = tuple(kind.name for kind in fields(Host))

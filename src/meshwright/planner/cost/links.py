@@ -1,11 +1,11 @@
 """Seconds of an exchange between ranks: latency by steps, bandwidth by span.
 
-A group's ring runs over the fast links inside a node and, where it spans nodes, over as many network cards as the group
-has ranks in a node: the other groups of the node use the others. An all-reduce takes the fastest of ring, tree (few
-steps) and, in one node since Hopper, the switch that adds by itself (NVLS).
+A group's ring uses the fast links inside a node. Between nodes it uses as many network cards as it has ranks in a node,
+and the other groups of the node use the others. An all-reduce takes the fastest of a ring, a tree (few steps) and,
+within one node since Hopper, the switch that adds by itself (NVLS).
 
 Latencies: NCCL's tuner (NVIDIA/nccl src/graph/tuning.cc). Bandwidths: nccl-tests of A100, H200 and B200 nodes
-(stas00/ml-engineering network/README.md; VIA-Research/vTrain trace/a100), found again within 25 % from 4 MiB on.
+(stas00/ml-engineering network/README.md; VIA-Research/vTrain trace/a100), reproduced within 25 % from 4 MiB on.
 """
 
 from dataclasses import dataclass
@@ -17,39 +17,43 @@ from meshwright.spec.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What the links of a cluster reach."""
+    """Rates that the links of a cluster reach."""
 
     per_node: int
     link_bytes_per_s: float
     network_bytes_per_s: float
     link_share: float = 0.78
-    """Bus bandwidth a ring reaches with large messages, of the datasheet's one-direction figure."""
+    """Bus bandwidth of a ring with large messages, over the data sheet's one-direction figure."""
     network_share: float = 0.75
     base_s: float = 3.0e-5
-    """Of any collective."""
+    """Seconds of any collective."""
     network_base_s: float = 1.0e-4
-    """Beyond it, of one that leaves the node."""
+    """Added for a collective that leaves the node."""
     link_step_s: float = 4.0e-6
-    """Of a step of the ring inside a node."""
+    """Seconds of a ring step inside a node."""
     network_step_s: float = 1.4e-5
-    """Of a step between nodes."""
+    """Seconds of a step between nodes."""
     switch_from: int = 0
-    """Ranks in one node from which on all-reduces are summed in the switch; 0 = never."""
+    """Ranks in one node from which all-reduces are summed in the switch. 0 = never."""
     switch_share: float = 0.59
-    """Bytes of the tensor a second that such an all-reduce takes, of the datasheet's one-direction figure."""
+    """Bytes/s of the tensor in such an all-reduce, over the data sheet's one-direction figure."""
     crowding: float = 0.0
     """Loss of bandwidth for each doubling of nodes beyond one."""
     curves: LinkCurves | None = None
-    """Measured inside this very node: they stand in place of latency and bandwidth there, divided by curve_share."""
+    """Measurements inside this very node. There they replace latency and bandwidth, divided by curve_share."""
     curve_share: float = 1.0
 
     def seconds(
         self, collective: str, size_bytes: float, ranks: int, stride: int = 1, routes: int = 0,
         groups: tuple[int, int] = (1, 1),
     ) -> float:  # fmt: skip
-        """Of one collective over `ranks` ranks that lie `stride` ranks apart; `size_bytes` as in work.Exchange.
-        `routes`: of so many equal rows each node gets one at most, and hands it on (all-to-all); `groups`: experts lie
-        in so many groups, of which a token goes to so many."""
+        """Return the seconds of one collective over `ranks` ranks that lie `stride` ranks apart.
+
+        Args:
+            size_bytes: As in work.Exchange.
+            routes: Of so many equal rows, each node receives at most one and forwards it (all-to-all).
+            groups: (groups of experts, groups that a token goes to).
+        """
         if ranks <= 1 or not size_bytes:
             return 0.0
         inside, nodes = self.span(ranks, stride)
@@ -74,19 +78,22 @@ class Links:
         return base_s + best
 
     def _tree_s(self, size_bytes: float, inside: int, nodes: int) -> float:
-        """Sums inside nodes while they are summed between them: 2 (K - 1) / K of the tensor leaves each of K nodes."""
+        """Return the seconds of a tree, whose sums run inside and between nodes at once.
+
+        2 (K - 1) / K of the tensor leaves each of K nodes.
+        """
         hops_s = 2 * ((inside - 1) * self.link_step_s + log2(nodes) * self.network_step_s)
         near_s = 2 * size_bytes / (self.link_bytes_per_s * self.link_share)
         away_s = 2 * (nodes - 1) / nodes * size_bytes / self.bandwidth(inside, nodes) if nodes > 1 else 0.0
         return hops_s + max(near_s, away_s)
 
     def span(self, ranks: int, stride: int) -> tuple[int, int]:
-        """(ranks of a group in one node, nodes)."""
+        """Return (ranks of a group in one node, nodes)."""
         inside = max(1, min(ranks, self.per_node // stride)) if stride < self.per_node else 1
         return inside, -(-ranks // inside)
 
     def bandwidth(self, inside: int, nodes: int) -> float:
-        """Bytes a second of a rank's ring: the network's cards together, at most the links."""
+        """Return bytes/s of a rank's ring: the network cards together, at most the links."""
         link = self.link_bytes_per_s * self.link_share
         if nodes == 1:
             return link
@@ -94,8 +101,10 @@ class Links:
         return min(link, network) / (1 + self.crowding * log2(nodes))
 
     def send_seconds(self, size_bytes: float, stride: int, ranks: int = 2) -> float:
-        """Of one transfer to the next of `ranks` that lie `stride` apart: of the slowest of them, where any border lies
-        between nodes."""
+        """Return the seconds of one transfer to the next of `ranks` that lie `stride` apart.
+
+        The slowest transfer counts: between nodes if any border lies between nodes.
+        """
         near = stride * ranks <= self.per_node
         measured = self.curves.exchange_s("send", size_bytes, 2) if near and self.curves else None
         if measured is not None:
@@ -105,22 +114,24 @@ class Links:
 
 
 def nodes_reached(routes: int, nodes: int, groups: int = 1, top_groups: int = 1) -> float:
-    """Nodes that a token's experts lie on, on average, where all are equally likely. Of experts in groups it reaches
-    those of a few (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); a node has some of the groups, as many
-    as others or one more, or a group some nodes."""
+    """Return the average number of nodes that hold a token's experts, all equally likely.
+
+    With groups a token reaches the experts of a few (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). A node holds
+    equally many groups as others or one more, or a group spans nodes.
+    """
     if groups <= nodes:
         within = nodes * top_groups / groups
         return within * (1 - (1 - 1 / within) ** routes)
     held, more = divmod(groups, nodes)
-    few, one_more = (_missed(routes, held + one, groups, top_groups) for one in (0, 1))
+    few, one_more = (_missed(routes, held + extra, groups, top_groups) for extra in (0, 1))
     return nodes * (1 - few + (few - one_more) * more / nodes)
 
 
 def _missed(routes: int, held: int, groups: int, top_groups: int) -> float:
-    """How likely a token has no expert on a node that holds so many of the groups."""
+    """Return the probability that a token has no expert on a node that holds `held` of the groups."""
     return sum(
-        comb(held, one) * comb(groups - held, top_groups - one) * (1 - one / top_groups) ** routes
-        for one in range(min(held, top_groups) + 1)
+        comb(held, there) * comb(groups - held, top_groups - there) * (1 - there / top_groups) ** routes
+        for there in range(min(held, top_groups) + 1)
     ) / comb(groups, top_groups)
 
 
@@ -130,11 +141,11 @@ SWITCHES: dict[str, dict[str, float]] = {
     "B": {"link_share": 0.75, "switch_from": 6, "switch_share": 0.53},
     "GB": {"link_share": 0.75, "switch_from": 6, "switch_share": 0.53},
 }
-"""Beginning of a device's name -> what nccl-tests found on such nodes."""
+"""Prefix of a device's name -> what nccl-tests measured on such nodes."""
 
 
 def links_of(cluster: Cluster) -> Links:
-    """From a cluster's figures."""
+    """Return the links of a cluster from its data sheet."""
     device = cluster.device
     link = device.link_bytes_per_s or device.memory_bytes_per_s / 10 or 1e10
     known = next((v for start, v in SWITCHES.items() if device.name.upper().startswith(start)), {})

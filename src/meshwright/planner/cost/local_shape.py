@@ -1,4 +1,4 @@
-"""What one micro-batch is on one rank: all that counting its operations and what they keep needs of a layout."""
+"""Local shape of one micro-batch on one rank: all that the counting needs to know of a layout."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,8 +14,8 @@ from meshwright.spec.shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
-    """One micro-batch on one rank. Its sizes are read some hundred times: each is counted once."""
+class LocalShape:
+    """One micro-batch on one rank. Its sizes are read hundreds of times, so each is computed once."""
 
     shape: ModelShape
     stack: Stack
@@ -36,59 +36,67 @@ class Local:
     fp8: bool = False
     """The engine rounds the operands of these products itself (kernels.fp8)."""
     fp8_all: bool = False
-    """Those of weight gradients and of experts, too."""
+    """The engine rounds those of weight gradients and of experts as well."""
     dropout: bool = False
     documents: bool = False
-    """Attention has a mask of documents."""
+    """Attention is masked between documents."""
     document_tokens: float = 0.0
-    """Of the document that a token is in, on average; 0 = it fills its row."""
+    """Mean length of the document of a token. 0 = documents fill their rows."""
     compares: bool = False
-    """The objective is over pairs: it asks for log-probabilities, and makes logits again for the backward pass."""
+    """The objective compares pairs: it needs log-probabilities, and recomputes logits in the backward pass."""
     window: int = 0
-    """Sliding window of the layer that is counted."""
+    """Sliding window of the counted layer."""
     linear: LinearAttention | None = None
-    """Of the layer that is counted; None = it keeps keys and values."""
+    """Linear attention of the counted layer. None = it attends to keys and values."""
     splits: bool = False
-    """The schedule splits backward passes: gradients of weights come later."""
+    """The schedule splits backward passes and defers weight gradients."""
     compiled: bool = False
     """Blocks are compiled."""
     keeps_norms: bool = True
-    """Blocks that recompute nothing keep what norms make."""
+    """Blocks without recomputation keep the outputs of norms."""
     lowered: bool = False
-    """Compiled blocks of a GPU that speak with no other rank: their code makes again whatever a few passes over tensors
-    that are kept anyway can make, and has a backward pass of its own (spec/compiled_blocks.py)."""
+    """Compiled blocks on a GPU without communication (spec/compiled_blocks.py).
+
+    Their code recomputes whatever a few passes over kept tensors can produce, and has its own backward pass.
+    """
     gpu: bool = False
-    """Of a device whose kernels are those of a GPU."""
+    """The device's kernels are those of a GPU."""
     pieces: int = 1
-    """Of a sequence, in tensor-parallel products."""
+    """Pieces of a sequence in tensor-parallel products."""
     rounded: Scheme | None = None
-    """Of matrices that are rounded in every product."""
+    """Quantization scheme of matrices that are rounded in every product."""
     ep_pieces: int = 1
-    """In which tokens travel to experts."""
+    """Pieces in which tokens travel to experts."""
 
     @property
     def repeats(self) -> bool:
-        """Whether keys and values are kept once for each head: on a GPU in fp32, where no strips read them and no
-        compiled code repeats them again."""
+        """True if keys and values are kept once per head.
+
+        That is the case on a GPU in fp32, where no strips read them and no compiled code repeats them again.
+        """
         apart = self.cp == 1 and not self.masked and not self.lowered
-        return apart and self.stack.own and self.stack.attention == "flash" and self.gpu and self.width >= 4
+        return apart and self.stack.is_meshwright and self.stack.attention == "flash" and self.gpu and self.width >= 4
 
     @property
     def masked(self) -> bool:
-        """Whether documents, a window or other ranks' positions hide keys and no kernel leaves these out: in fp32 on a
-        GPU (kernels/strips.py, kernels/partial.py)."""
+        """True if keys are hidden by documents, a window or other ranks' positions, and no kernel skips them.
+
+        That is the case in fp32 on a GPU (kernels/strips.py, kernels/partial.py).
+        """
         hidden = 0 < self.window < self.sequence or self.documents or self.cp > 1
-        return self.stack.own and hidden and self.gpu and self.width >= 4
+        return self.stack.is_meshwright and hidden and self.gpu and self.width >= 4
 
     @property
     def uneven(self) -> float:
-        """Attention's work of the rank that has most, over the mean: of chunks that of the last, whose queries see all
-        that a window lets them. Without one it is (2 c - 1) / c."""
+        """Attention work of the busiest rank over the mean.
+
+        Of chunks that is the last, whose queries see all that a window allows. Without a window it is (2 c - 1) / c.
+        """
         if self.context_split != "chunks":
             return 1.0
         whole, begin = float(self.sequence), self.sequence * (1 - 1 / self.cp)
         reach = min(self.window or whole, whole)
-        narrow = max(reach, begin)  # from here on a window is full
+        narrow = max(reach, begin)  # windows are full from here on
         last = ((narrow**2 - begin**2) / 2 + reach * (whole - narrow)) / (whole - begin)
         return last / (reach - reach**2 / (2 * whole))
 
@@ -109,27 +117,27 @@ class Local:
 
     @cached_property
     def hidden_bytes(self) -> float:
-        """Of (N, D)."""
+        """Bytes of a tensor (N, D)."""
         return self.tokens * self.shape.hidden * self.width
 
     @cached_property
     def between_bytes(self) -> float:
-        """Of (N, D) where sequence parallelism shares it."""
+        """Bytes of (N, D) where sequence parallelism shares it."""
         return self.between * self.shape.hidden * self.width
 
 
-def local(
+def local_shape(
     shape: ModelShape, stack: Stack, layout: Layout, sequence: int, batch: int, width: int, dropout: float = 0.0,
     documents: bool = False, gpu: bool = False, products: str = "same", compares: bool = False,
     fake_quantize: str = NO_SCHEME, document_tokens: float = 0.0,
-) -> Local:  # fmt: skip
-    """What the counting needs to know of a layout."""
+) -> LocalShape:  # fmt: skip
+    """Return the local shape of a layout's micro-batch."""
     kind, positions, moe = "cuda" if gpu else "cpu", sequence // layout.cp, shape.moe
     rows = batch * positions // (layout.tp if layout.sp else 1) * moe.top_k if moe else 0
-    lowered = stack.own and gpu and is_lowered(layout, shape, fake_quantize)
-    if stack.own and layout.kernels == "reference":
+    lowered = stack.is_meshwright and gpu and is_lowered(layout, shape, fake_quantize)
+    if stack.is_meshwright and layout.kernels == "reference":
         stack = plain_code(stack, layout, width, compiled=lowered)
-    return Local(
+    return LocalShape(
         shape=shape,
         stack=stack,
         batch=batch,
@@ -142,18 +150,18 @@ def local(
         context_split=layout.context_split,
         width=width,
         product_width=min(width, stack.product_bytes) if width == 2 else width,
-        fp8=stack.own and products != "same",
-        fp8_all=stack.own and products == "fp8-all",
+        fp8=stack.is_meshwright and products != "same",
+        fp8_all=stack.is_meshwright and products == "fp8-all",
         dropout=stack.dropout or dropout > 0,
-        documents=documents and stack.own,
-        document_tokens=document_tokens if documents and stack.own else 0.0,
-        compares=compares and stack.own,
-        splits=stack.own and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
-        compiled=stack.own and compiles_blocks(layout, shape, kind, fake_quantize),
-        keeps_norms=not (stack.own and keeps_no_norms(layout, shape, kind, fake_quantize)),
+        documents=documents and stack.is_meshwright,
+        document_tokens=document_tokens if documents and stack.is_meshwright else 0.0,
+        compares=compares and stack.is_meshwright,
+        splits=stack.is_meshwright and layout.pp > 1 and layout.schedule in SPLIT_ALWAYS,
+        compiled=stack.is_meshwright and compiles_blocks(layout, shape, kind, fake_quantize),
+        keeps_norms=not (stack.is_meshwright and keeps_no_norms(layout, shape, kind, fake_quantize)),
         lowered=lowered,
         gpu=gpu,
-        rounded=SCHEMES.get(fake_quantize) if stack.own else None,
-        pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.own else 1,
-        ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if stack.own and moe else 1,
+        rounded=SCHEMES.get(fake_quantize) if stack.is_meshwright else None,
+        pieces=layout.tp_pieces(positions, shape.hidden, kind) if stack.is_meshwright else 1,
+        ep_pieces=layout.ep_pieces(rows, shape.hidden, moe, kind) if stack.is_meshwright and moe else 1,
     )

@@ -1,4 +1,4 @@
-"""What one micro-batch costs a part of a model: seconds of its passes, bytes at their moments; and sums of parts."""
+"""Cost of one micro-batch in a part of a model: seconds of its passes, bytes at their moments, and sums of parts."""
 
 from typing import NamedTuple
 
@@ -6,58 +6,58 @@ from meshwright.planner.cost.activations import NONE, Logits
 
 
 class MicroBatchCost(NamedTuple):
-    """One micro-batch. Seconds include exposed exchanges; `exchange_s` says how many of them are that."""
+    """Cost of one micro-batch. Seconds include exposed exchanges, which `exchange_s` counts separately."""
 
     forward_s: float = 0.0
     input_s: float = 0.0
     weight_s: float = 0.0
     exchange_s: float = 0.0
     again_s: float = 0.0
-    """Of input_s: repeated forward passes."""
+    """Repeated forward passes within input_s."""
     kept_bytes: float = 0.0
     mlp_bytes: float = 0.0
-    """Largest moment of a layer's backward pass, beyond what is kept; of this package's engine in its MLP."""
+    """Peak of a layer's backward pass beyond what is kept. In Meshwright's engine, of its MLP."""
     attention_bytes: float = 0.0
-    """The same of this package's engine in attention."""
+    """The same in attention of Meshwright's engine."""
     after_bytes: float = 0.0
-    """The same between the two, without gradients of weights."""
+    """The same between the two, without weight gradients."""
     outside_bytes: float = 0.0
-    """The same when the pass comes to experts or leaves them, but for `inner_bytes` that are not there then."""
+    """The same when the pass reaches or leaves experts, without `inner_bytes`."""
     inner_bytes: float = 0.0
-    """What experts keep."""
+    """Bytes that experts keep."""
     queued_bytes: float = 0.0
-    """Kept from a split backward pass to the gradients of weights."""
+    """Kept from a split backward pass to the weight gradients."""
     split_bytes: float = 0.0
-    """Largest moment of a split pass in its last layer, beyond what it leaves."""
+    """Peak of a split pass in its last layer, beyond what it leaves."""
     weights: float = 0.0
     """Elements of the largest weight."""
     new_bytes: float = 0.0
-    """Its gradient as it is made, part of mlp_bytes."""
+    """Its new gradient, part of mlp_bytes."""
     logits: Logits = NONE
     largest_kept_bytes: float = 0.0
-    """Of one layer."""
+    """Kept by the layer that keeps most."""
     host_bytes: float = 0.0
     """Kept in host memory instead."""
     offload_s: float = 0.0
-    """Of both passes, what the way to host memory takes longer than computing."""
+    """Seconds of both passes by which transfers to host memory exceed computation."""
 
     @property
     def transient_bytes(self) -> float:
-        """Largest moment of a layer's backward pass."""
+        """Peak of a layer's backward pass."""
         return max(self.mlp_bytes, self.attention_bytes)
 
     @property
     def inputs_bytes(self) -> float:
-        """The same of one that leaves gradients of weights."""
+        """The same of a pass that defers weight gradients."""
         return max(self.mlp_bytes - self.new_bytes, self.attention_bytes)
 
     @property
     def backward_s(self) -> float:
-        """Both halves."""
+        """Input and weight gradients together."""
         return self.input_s + self.weight_s
 
     def plus(self, other: "MicroBatchCost", times: float = 1.0) -> "MicroBatchCost":
-        """One after the other, the other several times."""
+        """Return the cost of this part followed by `times` of the other."""
         if not times:
             return self
         return MicroBatchCost(
@@ -83,8 +83,10 @@ class MicroBatchCost(NamedTuple):
         )
 
     def offloaded(self, last: "MicroBatchCost", stays_bytes: float, host_bytes_per_s: float) -> "MicroBatchCost":
-        """A stage whose blocks but the last keep in host memory what they keep, but for `stays_bytes` of its input.
-        While one makes its backward pass, what the one in front keeps comes back."""
+        """Return the cost of a stage whose blocks except the last keep activations in host memory.
+
+        `stays_bytes` of its input stay. While one block runs backward, the activations of the block before it return.
+        """
         moved = max(0.0, self.kept_bytes - last.kept_bytes - stays_bytes)
         ahead = self.largest_kept_bytes if moved else 0.0
         way_s = moved / host_bytes_per_s if host_bytes_per_s else 0.0
@@ -102,8 +104,10 @@ class MicroBatchCost(NamedTuple):
         )
 
     def followed_by(self, other: "MicroBatchCost") -> "MicroBatchCost":
-        """The first layers of a stage, and those behind them: its backward pass begins inside those, when most is kept,
-        and comes to its last layer inside these."""
+        """Return the cost of a stage whose first layers are followed by `other`.
+
+        Its backward pass begins inside `other`, when most is kept, and ends inside the first layers.
+        """
         return self.plus(other)._replace(
             mlp_bytes=other.mlp_bytes,
             attention_bytes=other.attention_bytes,

@@ -1,6 +1,8 @@
-"""What weights that are rounded in every product (recipe.fake_quantize) add to a stage: a rounded copy of each matrix
-is kept from its pass forward to its pass back. Layers that are computed again make theirs again, all of one layer's at
-once. Rounding passes over memory in each pass forward. Tensor-parallel ranks find some scales together."""
+"""Cost of weights that are rounded in every product (recipe.fake_quantize).
+
+A rounded copy of each matrix is kept from forward to backward. Layers that are recomputed round theirs again, all of
+one layer at once. Each forward pass adds rounding passes over memory, and tensor-parallel ranks share some scales.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -17,76 +19,78 @@ from meshwright.spec.shape import ModelShape
 from meshwright.spec.shared_scales import rounded_matrices, shared_scales
 
 if TYPE_CHECKING:
-    from meshwright.planner.cost.local_shape import Local
+    from meshwright.planner.cost.local_shape import LocalShape
 
 AGAIN = ("full", "all-but-attention")
-"""Policies that make rounded copies again."""
+"""Policies that round copies again."""
 FOUND_BYTES = 4
-"""Of a number that scales are made of."""
+"""Bytes of a number from which scales are computed."""
 ROWS = "rows"
 PASSES = {
     "int8": (66.0, 70.0, 21), "int4-rtn": (80.1, 84.1, 52), "int4-sym": (76.6, 80.6, 29), "nf4": (56.6, 60.6, 22),
     "nf4-double": (57.9, 61.9, 41), "int4-hqq": (3456.0, 3460.0, 436), "int3": (3545.0, 3549.0, 445),
     ROWS: (48.0, 60.0, 12),
 }  # fmt: skip
-"""Bytes read and written for an element in fp32 and in 16 bits, and kernels for each PIECE of elements: counted on
-meshwright.model.fake_quantized by tests/planner/test_rounded_weights.py. HQQ looks for its zeros 20 times. On a GPU one
-Triton kernel restores codes of 4 bits: about a tenth less than is counted here."""
+"""Bytes read and written per element, in fp32 and in 16 bits, and kernels per PIECE of elements.
+
+Counted on meshwright.model.fake_quantized by tests/planner/test_rounded_weights.py. HQQ searches its zeros 20 times. On
+a GPU one Triton kernel restores 4-bit codes: about a tenth less than is counted here.
+"""
 
 
 @cache
 def _by_name(shape: ModelShape) -> dict[str, Parameter]:
-    """One of each kind of matrix: attention.q, mlp.up, mlp.experts.up."""
-    return {
-        one.name.removeprefix(f"layers.{one.layer}.").removesuffix(".weight"): one for one in rounded_matrices(shape)
-    }
+    """Return one matrix of each kind: attention.q, mlp.up, mlp.experts.up."""
+    matrices = rounded_matrices(shape)
+    return {matrix.name.removeprefix(f"layers.{matrix.layer}.").removesuffix(".weight"): matrix for matrix in matrices}
 
 
 @cache
 def _boxes(shape: ModelShape, tp: int, ep: int) -> dict[str, Box]:
-    """Of each kind of matrix, what the first rank holds."""
+    """Return the first rank's part of each kind of matrix."""
     layout = Layout(tp=tp, sp=ep > 1 and tp > 1, dp_shard=ep, ep=ep)
     return boxes_of(_by_name(shape).values(), shape, layout, 0)
 
 
 @cache
 def _elements(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
-    """Of the matrices of a layer that a rank holds."""
+    """Return the elements of a layer's matrices on a rank."""
     apart, boxes = ("mlp.experts.", "mlp.shared."), _boxes(shape, tp, ep)
     return sum(
-        boxes[one.name].numel
-        for name, one in _by_name(shape).items()
+        boxes[matrix.name].numel
+        for name, matrix in _by_name(shape).items()
         if name.startswith("attention.") or name.startswith(apart) == routed
     )
 
 
-def rounding(of: "Local", operations: Sequence[LayerOperation]) -> tuple[LayerOperation, ...]:
-    """The operations of a layer, each product behind what rounds its matrices and its rows."""
-    if of.rounded is None:
+def rounding(local: "LocalShape", operations: Sequence[LayerOperation]) -> tuple[LayerOperation, ...]:
+    """Return a layer's operations, each product preceded by the rounding of its matrices and rows."""
+    if local.rounded is None:
         return tuple(operations)
-    return tuple(one for op in operations for one in (*_rounding(of, of.rounded, op.name), op))
+    return tuple(part for op in operations for part in (*_rounding(local, local.rounded, op.name), op))
 
 
-def _rounding(of: "Local", scheme: Scheme, name: str) -> Iterator[LayerOperation]:
-    """What comes before a product of that name; nothing where it has no matrix that is rounded."""
+def _rounding(local: "LocalShape", scheme: Scheme, name: str) -> Iterator[LayerOperation]:
+    """Yield the rounding before the named product. Nothing if none of its matrices is rounded."""
     part, _, last = name.rpartition(" ")
-    matrices = {"qkv": ("q", "k", "v"), "up": ("gate", "up")[2 - of.gates :]}.get(last, (last,))
+    names = {"qkv": ("q", "k", "v"), "up": ("gate", "up")[2 - local.gates :]}.get(last, (last,))
     where = {"": "attention.", "mlp": "mlp.", "experts": "mlp.experts.", "shared": "mlp.shared."}.get(part)
-    known = [one for one in (_by_name(of.shape).get(f"{where}{one}") for one in matrices) if one is not None]
-    if not known:
+    by_name = _by_name(local.shape)
+    matrices = [by_name[f"{where}{name}"] for name in names if f"{where}{name}" in by_name]
+    if not matrices:
         return
-    tokens = of.tokens * (of.shape.moe.top_k if part == "experts" and of.shape.moe else 1)
-    boxes = _boxes(of.shape, of.tp, of.ep)
-    passes = [_pass_over(scheme.name, boxes[one.name].numel, of.width) for one in known]
-    shared = [shared_scales(one, of.shape, scheme, of.tp, of.ep) for one in known] if of.tp > 1 else []
-    numbers = [float(one.numbers) for one in shared if one.numbers]
-    if scheme.activations == "int8":
-        passes.append(_pass_over(ROWS, tokens * boxes[known[0].name].sizes[-1], of.width))
-        numbers += [tokens] if any(one.rows for one in shared) else []
-    together = tuple(Exchange("tp", "all-reduce", number * FOUND_BYTES) for number in numbers)
-    yield LayerOperation(
-        name=f"rounding of {name}", forward=tuple(passes), exchanges=Exchanges(together, ()), again=True
+    tokens = local.tokens * (local.shape.moe.top_k if part == "experts" and local.shape.moe else 1)
+    boxes = _boxes(local.shape, local.tp, local.ep)
+    passes = [_pass_over(scheme.name, boxes[matrix.name].numel, local.width) for matrix in matrices]
+    shared = (
+        [shared_scales(matrix, local.shape, scheme, local.tp, local.ep) for matrix in matrices] if local.tp > 1 else []
     )
+    numbers = [float(scales.numbers) for scales in shared if scales.numbers]
+    if scheme.activations == "int8":
+        passes.append(_pass_over(ROWS, tokens * boxes[matrices[0].name].sizes[-1], local.width))
+        numbers += [tokens] if any(scales.rows for scales in shared) else []
+    sums = tuple(Exchange("tp", "all-reduce", number * FOUND_BYTES) for number in numbers)
+    yield LayerOperation(name=f"rounding of {name}", forward=tuple(passes), exchanges=Exchanges(sums, ()), again=True)
 
 
 def _pass_over(what: str, elements: float, width: float) -> MemoryPass:
@@ -94,26 +98,32 @@ def _pass_over(what: str, elements: float, width: float) -> MemoryPass:
     return MemoryPass(elements * (narrow if width < 4 else fp32), launches * max(1, round(elements / PIECE)))
 
 
-def kept(of: "Local", widths: HeadWidths, routed: bool, plain: Sequence[KeptBytes]) -> tuple[KeptBytes, ...]:
-    """What a layer keeps, of what it keeps where nothing is rounded: of activations that are rounded, rounded copies.
-    No norm made these, and no kernel makes the product of a gated MLP again."""
-    if of.rounded is None or of.rounded.activations == "same":
+def with_rounded_activations(
+    local: "LocalShape", widths: HeadWidths, routed: bool, plain: Sequence[KeptBytes]
+) -> tuple[KeptBytes, ...]:
+    """Return what a layer keeps if activations are rounded, from what it keeps otherwise.
+
+    Rounded copies are not outputs of a norm, and no kernel recomputes the product of a gated MLP.
+    """
+    if local.rounded is None or local.rounded.activations == "same":
         return tuple(plain)
-    shape, moe = of.shape, of.shape.moe
+    shape, moe = local.shape, local.shape.moe
     inner = moe.shared_experts * moe.ffn if routed and moe else 0 if routed else shape.ffn
-    gated = of.tokens * inner / of.tp * of.width * (of.gates == 2)
-    more = (("rounded attention output", of.tokens * widths.out * of.width), ("rounded product", gated))
+    gated = local.tokens * inner / local.tp * local.width * (local.gates == 2)
+    more = (("rounded attention output", local.tokens * widths.out * local.width), ("rounded product", gated))
     return (
-        *(one._replace(of="") if one.of == "norm" else one for one in plain),
-        *(KeptBytes(*one, 0.0) for one in more),
+        *(tensor._replace(part="") if tensor.part == "norm" else tensor for tensor in plain),
+        *(KeptBytes(*tensor, 0.0) for tensor in more),
     )
 
 
-def with_rounded(cost: MicroBatchCost, of: "Local", policies: Sequence[tuple[str, int, int]]) -> MicroBatchCost:
-    """A stage; `policies`: how layers recompute, and how many dense and routed ones do so."""
-    if of.rounded is None:
+def with_rounded_weights(
+    cost: MicroBatchCost, local: "LocalShape", policies: Sequence[tuple[str, int, int]]
+) -> MicroBatchCost:
+    """Add rounded copies to a stage. `policies`: (recompute policy, its dense layers, its routed layers)."""
+    if local.rounded is None:
         return cost
-    plain, routed = (_elements(of.shape, of.tp, of.ep, kind) * of.width for kind in (False, True))
+    plain, routed = (_elements(local.shape, local.tp, local.ep, kind) * local.width for kind in (False, True))
     standing = sum(dense * plain + experts * routed for policy, dense, experts in policies if policy not in AGAIN)
     again = [(dense, experts) for policy, dense, experts in policies if policy in AGAIN]
     made = max((max(plain * (dense > 0), routed * (experts > 0)) for dense, experts in again), default=0)

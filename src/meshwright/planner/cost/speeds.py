@@ -1,6 +1,6 @@
-"""Seconds of an operation in a training run: matrix products by shape, attention cores, passes over memory.
+"""Seconds of an operation in a training run: matrix products by shape, attention cores, memory passes.
 
-A product takes what its kernel takes alone (kernels/: tiles in waves, bytes, curves fitted to measured kernels), at
+A product takes the time of its kernel alone (kernels/: tiles in waves, bytes, curves fitted to measured kernels) at
 `product_share` of the rate.
 """
 
@@ -19,75 +19,77 @@ from meshwright.spec.attention_kernels import AttentionRates
 from meshwright.spec.cluster import Device
 
 NEWTON = 4
-"""Steps towards the clock, from full: then it is found to a thousandth."""
+"""Newton steps towards the clock, from full speed. Four find it to a thousandth."""
 WIDE = 16
-"""Peak in bf16 over that in fp32, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
+"""Ratio of the bf16 to the fp32 peak, where only the former is known: 16 (A100), 15 (H100), 28 (B200)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What a device reaches. Calibration replaces these figures; `speeds_of` has them from data sheets."""
+    """Rates that a device reaches, from calibration or from data sheets (`speeds_of`)."""
 
     matmul_flop_per_s: float
     """Best matrix product."""
     peak_flop_per_s: float
-    """Data sheet: attention's shares are of it."""
+    """Data sheet's peak, to which attention's shares refer."""
     memory_bytes_per_s: float
     low_flop_per_s: float = 0.0
-    """Best fp8 matrix product; 0 = there is none, fp8 operands are multiplied as bf16."""
+    """Best fp8 matrix product. 0 = none, fp8 operands are multiplied as bf16."""
     lowest_flop_per_s: float = 0.0
-    """Best fp4 matrix product; 0 = as fp8."""
+    """Best fp4 matrix product. 0 = as fp8."""
     wide_flop_per_s: float = 0.0
-    """fp32 products as torch makes them unless told otherwise: not in TF32; 0 = a WIDE-th of the data sheet's peak."""
+    """fp32 products by torch's default, without TF32. 0 = 1 / WIDE of the data sheet's peak."""
     product_share: float = 0.95
-    """Of the best product, in a training run: clocks, power, layouts."""
+    """Share of the best product in a training run: clocks, power, layouts."""
     inner_half: float = 1.0
-    """How much longer filling and emptying a tile's pipeline takes than for the kernel alone."""
+    """Factor on the time to fill and drain a tile's pipeline, over the kernel alone."""
     wave_share: float = 0.0
-    """Beyond the kernel's own: 1 = a started wave costs a whole one; 0 = as the kernel alone."""
+    """Cost of a started wave beyond the kernel's own: 1 = a whole wave, 0 = as the kernel alone."""
     unaligned_share: float = 0.35
-    """Of a product whose rows are no multiple of 16 bytes: tensor cores are fed element by element."""
+    """Factor for rows that are no multiple of 16 bytes: tensor cores are fed element by element."""
     tf32_share: float = 1.0
-    """Of half the rate of bf16, in TF32."""
+    """Share of half the bf16 rate that TF32 reaches."""
     narrow_heads: float = 0.86
-    """Of attention's rate, with heads of 64."""
+    """Factor on attention's rate with heads of 64."""
     power: tuple[float, float] | None = None
-    """Of a device that draws more than its limit in products: see `slowed`; None = its shares have that in them."""
+    """Power draw of products beyond the device's limit, see `slowed`. None = its shares include that."""
     grouped_share: float = 1.0
-    """Of a product of many matrices in one kernel, over that of one."""
+    """Factor for many products in one kernel, over a single one."""
     attention_forward: float = 0.64
-    """Of the data sheet's peak that the attention kernel reaches with long sequences and heads of 128."""
+    """Share of the data sheet's peak that attention reaches with long sequences and heads of 128."""
     attention_backward: float = 0.58
     attention_masked: tuple[float, float] = (0.35, 0.32)
-    """Forward and backward under a mask that is a tensor: the memory-efficient kernel, which is as fast as the first
-    generation of the other."""
+    """Shares, forward and backward, under a mask that is a tensor.
+
+    The memory-efficient kernel takes it, which is as fast as the first generation of the other.
+    """
     attention_half: tuple[float, float] = (400.0, 900.0)
-    """Sequence length at which it reaches half of that, forward and backward."""
+    """Sequence length at which attention reaches half of that, forward and backward."""
     parted: AttentionRates | None = None
-    """Of the kernel that takes parts of rows, where that is another one."""
+    """Rates of the kernel that takes parts of rows, if it is another one."""
     bordered: AttentionRates | None = None
-    """Of the kernel that takes documents and windows; None = `parted`."""
+    """Rates of the kernel that takes documents and windows. None = `parted`."""
     packed_half: tuple[float, float] | None = None
-    """Sequence length at which that reaches half of it, where rows are documents behind one another."""
+    """Sequence length of half the rate where rows consist of several documents."""
     memory_share: float = 0.80
     update_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Of the memory's rate, what the optimizer's kernels reach (time/update_passes.py); `memory_share` of others."""
+    """Shares of the memory rate of the optimizer's kernels (time/update_passes.py). Others: `memory_share`."""
     launch_s: float = 2.0e-6
-    """Of a kernel on the device, however little it does."""
+    """Seconds of any kernel on the device, however small."""
     ranks_per_core: float = 1.0
-    """Above 1: ranks take turns on the cores of a CPU; one that waits leaves its turns to the others."""
+    """Above 1, ranks take turns on the cores of a CPU, and a waiting rank yields its turns."""
     host: Host | None = None
-    """What a layer takes beside its kernels, where the host computes itself; for ranks with a core of their own."""
+    """Host time of a layer where the host computes itself, for ranks with a core each."""
     host_share: float = 1.0
-    """Of that, in a training run."""
+    """Factor on that in a training run."""
     kernel: Kernel | None = None
-    """Its products alone; None where `curves` has them."""
+    """Model of products alone. None = `curves` has them."""
     attention: Kernel | None = None
-    """Its fused attention alone: its dependence on length, heads and their dim; the level is `attention_forward`."""
+    """Model of fused attention alone, by length, heads and their dim. `attention_forward` sets the level."""
     attention_alone: float = 1.0
-    """Of the data sheet's peak that it reaches alone with long sequences and heads of 128."""
+    """Share of the data sheet's peak that it reaches alone with long sequences and heads of 128."""
     curves: DeviceCurves | None = None
-    """Measured on this very machine: they stand in place of peaks, tiles and waves. The shares stay factors."""
+    """Measurements of this very machine, in place of peaks, tiles and waves. The shares stay factors."""
     _known: dict[Product | AttentionCore, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _alone: dict[Product, tuple[float, bool, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -95,13 +97,13 @@ class Speeds:
 
     @property
     def reached_flop_per_s(self) -> float:
-        """Of a measured machine, the best rate that it is taken to reach in training; 0 = not measured."""
+        """Best rate expected in training on a measured machine. 0 = not measured."""
         if self.curves is None:
             return 0.0
         return self.product_share * max(max(grid.values) for grid in self.curves.products.values())
 
     def seconds(self, work: Work) -> float:
-        """Of one operation, alone on the device."""
+        """Return the seconds of one operation, alone on the device."""
         if isinstance(work, Product) and work.calls > 1:
             return work.calls * self.seconds(work._replace(calls=1))
         if self.curves:
@@ -116,10 +118,10 @@ class Speeds:
         return work.moved_bytes / (self.memory_bytes_per_s * self.memory_share) + work.launches * self.launch_s
 
     def alone(self, works: Sequence[Work]) -> list[tuple[float, bool, float]]:
-        """Of each: (seconds alone on the device, whether its power bounds them, launches)."""
+        """Return (seconds alone on the device, True if power bounds them, launches) of each piece of work."""
         rate, launch_s, timed = self.memory_bytes_per_s * self.memory_share, self.launch_s, []
         for work in works:
-            if isinstance(work, MemoryPass):  # most are: as `seconds` says
+            if isinstance(work, MemoryPass):  # the common case, inlined from `seconds`
                 moved_bytes, launches = work
                 took = self.seconds(work) if self.curves else moved_bytes / rate + launches * launch_s
                 timed.append((took, False, launches))
@@ -134,13 +136,12 @@ class Speeds:
         return timed
 
     def slowed(self, product_s: float, other_s: float) -> float:
-        """How much longer products take where a device's power is bound, of so many seconds of them and of all that
-        runs between them.
+        """Return how much slower power-bound products run, given their seconds and those of all that runs between them.
 
-        What runs between them draws `rest` less than the limit L. Products draw (dynamic - static) more at full clock,
-        and at 1 / s of it static * s + dynamic / s^2 in the time they took before, since voltage falls with the clock.
-        Energy over both then is L times their time: dynamic / s^2 - static s = rest (1 - g) / g, g the products' share
-        of the time; `power` is (dynamic, static) over rest.
+        What runs between them draws `rest` less than the limit L. At full clock products draw (dynamic - static) more.
+        At 1 / s of the clock they draw static * s + dynamic / s^2 in the time they took before, since voltage falls
+        with the clock. Energy over both is then L times their time: dynamic / s^2 - static s = rest (1 - g) / g, with g
+        the products' share of the time. `power` is (dynamic, static) over rest.
         """
         if self.power is None or product_s <= 0:
             return 1.0
@@ -155,11 +156,11 @@ class Speeds:
         return slow
 
     def is_bound(self, work: Work) -> bool:
-        """Whether it is a product that draws more than the limit: one that feeds tensor cores as fast as they are."""
+        """Return True for a product that exceeds the power limit: one that keeps the tensor cores fed."""
         return isinstance(work, Product) and not _unaligned(work)
 
     def update_seconds(self, moved_bytes: float, kernel: str = "") -> float:
-        """Of the optimizer, which moves so many bytes in one of its kernels."""
+        """Return the seconds in which one of the optimizer's kernels moves these bytes."""
         if self.curves:
             return moved_bytes / self.curves.update.at(moved_bytes)
         slower = self.memory_share / self.update_shares.get(kernel, self.memory_share)
@@ -174,12 +175,14 @@ class Speeds:
         return curves.pass_s(work) / self.memory_share + work.launches * self.launch_s
 
     def in_tf32(self) -> "Speeds":
-        """The same with fp32 products in TF32, at half the rate of bf16 (data sheets: A100 156 of 312 TFLOP/s, H100 495
-        of 990)."""
+        """Return the speeds with fp32 products in TF32, at half the bf16 rate.
+
+        Data sheets: A100 156 of 312 TFLOP/s, H100 495 of 990.
+        """
         return replace(self, wide_flop_per_s=self.matmul_flop_per_s / 2 * self.tf32_share)
 
     def rate(self, width: float) -> float:
-        """FLOP a second of the best product with operands of so many bytes."""
+        """Return FLOP/s of the best product with operands of this width in bytes."""
         if width >= 4:
             return self.wide_flop_per_s or self.peak_flop_per_s / WIDE
         if width >= 2 or not self.low_flop_per_s:
@@ -202,17 +205,15 @@ class Speeds:
         return share * work.sequence / (work.sequence + half) * (narrow if work.dim < 96 else 1.0)
 
     def _product(self, work: Product) -> float:
-        found = self._known.get(work)
-        if found is None:
-            found = self._known[work] = self._product_s(work)
-        return found
+        if work not in self._known:
+            self._known[work] = self._product_s(work)
+        return self._known[work]
 
     def _core(self, kernel: Kernel, work: AttentionCore) -> float:
-        found = self._known.get(work)
-        if found is None:
+        if work not in self._known:
             slower = self.attention_alone / self.attention_forward
-            found = self._known[work] = core_us(kernel, work) / 1e6 * slower + self.launch_s
-        return found
+            self._known[work] = core_us(kernel, work) / 1e6 * slower + self.launch_s
+        return self._known[work]
 
     def _product_s(self, work: Product) -> float:
         assert self.kernel is not None
@@ -224,7 +225,7 @@ class Speeds:
         return product_us(self._in_training(self.kernel), work, rate / 1e6) / 1e6
 
     def _in_training(self, kernel: Kernel) -> Kernel:
-        """Its constants as calibration changed them."""
+        """Return the kernel with the constants that calibration changed."""
         if self.inner_half == 1 and not self.wave_share:
             return kernel
         wave = kernel.figures["wave"] + (1 - kernel.figures["wave"]) * self.wave_share
@@ -233,7 +234,7 @@ class Speeds:
 
 
 def _unaligned(work: Product) -> bool:
-    """Whether rows of an operand or of the result begin between multiples of 16 bytes."""
+    """Return True if rows of an operand or of the output start between multiples of 16 bytes."""
     k, n, width = work.k, work.n, max(work.width, 1)
     return (k == int(k) and not is_aligned(k, width)) or (n == int(n) and not is_aligned(n, width))
 
@@ -249,13 +250,19 @@ ARCHITECTURES: dict[str, dict[str, float]] = {
     "B300": {"product_share": 0.86},
     "GB300": {"product_share": 1.0},
 }
-"""Since Hopper, power and not the tensor cores bound long runs of products. GB200 as B200, whose chip it is; of B300 in
-a rack no best product is known, so that the share is of four fifths of the data sheet. fp32: NVIDIA's data sheets,
-CUDA cores (HGX B200: 600e12 of 8 GPUs; GB200 NVL72: 5,760e12 of 72)."""
+"""Shares of the best product, by prefix of a device's name.
+
+Since Hopper, power rather than the tensor cores bounds long runs of products. GB200 is taken as B200, whose chip it is.
+Of B300 in a rack no best product is known, so the share refers to four fifths of the data sheet. fp32: NVIDIA's data
+sheets, CUDA cores (HGX B200: 600e12 of 8 GPUs, GB200 NVL72: 5,760e12 of 72).
+"""
 HOPPER = {1: (0.22, 0.19), 2: (0.34, 0.29), 3: (0.54, 0.42)}
 BLACKWELL = {1: (0.10, 0.08), 2: (0.52, 0.40), 3: (0.52, 0.40)}
 BEFORE_AMPERE = {generation: (0.35, 0.32) for generation in (1, 2, 3)}
-"""Later kernels need Ampere (Dao-AILab/flash-attention, README.md); the memory-efficient one is as fast as it."""
+"""Later kernels need Ampere (Dao-AILab/flash-attention, README.md).
+
+The memory-efficient one is as fast as the first.
+"""
 FLASH: dict[str, dict[int, tuple[float, float]]] = {
     "A100": {1: (0.35, 0.32), 2: (0.64, 0.58), 3: (0.64, 0.58)},
     "V100": BEFORE_AMPERE,
@@ -265,7 +272,7 @@ FLASH: dict[str, dict[int, tuple[float, float]]] = {
     "B": BLACKWELL,
     "GB": BLACKWELL,
 }
-"""Beginning of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
+"""Prefix of a device's name -> generation of the kernel -> shares forward and backward, long sequences.
 
 Dao 2023 (arXiv:2307.08691): figures 4 to 7 (the second on A100 and H100), section 1 (the first reaches half of it).
 Shah et al. 2024 (arXiv:2407.08608): the third; cuDNN's stands for it elsewhere. Since Hopper in sustained runs, as for
@@ -274,19 +281,25 @@ products: 0.85 of what a kernel alone reaches.
 
 
 FP4_OVER_FP8 = 2.0
-"""The data sheets' ratio (3 for Blackwell Ultra, which nobody measured)."""
+"""Ratio of the data sheets (3 for Blackwell Ultra, which is unmeasured)."""
 REACHED = {"H": 0.803, "A100": 0.868, "GH": 0.0, "B": 0.0, "GB": 0.0}
-"""Share of the peak that the best product reaches where power is as the data sheet says; less of it, less of all. 0 =
-FLASH says what attention reaches there. What has no line in FLASH is compared with A100, which lends it its own."""
+"""Share of the peak that the best product reaches at the data sheet's power. With less power everything is slower.
+
+0 = FLASH says what attention reaches there. A device without a line in FLASH is compared with A100, whose line it uses.
+"""
 FP8_SHARE = 0.9
-"""Of the share of the peak that bf16 reaches, where no fp8 product was measured: 0.89 on H100, 0.95 to 0.99 on
-Blackwell."""
+"""Share of bf16's share of the peak, where no fp8 product was measured.
+
+0.89 on H100, 0.95 to 0.99 on Blackwell.
+"""
 
 
 @lru_cache(maxsize=16)
 def speeds_of(device: Device, flash: int = 2) -> Speeds:
-    """From a device's figures; unknown ones are guessed from the others. `flash`: generation of the attention
-    kernel. Kept, so that the searches of a process share the times of products."""
+    """Return the speeds from a device's figures. Unknown ones are guessed from the others.
+
+    `flash` is the generation of the attention kernel. Cached, so that the searches of a process share product times.
+    """
     peak = device.half_flop_per_s or 1e12
     name = device.name.upper()
     known = next((v for start, v in ARCHITECTURES.items() if name.startswith(start)), {})

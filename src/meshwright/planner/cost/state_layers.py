@@ -1,7 +1,7 @@
-"""The core of a layer of linear attention: what it computes, what it keeps, what its backward pass makes at once.
+"""Core of a linear-attention layer: its operations, kept tensors, and bytes inside its backward pass.
 
-The products are those of spec/linear_attention.py, each by the kernels' curves; convolution, norms and gates move
-bytes. How one chunk's state waits for that of the chunk before is not counted: nobody published times of it.
+Products are those of spec/linear_attention.py, timed by the kernels' curves. Convolution, norms and gates move bytes.
+The wait of one chunk's state for the previous one's is not counted, since no times of it are published.
 """
 
 from collections.abc import Iterator
@@ -11,37 +11,37 @@ from meshwright.planner.cost.work import KeptBytes, LayerOperation, MemoryPass, 
 from meshwright.planner.kernels.kernel_operations import Product
 
 if TYPE_CHECKING:
-    from meshwright.planner.cost.local_shape import Local
+    from meshwright.planner.cost.local_shape import LocalShape
 
 
-def core(of: "Local") -> Iterator[LayerOperation]:
-    """Between the products with weights."""
-    linear = of.linear
+def core(local: "LocalShape") -> Iterator[LayerOperation]:
+    """Yield the operations between the products with weights."""
+    linear = local.linear
     assert linear is not None
-    word = of.tokens * of.width * of.stack.passes / of.tp
-    if linear.taps:  # with its activation
+    word = local.tokens * local.width * local.stack.passes / local.tp
+    if linear.taps:  # includes its activation
         channels = word * linear.channels
         yield _moving("convolution", 2 * channels, 3 * channels)
-    if linear.delta:  # lengths of queries and keys, rates
+    if linear.delta:  # norms of queries and keys, rates
         keys, rates = 2 * word * linear.keys, 2 * word * linear.value_heads
         yield _moving("lengths", 2 * (keys + rates), 3 * (keys + rates), 4.0)
-    else:  # the activation of queries, keys and values
+    else:  # activation of queries, keys and values
         yield _moving("state activation", 2 * word * linear.channels, 3 * word * linear.channels)
-    forward, backward = (_products(of, backward) for backward in (False, True))
+    forward, backward = (_products(local, backward) for backward in (False, True))
     yield LayerOperation(name="attention", forward=forward, inputs=backward, again=True)
-    yield gated(of, linear.values / of.tp)
+    yield gated(local, linear.values / local.tp)
 
 
-def _products(of: "Local", backward: bool) -> tuple[Work, ...]:
-    linear = of.linear
+def _products(local: "LocalShape", backward: bool) -> tuple[Work, ...]:
+    linear = local.linear
     assert linear is not None
-    chunks = of.tokens / linear.chunk * linear.value_heads / of.tp
-    return tuple(Product(*size, chunks, float(of.width)) for size in linear.products(backward=backward))
+    chunks = local.tokens / linear.chunk * linear.value_heads / local.tp
+    return tuple(Product(*size, chunks, float(local.width)) for size in linear.products(backward=backward))
 
 
-def gated(of: "Local", dims: float) -> LayerOperation:
-    """A result of attention, normed where it comes of states, times what a gate makes of its own projection."""
-    moved = of.tokens * dims * of.width * of.stack.passes
+def gated(local: "LocalShape", dims: float) -> LayerOperation:
+    """Return the gating of an attention output of `dims` columns, normed if it comes from states."""
+    moved = local.tokens * dims * local.width * local.stack.passes
     return _moving("gate", 3 * moved, 5 * moved)
 
 
@@ -51,31 +51,37 @@ def _moving(name: str, forward: float, inputs: float, launches: float = 1.0) -> 
     )
 
 
-def kept(of: "Local") -> Iterator[KeptBytes]:
-    """From the forward to the backward pass, but for what the gate makes. flash-linear-attention keeps queries, keys,
-    values, rates and the inverse of each chunk's triangle (ChunkGatedDeltaRuleFunction); states are made again."""
-    linear, core = of.linear, of.stack.selective == "core"
+def kept_tensors(local: "LocalShape") -> Iterator[KeptBytes]:
+    """Yield the tensors from the forward to the backward pass, except those of the gate.
+
+    flash-linear-attention keeps queries, keys, values, rates and the inverse of each chunk's triangle
+    (ChunkGatedDeltaRuleFunction). It recomputes states.
+    """
+    linear, core = local.linear, local.stack.selective == "core"
     assert linear is not None
-    word = of.tokens * of.width / of.tp
+    word = local.tokens * local.width / local.tp
     mixed, values = word * linear.channels, word * linear.values
     if linear.taps or not linear.delta:
         yield KeptBytes("projected queries, keys, values", mixed, mixed)
     yield KeptBytes("queries, keys, values", mixed, mixed if core else 0.0, "core")
     if linear.delta:
-        rates = of.tokens * linear.value_heads / of.tp * (2 * of.width + 4)
+        rates = local.tokens * linear.value_heads / local.tp * (2 * local.width + 4)
         yield KeptBytes("rates", rates, rates)
         yield KeptBytes("triangles", word * linear.value_heads * linear.chunk, 0.0, "core")
-    made = {"core": values, "products": of.hidden_bytes, "alternate": values}[of.stack.selective]
+    made = {"core": values, "products": local.hidden_bytes, "alternate": values}[local.stack.selective]
     yield KeptBytes("attention output", values, made, "core")
 
 
-def inside_bytes(of: "Local") -> float:
-    """At once inside the core's backward pass: gradients of queries, keys and values; of the gated delta rule also the
-    states of all chunks, their gradients, and for each value head four tensors of keys and three of values."""
-    linear = of.linear
+def inside_bytes(local: "LocalShape") -> float:
+    """Return the bytes at once inside the core's backward pass.
+
+    Gradients of queries, keys and values. With the gated delta rule also the states of all chunks and their gradients,
+    and per value head four tensors of keys and three of values.
+    """
+    linear = local.linear
     if linear is None:
         return 0.0
-    word = of.tokens * of.width / of.tp
+    word = local.tokens * local.width / local.tp
     if not linear.delta:
         return word * linear.channels
     states = 2 * linear.key_dim * linear.value_dim / linear.chunk

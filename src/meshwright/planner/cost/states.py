@@ -1,5 +1,8 @@
-"""Parameters, gradients and optimizer states of a pipeline rank, in bytes: the counting of spec/held.py without walking
-every layer, since all layers of a kind are alike. Equal to it to the byte (tests)."""
+"""Parameters, gradients and optimizer states of a pipeline rank, in bytes.
+
+Counts like spec/held.py without walking every layer, since all layers of a kind are alike. Tests check that both agree
+to the byte.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,52 +21,54 @@ from meshwright.spec.optimizer_states import FP32_STATES, MomentFormat, StateSto
 from meshwright.spec.shape import ModelShape
 
 Size = tuple[tuple[int, ...], bool, MomentFormat, bool, int, int]
-"""(sizes of a parameter, whether it is an expert's, how its moments are stored, whether it is trained, bytes of
-one that is held as codes, lines of its run)."""
+"""Sizes and storage of a parameter.
+
+(sizes, True for an expert's, format of its moments, True if trained, bytes if quantized, lines of its run).
+"""
 Sizes = tuple[Size, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSizes:
-    """What tensor and expert parallelism leave of each part of a model on a rank (the first, which has the most)."""
+    """Sizes of each part of a model after tensor and expert parallelism, on the first rank, which has most."""
 
     embedding: Sizes
     dense: Sizes
     routed: Sizes
     norm: Sizes
-    """And what stands behind the last layer beside it."""
+    """Final norm and what else follows the last layer."""
     head: Sizes
     dense_linear: Sizes = ()
     routed_linear: Sizes = ()
-    """Of layers with linear attention, where there are any."""
+    """Layers with linear attention, if any."""
 
 
 def layer_kind(shape: ModelShape, layer: int) -> str:
-    """The field of LocalSizes that a layer's parameters are in."""
+    """Return the field of LocalSizes that holds a layer's parameters."""
     kind = "routed" if shape.is_moe_layer(layer) else "dense"
     return f"{kind}_linear" if shape.linear_of(layer) else kind
 
 
 @cache
 def layer_kinds(shape: ModelShape) -> tuple[str, ...]:
-    """The same of every layer."""
+    """Return the kind of every layer."""
     return tuple(layer_kind(shape, layer) for layer in range(shape.layers))
 
 
 def number_of_kinds(shape: ModelShape, layers: Iterable[int]) -> tuple[tuple[str, int], ...]:
-    """How many of these layers are of each kind, in the order of their names."""
+    """Count these layers by kind, sorted by name."""
     return tuple(sorted(Counter(map(layer_kinds(shape).__getitem__, layers)).items()))
 
 
 @cache
 def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STATES) -> LocalSizes:
-    """The parts of a shape; layers by their kind."""
+    """Return the local sizes of the parts of a shape, layers by kind."""
     first = {layer_kind(shape, layer): layer for layer in reversed(range(shape.layers))}
     small = replace(shape, layers=max(first.values()) + 1)
-    found = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
+    local = boxes(small, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
     groups: dict[str, list[Size]] = {}
     for parameter in parameters(small):
-        box = found[parameter.name]
+        box = local[parameter.name]
         codes = bytes_of_codes(parameter.scheme, box), lines_of_codes(parameter.scheme, box)
         kind = parameter.group if parameter.layer < 0 else layer_kind(small, parameter.layer)
         kind = "norm" if parameter.name.startswith(PREDICTOR) else kind
@@ -77,66 +82,67 @@ def pieces(shape: ModelShape, tp: int, ep: int, storage: StateStorage = FP32_STA
 
 @cache
 def largest_weight(shape: ModelShape, tp: int, ep: int, routed: bool) -> int:
-    """Elements of the largest tensor of a layer on a rank that has a gradient."""
-    found = pieces(shape, tp, ep)
-    some = found.routed + found.routed_linear if routed else found.dense + found.dense_linear
-    return max((prod(sizes) for sizes, _, _, trained, *_ in some if trained), default=0)
+    """Return the elements of a layer's largest trained tensor on a rank."""
+    sizes = pieces(shape, tp, ep)
+    tensors = sizes.routed + sizes.routed_linear if routed else sizes.dense + sizes.dense_linear
+    return max((prod(sizes) for sizes, _, _, trained, *_ in tensors if trained), default=0)
 
 
 @cache
 def largest_coded(shape: ModelShape, tp: int, ep: int, group: str) -> int:
-    """Elements on a rank of the largest frozen matrix of a group that is held as codes, of stacks of one expert's; 0:
-    none."""
-    found = boxes(shape, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
-    some = (found[one.name].sizes[-2:] for one in parameters(shape) if one.scheme and one.group == group)
-    return max(map(prod, some), default=0)
+    """Return the elements on a rank of a group's largest quantized matrix (of stacks, one expert's). 0 = none."""
+    local = boxes(shape, Layout(dp_shard=ep, tp=tp, ep=ep), 0)
+    matrices = (matrix for matrix in parameters(shape) if matrix.scheme and matrix.group == group)
+    return max((prod(local[matrix.name].sizes[-2:]) for matrix in matrices), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElementCounts:
-    """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `gathered` all shares; the same of what is
-    trained, of which it updates `own`; `tensors` that are; and the bytes of their `moments`, which are not the same for
-    each element."""
+    """Elements on one rank: `whole` without ZeRO, `shard` its padded share, `gathered` all shares.
+
+    `learned` and `learned_gathered` count the trained ones, of which the rank updates `updated`. `tensors` is the
+    number of trained tensors, and `moments` the bytes of their moments, which differ between elements.
+    """
 
     whole: int
     shard: int
-    own: int
+    updated: int
     gathered: int
     tensors: int
     moments: int
     learned: int
     learned_gathered: int
     codes: int
-    """Bytes of frozen matrices that are codes and scales, which are in no other number here."""
+    """Bytes of quantized frozen matrices, codes and scales. No other number includes them."""
     codes_gathered: int
-    """Of those of them that ranks share, all shares."""
+    """Bytes of all shares of those that ranks share."""
 
 
 def counts(
     shape: ModelShape, layout: Layout, layers: Sequence[int], *, first: bool, last: bool,
     storage: StateStorage = FP32_STATES,
 ) -> ElementCounts:  # fmt: skip
-    """Of the layers (and ends) that a pipeline rank holds."""
-    found = pieces(shape, layout.tp, layout.ep, storage)
+    """Count the elements of the layers (and ends) that a pipeline rank holds."""
+    sizes = pieces(shape, layout.tp, layout.ep, storage)
     parts: Counter[Size] = Counter()
     for kind, times in number_of_kinds(shape, layers):
-        for size in getattr(found, kind):
+        for size in getattr(sizes, kind):
             parts[size] += times
-    ends = [*(found.embedding if first else ()), *(found.norm if last else ())]
+    ends = [*(sizes.embedding if first else ()), *(sizes.norm if last else ())]
     if last and not (shape.tied and first):
-        ends += found.head
+        ends += sizes.head
     for size in ends:
         parts[size] += 1
     return _count(parts, layout)
 
 
 def expert_counts(shape: ModelShape, layout: Layout, layer: int) -> ElementCounts:
-    """Of the experts of a layer."""
+    """Count the elements of the experts of a layer."""
     return _count(Counter(size for size in _sizes(shape, layout, layer) if size[1]), layout)
 
 
 def largest_cut_stack(shape: ModelShape, layout: Layout, layer: int) -> int:
-    """Elements on a rank of the largest stack of a layer's experts that ZeRO cuts inside of experts; 0: none."""
+    """Return the elements on a rank of a layer's largest stack of experts that ZeRO cuts inside experts. 0 = none."""
     ranks, stacks = cut_over(layout)[1], [size for size in _sizes(shape, layout, layer) if size[1] and size[3]]
     return max((prod(sizes) for sizes, *_ in stacks if sharded_dim(sizes, ranks)), default=0)
 
@@ -147,14 +153,14 @@ def _sizes(shape: ModelShape, layout: Layout, layer: int) -> Sizes:
 
 
 def cut_over(layout: Layout) -> tuple[int, int]:
-    """Ranks over which ZeRO cuts a parameter, and an expert's."""
+    """Return the ranks over which ZeRO cuts a parameter, and an expert's."""
     ranks = layout.dp_shard * layout.cp if layout.zero else 1
     return ranks, ranks * layout.tp // layout.ep if layout.zero and layout.ep > 1 else ranks
 
 
 def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
     ranks, same = cut_over(layout)
-    whole = shard = gathered = tensors = moments = learned = own = learned_gathered = codes = codes_gathered = 0
+    whole = shard = gathered = tensors = moments = learned = updated = learned_gathered = codes = codes_gathered = 0
     for (sizes, expert, stored, trained, coded, lines), times in parts.items():
         n = same if expert else ranks
         if coded:
@@ -173,22 +179,22 @@ def _count(parts: Counter[Size], layout: Layout) -> ElementCounts:
             tensors += times
             moments += times * stored.nbytes(cut)
             learned += times * numel
-            own += times * each
+            updated += times * each
             learned_gathered += times * each * n
     return ElementCounts(
-        whole=whole, shard=shard, own=own, gathered=gathered, tensors=tensors, moments=moments, learned=learned,
+        whole=whole, shard=shard, updated=updated, gathered=gathered, tensors=tensors, moments=moments, learned=learned,
         learned_gathered=learned_gathered, codes=codes, codes_gathered=codes_gathered,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """Bytes by kind inside the step and while the optimizer runs."""
+    """Bytes by kind during the step and during the optimizer update."""
 
     step: dict[str, float]
     update: dict[str, float]
     parameter_bytes: float
-    """Of an element."""
+    """Bytes per element."""
     gradient_bytes: float
 
 
@@ -202,31 +208,33 @@ def states(
     *,
     storage: StateStorage = FP32_STATES,
 ) -> States:
-    """spec/held.py's table with the stack's widths; `micro_batches` of a step on a rank. `count` was made with the same
-    `storage`."""
+    """Return the table of spec/held.py with the stack's widths.
+
+    `micro_batches` counts those of a step on a rank. `count` must be computed with the same `storage`.
+    """
     width = WIDTHS[precision]
     sixteen = precision != "fp32"
     gradient = stack.gradient_bytes if sixteen else width.gradient
-    if stack.own:
+    if stack.is_meshwright:
         gradient = gradient_bytes(precision, layout, micro_batches=micro_batches, reduce_dtype=reduce_dtype)
     zero, late = layout.zero, layout.pp > 1
     beside = stack.sharding == "fully_shard"
     shard = stack.shard_bytes if stack.shard_bytes and zero == 3 and sixteen else width.parameter
-    if stack.own and shards_are_masters(precision, layout, storage, reduce_dtype):
+    if stack.is_meshwright and shards_are_masters(precision, layout, storage, reduce_dtype):
         shard = width.master
     master = 0 if shard > width.parameter else master_bytes(precision, storage)
     kinds = {}
     for inside in (True, False):
         whole = inside and zero > 0 and (zero < 3 or late) if beside else zero < 3
         whole_gradients = zero == 0 or (inside and (zero == 1 or late)) if beside else zero < 2
-        shards = count.own * shard + (count.shard - count.own) * width.parameter
+        shards = count.updated * shard + (count.shard - count.updated) * width.parameter
         parameters = count.gathered * width.parameter if whole else shards
         kinds[inside] = {
             "parameters": count.codes
             + (parameters if beside or zero == 3 else count.whole * (width.parameter if whole else shard)),
             "shards": shards if beside and whole and zero else 0.0,
-            "gradients": (count.learned if whole_gradients else count.own) * gradient,
-            "masters": count.own * master,
+            "gradients": (count.learned if whole_gradients else count.updated) * gradient,
+            "masters": count.updated * master,
             "moments": count.moments,
             "counters": count.tensors * COUNTER_BYTES,
         }

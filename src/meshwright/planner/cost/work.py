@@ -1,4 +1,4 @@
-"""What an operation asks of a device: a matrix product, an attention core, a pass over memory; and of a link."""
+"""Work that an operation asks of a device (a matrix product, an attention core, a memory pass) and of a link."""
 
 from typing import Literal, NamedTuple
 
@@ -19,24 +19,24 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 
 
 class Exchange(NamedTuple):
-    """A collective of a micro-batch: `size_bytes` is the whole tensor (what a rank has after a gather)."""
+    """Collective of a micro-batch. `size_bytes` is the whole tensor (what a rank has after a gather)."""
 
     axis: Literal["tp", "cp", "ep"]
     collective: Collective
     size_bytes: float
     times: float = 1.0
     beside: tuple[Work, ...] = ()
-    """Work that runs while it is under way."""
+    """Work that runs during the exchange."""
     within: tuple[Work, ...] = ()
-    """Work in as many pieces as there are calls. All but the own piece's runs beside a call."""
+    """Work in as many pieces as there are calls. Each call runs beside all pieces but its own."""
     share: float = 1.0
-    """So much of that work does."""
+    """Share of that work that does."""
     first: tuple["Exchange", ...] = ()
-    """Those that run beside the same work as this one, and are taken to be hidden by it first."""
+    """Exchanges beside the same work, which is assumed to hide them before this one."""
 
 
 class Exchanges(NamedTuple):
-    """Those of a forward and of a backward pass."""
+    """Exchanges of a forward and a backward pass."""
 
     forward: tuple[Exchange, ...] = ()
     backward: tuple[Exchange, ...] = ()
@@ -46,9 +46,9 @@ NO_EXCHANGES = Exchanges()
 
 
 class LayerOperation(NamedTuple):
-    """One operation of the forward pass and what the backward pass makes of it.
+    """One operation of the forward pass, and its backward pass.
 
-    `again`: repeated by selective recomputation. Exchanges belong to the operation after whose work they stand.
+    `again`: repeated by selective recomputation. Exchanges follow the operation's work.
     """
 
     name: str
@@ -62,17 +62,19 @@ class LayerOperation(NamedTuple):
 
 
 class KeptBytes(NamedTuple):
-    """Bytes that live from a layer's forward to its backward pass, under no and under selective recomputation. `of`:
-    what a norm makes; what the attention core reads and makes; what it stores in between, its S x S weights."""
+    """Bytes of a tensor from a layer's forward to its backward pass, without and with selective recomputation.
+
+    `part`: norm = an output of a norm, core = an input or output of the attention core, scores = its S x S weights.
+    """
 
     name: str
     none: float
     selective: float
-    of: Literal["", "norm", "core", "scores"] = ""
+    part: Literal["", "norm", "core", "scores"] = ""
 
 
 def in_fp32(op: LayerOperation) -> LayerOperation:
-    """The same with its products in fp32."""
+    """Return the operation with its products in fp32."""
 
     def wide(works: tuple[Work, ...]) -> tuple[Work, ...]:
         return tuple(work._replace(width=4.0) if isinstance(work, Product) else work for work in works)

@@ -30,8 +30,8 @@ SIZES: dict[str, Callable[[MicroBatchCost], float]] = {
     "after": lambda cost: cost.after_bytes,
     "outside": lambda cost: cost.outside_bytes,
     "inner": lambda cost: cost.inner_bytes,
-    "logits_kept": lambda cost: cost.logits.kept,
-    "logits_held": lambda cost: cost.logits.held,
+    "logits_kept": lambda cost: cost.logits.kept_bytes,
+    "logits_held": lambda cost: cost.logits.held_bytes,
     "logits_chunk": lambda cost: cost.logits.chunk,
     "logits_matrix": lambda cost: cost.logits.matrix,
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from meshwright.planner.cost.local_shape import local
+from meshwright.planner.cost.local_shape import local_shape
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy, costs
 from meshwright.planner.cost.states import ElementCounts
@@ -106,7 +106,7 @@ def _timed(of: Estimator, one: Degrees, tokens: int, sequence: int, known: Known
     """By recompute policy, for so many tokens of a rank in sequences of this length, which need not come out even."""
     layout = Layout(dp_shard=one.ep, tp=one.tp, sp=one.sp, ep=one.ep, cp=one.cp, micro_batch=1)
     width, recipe = 4 if of.recipe.precision == "fp32" else 2, of.recipe
-    counted = local(
+    counted = local_shape(
         of.shape,
         of.stack,
         layout,

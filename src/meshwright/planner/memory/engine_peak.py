@@ -100,7 +100,7 @@ def standing(
     which of the stages before the last is under way. `shares`: of the rank's parameters, each stage's."""
     alike = len({(cost.mlp_bytes, cost.attention_bytes, cost.weights, cost.split_bytes) for cost in costs}) == 1
     kept, queued = [cost.kept_bytes for cost in costs], [cost.queued_bytes for cost in costs]
-    leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept  # only a model's last stage has any
+    leaves, end, logits = any(queued), len(costs) - 1, costs[-1].logits.kept_bytes  # only a model's last stage has any
     kinds: dict[tuple[object, ...], list[Standing]] = {}
     for what, place, alive, waiting, graded, done in found:
         kept_bytes = sum(map(mul, alive, kept)) + (sum(map(mul, waiting, queued)) if leaves else 0.0)
@@ -209,7 +209,7 @@ class PipelineRank:
 
     def _head(self, before: float, logits: float, cost: MicroBatchCost, again: bool, final: bool) -> Iterator[Place]:
         """The matrix's gradient is rounded; then it is a gradient, or added to one, and perhaps reduced."""
-        last, gone = self.units.last, cost.logits.kept - cost.logits.held
+        last, gone = self.units.last, cost.logits.kept_bytes - cost.logits.held_bytes
         gathers = last.parameters + self.units.block.parameters if self.frees else 0.0
         yield Place(before, logits, last.made, gathers)
         if self.apart:
@@ -233,7 +233,7 @@ class PipelineRank:
     ) -> Place:
         """The first layer of the pass. The head's gradients may still be under way."""
         last = self.units.last if ends else GatherUnit()
-        gone = cost.logits.kept - cost.logits.held if ends else 0.0
+        gone = cost.logits.kept_bytes - cost.logits.held_bytes if ends else 0.0
         freed = self._gone(final and ends)
         if self.apart or (final and not again and self.lets_go and self.layout.pp == 1):
             gradients = before + (0.0 if again else last.share)

@@ -58,7 +58,7 @@ def gather_units(shape: ModelShape, layout: Layout, state: States) -> GatherUnit
     def unit(elements: ElementCounts) -> GatherUnit:
         learned, gradient = elements.learned_gathered, state.gradient_bytes
         parameters = elements.gathered * width + elements.codes_gathered
-        return GatherUnit(parameters, learned * gradient, learned * width, elements.own * gradient)
+        return GatherUnit(parameters, learned * gradient, learned * width, elements.updated * gradient)
 
     apart = layout.ep > 1 and shape.is_moe_layer(layer)
     block = unit(counts(shape, layout, (layer,), first=False, last=False))

@@ -138,8 +138,8 @@ def _sum(counts: tuple[int, ...], sizes: list[float]) -> float:
 def _backward(alive: tuple[tuple[int, ...], ...], costs: list[MicroBatchCost], gathered: float) -> dict[str, float]:
     """The worse of two moments: inside head and loss; inside the layer behind them, when one micro-batch's logits are
     gone."""
-    kept = max(_sum(moment, [cost.logits.kept for cost in costs]) for moment in alive)
-    gone = max(cost.logits.kept - cost.logits.held for cost in costs)
+    kept = max(_sum(moment, [cost.logits.kept_bytes for cost in costs]) for moment in alive)
+    gone = max(cost.logits.kept_bytes - cost.logits.held_bytes for cost in costs)
     inside = max(cost.transient_bytes for cost in costs)
     head = {"logits": kept + max(cost.logits.transient for cost in costs), "temporaries": 0.0, "buffers": gathered}
     layer = {"logits": kept - gone, "temporaries": inside, "buffers": gathered}

@@ -200,7 +200,7 @@ def offered_policies(estimator: Estimator, plan: Plan, cell: Cell, fixed: Fixed)
     """
     layout, kind = replace(plan.layout, cp=cell.cp, ep=cell.ep), "cuda" if plan.cluster.device.is_gpu else "cpu"
     without_effect = {
-        "norms": estimator.stack.own and keeps_no_norms(layout, plan.model, kind, plan.recipe.fake_quantize),
+        "norms": estimator.stack.is_meshwright and keeps_no_norms(layout, plan.model, kind, plan.recipe.fake_quantize),
         "selective": estimator.stack.drops_scores_alone and not layout.writes_scores,
     }
     fixed_policies = fixed.get("recompute", ())

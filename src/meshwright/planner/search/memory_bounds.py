@@ -207,9 +207,8 @@ class MemoryBounds:
             m = self.m(micro_batch, self.largest)
             ranks = self._idle(pipelines, m)
             idle_bytes = max([rank.idle_bytes - rank.gradient_bytes for rank in ranks])
-            stays = (
-                self._stays(pipelines, m) or not self.estimator.stack.own
-            )  # other software allocates all gradients from the start
+            # other software allocates all gradients from the start
+            stays = self._stays(pipelines, m) or not self.estimator.stack.is_meshwright
             self._pipelines = PipelineTerms(pipelines, micro_batch, ranks, idle_bytes, stays)
         if self._pipelines.idle_bytes > room:
             return self._pipelines.idle_bytes

@@ -3,7 +3,7 @@ changes each field of a layout, and compares entries of one key."""
 
 from dataclasses import dataclass, field
 
-from meshwright.planner.cost.local_shape import Local
+from meshwright.planner.cost.local_shape import LocalShape
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
 from meshwright.planner.cost.stack import Stack
 from meshwright.planner.cost.stage_costs import CostsByPolicy, FirstHalves, Policies, StageKind
@@ -19,7 +19,7 @@ class Memo:
     """By what each depends on: degrees, micro-batch, recomputation, kind of rank."""
 
     stacks: dict[tuple[object, ...], Stack] = field(default_factory=dict)
-    parts: dict[tuple[object, ...], tuple[Local, CostsByPolicy]] = field(default_factory=dict)
+    parts: dict[tuple[object, ...], tuple[LocalShape, CostsByPolicy]] = field(default_factory=dict)
     blocks: dict[tuple[object, ...], Policies] = field(default_factory=dict)
     halves: FirstHalves = field(default_factory=FirstHalves)
     counts: dict[tuple[object, ...], ElementCounts] = field(default_factory=dict)

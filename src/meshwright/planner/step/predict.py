@@ -188,13 +188,13 @@ class Estimator(SharedCosts):
                 state.step["gradients"] *= 2
             one = rank_memory(
                 layout, self.stack, m, stages, state, rank,
-                gathered_bytes=0.0 if self.stack.own else self._gathered(layout, state),
+                gathered_bytes=0.0 if self.stack.is_meshwright else self._gathered(layout, state),
                 border_bytes=of.between_bytes,
                 update_bytes=self.update_bytes(layout, rank, count, state),
                 exact=exact,
                 logits_bytes=of.tokens * self.shape.vocab * of.width / (of.tp if self.stack.vocab_parallel else 1),
-                units=self.units(layout, state) if self.stack.own else None,
-                found=self._standing(layout, m, stages, rank, exact) if self.stack.own else (),
+                units=self.units(layout, state) if self.stack.is_meshwright else None,
+                found=self._standing(layout, m, stages, rank, exact) if self.stack.is_meshwright else (),
                 sums_products=summed,
             )  # fmt: skip
             if self.teacher is not None:
@@ -273,7 +273,7 @@ class Estimator(SharedCosts):
         matrices = self.matrices.buffer_bytes(layout, *self._ranks(layout)[rank][:2]) if self.matrices else 0.0
         wide = layout.cuda_graphs == "on" and state.gradient_bytes == 4 and not self.recipe.storage.narrow
         each = 0.0 if wide else self.widened_bytes
-        return max(matrices, min(count.own * each, self.stack.update_bucket_bytes))
+        return max(matrices, min(count.updated * each, self.stack.update_bucket_bytes))
 
     @cached_property
     def matrices(self) -> MatrixCosts | None:
@@ -290,7 +290,7 @@ class Estimator(SharedCosts):
         """Of an element's temporaries: narrow states, or a 16-bit gradient that AdamW cannot read, in fp32."""
         if self.recipe.storage.narrow:
             return float(NARROW_BYTES)
-        return 4.0 if self.recipe.precision != "fp32" and not (self.stack.own and self._gpu) else 0.0
+        return 4.0 if self.recipe.precision != "fp32" and not (self.stack.is_meshwright and self._gpu) else 0.0
 
     def _gathered(self, layout: Layout, state: States) -> float:
         """ZeRO-3 of other software, where the ends stay whole from the first forward to the last backward pass: two

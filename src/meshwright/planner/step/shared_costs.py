@@ -5,9 +5,9 @@ from functools import cached_property
 from typing import Self
 
 from meshwright.planner.cost.links import Links
-from meshwright.planner.cost.local_shape import Local, local
+from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.micro_batch_cost import MicroBatchCost
-from meshwright.planner.cost.rounded_weights import with_rounded
+from meshwright.planner.cost.rounded_weights import with_rounded_weights
 from meshwright.planner.cost.speeds import Speeds
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack, eager, graphed
 from meshwright.planner.cost.stage_costs import Costs, CostsByPolicy, StageKind, costs, split_by_cost
@@ -104,7 +104,7 @@ class SharedCosts:
     @property
     def chooses(self) -> bool:
         """Whether plans may leave open how their passes are run."""
-        return self._gpu and self.stack.own
+        return self._gpu and self.stack.is_meshwright
 
     def looked_at(self, plan: Plan) -> Plan:
         """As a search looks at it: uncompiled where nothing is compiled, else compiled where that is left open, which
@@ -123,11 +123,11 @@ class SharedCosts:
         compiles = layout.compile != "off" and can_be_compiled(self.shape, self.recipe.fake_quantize)
         fused = self._gpu and self.cluster.device.runs_triton and layout.kernels not in ("eager", "reference")
         stack = self.stack if compiles or fused else eager(self.stack)
-        if stack.own and not self.cluster.device.is_gpu:
+        if stack.is_meshwright and not self.cluster.device.is_gpu:
             stack = replace(stack, head_chunk_bytes=CHUNK_BYTES["cpu"], rounds_in_place=False)
-        elif stack.own and not self.cluster.device.runs_triton:
+        elif stack.is_meshwright and not self.cluster.device.runs_triton:
             stack = replace(stack, loss_in_place=False, rounds_in_place=False)
-        elif stack.own and layout.kernels in ("eager", "reference"):
+        elif stack.is_meshwright and layout.kernels in ("eager", "reference"):
             stack = replace(stack, loss_in_place=False)
         return graphed(stack) if layout.cuda_graphs == "on" and self._gpu else stack
 
@@ -138,7 +138,7 @@ class SharedCosts:
         code = alone, layout.compile, layout.kernels, layout.cuda_graphs, layout.context, layout.context_split
         return *degrees, *pieces, *splits, *code, layout.micro_batch_of(self.recipe.global_batch)
 
-    def parts(self, layout: Layout) -> tuple[Local, Costs]:
+    def parts(self, layout: Layout) -> tuple[LocalShape, Costs]:
         """Costs of the blocks for one micro-batch."""
         of, found = self.blocks(layout)
         return of, found[layout.recompute]
@@ -147,14 +147,14 @@ class SharedCosts:
         """The same under each recompute policy."""
         return self.blocks(layout)[1]
 
-    def blocks(self, layout: Layout) -> tuple[Local, CostsByPolicy]:
+    def blocks(self, layout: Layout) -> tuple[LocalShape, CostsByPolicy]:
         """What a micro-batch is on a rank, and costs of its blocks by recompute policy."""
         key = self._key(layout)
         if key not in self._known.parts:
             width = 4 if self.recipe.precision == "fp32" else 2
             recipe, stack = self.recipe, self._stack(layout)
             documents = recipe.document_mask
-            of = local(
+            of = local_shape(
                 self.shape,
                 stack,
                 layout,
@@ -200,7 +200,7 @@ class SharedCosts:
                     cost = self._offloaded(layout, cost, (first, *rest))
                 kinds_by_policy = ((layout.recompute, first), *(("none", one) for one in rest))
                 policies = [(policy, one.layers - one.routed, one.routed) for policy, one in kinds_by_policy]
-                each.append(with_rounded(cost, self.parts(layout)[0], policies))
+                each.append(with_rounded_weights(cost, self.parts(layout)[0], policies))
             stages = [each[place] for place in places]
             if self.teacher is not None:
                 stages[-1] = stages[-1].plus(self._taught(layout))

@@ -17,7 +17,7 @@ from meshwright.planner.cost.block import embedding, head, layer
 from meshwright.planner.cost.block_time import ranks_of
 from meshwright.planner.cost.layer_work import LayerWork
 from meshwright.planner.cost.links import Links
-from meshwright.planner.cost.local_shape import Local, local
+from meshwright.planner.cost.local_shape import LocalShape, local_shape
 from meshwright.planner.cost.stack import MESHWRIGHT, Stack
 from meshwright.planner.cost.states import Size, Sizes, layer_kinds, number_of_kinds, pieces
 from meshwright.planner.cost.work import Exchange
@@ -89,7 +89,7 @@ def _all(plan: Plan, pp_rank: int, stack: Stack) -> Calls:
     width = WIDTHS[recipe.precision]
     batch = layout.micro_batch_of(recipe.global_batch)
     gpu, documents = plan.cluster.device.is_gpu, recipe.document_mask
-    of = local(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu,
+    of = local_shape(shape, stack, layout, recipe.sequence, batch, width.parameter, recipe.dropout, documents, gpu,
                compares=recipe.traits.pairs, fake_quantize=recipe.fake_quantize)  # fmt: skip
     m = layout.micro_batches(recipe.global_batch)
     own, split = own_stages(layout, pp_rank), layers_of_stages(shape.layers, layout)
@@ -164,7 +164,7 @@ def _seconds(layout: Layout, links: Links, axis: str, collective: str, sent: flo
     return links.seconds(collective.replace("_", "-"), sent * ranks / (ranks - 1), ranks, stride)
 
 
-def _of_blocks(of: Local, layout: Layout, m: int, held: StageContents, recomputed: Collection[int]) -> Calls:
+def _of_blocks(of: LocalShape, layout: Layout, m: int, held: StageContents, recomputed: Collection[int]) -> Calls:
     """`recomputed`: the layers that are."""
     layers, first, last = held
     frozen = of.shape.lora is not None
@@ -199,7 +199,7 @@ def exchanges(block: LayerWork, recompute: str = "none") -> Iterator[Exchange]:
             yield from op.exchanges.forward
 
 
-def _of_borders(of: Local, layout: Layout, m: int, own: tuple[int, ...], stages: int) -> Calls:
+def _of_borders(of: LocalShape, layout: Layout, m: int, own: tuple[int, ...], stages: int) -> Calls:
     if layout.pp == 1:
         return
     holders = stage_rank(layout.schedule, layout.pp, layout.vp)

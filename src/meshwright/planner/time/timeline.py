@@ -105,7 +105,7 @@ def step_time(
     if ranks_per_core > 1 and layout.pp > 1:
         bubble_s = max((busy + bubble_s) / ranks_per_core, m * sum(per_rank) / len(per_rank)) - busy
     behind = stack.hides_gradients * max(0.0, sum(cost.backward_s - shared * cost.exchange_s for cost in own))
-    if stack.own and layout.pp > 1:
+    if stack.is_meshwright and layout.pp > 1:
         behind *= 1 - _after_passes(
             layout.schedule, layout.pp, short(layout.schedule, layout.pp, m, layout.vp), layout.vp
         )

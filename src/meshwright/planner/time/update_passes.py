@@ -39,7 +39,7 @@ def update_passes(
     sixteen, storage = recipe.precision != "fp32", recipe.storage
     only = 4.0 if sixteen else 8.0
     weights = 8.0 + 2.0 if sixteen and storage.masters else only
-    if not stack.own or measured:
+    if not stack.is_meshwright or measured:
         return (UpdatePass("", NORM_BYTES + GRADIENT_BYTES + weights, 2.0),)
     norm = UpdatePass("half" if at_once else "norm", gradient_bytes)
     if storage.moments == "int8":
@@ -78,7 +78,7 @@ class GradientSums(NamedTuple):
         """Each gradient is widened where it is summed first, and later ones are added, in passes of their own. One that
         nothing was summed with is read as it is, where the kernel can. Other software adds inside its products, or says
         otherwise (Stack.accumulates)."""
-        if not stack.own or speeds.curves is not None or recipe.precision == "fp32":
+        if not stack.is_meshwright or speeds.curves is not None or recipe.precision == "fp32":
             return 0.0
         if gradient_bytes < 4 and (recipe.storage.narrow or at_once):
             return 0.0
@@ -98,8 +98,8 @@ def optimizer_seconds(
 ) -> float:
     """Of a rank: what sums the gradients of a step, and what updates its weights by them. Gradients that stay where
     they are (layout.cuda_graphs) are set to zero and added to, and not given."""
-    sums = GradientSums(count.learned, count.own, micro_batches, layout.zero >= 2 and layout.pp == 1)
+    sums = GradientSums(count.learned, count.updated, micro_batches, layout.zero >= 2 and layout.pp == 1)
     at_once, width = stack.updates_at_once and layout.kernels in ("auto", "triton"), state.gradient_bytes
-    found = update_seconds(speeds, stack, recipe, count.own, count.moments, width, at_once=at_once)
+    found = update_seconds(speeds, stack, recipe, count.updated, count.moments, width, at_once=at_once)
     found += sums.seconds(speeds, stack, recipe, width, at_once=at_once)
     return found + (speeds.update_seconds(4 * state.step["gradients"]) if layout.cuda_graphs == "on" else 0.0)
